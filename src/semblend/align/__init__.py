@@ -1,0 +1,1 @@
+"""Which tokens correspond, and which spans together save most prefill."""

@@ -1,0 +1,201 @@
+"""Every setting of semblend: typed, validated where it is made, read from the environment only here.
+
+A value comes from the argument, else the environment, else the TOML file, else its default.
+The reference page in docs/reference/settings.md is generated from `SETTINGS`.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from semblend.errors import ConfigError
+
+T = TypeVar("T")
+
+EMBEDDERS = ("auto", "none", "lexical", "jaccard", "static", "minilm", "onnx_gpu")
+QUALITY_MODES = ("exact", "fast", "balanced")
+GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the reference page."""
+
+    name: str
+    variable: str
+    default: Any
+    help: str
+
+
+def _setting(default: T, help: str) -> T:
+    return field(default=default, metadata={"help": help})  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SemBlendConfig:
+    """How a `SemBlend` behaves. Environment variables are the field names in capitals after ``SEMBLEND_``."""
+
+    enabled: bool = _setting(True, "Look for donors at all. Off: every lookup declines with `disabled`.")
+    embedder: str = _setting(
+        "auto",
+        "Paraphrase evidence: none, lexical (also called jaccard), static, minilm, onnx_gpu. "
+        "auto = minilm where its files are already on this machine, else none.",
+    )
+    min_similarity: float = _setting(
+        0.60, "Lowest cosine that counts as evidence. Never decides what may be materialized."
+    )
+    fuzzy_chunks: bool = _setting(
+        False, "Add near-duplicate evidence from token sketches. Never decides what may be materialized."
+    )
+    discovery_only: bool = _setting(False, "Look up and report, but hand no plan to an engine.")
+    strict_prefix_boundary: bool = _setting(
+        True,
+        "Claim one prefix-shaped range to an engine and compute the gaps inside it ourselves; "
+        "off lets engines that accept spans take them as they are.",
+    )
+    exact_materialization_only: bool = _setting(
+        True, "Materialize token-equal spans only. Off is accepted by no backend that we ship."
+    )
+    quality: str = _setting("balanced", "Materialization mode: exact, fast or balanced.")
+    min_span_tokens: int = _setting(
+        32,
+        "Shortest span worth reusing, in tokens. Below 32, short runs are found only beside a longer one "
+        "of the same donor (across small edits).",
+    )
+    min_reuse_ratio: float = _setting(
+        0.0, "Decline when donors hold a smaller share of the prompt than this; 0 leaves it to break-even."
+    )
+    max_donors: int = _setting(10_000, "Most donors kept; the least recently used goes first.")
+    max_bytes: int = _setting(GIB, "Memory for donor tokens and their index, in bytes.")
+    donor_ttl_s: float = _setting(0.0, "Seconds until a donor expires; 0 = never.")
+    store: str = _setting("", "File that keeps donors across restarts; empty = memory only.")
+    lookup_budget_ms: float = _setting(0.0, "Stop searching after this long and plan with what was found; 0 = no limit.")
+    canary_percent: float = _setting(100.0, "Share of requests, by request id, that may reuse at all.")
+    kill_file: str = _setting("", "While this file exists, every lookup declines with `disabled`.")
+    prefill_tokens_per_s: float = _setting(
+        0.0, "Measured prefill rate of the engine. 0 = unknown: every span of min_span_tokens is accepted."
+    )
+    load_tokens_per_s: float = _setting(0.0, "Measured rate of loading and relocating donor KV; 0 = unknown.")
+    reuse_overhead_ms: float = _setting(0.0, "Fixed cost of a reuse in the engine, in milliseconds.")
+    seam_tokens: int = _setting(16, "Tokens recomputed at the head of each span, charged by the cost model.")
+    events: str = _setting("", "File that receives the JSONL audit stream; empty = none.")
+    nats_url: str = _setting("", "NATS server that receives the audit stream; empty = none.")
+    nats_subject: str = _setting("semblend.events", "NATS subject of the audit stream.")
+    metrics: bool = _setting(True, "Keep Prometheus metrics where prometheus_client is installed.")
+    models: str = _setting("", "Folder with model files; empty = ~/.cache/semblend/models.")
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            _check_type(f.name, getattr(self, f.name), type(f.default))
+        _one_of("embedder", self.embedder, EMBEDDERS)
+        _one_of("quality", self.quality, QUALITY_MODES)
+        _within("min_similarity", self.min_similarity, -1.0, 1.0)
+        _within("min_reuse_ratio", self.min_reuse_ratio, 0.0, 1.0)
+        _within("canary_percent", self.canary_percent, 0.0, 100.0)
+        _within("min_span_tokens", self.min_span_tokens, 8, 1 << 20)
+        _within("max_donors", self.max_donors, 1, 1 << 30)
+        _within("max_bytes", self.max_bytes, 1 << 16, 1 << 46)
+        _within("seam_tokens", self.seam_tokens, 0, 1 << 20)
+        for name in ("donor_ttl_s", "lookup_budget_ms", "prefill_tokens_per_s", "load_tokens_per_s", "reuse_overhead_ms"):
+            _within(name, getattr(self, name), 0.0, float("inf"))
+        if not self.exact_materialization_only:
+            raise ConfigError(
+                "exact_materialization_only=0 asks for spans that are not token-equal, and no backend offers that",
+                hint="leave SEMBLEND_EXACT_MATERIALIZATION_ONLY at 1",
+            )
+
+    @property
+    def models_dir(self) -> Path:
+        return Path(self.models).expanduser() if self.models else _user_cache() / "models"
+
+
+SETTINGS: tuple[Setting, ...] = tuple(
+    Setting(f.name, f"SEMBLEND_{f.name.upper()}", f.default, f.metadata["help"]) for f in fields(SemBlendConfig)
+)
+CONFIG_FILE_VARIABLE = "SEMBLEND_CONFIG"
+
+
+def load_config(
+    environ: Mapping[str, str] | None = None, file: str | Path | None = None, **arguments: Any
+) -> SemBlendConfig:
+    """The configuration from a TOML file, then the environment, then ``arguments``.
+
+    >>> load_config({"SEMBLEND_MIN_SIMILARITY": "0.7"}, max_donors=5).min_similarity
+    0.7
+    """
+    environ = os.environ if environ is None else environ
+    file = file or environ.get(CONFIG_FILE_VARIABLE) or None
+    values: dict[str, Any] = _read_toml(Path(file)) if file else {}
+    for setting in SETTINGS:
+        if setting.variable in environ:
+            values[setting.name] = _parse(setting, environ[setting.variable])
+    values.update(arguments)
+    known = {setting.name for setting in SETTINGS}
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"unknown setting {name!r}", hint="docs/reference/settings.md lists them all")
+    return SemBlendConfig(**values)
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "semblend"
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}", hint=f"unset {CONFIG_FILE_VARIABLE} or fix the path"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}", hint="write settings as name = value lines") from None
+    section = table.get("semblend", table)
+    if not isinstance(section, dict):
+        raise ConfigError(f"{path}: semblend is not a table", hint="write [semblend] above the settings")
+    return section
+
+
+def _parse(setting: Setting, text: str) -> Any:
+    kind = type(setting.default)
+    parsers: dict[type, Callable[[str], Any]] = {bool: _parse_bool, int: int, float: float, str: str}
+    try:
+        return parsers[kind](text.strip())
+    except ValueError:
+        raise ConfigError(
+            f"{setting.variable}={text!r} is not {_kind_name(kind)}", hint=f"default: {setting.default!r}"
+        ) from None
+
+
+def _parse_bool(text: str) -> bool:
+    word = text.lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("0", "false", "no", "off", ""):
+        return False
+    raise ValueError(text)
+
+
+def _kind_name(kind: type) -> str:
+    return {bool: "a yes or no (1 or 0)", int: "a whole number", float: "a number", str: "a string"}[kind]
+
+
+def _check_type(name: str, value: Any, kind: type) -> None:
+    fits = isinstance(value, kind) or (kind is float and isinstance(value, int))
+    if not fits or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{name}={value!r} is not {_kind_name(kind)}", hint="see docs/reference/settings.md")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} is unknown", hint="one of " + ", ".join(allowed))
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # NaN fails too
+        raise ConfigError(f"{name}={value!r} is outside [{low:g}, {high:g}]", hint="see docs/reference/settings.md")

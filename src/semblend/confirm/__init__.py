@@ -1,0 +1,1 @@
+"""What really happened: receipts, the ledger, events, sinks and metrics."""

@@ -1,0 +1,1 @@
+"""Who might have it: the donor store, its index, and the evidence beside them."""

@@ -33,7 +33,7 @@ class Setting:
 
 
 def _setting(default: T, help: str) -> T:
-    return field(default=default, metadata={"help": help})  # type: ignore[no-any-return]
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

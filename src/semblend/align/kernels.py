@@ -1,0 +1,171 @@
+"""Compiled alignment: seeds become maximal matches, matches become a cover. Importing imports numba.
+
+`semblend.align.plain` is the readable twin; the tests hold the two equal.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from semblend.discover.kernels import MAX_STEPS, NEXT, OFFSET, SLOT, TAG
+
+MAX_CANDIDATES = 16  # donors compared for one seed
+FREE_WORK = 65_536  # token comparisons that every lookup may spend
+WORK_PER_TOKEN = 16  # and what each scanned token adds to that: bounds the time on repetitive text
+COST_OF_A_LOOK = 16  # comparisons charged for touching a candidate at all (a cache miss or two)
+
+COVERED, LAST_SLOT, LAST_SHIFT, SPENT, MATCHES, CANDIDATES = 0, 1, 2, 3, 4, 5
+
+
+@njit(cache=True, inline="always")
+def _run_right(tokens, at, donor, donor_at, donor_end):
+    """First target position >= at where prompt and donor part."""
+    room = min(len(tokens) - at, donor_end - donor_at)
+    i = 0
+    while i < room and tokens[at + i] == donor[donor_at + i]:
+        i += 1
+    return at + i
+
+
+@njit(cache=True, inline="always")
+def _run_left(tokens, at, floor, donor, donor_at, donor_begin):
+    """Smallest target position <= at down to which prompt and donor agree."""
+    room = min(at - floor, donor_at - donor_begin)
+    i = 0
+    while i < room and tokens[at - 1 - i] == donor[donor_at - 1 - i]:
+        i += 1
+    return at - i
+
+
+@njit(cache=True, nogil=True)
+def extend(
+    tokens, positions, first, seed_from, seed_to, floor, shortest, k, guaranteed,
+    postings, log, starts, lengths, namespaces, expires, namespace_id, now, state, out,
+):  # fmt: skip
+    """Grow seeds [seed_from, seed_to) into maximal token-equal matches.
+
+    A match row is (start, end, slot, donor_start). Seeds that lie deeper than ``guaranteed - 1`` tokens inside what
+    the last match covers are passed over: whatever they could show either ends inside that match or has another
+    seed nearer to its end. Of one seed's candidates two are kept: the one that reaches furthest right, and the one
+    that begins before it and before everything covered so far.
+    """
+    size = len(tokens)
+    for i in range(seed_from, seed_to):
+        p = np.int64(first[i])
+        at = positions[i]
+        if p == 0 or at <= state[COVERED] - guaranteed or at < floor:
+            continue
+        if state[SPENT] > FREE_WORK + WORK_PER_TOKEN * at:
+            continue
+        covered = state[COVERED]
+        tag = postings[p, TAG]
+        right_start, right_end, right_slot, right_donor = size, covered, np.int64(-1), np.int64(0)
+        left_start, left_end, left_slot, left_donor = size, np.int64(0), np.int64(-1), np.int64(0)
+        looked = 0
+        steps = 0
+        while p != 0 and looked < MAX_CANDIDATES and steps < MAX_STEPS:
+            here = p
+            p = np.int64(postings[here, NEXT])
+            steps += 1
+            if postings[here, TAG] != tag:
+                continue
+            slot = np.int64(postings[here, SLOT])
+            offset = np.int64(postings[here, OFFSET])
+            if namespaces[slot] != namespace_id or expires[slot] <= now:
+                continue
+            if slot == state[LAST_SLOT] and at - offset == state[LAST_SHIFT]:
+                continue
+            looked += 1
+            state[SPENT] += COST_OF_A_LOOK
+            begin = starts[slot]
+            end = begin + lengths[slot]
+            here_at = begin + offset
+            # Cheap questions first, as in a compressor's match finder: could it reach further right, begin further
+            # left in uncovered text, or go on with the donor used last?
+            beyond = here_at + (right_end - at)
+            reaches = right_end < at or (right_end < size and beyond < end and tokens[right_end] == log[beyond])
+            before = here_at + (left_start - 1 - at)
+            leads = (
+                right_slot >= 0
+                and left_start > max(covered, floor)
+                and before >= begin
+                and tokens[left_start - 1] == log[before]
+            )
+            goes_on = right_slot >= 0 and slot == state[LAST_SLOT] and slot != right_slot
+            if not (reaches or leads or goes_on):
+                continue
+            match_end = _run_right(tokens, at, log, here_at, end)
+            if match_end - at < k:
+                continue
+            match_start = _run_left(tokens, at, floor, log, here_at, begin)
+            state[SPENT] += match_end - match_start
+            if match_end - match_start < shortest:
+                continue
+            state[CANDIDATES] += 1
+            donor_start = here_at - (at - match_start) - begin
+            better = match_end > right_end or (
+                right_slot >= 0
+                and match_end == right_end
+                and (match_start < right_start or (match_start == right_start and goes_on))
+            )
+            if better:
+                right_start, right_end, right_slot, right_donor = match_start, match_end, slot, donor_start
+            if match_start < left_start:
+                left_start, left_end, left_slot, left_donor = match_start, match_end, slot, donor_start
+        if right_slot < 0:
+            continue
+        if left_start < right_start and right_start > covered:
+            n = state[MATCHES]
+            out[n, 0], out[n, 1], out[n, 2], out[n, 3] = left_start, left_end, left_slot, left_donor
+            state[MATCHES] = n + 1
+        n = state[MATCHES]
+        out[n, 0], out[n, 1], out[n, 2], out[n, 3] = right_start, right_end, right_slot, right_donor
+        state[MATCHES] = n + 1
+        state[COVERED] = right_end
+        state[LAST_SLOT] = right_slot
+        state[LAST_SHIFT] = right_start - right_donor
+
+
+LOOK_BACK = 32  # overlapping matches considered as predecessor of a match
+
+
+@njit(cache=True, nogil=True)
+def cover(matches, shortest, seam, pieces):
+    """Choose non-overlapping pieces of matches that hold most tokens, less ``seam`` for every piece.
+
+    ``matches`` are rows (start, end, ...), sorted by start, none inside another, so ends ascend too. Where two chosen
+    matches overlap, the earlier keeps the tokens (more of its left context is equal), unless the later one would
+    fall below ``shortest``. Rows of ``pieces`` are (start, end, match); returns their number.
+    """
+    n = len(matches)
+    value = np.zeros(n, np.int64)  # best saving of a cover that ends with match i
+    begin = np.zeros(n, np.int64)  # where match i begins in that cover
+    previous = np.full(n, -1, np.int64)
+    leader = np.full(n, -1, np.int64)  # best cover among matches 0..i
+    for i in range(n):
+        start, end = matches[i, 0], matches[i, 1]
+        value[i], begin[i] = end - start - seam, start
+        apart = np.searchsorted(matches[:i, 1], start, side="right")  # matches before this one end by its start
+        if apart > 0:
+            previous[i] = leader[apart - 1]
+            value[i] += value[previous[i]]
+        for j in range(max(apart, i - LOOK_BACK), i):
+            cut = min(matches[j, 1], end - shortest)
+            gained = value[j] + end - matches[j, 1] - seam
+            if gained > value[i] and cut - begin[j] >= shortest and cut >= start:
+                value[i], begin[i], previous[i] = gained, cut, j
+        leader[i] = i if i == 0 or value[i] > value[leader[i - 1]] else leader[i - 1]
+    if n == 0:
+        return 0
+    count = 0
+    at = leader[n - 1]
+    limit = matches[at, 1]
+    while at >= 0:
+        pieces[count, 0], pieces[count, 1], pieces[count, 2] = begin[at], limit, at
+        count += 1
+        follower = begin[at]
+        at = previous[at]
+        if at >= 0:
+            limit = min(matches[at, 1], follower)
+    return count

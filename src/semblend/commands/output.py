@@ -1,0 +1,86 @@
+"""What commands share: data goes to standard output, talk to standard error, files appear whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from semblend.errors import InputError
+
+
+def say(text: str) -> None:
+    """Talk: anything that is not the answer itself."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=True))
+
+
+def table(rows: Sequence[Sequence[object]], *, head: Sequence[str], right: Sequence[int] = ()) -> str:
+    """Columns of text under a head; those in ``right`` are flush right.
+
+    >>> print(table([("a", 5), ("long", 12)], head=("name", "n"), right=(1,)))
+    name   n
+    a      5
+    long  12
+    """
+    cells = [tuple(head), *(tuple(str(cell) for cell in row) for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
+    lines = []
+    for row in cells:
+        padded = [c.rjust(w) if at in right else c.ljust(w) for at, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def write_json(path: str, value: Any) -> None:
+    """Write to a temporary file beside the target, then rename: a good file is never half overwritten."""
+    target = Path(path)
+    text = json.dumps(value, indent=2, ensure_ascii=True) + "\n"
+    temporary = ""
+    try:
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        Path(temporary).chmod(0o644)  # mkstemp makes it private; a report is meant to be read
+        os.replace(temporary, target)
+    except OSError as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        raise InputError(f"cannot write {path}: {error.strerror}", hint="check the folder and its permissions") from None
+
+
+class Progress:
+    """A line on standard error that moves on a terminal, and a new line every ten seconds elsewhere."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._live = sys.stderr.isatty()
+        self._interval_s = 0.2 if self._live else 10.0
+        self._next = time.monotonic() + self._interval_s
+        self._drawn = False
+
+    def due(self) -> bool:
+        """Whether it is time for `show`; cheap enough for every item."""
+        return not self._quiet and time.monotonic() >= self._next
+
+    def show(self, text: str) -> None:
+        self._next = time.monotonic() + self._interval_s
+        if self._live:
+            sys.stderr.write(f"\r\x1b[2K{text}")
+            sys.stderr.flush()
+            self._drawn = True
+        else:
+            say(text)
+
+    def clear(self) -> None:
+        if self._drawn:
+            sys.stderr.write("\r\x1b[2K")
+            sys.stderr.flush()

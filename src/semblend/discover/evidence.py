@@ -1,0 +1,320 @@
+"""Which donors *look* like this prompt. Evidence for placement and telemetry; never permission to reuse.
+
+Embedding takes milliseconds to seconds, so donors are embedded by one background thread: `Evidence.add` only queues.
+A full queue drops the newcomer and counts it, because a slow embedder may cost evidence and must never cost a request.
+Each namespace has indexes of its own: a search cannot see across, however alike two tenants' prompts are.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from semblend.discover.sketch_index import SketchIndex
+from semblend.discover.vector_index import BruteForceIndex, UsearchIndex, Vector, VectorIndex, fill
+from semblend.errors import MissingDependencyError
+from semblend.fingerprint.embedder import Embedder
+from semblend.fingerprint.simhash import Sketch, sketch
+from semblend.prompt import Namespace, Prompt
+
+SIMHASH = "simhash"
+IDLE_S = 5.0
+
+
+class Likeness(NamedTuple):
+    """A donor that looks alike: a cosine (``source`` names the embedder) or a share of 3-grams (``simhash``)."""
+
+    donor_id: str
+    similarity: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class EvidenceStats:
+    """Counters since the start, and the present sizes."""
+
+    donors: int = 0
+    queued: int = 0
+    embedded: int = 0
+    dropped: int = 0  # the queue was full
+    without_vector: int = 0  # the embedder had nothing to embed, such as a text model and a prompt without text
+    over_budget: int = 0  # searches that did not embed because it would take too long
+    errors: int = 0
+    mean_embed_ms: float | None = None
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """All that is kept of one namespace. A key is the ticket number under which a donor was added."""
+
+    vectors: VectorIndex
+    sketches: SketchIndex = field(default_factory=SketchIndex)
+    donor_of: dict[int, str] = field(default_factory=dict)
+
+
+class _Job(NamedTuple):
+    donor_id: str
+    ticket: int
+    prompt: Prompt
+
+
+class Evidence:
+    """Similar donors, within a namespace, at ``min_similarity`` or above.
+
+    >>> from semblend.fingerprint.embedder import LexicalEmbedder
+    >>> evidence = Evidence(LexicalEmbedder(), min_similarity=0.6)
+    >>> evidence.add("req-1", Prompt(range(100)))
+    >>> evidence.flush(timeout=10)
+    True
+    >>> [(found.donor_id, found.source) for found in evidence.similar(Prompt(range(5, 100)))]
+    [('req-1', 'lexical')]
+    >>> evidence.close()
+    """
+
+    def __init__(
+        self,
+        embedder: Embedder,
+        *,
+        min_similarity: float,
+        fuzzy: bool = False,
+        use_usearch_from: int = 5000,
+        max_queued: int = 256,
+    ) -> None:
+        self._embedder = embedder
+        self._min_similarity = min_similarity
+        self._fuzzy = fuzzy
+        self._use_usearch_from = use_usearch_from
+        self._max_queued = max_queued
+        self._idle = not fuzzy and embedder.dimension == 0  # nothing could ever be found
+        self._changed = threading.Condition()  # guards everything below
+        self._shelves: dict[Namespace, _Shelf] = {}
+        self._wanted: dict[str, tuple[int, Namespace]] = {}  # donor -> its latest ticket, queued or on a shelf
+        self._queue: deque[_Job] = deque()
+        self._working = False
+        self._closed = False
+        self._next_ticket = 0
+        self._worker: threading.Thread | None = None
+        self._clock = _EmbedClock()
+        self._counts = EvidenceStats()
+        self.last_error: BaseException | None = None
+
+    @property
+    def stats(self) -> EvidenceStats:
+        with self._changed:
+            donors = sum(len(shelf.donor_of) for shelf in self._shelves.values())
+            queued = len(self._queue) + self._working
+            return replace(self._counts, donors=donors, queued=queued, mean_embed_ms=self._clock.mean_ms)
+
+    def add(self, donor_id: str, prompt: Prompt) -> None:
+        """Queue a donor; what was known under the same id is gone at once. Returns without waiting."""
+        if self._idle:
+            return
+        with self._changed:
+            self._forget(donor_id)
+            if self._closed:
+                return
+            if len(self._queue) >= self._max_queued:
+                self._count("dropped")
+                return
+            self._next_ticket += 1
+            self._wanted[donor_id] = (self._next_ticket, prompt.namespace)
+            self._queue.append(_Job(donor_id, self._next_ticket, prompt))
+            if self._worker is None or not self._worker.is_alive():  # not alive: this process was forked
+                self._working = False
+                self._worker = threading.Thread(target=self._work, name="semblend-evidence", daemon=True)
+                self._worker.start()
+            self._changed.notify_all()
+
+    def remove(self, donor_id: str) -> None:
+        """Forget a donor, also one that is still queued or being embedded right now."""
+        with self._changed:
+            self._forget(donor_id)
+
+    def similar(self, prompt: Prompt, limit: int = 5, *, budget_ms: float | None = None) -> tuple[Likeness, ...]:
+        """The most similar donors of the prompt's namespace, best first, equal ones by donor id.
+
+        With ``budget_ms``, an embedder whose mean time exceeds it is not asked. Never raises for what an embedder
+        does: a failure is counted, kept in ``last_error``, and there is less evidence.
+        """
+        with self._changed:
+            shelf = self._shelves.get(prompt.namespace)
+            wants_vector = shelf is not None and len(shelf.vectors) > 0 and self._affordable(budget_ms)
+        if shelf is None or limit < 1:
+            return ()
+        vector = self._try_embed(prompt) if wants_vector else None
+        query_sketch = sketch(prompt.token_ids) if self._fuzzy else None
+        with self._changed:  # a shelf that was emptied meanwhile finds nothing, and that is right
+            try:
+                found = self._search(shelf, vector, query_sketch, limit)
+            except Exception as error:  # an index's fault, like an embedder's, costs evidence and not the request
+                self._record_error(error)
+                return ()
+        found.sort(key=lambda likeness: (-likeness.similarity, likeness.donor_id))
+        return tuple(found[:limit])
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until all that was queued is done; False if ``timeout`` seconds were not enough."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._queue and not self._working, timeout)
+
+    def close(self, timeout: float | None = 5.0) -> None:
+        """Stop the thread and drop everything; later calls do nothing and find nothing."""
+        with self._changed:
+            self._closed = True
+            self._queue.clear()
+            self._wanted.clear()
+            self._shelves.clear()
+            self._changed.notify_all()
+            worker = self._worker
+        if worker is not None and worker is not threading.current_thread():
+            worker.join(timeout)
+
+    # The background thread.
+
+    def _work(self) -> None:
+        while (job := self._next_job()) is not None:
+            try:
+                self._take_in(job)
+            except Exception as error:  # a fault of an embedder or an index costs this donor's evidence, no more
+                self._record_error(error)
+                with self._changed:
+                    if self._is_wanted(job):
+                        self._forget(job.donor_id)
+            finally:
+                with self._changed:
+                    self._working = False
+                    self._changed.notify_all()
+
+    def _next_job(self) -> _Job | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closed, IDLE_S)
+            if self._closed or not self._queue:
+                self._worker = None  # the next `add` starts another; an unused Evidence keeps no thread
+                return None
+            self._working = True
+            return self._queue.popleft()
+
+    def _take_in(self, job: _Job) -> None:
+        if not self._is_wanted(job):
+            return
+        job_sketch = sketch(job.prompt.token_ids) if self._fuzzy else None
+        vector = self._try_embed(job.prompt) if self._embedder.dimension else None
+        with self._changed:
+            if not self._is_wanted(job):  # removed or replaced while it was embedded
+                return
+            if vector is None and job_sketch is None:
+                del self._wanted[job.donor_id]
+                return
+            self._shelve(job, vector, job_sketch)
+        self._maybe_use_usearch(job.prompt.namespace)
+
+    def _is_wanted(self, job: _Job) -> bool:
+        with self._changed:
+            return self._wanted.get(job.donor_id) == (job.ticket, job.prompt.namespace)
+
+    def _shelve(self, job: _Job, vector: Vector | None, job_sketch: Sketch | None) -> None:
+        shelf = self._shelves.get(job.prompt.namespace)
+        if shelf is None:
+            shelf = self._shelves[job.prompt.namespace] = _Shelf(BruteForceIndex(self._embedder.dimension))
+        if vector is not None:
+            shelf.vectors.add(job.ticket, vector)
+        if job_sketch is not None:
+            shelf.sketches.add(job.ticket, job_sketch)
+        shelf.donor_of[job.ticket] = job.donor_id  # last: a search shows only donors that are on this list
+
+    def _maybe_use_usearch(self, namespace: Namespace) -> None:
+        """Move a large shelf to usearch. Only this thread adds, so the slow building needs no lock."""
+        with self._changed:
+            shelf = self._shelves.get(namespace)
+            if shelf is None or len(shelf.vectors) < self._use_usearch_from:
+                return
+            if not isinstance(shelf.vectors, BruteForceIndex):
+                return
+            keys, vectors = shelf.vectors.items()
+        try:
+            index = UsearchIndex(self._embedder.dimension)
+        except MissingDependencyError:
+            self._use_usearch_from = 2**63  # the exact search stays: slower with many donors, never wrong
+            return
+        fill(index, keys.tolist(), vectors)
+        with self._changed:
+            for key in keys.tolist():
+                if key not in shelf.donor_of:  # removed while the graph was built
+                    index.remove(key)
+            shelf.vectors = index
+
+    # Shared; those without a lock of their own are called with `_changed` held.
+
+    def _search(self, shelf: _Shelf, vector: Vector | None, query_sketch: Sketch | None, limit: int) -> list[Likeness]:
+        best: dict[str, Likeness] = {}
+        offers: list[tuple[int, float, str]] = []
+        if query_sketch is not None:
+            offers += [(key, share, SIMHASH) for key, share in shelf.sketches.search(query_sketch, limit)]
+        if vector is not None:
+            keys, cosines = shelf.vectors.search(vector, limit)
+            offers += [(k, c, self._embedder.name) for k, c in zip(keys.tolist(), cosines.tolist(), strict=True)]
+        for key, similarity, source in offers:
+            donor_id = shelf.donor_of.get(key)
+            if donor_id is None or not similarity >= self._min_similarity:  # NaN is no evidence either
+                continue
+            if donor_id not in best or best[donor_id].similarity < similarity:
+                best[donor_id] = Likeness(donor_id, min(similarity, 1.0), source)
+        return list(best.values())
+
+    def _forget(self, donor_id: str) -> None:
+        ticket, namespace = self._wanted.pop(donor_id, (0, None))
+        shelf = self._shelves.get(namespace) if namespace is not None else None
+        if shelf is None or shelf.donor_of.pop(ticket, None) is None:
+            return
+        shelf.vectors.remove(ticket)
+        shelf.sketches.remove(ticket)
+        if not shelf.donor_of and namespace is not None:
+            del self._shelves[namespace]
+
+    def _affordable(self, budget_ms: float | None) -> bool:
+        mean_ms = self._clock.mean_ms
+        if budget_ms is None or mean_ms is None or mean_ms <= budget_ms:
+            return True
+        self._count("over_budget")
+        return False
+
+    def _try_embed(self, prompt: Prompt) -> Vector | None:
+        start = time.perf_counter()
+        try:
+            vector = self._embedder.embed(prompt)
+        except Exception as error:  # any embedder, any fault: evidence is missing, the request goes on
+            self._record_error(error)
+            return None
+        with self._changed:
+            self._count("without_vector" if vector is None else "embedded")
+            if vector is not None:
+                self._clock.record((time.perf_counter() - start) * 1000.0)
+        return vector
+
+    def _record_error(self, error: BaseException) -> None:
+        with self._changed:
+            self._count("errors")
+            self.last_error = error
+
+    def _count(self, name: str) -> None:
+        self._counts = replace(self._counts, **{name: getattr(self._counts, name) + 1})
+
+
+class _EmbedClock:
+    """A moving mean of embedding times. The first one includes loading the model and is forgotten."""
+
+    weight = 0.2
+
+    def __init__(self) -> None:
+        self.mean_ms: float | None = None
+        self._seen = 0
+
+    def record(self, ms: float) -> None:
+        self._seen += 1
+        if self.mean_ms is None or self._seen == 2:
+            self.mean_ms = ms
+        else:
+            self.mean_ms += self.weight * (ms - self.mean_ms)

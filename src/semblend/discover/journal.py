@@ -1,0 +1,231 @@
+"""Donors on disk: one SQLite file, a transaction for each change.
+
+SQLite gives what a hand-made log would have to earn: a change is whole or absent after a kill at any moment, a full
+disk leaves the file as it was, several processes may share it. Each row carries a checksum of all it says; a row
+that fails it is never served. The file holds token ids, so only its owner may read it (mode 0600).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sqlite3
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple
+from pathlib import Path
+
+import numpy as np
+
+from semblend.discover.donor import Donor
+from semblend.errors import NamespaceError, StoreError
+from semblend.prompt import Namespace, TokenArray
+
+APPLICATION_ID = 0x53454D42  # "SEMB"
+VERSION = 1
+GENERATIONS_AT_ONCE = 1024
+TOUCHES_KEPT = 256
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS donors (
+    generation INTEGER PRIMARY KEY, donor_id TEXT NOT NULL UNIQUE, namespace TEXT NOT NULL, tokens BLOB NOT NULL,
+    checksum INTEGER NOT NULL, created REAL NOT NULL, expires REAL, used REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
+INSERT OR IGNORE INTO counters VALUES ('generation', 0);
+"""
+
+
+class SqliteJournal:
+    """An open store file. Not thread-safe by itself: the donor store calls it under its lock."""
+
+    def __init__(self, path: str | Path, *, create: bool = True, single_file: bool = False) -> None:
+        self.path = Path(path)
+        self.bad_rows = 0
+        self._generations: Iterator[int] = iter(())
+        self._touched: dict[int, float] = {}
+        if not self.path.exists():
+            if not create:
+                raise StoreError(f"{self.path} does not exist", hint="check the path, or register a donor first")
+            self._create_private()
+        with self._reporting("open"):
+            self._db = sqlite3.connect(self.path, timeout=10.0, isolation_level=None, check_same_thread=False)
+            try:
+                self._prepare(single_file)
+            except BaseException:
+                self._db.close()
+                raise
+
+    def _create_private(self) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
+        except OSError as error:
+            raise StoreError(
+                f"cannot create {self.path}: {error.strerror}", hint="choose a folder you can write to"
+            ) from None
+
+    def _prepare(self, single_file: bool) -> None:
+        (application,) = self._db.execute("PRAGMA application_id").fetchone()
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        (tables,) = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if tables and application != APPLICATION_ID:
+            raise StoreError(f"{self.path} is not a donor store", hint="choose another file; nothing was changed")
+        if tables and version != VERSION:
+            raise StoreError(
+                f"{self.path} has format {version}, this version reads {VERSION}",
+                hint="open it with the version that wrote it; nothing was changed",
+            )
+        self._db.execute(f"PRAGMA journal_mode = {'DELETE' if single_file else 'WAL'}")
+        self._db.execute("PRAGMA synchronous = NORMAL")
+        self._db.execute("PRAGMA secure_delete = ON")  # forgotten tokens leave the file, not just the table
+        if not tables:
+            self._db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            self._db.execute(f"PRAGMA user_version = {VERSION}")
+            self._db.executescript(_SCHEMA)
+
+    def load(self) -> Iterator[tuple[Donor, TokenArray]]:
+        """Every whole donor, least recently used first; rows that fail their checksum are counted and left out."""
+        yield from self._select("ORDER BY used, generation", ())
+
+    def fetch(self, generation: int) -> tuple[Donor, TokenArray] | None:
+        return next(self._select("WHERE generation = ?", (generation,)), None)
+
+    def _select(self, which: str, values: tuple[int, ...]) -> Iterator[tuple[Donor, TokenArray]]:
+        columns = "generation, donor_id, namespace, tokens, checksum, created, expires"
+        with self._reporting("read"):
+            for row in self._db.execute(f"SELECT {columns} FROM donors {which}", values):
+                donor = _from_row(row)
+                if donor is None:
+                    self.bad_rows += 1
+                else:
+                    yield donor
+
+    def generations(self) -> set[int]:
+        """What the file holds now, other processes' changes included."""
+        with self._reporting("read"):
+            return {generation for (generation,) in self._db.execute("SELECT generation FROM donors")}
+
+    def next_generation(self) -> int:
+        """Never the same twice, in any process that shares the file; taken from it in blocks."""
+        generation = next(self._generations, None)
+        if generation is None:
+            with self._reporting("write"):
+                statement = "UPDATE counters SET value = value + ? WHERE name = 'generation' RETURNING value"
+                (end,) = self._db.execute(statement, (GENERATIONS_AT_ONCE,)).fetchone()
+            self._generations = iter(range(end - GENERATIONS_AT_ONCE, end))
+            generation = next(self._generations)
+        return generation
+
+    def record(self, added: tuple[Donor, TokenArray] | None, removed: list[Donor]) -> None:
+        """One transaction: all of it is in the file, or none."""
+        with self._reporting("write"), self._transaction():
+            self._flush_touches()
+            self._db.executemany("DELETE FROM donors WHERE generation = ?", [(d.generation,) for d in removed])
+            if added is not None:
+                self._db.execute("INSERT OR REPLACE INTO donors VALUES (?,?,?,?,?,?,?,?)", _to_row(*added))
+
+    def touch(self, generations: list[int], unix_s: float) -> None:
+        """Recency is written with the next change, or when enough of it is waiting."""
+        self._touched.update(dict.fromkeys(generations, unix_s))
+        if len(self._touched) >= TOUCHES_KEPT:
+            with self._reporting("write"), self._transaction():
+                self._flush_touches()
+
+    def close(self) -> None:
+        try:
+            if self._touched:
+                with self._reporting("write"), self._transaction():
+                    self._flush_touches()
+        finally:
+            self._db.close()
+
+    def _flush_touches(self) -> None:
+        updates = [(unix_s, generation) for generation, unix_s in self._touched.items()]
+        self._db.executemany("UPDATE donors SET used = ? WHERE generation = ?", updates)
+        self._touched.clear()
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+    @contextlib.contextmanager
+    def _reporting(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise StoreError(f"cannot {doing} {self.path}: {error}", hint=_next_step(str(error))) from error
+
+
+def write_snapshot(path: str | Path, donors: Iterable[tuple[Donor, TokenArray]]) -> int:
+    """A new store file with these donors; the old file at ``path`` stays until the new one is whole."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    count = 0
+    try:
+        journal = SqliteJournal(temporary, single_file=True)
+        try:
+            with journal._reporting("write"), journal._transaction():
+                highest = 0
+                for donor, tokens in donors:
+                    journal._db.execute("INSERT INTO donors VALUES (?,?,?,?,?,?,?,?)", _to_row(donor, tokens))
+                    highest = max(highest, donor.generation + 1)
+                    count += 1
+                journal._db.execute("UPDATE counters SET value = ?", (highest,))
+        finally:
+            journal.close()
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error.strerror}", hint="the file that was there is untouched") from None
+    finally:
+        for leftover in (temporary, temporary.with_name(temporary.name + "-journal")):
+            leftover.unlink(missing_ok=True)
+    return count
+
+
+def _to_row(donor: Donor, tokens: TokenArray) -> tuple[object, ...]:
+    namespace = json.dumps(astuple(donor.namespace))
+    blob = tokens.astype("<i4").tobytes()
+    checksum = _checksum(donor.generation, donor.donor_id, namespace, blob, donor.created_unix_s, donor.expires_unix_s)
+    return (donor.generation, donor.donor_id, namespace, blob, checksum, donor.created_unix_s, donor.expires_unix_s,
+            donor.created_unix_s)  # fmt: skip
+
+
+def _from_row(row: tuple[int, str, str, bytes, int, float, float | None]) -> tuple[Donor, TokenArray] | None:
+    generation, donor_id, namespace, blob, checksum, created, expires = row
+    if _checksum(generation, donor_id, namespace, blob, created, expires) != checksum:
+        return None
+    try:
+        parsed = Namespace(*json.loads(namespace))
+        tokens = np.frombuffer(blob, "<i4").astype(np.int32)
+    except (ValueError, TypeError, NamespaceError):
+        return None
+    return Donor(donor_id, parsed, generation, len(tokens), created, expires), tokens
+
+
+def _checksum(
+    generation: int, donor_id: str, namespace: str, blob: bytes, created: float, expires: float | None
+) -> int:
+    head = json.dumps([generation, donor_id, namespace, created, expires]).encode()
+    return zlib.crc32(blob, zlib.crc32(head))
+
+
+def _next_step(message: str) -> str:
+    if "full" in message or "I/O error" in message:
+        return "free disk space; nothing that was saved before is lost"
+    if "locked" in message:
+        return "another process holds the file for long: wait, or stop it"
+    if "not a database" in message or "malformed" in message:
+        return "the file is damaged: move it aside and start anew, or restore a copy made by save()"
+    if "unable to open" in message or "readonly" in message:
+        return "check the file's owner and permissions"
+    return "check the file and its folder"

@@ -1,0 +1,322 @@
+"""The donors we know: their tokens, their seeds, who goes first when room is needed."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from semblend.discover.donor import Donor, Eviction, EvictionReason
+from semblend.discover.flat_index import BYTES_PER_POSTING, FlatIndex
+from semblend.discover.plain_index import PlainIndex
+from semblend.discover.token_log import FILL, TokenLog
+from semblend.errors import CapacityError
+from semblend.fingerprint.fingerprinter import Fingerprint
+from semblend.prompt import Namespace, Prompt, TokenArray
+
+POSTINGS_PER_TOKEN = 0.14  # measured 0.111 on random tokens, less on repetitive text; the rest is headroom
+BYTES_PER_TOKEN = 4 / FILL + POSTINGS_PER_TOKEN * BYTES_PER_POSTING
+BYTES_PER_DONOR = 640  # the Donor value, its id, dictionary entries and slot columns
+
+
+class Journal(Protocol):
+    """Where changes are made to last; see `semblend.discover.journal`."""
+
+    def next_generation(self) -> int: ...
+
+    def record(self, added: tuple[Donor, TokenArray] | None, removed: list[Donor]) -> None: ...
+
+    def touch(self, generations: list[int], unix_s: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """How full the store is. ``used_bytes`` counts what live donors occupy, ``budget_bytes`` what they may."""
+
+    donors: int
+    tokens: int
+    postings: int
+    namespaces: int
+    used_bytes: int
+    budget_bytes: int
+
+
+class DonorStore:
+    """Thread-safe; every change holds ``lock``, and so must a reader that works with slots.
+
+    Adding and evicting cost time proportional to the tokens that change, whatever else the store holds.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_donors: int,
+        max_bytes: int,
+        compiled: bool,
+        journal: Journal | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        capacity = max(int(max_bytes / BYTES_PER_TOKEN), 1)
+        self.lock = threading.RLock()
+        self.max_donors = max_donors
+        self.max_bytes = max_bytes
+        self.log = TokenLog(int(capacity / FILL) + 1)
+        postings = int(capacity * POSTINGS_PER_TOKEN) + 1
+        self.index: FlatIndex | PlainIndex = FlatIndex(postings) if compiled else PlainIndex(postings)
+        self.namespace_of = np.full(1024, -1, np.int64)
+        self.expires = np.full(1024, math.inf)
+        self._journal = journal
+        self._clock = clock
+        self._donors: list[Donor | None] = []
+        self._slot_of: dict[str, int] = {}
+        self._recency: OrderedDict[int, None] = OrderedDict()  # slots, least recently used first
+        self._free_slots: list[int] = []
+        self._postings_of: dict[int, int] = {}
+        self._pins: dict[int, int] = {}
+        self._expiry: list[tuple[float, int, int]] = []  # heap of (when, generation, slot)
+        self._namespaces: dict[Namespace, list[int]] = {}  # namespace -> [id, donors]
+        self._next_namespace = 0
+        self._next_generation = 0
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def get(self, donor_id: str) -> Donor | None:
+        with self.lock:
+            slot = self._slot_of.get(donor_id)
+            return None if slot is None else self._as_seen(slot)
+
+    def donors(self) -> tuple[Donor, ...]:
+        """All donors that may be served now, least recently used first."""
+        with self.lock:
+            now = self._clock()
+            return tuple(self._as_seen(slot) for slot in self._recency if self.expires[slot] > now)
+
+    def at(self, slot: int) -> Donor:
+        donor = self._donors[slot]
+        if donor is None:
+            raise LookupError(f"slot {slot} is empty")
+        return donor
+
+    def tokens(self, donor_id: str) -> TokenArray | None:
+        """A copy of a donor's tokens."""
+        with self.lock:
+            slot = self._slot_of.get(donor_id)
+            return None if slot is None else self.log.view(slot).copy()
+
+    def namespace_id(self, namespace: Namespace) -> int | None:
+        """None when no donor lives in the namespace."""
+        known = self._namespaces.get(namespace)
+        return None if known is None else known[0]
+
+    def now(self) -> float:
+        return self._clock()
+
+    def stats(self) -> StoreStats:
+        with self.lock:
+            used = self.log.live_tokens * 4 / FILL + self.index.used * BYTES_PER_POSTING
+            return StoreStats(
+                donors=len(self),
+                tokens=self.log.live_tokens,
+                postings=self.index.used,
+                namespaces=len(self._namespaces),
+                used_bytes=int(used) + len(self) * BYTES_PER_DONOR,
+                budget_bytes=self.max_bytes,
+            )
+
+    # -- changing --------------------------------------------------------------------------------------------------
+
+    def add(
+        self, prompt: Prompt, fingerprint: Fingerprint, donor_id: str, *, ttl_s: float = 0.0
+    ) -> tuple[Donor, tuple[Eviction, ...]]:
+        """Register a donor, replacing one of the same id; evicts what must go. All or nothing."""
+        with self.lock:
+            evictions = self._make_room(len(prompt), len(fingerprint), donor_id)
+            now = self._clock()
+            donor = Donor(
+                donor_id,
+                prompt.namespace,
+                self._generation(),
+                len(prompt),
+                created_unix_s=now,
+                expires_unix_s=now + ttl_s if ttl_s > 0 else None,
+            )
+            if self._journal is not None:
+                self._journal.record((donor, prompt.token_ids), [eviction.donor for eviction in evictions])
+            for eviction in evictions:
+                self._drop(self._slot_of[eviction.donor.donor_id])
+            self._insert(donor, prompt.token_ids, fingerprint)
+            return donor, tuple(evictions)
+
+    def restore(self, donor: Donor, prompt: Prompt, fingerprint: Fingerprint) -> bool:
+        """Take in a donor that the journal already holds; False when there is no room for it."""
+        with self.lock:
+            try:
+                if self._make_room(len(prompt), len(fingerprint), donor.donor_id):
+                    return False
+            except CapacityError:
+                return False
+            self._next_generation = max(self._next_generation, donor.generation + 1)
+            self._insert(donor, prompt.token_ids, fingerprint)
+            return True
+
+    def remove(self, donor_ids: list[str], reason: EvictionReason, *, journal: bool = True) -> tuple[Eviction, ...]:
+        """Forget donors; unknown ids are passed over."""
+        with self.lock:
+            slots = [self._slot_of[donor_id] for donor_id in dict.fromkeys(donor_ids) if donor_id in self._slot_of]
+            evictions = tuple(Eviction(self.at(slot), reason) for slot in slots)
+            if journal and self._journal is not None and evictions:
+                self._journal.record(None, [eviction.donor for eviction in evictions])
+            for slot in slots:
+                self._drop(slot)
+            return evictions
+
+    def expire(self) -> tuple[Eviction, ...]:
+        """Drop donors whose time is over. (They are never served, swept or not.)"""
+        with self.lock:
+            return self.remove([donor.donor_id for donor in self._expired()], "expired")
+
+    def touch(self, donor_ids: tuple[str, ...]) -> None:
+        """Donors were claimed or confirmed: they move to the recent end."""
+        with self.lock:
+            slots = [self._slot_of[donor_id] for donor_id in donor_ids if donor_id in self._slot_of]
+            for slot in slots:
+                self._recency.move_to_end(slot)
+            if self._journal is not None and slots:
+                self._journal.touch([self.at(slot).generation for slot in slots], self._clock())
+
+    def pin(self, donor_id: str, generation: int | None = None) -> bool:
+        """Keep a donor from being evicted for room; pins are counted. False when it is gone or replaced."""
+        with self.lock:
+            slot = self._slot_of.get(donor_id)
+            if slot is None or self.expires[slot] <= self._clock():
+                return False
+            if generation is not None and self.at(slot).generation != generation:
+                return False
+            self._pins[slot] = self._pins.get(slot, 0) + 1
+            return True
+
+    def unpin(self, donor_id: str, generation: int | None = None) -> None:
+        with self.lock:
+            slot = self._slot_of.get(donor_id)
+            if slot is None or slot not in self._pins:
+                return
+            if generation is not None and self.at(slot).generation != generation:
+                return
+            self._pins[slot] -= 1
+            if self._pins[slot] == 0:
+                del self._pins[slot]
+
+    # -- the parts of a change -------------------------------------------------------------------------------------
+
+    def _make_room(self, tokens: int, postings: int, donor_id: str) -> list[Eviction]:
+        """Which donors must go; changes nothing."""
+        evictions: dict[int, Eviction] = {}
+        need_tokens = self.log.live_tokens + tokens - self.log.capacity
+        need_postings = self.index.used + postings - self.index.capacity
+        need_donors = len(self) + 1 - self.max_donors
+        if tokens > self.log.capacity or postings > self.index.capacity:
+            raise CapacityError(
+                f"a prompt of {tokens} tokens does not fit in a store of {self.max_bytes} bytes",
+                hint=f"raise max_bytes (SEMBLEND_MAX_BYTES) to at least {int(tokens * BYTES_PER_TOKEN * 1.2) + 1}",
+            )
+        for slot, reason in self._going(donor_id):
+            required = reason in ("replaced", "expired")
+            if not required and need_tokens <= 0 and need_postings <= 0 and need_donors <= 0:
+                break
+            if slot in evictions:
+                continue
+            evictions[slot] = Eviction(self.at(slot), reason)
+            need_tokens -= self.at(slot).token_count
+            need_postings -= self._postings_of[slot]
+            need_donors -= 1
+        if need_tokens > 0 or need_postings > 0 or need_donors > 0:
+            raise CapacityError(
+                f"no room for {tokens} tokens: every other donor is pinned",
+                hint="confirm or release claims, or raise max_bytes or max_donors",
+            )
+        return list(evictions.values())
+
+    def _going(self, donor_id: str) -> Iterator[tuple[int, EvictionReason]]:
+        """Slots in the order in which they leave: the one replaced, the expired, then the least recently used."""
+        if donor_id in self._slot_of:
+            yield self._slot_of[donor_id], "replaced"
+        for donor in self._expired():
+            yield self._slot_of[donor.donor_id], "expired"
+        for slot in self._recency:
+            if slot not in self._pins:
+                yield slot, "capacity"
+
+    def _expired(self) -> list[Donor]:
+        now = self._clock()
+        expired: list[Donor] = []
+        while self._expiry and self._expiry[0][0] <= now:
+            _, generation, slot = heapq.heappop(self._expiry)
+            donor = self._donors[slot]
+            if donor is not None and donor.generation == generation:
+                expired.append(donor)
+        for donor in expired:  # put back: the caller may fail before it drops them
+            heapq.heappush(self._expiry, (donor.expires_unix_s or 0.0, donor.generation, self._slot_of[donor.donor_id]))
+        return expired
+
+    def _insert(self, donor: Donor, tokens: TokenArray, fingerprint: Fingerprint) -> None:
+        slot = self._free_slots.pop() if self._free_slots else len(self._donors)
+        if slot == len(self._donors):
+            self._donors.append(None)
+            if slot >= len(self.namespace_of):
+                self.namespace_of = np.concatenate([self.namespace_of, np.full(slot + 1, -1, np.int64)])
+                self.expires = np.concatenate([self.expires, np.full(slot + 1, math.inf)])
+        known = self._namespaces.get(donor.namespace)
+        if known is None:
+            known = self._namespaces[donor.namespace] = [self._next_namespace, 0]
+            self._next_namespace += 1
+        known[1] += 1
+        self.log.append(slot, tokens)
+        self._postings_of[slot] = self.index.add(
+            slot, fingerprint.positions, fingerprint.hashes, namespace_key(known[0])
+        )
+        self._donors[slot] = donor
+        self._slot_of[donor.donor_id] = slot
+        self._recency[slot] = None
+        self.namespace_of[slot] = known[0]
+        self.expires[slot] = math.inf if donor.expires_unix_s is None else donor.expires_unix_s
+        if donor.expires_unix_s is not None:
+            heapq.heappush(self._expiry, (donor.expires_unix_s, donor.generation, slot))
+
+    def _drop(self, slot: int) -> None:
+        donor = self.at(slot)
+        self.index.remove(slot)
+        self.log.remove(slot)
+        known = self._namespaces[donor.namespace]
+        known[1] -= 1
+        if known[1] == 0:
+            del self._namespaces[donor.namespace]
+        del self._slot_of[donor.donor_id], self._recency[slot], self._postings_of[slot]
+        self._pins.pop(slot, None)
+        self._donors[slot] = None
+        self.namespace_of[slot] = -1
+        self._free_slots.append(slot)
+
+    def _generation(self) -> int:
+        if self._journal is not None:
+            return self._journal.next_generation()
+        self._next_generation += 1
+        return self._next_generation - 1
+
+    def _as_seen(self, slot: int) -> Donor:
+        donor = self.at(slot)
+        return replace(donor, pinned=True) if slot in self._pins else donor
+
+
+def namespace_key(namespace_id: int) -> np.uint64:
+    """Mixed into every seed, so that namespaces share no chain. The check of the id itself is separate."""
+    return np.uint64((namespace_id * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & 0xFFFFFFFFFFFFFFFF)

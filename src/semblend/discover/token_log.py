@@ -1,0 +1,105 @@
+"""Where donor tokens lie: a ring of 32-bit ids with room to spare, so that every donor is contiguous.
+
+New donors are written at the head. When the head meets the oldest extent, a dead one is dropped and a live one
+is copied to the head: freed room comes back without a pause to compact everything. At 80 % use that copies
+about four tokens for each one added, some tens of microseconds for 8k tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from semblend.errors import CapacityError
+from semblend.prompt import TokenArray
+
+FILL = 0.8  # share of the ring that live donors may take
+_FREE = -1
+
+
+class TokenLog:
+    """Tokens by slot. ``starts[slot]`` and ``lengths[slot]`` say where a slot's tokens lie in ``tokens``."""
+
+    def __init__(self, capacity: int) -> None:
+        self.tokens: npt.NDArray[np.int32] = np.zeros(capacity, np.int32)
+        self.starts = np.full(1024, _FREE, np.int64)
+        self.lengths = np.zeros(1024, np.int64)
+        self.live_tokens = 0
+        self._extents: deque[tuple[int, int, int]] = deque()  # (slot, start, length), oldest first
+        self._head = 0
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens that live donors may hold together."""
+        return int(len(self.tokens) * FILL)
+
+    def view(self, slot: int) -> TokenArray:
+        start = self.starts[slot]
+        return self.tokens[start : start + self.lengths[slot]]
+
+    def append(self, slot: int, tokens: TokenArray) -> None:
+        if self.live_tokens + len(tokens) > self.capacity:
+            raise CapacityError("the token log is full", hint="evict a donor first, or raise max_bytes")
+        self._grow_slots(slot)
+        self.live_tokens += len(tokens)
+        waiting = deque([(slot, tokens)])
+        moved = 0
+        while waiting:
+            mover, content = waiting.popleft()
+            while not self._fits(len(content)):
+                evacuated = self._drop_oldest()
+                if evacuated is not None:
+                    waiting.append(evacuated)
+                    moved += len(evacuated[1])
+            if moved > 2 * len(self.tokens):  # unlucky sizes: go round for ever, or compact once
+                self._compact([(mover, content), *waiting])
+                return
+            self._write(mover, content)
+
+    def remove(self, slot: int) -> None:
+        self.live_tokens -= int(self.lengths[slot])
+        self.starts[slot] = _FREE
+        self.lengths[slot] = 0
+
+    def _fits(self, length: int) -> bool:
+        if not self._extents:
+            self._head = 0
+            return length <= len(self.tokens)
+        oldest = self._extents[0][1]
+        if oldest >= self._head:
+            return self._head + length <= oldest
+        if self._head + length <= len(self.tokens):
+            return True
+        if length <= oldest:
+            self._head = 0
+            return True
+        return False
+
+    def _drop_oldest(self) -> tuple[int, TokenArray] | None:
+        slot, start, length = self._extents.popleft()
+        if self.starts[slot] != start:
+            return None
+        return slot, self.tokens[start : start + length].copy()
+
+    def _write(self, slot: int, content: TokenArray) -> None:
+        start = self._head
+        self.tokens[start : start + len(content)] = content
+        self.starts[slot] = start
+        self.lengths[slot] = len(content)
+        self._extents.append((slot, start, len(content)))
+        self._head = start + len(content)
+
+    def _compact(self, waiting: list[tuple[int, TokenArray]]) -> None:
+        live = [(slot, self.view(slot).copy()) for slot, start, _ in self._extents if self.starts[slot] == start]
+        self._extents.clear()
+        self._head = 0
+        for slot, content in live + waiting:
+            self._write(slot, content)
+
+    def _grow_slots(self, slot: int) -> None:
+        if slot >= len(self.starts):
+            more = slot + 1
+            self.starts = np.concatenate([self.starts, np.full(more, _FREE, np.int64)])
+            self.lengths = np.concatenate([self.lengths, np.zeros(more, np.int64)])

@@ -1,0 +1,397 @@
+"""`SemBlend`: the library as one object. It keeps the donors, runs the pipeline, tells what happened."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from semblend.config import SemBlendConfig, load_config
+from semblend.confirm import events
+from semblend.confirm.ledger import Ledger, Totals
+from semblend.confirm.metrics import Metrics, make_metrics
+from semblend.confirm.receipt import Receipt
+from semblend.confirm.sinks import Sink, open_stream
+from semblend.confirm.tracing import tracer
+from semblend.discover.donor import Donor, Eviction, EvictionReason
+from semblend.discover.journal import SqliteJournal, write_snapshot
+from semblend.discover.store import DonorStore, StoreStats
+from semblend.errors import InputError, SemBlendError
+from semblend.evidence import EvidenceDesk
+from semblend.explanation import Explanation, explain
+from semblend.fingerprint.hashes import DEFAULT_SCHEME, HashScheme
+from semblend.pipeline import NOTHING_ALIGNED, Pipeline, Trace, make_fingerprinter, numba_is_installed
+from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
+from semblend.prompt import Prompt
+
+log = logging.getLogger("semblend")
+
+
+class SemBlend:
+    """Finds which KV a prompt can reuse, and keeps the books on what was reused.
+
+    >>> sb = SemBlend()
+    >>> donor = sb.register(Prompt(range(100)), donor_id="req-1")
+    >>> sb.lookup(Prompt(range(40, 90))).spans
+    (Span(donor_id='req-1', donor_start=40, target_start=0, length=50, generation=0),)
+
+    Thread-safe. `lookup` never raises for what goes wrong inside: the request runs cold, and an event says why.
+    """
+
+    def __init__(
+        self,
+        config: SemBlendConfig | None = None,
+        *,
+        sinks: Iterable[Sink] = (),
+        metrics: Metrics | None = None,
+        clock: Callable[[], float] = time.time,
+        scheme: HashScheme = DEFAULT_SCHEME,
+    ) -> None:
+        self.config = SemBlendConfig() if config is None else config
+        self.events = open_stream(self.config, *sinks)
+        self.metrics = make_metrics(self.config.metrics) if metrics is None else metrics
+        self.ledger = Ledger()
+        self._switched_on = True
+        self._claims: dict[str, tuple[tuple[str, int], ...]] = {}
+        self._claims_lock = threading.Lock()
+        self._journal = SqliteJournal(self.config.store) if self.config.store else None
+        self._fingerprinter = make_fingerprinter(scheme)
+        self._store = DonorStore(
+            max_donors=self.config.max_donors,
+            max_bytes=self.config.max_bytes,
+            compiled=numba_is_installed(),
+            journal=self._journal,
+            clock=clock,
+        )
+        self._pipeline = Pipeline(self.config, self._store, self._fingerprinter)
+        self._evidence = EvidenceDesk(self.config, self._report_missing)
+        self._tracer = tracer()
+        if self._journal is not None:
+            self._restore(self._journal)
+
+    @classmethod
+    def from_env(cls, **arguments: Any) -> SemBlend:
+        """Configured by the TOML file, then ``SEMBLEND_*`` variables, then ``arguments``."""
+        return cls(load_config(**arguments))
+
+    # -- donors ----------------------------------------------------------------------------------------------------
+
+    def register(self, prompt: Prompt, donor_id: str, *, ttl_s: float | None = None) -> Donor:
+        """Make a prompt a donor; one of the same id is replaced. Evicts the least recently used when full."""
+        _check_prompt(prompt)
+        if not isinstance(donor_id, str) or not donor_id:
+            raise InputError("a donor id must be a non-empty string", hint="use the request id")
+        fingerprint = self._fingerprinter.fingerprint(prompt)
+        ttl_s = self.config.donor_ttl_s if ttl_s is None else ttl_s
+        donor, evictions = self._store.add(prompt, fingerprint, donor_id, ttl_s=ttl_s)
+        self._report_evictions(evictions)
+        self._evidence.add(donor_id, prompt)
+        if self.events:
+            self.events.emit(
+                events.donor_registered(donor_id, prompt.namespace.digest, len(prompt), donor.generation)
+            )
+        self._report_donors()
+        return donor
+
+    def forget(self, donor_id: str, *, reason: EvictionReason = "forgotten") -> bool:
+        """Drop a donor, from the store file too. ``reason="engine"`` when the engine evicted its KV."""
+        return bool(self._forget([donor_id], reason))
+
+    def forget_where(self, *, tenant: str | None = None, older_than_s: float | None = None) -> int:
+        """Drop the donors of a tenant, those older than an age, or those that are both; returns how many."""
+        if tenant is None and older_than_s is None:
+            raise InputError("forget_where needs a tenant or an age", hint="to drop everything call clear()")
+        born_before = self._store.now() - older_than_s if older_than_s is not None else float("inf")
+        chosen = [
+            donor.donor_id
+            for donor in self._store.donors()
+            if donor.created_unix_s <= born_before and (tenant is None or donor.namespace.tenant == tenant)
+        ]
+        return self._forget(chosen, "forgotten")
+
+    def clear(self) -> int:
+        """Drop every donor; returns how many."""
+        return self._forget([donor.donor_id for donor in self._store.donors()], "forgotten")
+
+    def donors(self) -> tuple[Donor, ...]:
+        """All donors, least recently used first."""
+        return self._store.donors()
+
+    def donor_tokens(self, donor_id: str) -> np.ndarray[Any, np.dtype[np.int32]] | None:
+        return self._store.tokens(donor_id)
+
+    def pin(self, donor_id: str) -> bool:
+        """Keep a donor from eviction until `unpin`; False when it is not there."""
+        return self._store.pin(donor_id)
+
+    def unpin(self, donor_id: str) -> None:
+        self._store.unpin(donor_id)
+
+    def stats(self) -> StoreStats:
+        return self._store.stats()
+
+    # -- a request -------------------------------------------------------------------------------------------------
+
+    def lookup(
+        self, prompt: Prompt, *, request_id: str = "", exact_tokens: int = 0, opt_out: bool = False
+    ) -> ReusePlan | Decline:
+        """What of this prompt donors hold. Changes nothing; `claim` the plan before acting on it.
+
+        ``exact_tokens``: leading tokens that the engine holds already. ``opt_out``: this request wants no reuse.
+        """
+        _check_prompt(prompt)
+        started = time.perf_counter()
+        with self._tracer.span("semblend.lookup", prompt_tokens=len(prompt)) as span:
+            declined = self._declined_beforehand(prompt, request_id, opt_out)
+            trace = Trace(declined, NOTHING_ALIGNED) if declined else self._traced(prompt, request_id, exact_tokens)
+            decision = self._released(trace.decision)
+            span.set(reused_tokens=_reused(decision), reason=str(getattr(decision, "reason", "")))
+        self._report_lookup(prompt, request_id, exact_tokens, trace, decision, time.perf_counter() - started)
+        return decision
+
+    def explain(self, prompt: Prompt, *, exact_tokens: int = 0) -> Explanation:
+        """Why a lookup of this prompt ends as it does, stage by stage. Emits nothing."""
+        _check_prompt(prompt)
+        declined = self._declined_beforehand(prompt, "", False)
+        trace = Trace(declined, NOTHING_ALIGNED) if declined else self._traced(prompt, "", exact_tokens)
+        return explain(prompt, trace, self._released(trace.decision), len(self._store))
+
+    def claim(self, plan: ReusePlan, request_id: str) -> ReusePlan | Decline:
+        """Hold a plan's donors until its receipt: they can't be evicted for room and count as just used."""
+        wanted = tuple(dict.fromkeys((span.donor_id, span.generation) for span in plan.spans))
+        held: list[tuple[str, int]] = []
+        with self._store.lock:
+            for donor_id, generation in wanted:
+                if not self._store.pin(donor_id, generation):
+                    for other in held:
+                        self._store.unpin(*other)
+                    return self._stale(donor_id, request_id)
+                held.append((donor_id, generation))
+            self._store.touch(plan.donor_ids)
+        self.release(request_id)
+        with self._claims_lock:
+            self._claims[request_id] = wanted
+        self.ledger.planned(request_id, plan)
+        return plan
+
+    def confirm(self, receipt: Receipt) -> Receipt:
+        """A backend tells what it did. Only this counts as reuse."""
+        self.ledger.confirm(receipt)
+        self.release(receipt.request_id)
+        self._store.touch(receipt.donor_ids)
+        self.metrics.confirmed(receipt)
+        if self.events:
+            self.events.emit(events.from_receipt(receipt))
+        return receipt
+
+    def release(self, request_id: str) -> None:
+        """Give up a claim, as when a request is aborted."""
+        with self._claims_lock:
+            held = self._claims.pop(request_id, ())
+        for donor_id, generation in held:
+            self._store.unpin(donor_id, generation)
+
+    def totals(self) -> Totals:
+        """What receipts add up to."""
+        return self.ledger.totals()
+
+    # -- the object itself -----------------------------------------------------------------------------------------
+
+    def warm_up(self) -> float:
+        """Compile or load the kernels now instead of in the first request; returns the seconds it took."""
+        started = time.perf_counter()
+        scratch = DonorStore(max_donors=2, max_bytes=1 << 20, compiled=numba_is_installed())
+        pipeline = Pipeline(replace(self.config, lookup_budget_ms=0.0), scratch, self._fingerprinter)
+        prompt = Prompt(np.arange(1024) % 997)
+        for donor_id in ("a", "b", "c"):
+            scratch.add(prompt, self._fingerprinter.fingerprint(prompt), donor_id)
+        pipeline.run(prompt)
+        return time.perf_counter() - started
+
+    def disable(self) -> None:
+        """The kill switch: every lookup declines until `enable`."""
+        self._switched_on = False
+
+    def enable(self) -> None:
+        self._switched_on = True
+
+    def save(self, path: str | Path) -> int:
+        """Write all donors to a new store file, which replaces ``path`` only when whole; returns how many."""
+        with self._store.lock:
+            found = ((donor, self._store.tokens(donor.donor_id)) for donor in self._store.donors())
+            return write_snapshot(path, ((donor, tokens) for donor, tokens in found if tokens is not None))
+
+    def refresh(self) -> int:
+        """Take over what other processes changed in a shared store file; returns how many donors differ."""
+        if self._journal is None:
+            return 0
+        with self._store.lock:
+            theirs = self._journal.generations()
+            ours = {donor.generation: donor.donor_id for donor in self._store.donors()}
+            gone = [donor_id for generation, donor_id in ours.items() if generation not in theirs]
+            evictions = self._store.remove(gone, "forgotten", journal=False)
+            fresh = sum(self._take_in(self._journal.fetch(generation)) for generation in sorted(theirs - ours.keys()))
+        self._report_evictions(evictions)
+        return len(gone) + fresh
+
+    def close(self) -> None:
+        self._evidence.close()
+        if self._journal is not None:
+            with self._store.lock:
+                self._journal.close()
+        self.events.close()
+        self.metrics.close()
+
+    def __enter__(self) -> SemBlend:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    def _declined_beforehand(self, prompt: Prompt, request_id: str, opt_out: bool) -> Decline | None:
+        if opt_out:
+            return Decline(DeclineReason.DISABLED, "the request opted out")
+        if not self.config.enabled or not self._switched_on:
+            return Decline(DeclineReason.DISABLED, "switched off")
+        if self.config.kill_file and os.path.exists(self.config.kill_file):
+            return Decline(DeclineReason.DISABLED, f"{self.config.kill_file} exists")
+        if self.config.canary_percent < 100:
+            ticket = zlib.crc32(request_id.encode() or prompt.token_ids.tobytes()) % 10_000
+            if ticket >= self.config.canary_percent * 100:
+                return Decline(DeclineReason.DISABLED, "outside the canary share")
+        return None
+
+    def _traced(self, prompt: Prompt, request_id: str, exact_tokens: int) -> Trace:
+        if not 0 <= exact_tokens <= len(prompt):
+            raise InputError(
+                f"exact_tokens={exact_tokens} is outside the prompt of {len(prompt)} tokens",
+                hint="pass the number of leading tokens the engine already holds",
+            )
+        try:
+            trace = self._pipeline.run(prompt, exact_tokens)
+            evidence = self._evidence.similar(prompt, trace.decision)
+        except Exception as error:  # whatever fails in here must cost the request time, never an answer
+            self._report_error("lookup", error, request_id)
+            return Trace(Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}"), NOTHING_ALIGNED)
+        return replace(trace, decision=replace(trace.decision, evidence=evidence)) if evidence else trace
+
+    def _released(self, decision: ReusePlan | Decline) -> ReusePlan | Decline:
+        if isinstance(decision, ReusePlan) and (self.config.discovery_only or self.config.quality == "exact"):
+            why = "discovery only" if self.config.discovery_only else "quality mode exact"
+            detail = f"{why}: {decision.reused_tokens} tokens in {len(decision.spans)} spans found, none handed out"
+            return Decline(DeclineReason.DISABLED, detail, decision.evidence)
+        return decision
+
+    def _stale(self, donor_id: str, request_id: str) -> Decline:
+        decline = Decline(DeclineReason.STALE, f"donor {donor_id} was replaced or evicted after the lookup")
+        self.metrics.declined(decline.reason)
+        if self.events:
+            self.events.emit(events.reuse_declined(request_id, decline.reason, decline.detail))
+        return decline
+
+    def _forget(self, donor_ids: list[str], reason: EvictionReason) -> int:
+        evictions = self._store.remove(donor_ids, reason)
+        self._report_evictions(evictions)
+        self._report_donors()
+        return len(evictions)
+
+    def _restore(self, journal: SqliteJournal) -> None:
+        for item in journal.load():
+            self._take_in(item)
+        if journal.bad_rows:
+            self._report_error("store", SemBlendError(f"{journal.bad_rows} damaged donors in {journal.path} left out"))
+
+    def _take_in(self, item: tuple[Donor, np.ndarray[Any, np.dtype[np.int32]]] | None) -> bool:
+        if item is None or (item[0].expires_unix_s is not None and item[0].expires_unix_s <= self._store.now()):
+            return False
+        donor, tokens = item
+        prompt = Prompt(tokens, namespace=donor.namespace)
+        taken = self._store.restore(donor, prompt, self._fingerprinter.fingerprint(prompt))
+        if taken:
+            self._evidence.add(donor.donor_id, prompt)
+        return taken
+
+    def _report_evictions(self, evictions: tuple[Eviction, ...]) -> None:
+        for eviction in evictions:
+            if eviction.reason != "replaced":
+                self._evidence.remove(eviction.donor.donor_id)
+            if self.events:
+                donor = eviction.donor
+                self.events.emit(events.donor_evicted(donor.donor_id, donor.generation, eviction.reason))
+
+    def _report_donors(self) -> None:
+        stats = self._store.stats()
+        self.metrics.donors(stats.donors, stats.used_bytes, "index")
+
+    def _report_lookup(
+        self,
+        prompt: Prompt,
+        request_id: str,
+        exact_tokens: int,
+        trace: Trace,
+        decision: ReusePlan | Decline,
+        seconds: float,
+    ) -> None:
+        self.metrics.lookup(seconds)
+        best = max((s.similarity for s in decision.evidence), default=None)
+        if best is not None:
+            self.metrics.similarity(best)
+        reason = decision.reason if isinstance(decision, Decline) else None
+        if isinstance(decision, Decline):
+            self.metrics.declined(decision.reason)
+        elif request_id:
+            self.ledger.planned(request_id, decision)
+        if not self.events:
+            return
+        found = trace.decision
+        self.events.emit(
+            events.lookup(
+                request_id or None, len(prompt), trace.alignment.seeds, trace.alignment.matches, seconds * 1e3,
+                exact_tokens=exact_tokens, reusable_tokens=_reused(found),
+                donor_ids=found.donor_ids if isinstance(found, ReusePlan) else (), similarity=best, reason=reason,
+            )
+        )  # fmt: skip
+        if isinstance(decision, Decline):
+            self.events.emit(events.reuse_declined(request_id or None, decision.reason, decision.detail))
+        else:
+            self.events.emit(
+                events.reuse_planned(
+                    request_id or None, decision.spans, decision.reused_tokens, prompt_tokens=len(prompt),
+                    exact_tokens=exact_tokens, saving_ms=decision.saving_ms, similarity=best,
+                )
+            )  # fmt: skip
+
+    def _report_missing(self, message: str) -> None:
+        log.info("%s", message)
+        if self.events:
+            self.events.emit(events.error("embedder", message))
+
+    def _report_error(self, where: str, error: BaseException, request_id: str = "") -> None:
+        log.warning("%s failed, the request runs cold: %s: %s", where, type(error).__name__, error)
+        if self.events:
+            self.events.emit(events.error(where, f"{type(error).__name__}: {error}", request_id or None))
+
+
+
+
+
+def _check_prompt(prompt: Prompt) -> None:
+    if not isinstance(prompt, Prompt):
+        raise InputError(f"expected a Prompt, got {type(prompt).__name__}", hint="wrap the ids: Prompt(token_ids)")
+
+
+def _reused(decision: ReusePlan | Decline) -> int:
+    return decision.reused_tokens if isinstance(decision, ReusePlan) else 0

@@ -1,0 +1,36 @@
+"""Prompt → Fingerprint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from semblend.fingerprint import hashes as plain
+from semblend.fingerprint.hashes import DEFAULT_SCHEME, HashArray, HashScheme, PositionArray
+from semblend.prompt import Prompt
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fingerprint:
+    """The seeds of a prompt: where they are, and their hashes."""
+
+    positions: PositionArray
+    hashes: HashArray
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+
+class Fingerprinter:
+    """Samples prompts by one `HashScheme`, compiled where numba is there, else in plain numpy."""
+
+    def __init__(self, scheme: HashScheme = DEFAULT_SCHEME, *, compiled: bool) -> None:
+        self.scheme = scheme
+        if compiled:
+            from semblend.fingerprint import kernels
+
+            self._minimizers = kernels.minimizers
+        else:
+            self._minimizers = plain.minimizers
+
+    def fingerprint(self, prompt: Prompt) -> Fingerprint:
+        return Fingerprint(*self._minimizers(prompt.token_ids, self.scheme))

@@ -1,0 +1,80 @@
+"""The compiled twin of `semblend.fingerprint.hashes`. Importing this module imports numba."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from semblend.fingerprint.hashes import HashArray, HashScheme, PositionArray
+from semblend.prompt import TokenArray
+
+_M1 = np.uint64(0xBF58476D1CE4E5B9)
+_M2 = np.uint64(0x94D049BB133111EB)
+_S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
+_ONE = np.uint64(1)
+
+
+@njit(cache=True, inline="always")
+def mix64(x: np.uint64) -> np.uint64:
+    x = (x ^ (x >> _S30)) * _M1
+    x = (x ^ (x >> _S27)) * _M2
+    return x ^ (x >> _S31)
+
+
+@njit(cache=True, nogil=True)
+def _hash_kgrams(tokens, k, base, symbols, out):
+    """Rolling hash: shift by the base, add the newest symbol, drop the oldest.
+
+    Mixing stands in loops of its own so that the compiler can vectorize it: half the time at 8k tokens.
+    """
+    top = _ONE
+    for _ in range(k):
+        top = top * base
+    for i in range(len(tokens)):
+        symbols[i] = mix64(np.uint64(tokens[i]) + _ONE)
+    rolling = np.uint64(0)
+    for i in range(k):
+        rolling = rolling * base + symbols[i]
+    out[0] = rolling
+    for i in range(k, len(tokens)):
+        rolling = rolling * base + (symbols[i] - top * symbols[i - k])
+        out[i - k + 1] = rolling
+    for i in range(len(out)):
+        out[i] = mix64(out[i])
+
+
+@njit(cache=True, nogil=True)
+def _select(hashes, window, positions, selected):
+    """Slide a window over the hashes; note its rightmost minimum each time it changes."""
+    width = min(window, len(hashes))
+    count = 0
+    at = -1
+    smallest = np.uint64(0)
+    for i in range(len(hashes)):
+        if at <= i - width:
+            at = max(i - width + 1, 0)
+            smallest = hashes[at]
+            for j in range(at + 1, i + 1):
+                if hashes[j] <= smallest:
+                    at, smallest = j, hashes[j]
+        elif hashes[i] <= smallest:
+            at, smallest = i, hashes[i]
+        if i >= width - 1 and (count == 0 or positions[count - 1] != at):
+            positions[count] = at
+            selected[count] = smallest
+            count += 1
+    return count
+
+
+def minimizers(tokens: TokenArray, scheme: HashScheme) -> tuple[PositionArray, HashArray]:
+    """Same signature and result as `semblend.fingerprint.hashes.minimizers`."""
+    kgrams = len(tokens) - scheme.k + 1
+    if kgrams <= 0:
+        return np.empty(0, np.int64), np.empty(0, np.uint64)
+    symbols = np.empty(len(tokens), np.uint64)
+    hashes = np.empty(kgrams, np.uint64)
+    positions = np.empty(kgrams, np.int64)
+    selected = np.empty(kgrams, np.uint64)
+    _hash_kgrams(tokens, scheme.k, np.uint64(scheme.base & 0xFFFFFFFFFFFFFFFF), symbols, hashes)
+    count = _select(hashes, scheme.window, positions, selected)
+    return positions[:count], selected[:count]

@@ -1,0 +1,125 @@
+"""Sketches of a prompt's token 3-grams: is this nearly the same prompt, with small edits all over?
+
+`simhash` is 64 bits in which similar sets differ little (Charikar's construction): each 3-gram is hashed to 64 bits,
+every bit position takes the majority vote. The share of differing bits estimates the angle between two sets. It is a
+pre-filter: 8 bytes a donor, thousands of donors compared in one vector operation, but noisy (unrelated prompts differ
+in 32 bits on average, give or take 4).
+
+The `smallest` hashes (bottom-k min-hash) settle what passes the filter: of the k smallest hashes of the union of two
+sets, the share held by both estimates their Jaccard overlap, with a standard error of about 1 / (2 sqrt(k)).
+
+Only integer arithmetic of fixed width is used, so sketches are equal on every platform and numpy version.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from semblend.prompt import TokenArray
+
+HashArray = npt.NDArray[np.uint64]
+
+GRAM_TOKENS = 3
+SMALLEST = 64
+BITS = 64
+_POSITION_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)  # odd, so no token is lost
+_BITS_OF_BYTE = ((np.arange(256)[:, None] >> np.arange(8)) & 1).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sketch:
+    """What is kept of a prompt: its simhash, its k smallest 3-gram hashes (ascending), how many distinct 3-grams."""
+
+    simhash: int
+    smallest: HashArray
+    grams: int
+
+
+def sketch(token_ids: TokenArray) -> Sketch:
+    """The sketch of one prompt. Repetition does not count: a paragraph said twice weighs as one."""
+    grams = np.unique(gram_hashes(token_ids))
+    return Sketch(_majority_bits(grams), grams[:SMALLEST].copy(), len(grams))
+
+
+def gram_hashes(token_ids: TokenArray, size: int = GRAM_TOKENS) -> HashArray:
+    """One 64-bit hash per run of ``size`` tokens, in order; a prompt shorter than that is one gram.
+
+    >>> [hex(h) for h in gram_hashes(np.array([1, 2, 3], dtype=np.int32)).tolist()]
+    ['0x10024f1cc0d450f8']
+    """
+    tokens = token_ids.astype(np.uint64) + np.uint64(1)  # so that token 0 counts
+    size = min(size, len(tokens))
+    count = len(tokens) - size + 1
+    mixed = np.zeros(count, dtype=np.uint64)
+    for offset in range(size):
+        mixed += tokens[offset : offset + count] * np.uint64(_POSITION_FACTORS[offset])
+    return scramble(mixed)
+
+
+def scramble(values: HashArray) -> HashArray:
+    """A bijection of 64-bit integers whose output bits each depend on all input bits (the splitmix64 finalizer)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def hamming(one: int, many: HashArray) -> npt.NDArray[np.uint8]:
+    """In how many bits each of ``many`` differs from ``one``.
+
+    >>> hamming(0b1011, np.array([0b1011, 0b0000, 2**64 - 1], dtype=np.uint64)).tolist()
+    [0, 3, 61]
+    """
+    return _popcount(many ^ np.uint64(one))
+
+
+def cosine_from_hamming(distance: float) -> float:
+    """The cosine that so many differing bits stand for: 0 bits is 1.0, 32 bits is 0.0.
+
+    >>> round(cosine_from_hamming(8), 3), round(cosine_from_hamming(32), 3)
+    (0.924, 0.0)
+    """
+    return math.cos(math.pi * distance / BITS)
+
+
+def overlap(a: Sketch, b: Sketch) -> float:
+    """Estimated share of 3-grams in common, 2|A∩B| / (|A|+|B|), in [0, 1]; exact for prompts of up to 64 grams.
+
+    This form (Dice) equals the cosine of two sets of the same size, so it compares with an embedder's figures.
+    """
+    union = np.union1d(a.smallest, b.smallest)
+    if max(a.grams, b.grams) > SMALLEST:  # a sketch knows only its smallest hashes: beyond them "absent" means nothing
+        union = union[:SMALLEST]
+    both = np.intersect1d(a.smallest, b.smallest, assume_unique=True)
+    jaccard = float(np.isin(union, both, assume_unique=True).mean())
+    return 2.0 * jaccard / (1.0 + jaccard)
+
+
+def _majority_bits(hashes: HashArray) -> int:
+    """Bit by bit, what more than half of the hashes say. Counts each byte's 256 values, then their bits."""
+    columns = hashes.astype("<u8").view(np.uint8).reshape(-1, 8)  # little-endian, whatever the machine is
+    value = 0
+    for byte in range(8):
+        ones = np.bincount(columns[:, byte], minlength=256) @ _BITS_OF_BYTE
+        for bit in np.flatnonzero(2 * ones > len(hashes)).tolist():
+            value |= 1 << (8 * byte + bit)
+    return value
+
+
+def _popcount_by_halves(values: HashArray) -> npt.NDArray[np.uint8]:
+    """Bits set in each value, adding neighbours: pairs, then fours, then bytes (for numpy 1.26)."""
+    values = values - ((values >> np.uint64(1)) & np.uint64(0x5555555555555555))
+    pairs = np.uint64(0x3333333333333333)
+    values = (values & pairs) + ((values >> np.uint64(2)) & pairs)
+    values = (values + (values >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return ((values * np.uint64(0x0101010101010101)) >> np.uint64(56)).astype(np.uint8)
+
+
+def _popcount(values: HashArray) -> npt.NDArray[np.uint8]:
+    if hasattr(np, "bitwise_count"):  # numpy >= 2
+        counts: npt.NDArray[np.uint8] = np.bitwise_count(values)
+        return counts
+    return _popcount_by_halves(values)

@@ -213,6 +213,8 @@ def format_cell(value: Any) -> str:
 
 
 def _decimals(value: float, size: float) -> str:
+    if 0.99 < value < 1:  # a share that is not whole must not be rounded up to 1
+        return f"{min(value, 0.99999):.5f}"
     return f"{value:.2f}" if size >= 10 else f"{value:.3f}" if size >= 0.1 or size == 0 else f"{value:.4f}"
 
 

@@ -11,14 +11,18 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from semblend.config import SemBlendConfig
+from semblend.confirm.events import Event, EventKind
+from semblend.confirm.sinks import CallbackSink
 from semblend.errors import CapacityError
-from semblend.pipeline import SemBlend
+from semblend.facade import SemBlend
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.prompt import Namespace, Prompt, TokenArray
 from semblend.span import Span
@@ -27,6 +31,9 @@ BUCKET_EDGES = (256, 1024, 4096, 16_384, 65_536)
 MOST_TENANTS = 1000
 PERCENTILES = (10, 50, 90)
 SHARE_EDGES = (0.0, 0.25, 0.5, 0.75)
+ROOMY_BYTES = 2 * 1024**3
+ALL_DONORS = 1 << 30
+_REQUEST = "estimate"
 
 
 class PrefixIndex:
@@ -39,12 +46,13 @@ class PrefixIndex:
         self.block_tokens = block_tokens
         self._holders: dict[bytes, int] = {}
         self._chains: dict[str, list[bytes]] = {}
+        self._first = lru_cache(maxsize=4096)(_first_state)
 
     def chain(self, tokens: TokenArray, namespace: Namespace) -> list[bytes]:
         """The keys of all whole blocks of a prompt."""
         step = self.block_tokens * tokens.itemsize
         packed = tokens.tobytes()
-        state = hashlib.blake2b(namespace.digest.encode(), digest_size=16)
+        state = self._first(namespace).copy()
         keys = []
         for end in range(step, len(packed) + 1, step):
             state.update(packed[end - step : end])
@@ -114,18 +122,14 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class EstimateOptions:
-    """How to replay. None for a limit means that every prompt stays a donor."""
+    """How to replay. Without limits every prompt stays a donor, up to about 240 million tokens."""
 
     block_tokens: int = 16
-    max_donors: int | None = None
-    max_bytes: int | None = None
+    max_donors: int = ALL_DONORS
+    max_bytes: int = ROOMY_BYTES
 
     def config(self) -> SemBlendConfig:
-        unlimited = SemBlendConfig(
-            embedder="none", metrics=False, strict_prefix_boundary=False, max_donors=1 << 30, max_bytes=1 << 46
-        )
-        limits = {"max_donors": self.max_donors, "max_bytes": self.max_bytes}
-        return replace(unlimited, **{name: value for name, value in limits.items() if value is not None})
+        return SemBlendConfig(embedder="none", metrics=False, max_donors=self.max_donors, max_bytes=self.max_bytes)
 
 
 @dataclass(slots=True)
@@ -137,6 +141,7 @@ class Estimator:
     tenants: OrderedDict[str, Tally] = field(default_factory=OrderedDict, init=False)
     buckets: list[Tally] = field(init=False)
     too_large: int = field(default=0, init=False)
+    evicted: int = field(default=0, init=False)
     _shares: array[float] = field(default_factory=lambda: array("f"), init=False)
     _prefix: PrefixIndex = field(init=False)
     _semblend: SemBlend = field(init=False)
@@ -144,20 +149,38 @@ class Estimator:
     def __post_init__(self) -> None:
         self.buckets = [Tally() for _ in range(len(BUCKET_EDGES) + 1)]
         self._prefix = PrefixIndex(self.options.block_tokens)
-        self._semblend = SemBlend(self.options.config())
+        # Both caches live on the same donors: what one has to let go, the other loses too.
+        self._semblend = SemBlend(self.options.config(), sinks=[CallbackSink(self._follow)])
+
+    def __enter__(self) -> Estimator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._semblend.close()
 
     def add(self, prompt: Prompt) -> RequestEstimate:
         """Count what both caches hold of the prompt, then make it a donor of both."""
         chain = self._prefix.chain(prompt.token_ids, prompt.namespace)
         # An engine computes at least the last token, to have something to continue from.
         most = len(prompt) - 1
-        prefix_tokens = min(self._prefix.held_tokens(chain), most // self._prefix.block_tokens * self._prefix.block_tokens)
+        prefix_tokens = min(
+            self._prefix.held_tokens(chain), most // self._prefix.block_tokens * self._prefix.block_tokens
+        )
         decision = self._semblend.lookup(prompt)
-        spans = decision.spans if isinstance(decision, ReusePlan) else ()
+        spans: tuple[Span, ...] = ()
+        if isinstance(decision, ReusePlan):
+            spans = decision.spans
+            self._semblend.claim(decision, _REQUEST)  # donors that were of use count as recently used
+            self._semblend.release(_REQUEST)
         one = self._count(len(prompt), prefix_tokens, spans)
         self._record(prompt.namespace.tenant, one)
-        self._remember(prompt, chain, spans)
+        self._remember(prompt, chain)
         return one
+
+    def _follow(self, event: Event) -> None:
+        if event.kind is EventKind.DONOR_EVICTED:
+            self._prefix.remove(event.fields["donor_id"])
+            self.evicted += 1
 
     def _count(self, prompt_tokens: int, prefix_tokens: int, spans: tuple[Span, ...]) -> RequestEstimate:
         reused, seams = prefix_tokens, 0
@@ -177,7 +200,7 @@ class Estimator:
         self.tenants.setdefault(tenant, Tally()).add(one)
         self._shares.append(one.reused_tokens / one.prompt_tokens)
 
-    def _remember(self, prompt: Prompt, chain: list[bytes], spans: tuple[Span, ...]) -> None:
+    def _remember(self, prompt: Prompt, chain: list[bytes]) -> None:
         donor_id = f"prompt-{self.total.prompts}"
         try:
             self._semblend.register(prompt, donor_id=donor_id)
@@ -200,6 +223,7 @@ class Estimator:
             "tenants": len(self.tenants),
             "reused_share_percentiles": self.percentiles(),
             "reused_share_histogram": self.histogram(),
+            "donors_evicted": self.evicted,
             "prompts_too_large_to_keep": self.too_large,
         }
 
@@ -219,13 +243,17 @@ class Estimator:
         return {name: int(number) for name, number in zip(names, counts, strict=True)}
 
 
+def _first_state(namespace: Namespace) -> hashlib.blake2b:
+    return hashlib.blake2b(namespace.digest.encode(), digest_size=16)
+
+
 def bucket_names() -> list[str]:
     """Names of the prompt length buckets.
 
     >>> bucket_names()[:2]
     ['under 256', '256-1023']
     """
-    middle = [f"{low}-{high - 1}" for low, high in zip(BUCKET_EDGES, BUCKET_EDGES[1:], strict=False)]
+    middle = [f"{low}-{high - 1}" for low, high in pairwise(BUCKET_EDGES)]
     return [f"under {BUCKET_EDGES[0]}", *middle, f"{BUCKET_EDGES[-1]} and more"]
 
 

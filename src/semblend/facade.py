@@ -28,8 +28,9 @@ from semblend.discover.store import DonorStore, StoreStats
 from semblend.errors import InputError, SemBlendError
 from semblend.evidence import EvidenceDesk
 from semblend.explanation import Explanation, explain
+from semblend.fingerprint.fingerprinter import Fingerprinter
 from semblend.fingerprint.hashes import DEFAULT_SCHEME, HashScheme
-from semblend.pipeline import NOTHING_ALIGNED, Pipeline, Trace, make_fingerprinter, numba_is_installed
+from semblend.pipeline import NOTHING_ALIGNED, Pipeline, Trace, numba_is_installed
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Prompt
 
@@ -45,6 +46,7 @@ class SemBlend:
     (Span(donor_id='req-1', donor_start=40, target_start=0, length=50, generation=0),)
 
     Thread-safe. `lookup` never raises for what goes wrong inside: the request runs cold, and an event says why.
+    ``compiled=False`` takes the plain numpy path, which is also what runs where numba is absent.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class SemBlend:
         metrics: Metrics | None = None,
         clock: Callable[[], float] = time.time,
         scheme: HashScheme = DEFAULT_SCHEME,
+        compiled: bool | None = None,
     ) -> None:
         self.config = SemBlendConfig() if config is None else config
         self.events = open_stream(self.config, *sinks)
@@ -64,11 +67,12 @@ class SemBlend:
         self._claims: dict[str, tuple[tuple[str, int], ...]] = {}
         self._claims_lock = threading.Lock()
         self._journal = SqliteJournal(self.config.store) if self.config.store else None
-        self._fingerprinter = make_fingerprinter(scheme)
+        self._compiled = numba_is_installed() if compiled is None else compiled
+        self._fingerprinter = Fingerprinter(scheme, compiled=self._compiled)
         self._store = DonorStore(
             max_donors=self.config.max_donors,
             max_bytes=self.config.max_bytes,
-            compiled=numba_is_installed(),
+            compiled=self._compiled,
             journal=self._journal,
             clock=clock,
         )
@@ -209,7 +213,7 @@ class SemBlend:
     def warm_up(self) -> float:
         """Compile or load the kernels now instead of in the first request; returns the seconds it took."""
         started = time.perf_counter()
-        scratch = DonorStore(max_donors=2, max_bytes=1 << 20, compiled=numba_is_installed())
+        scratch = DonorStore(max_donors=2, max_bytes=1 << 20, compiled=self._compiled)
         pipeline = Pipeline(replace(self.config, lookup_budget_ms=0.0), scratch, self._fingerprinter)
         prompt = Prompt(np.arange(1024) % 997)
         for donor_id in ("a", "b", "c"):

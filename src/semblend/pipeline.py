@@ -11,7 +11,6 @@ from semblend.config import SemBlendConfig
 from semblend.discover.search import Search
 from semblend.discover.store import DonorStore
 from semblend.fingerprint.fingerprinter import Fingerprinter
-from semblend.fingerprint.hashes import DEFAULT_SCHEME, HashScheme
 from semblend.plan.cost import CostModel
 from semblend.plan.planner import Planner
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
@@ -85,7 +84,3 @@ def cost_model(config: SemBlendConfig) -> CostModel | None:
         config.prefill_tokens_per_s, config.load_tokens_per_s, config.reuse_overhead_ms, config.seam_tokens
     )
 
-
-def make_fingerprinter(scheme: HashScheme = DEFAULT_SCHEME) -> Fingerprinter:
-    """Compiled where numba is installed."""
-    return Fingerprinter(scheme, compiled=numba_is_installed())

@@ -55,7 +55,9 @@ def cold_receipt_with(**changes: Any) -> Receipt:
 def one_event_of_each_kind() -> dict[EventKind, Event]:
     spans = (Span("req-1", 0, 20, 64, 3), Span("req-0", 5, 90, 8, 1))
     made = (
-        events.donor_registered("req-1", DIGEST, 512, 3, blocks=32, request_id="req-1", engine="vllm", time_unix_s=TIME),
+        events.donor_registered(
+            "req-1", DIGEST, 512, 3, blocks=32, request_id="req-1", engine="vllm", time_unix_s=TIME
+        ),
         events.donor_evicted("req-1", 3, "engine", engine="vllm", time_unix_s=TIME),
         events.lookup(
             "req-2", 100, 7, 2, 0.4125, exact_tokens=10, reusable_tokens=72, donor_ids=("req-1", "req-0"),

@@ -19,10 +19,12 @@ from semblend.span import Span
 
 MakeReceipt = Callable[..., Receipt]
 
-SPEC_FIELDS = (
-    "request_id engine engine_version namespace outcome mode prompt_tokens exact_tokens reused_tokens "
-    "recomputed_tokens prefill_tokens spans risk escalations canary lookup_ms load_ms compute_ms ttft_ms reason detail"
-).split()
+SPEC_FIELDS = [
+    "request_id", "engine", "engine_version", "namespace", "outcome", "mode",
+    "prompt_tokens", "exact_tokens", "reused_tokens", "recomputed_tokens", "prefill_tokens",
+    "spans", "risk", "escalations", "canary",
+    "lookup_ms", "load_ms", "compute_ms", "ttft_ms", "reason", "detail",
+]  # fmt: skip
 WITHOUT_REUSE = [outcome for outcome in Outcome if outcome is not Outcome.BACKEND_MATERIALIZED_REUSE]
 
 

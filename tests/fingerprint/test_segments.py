@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,12 +10,8 @@ from hypothesis import strategies as st
 from semblend.fingerprint.segments import spread, text_windows, token_windows
 
 
-@given(
-    length=st.integers(0, 5000), size=st.integers(1, 300), overlap_share=st.floats(0, 0.9), limit=st.integers(1, 20)
-)
-def test_windows_are_bounded_in_number_and_lie_inside(
-    length: int, size: int, overlap_share: float, limit: int
-) -> None:
+@given(length=st.integers(0, 5000), size=st.integers(1, 300), overlap_share=st.floats(0, 0.9), limit=st.integers(1, 20))
+def test_windows_are_bounded_in_number_and_lie_inside(length: int, size: int, overlap_share: float, limit: int) -> None:
     windows = spread(length, size=size, overlap=int(size * overlap_share), limit=limit)
     assert len(windows) <= limit
     assert all(0 <= start < end <= length and end - start <= size for start, end in windows)
@@ -30,13 +28,13 @@ def test_the_first_and_the_last_item_are_always_seen(length: int, size: int, lim
 @given(length=st.integers(1, 2000), size=st.integers(2, 300))
 def test_nothing_is_left_out_and_neighbours_overlap_while_the_limit_allows(length: int, size: int) -> None:
     windows = spread(length, size=size, overlap=size // 2, limit=length)
-    assert all(nxt[0] <= this[1] - size // 2 for this, nxt in zip(windows, windows[1:], strict=False))
+    assert all(nxt[0] <= this[1] - size // 2 for this, nxt in pairwise(windows))
 
 
 @given(length=st.integers(1000, 100_000), limit=st.integers(2, 16))
 def test_past_the_limit_the_gaps_are_equal(length: int, limit: int) -> None:
     starts = [start for start, _ in spread(length, size=50, overlap=5, limit=limit)]
-    steps = {b - a for a, b in zip(starts, starts[1:], strict=False)}
+    steps = {b - a for a, b in pairwise(starts)}
     assert max(steps) - min(steps) <= 1
 
 

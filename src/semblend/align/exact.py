@@ -71,7 +71,7 @@ def extend_seed(scan: Scan, tokens: TokenArray, at: int, posting: int, candidate
             break
         if store.namespace_of[slot] != candidates.namespace_id or store.expires[slot] <= now:
             continue
-        if slot == scan.last_slot and at - offset == scan.last_shift:
+        if at < covered and slot == scan.last_slot and at - offset == scan.last_shift:
             continue
         looked += 1
         scan.spent += COST_OF_A_LOOK

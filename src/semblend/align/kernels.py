@@ -74,8 +74,8 @@ def extend(
             offset = np.int64(postings[here, OFFSET])
             if namespaces[slot] != namespace_id or expires[slot] <= now:
                 continue
-            if slot == state[LAST_SLOT] and at - offset == state[LAST_SHIFT]:
-                continue
+            if at < covered and slot == state[LAST_SLOT] and at - offset == state[LAST_SHIFT]:
+                continue  # the last match itself, which ended at ``covered``
             looked += 1
             state[SPENT] += COST_OF_A_LOOK
             begin = starts[slot]

@@ -49,7 +49,9 @@ def namespace_of(args: argparse.Namespace) -> Namespace:
 def existing_store(path: str) -> str:
     """A store that is only to be looked at must be there: opening would make an empty one out of a typing slip."""
     if not Path(path).is_file():
-        raise InputError(f"there is no store {path}", hint="a store is written by SemBlendConfig(store=...) or serve --store")
+        raise InputError(
+            f"there is no store {path}", hint="a store is written by SemBlendConfig(store=...) or serve --store"
+        )
     return path
 
 
@@ -61,7 +63,9 @@ def read_text(path: str) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text (byte {error.start})", hint="convert it, or pass --tokens") from None
+        raise InputError(
+            f"{path} is not UTF-8 text (byte {error.start})", hint="convert it, or pass --tokens"
+        ) from None
 
 
 def read_token_ids(path: str) -> Any:

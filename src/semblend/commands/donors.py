@@ -12,7 +12,8 @@ from semblend.commands.output import print_json, say, table
 from semblend.errors import InputError
 
 if TYPE_CHECKING:
-    from semblend import Donor, SemBlend
+    from semblend.discover.donor import Donor
+    from semblend.discover.journal import SqliteJournal
 
 ACTIONS = ("list", "show", "forget")
 
@@ -26,19 +27,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--older-than", type=age, metavar="AGE", help="forget or list donors older than this: 90s, 30m, 12h or 7d"
     )
-    parser.add_argument("--limit", type=int, default=50, metavar="N", help="list at most N donors; 0 = all (default: 50)")
+    parser.add_argument(
+        "--limit", type=int, default=50, metavar="N", help="list at most N donors; 0 = all (default: 50)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    from semblend import SemBlend
+    from semblend.discover.journal import SqliteJournal
 
     _check(args)
-    semblend = SemBlend.from_env(store=existing_store(args.store), embedder="none", events="", nats_url="")
+    # The file itself, not a SemBlend over it: a donor that no longer fits in its limits is still in the file,
+    # and "forget" must mean that it is not.
+    journal = SqliteJournal(existing_store(args.store), create=False)
     try:
-        return {"list": _list, "show": _show, "forget": _forget}[args.action](semblend, args)
+        code = {"list": _list, "show": _show, "forget": _forget}[args.action](journal, args)
+        if journal.bad_rows:
+            say(f"warning: {journal.bad_rows:,} damaged donors in {args.store} are left out; they are never served")
+        return code
     finally:
-        semblend.close()
+        journal.close()
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -50,19 +58,12 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError("--donor belongs to donors forget", hint=f"semblend donors --store FILE show {args.donor}")
     wants = [args.donor is not None, args.tenant is not None or args.older_than is not None]
     if args.action == "forget" and sum(wants) != 1:
-        raise InputError(
-            "donors forget needs --donor, or --tenant and --older-than", hint="say which donors are to go"
-        )
+        raise InputError("donors forget needs --donor, or --tenant and --older-than", hint="say which donors are to go")
 
 
-def _list(semblend: SemBlend, args: argparse.Namespace) -> int:
+def _list(journal: SqliteJournal, args: argparse.Namespace) -> int:
     now = time.time()
-    donors = [
-        donor
-        for donor in semblend.donors()
-        if (args.tenant is None or donor.namespace.tenant == args.tenant)
-        and (args.older_than is None or now - donor.created_unix_s > args.older_than)
-    ]
+    donors = _chosen(journal, args, now)
     shown = donors[: args.limit] if args.limit > 0 else donors
     if args.json:
         print_json({"donors": [as_row(donor) for donor in shown], "total": len(donors)})
@@ -80,30 +81,43 @@ def _list(semblend: SemBlend, args: argparse.Namespace) -> int:
     return 0
 
 
-def _show(semblend: SemBlend, args: argparse.Namespace) -> int:
-    donor = next((donor for donor in semblend.donors() if donor.donor_id == args.donor_id), None)
+def _show(journal: SqliteJournal, args: argparse.Namespace) -> int:
+    donor = next((donor for donor, _ in journal.load() if donor.donor_id == args.donor_id), None)
     if donor is None:
         raise InputError(f"no donor {args.donor_id!r} in {args.store}", hint="semblend donors --store FILE lists them")
     row = as_row(donor)
     if args.json:
         print_json(row)
     else:
-        print(table([(name, "-" if value in (None, "") else value) for name, value in row.items()], head=("field", "value")))
+        print(
+            table(
+                [(name, "-" if value in (None, "") else value) for name, value in row.items()], head=("field", "value")
+            )
+        )
     return 0
 
 
-def _forget(semblend: SemBlend, args: argparse.Namespace) -> int:
-    if args.donor is not None:
-        gone = int(semblend.forget(args.donor))
-        if not gone:
-            raise InputError(f"no donor {args.donor!r} in {args.store}", hint="semblend donors --store FILE lists them")
-    else:
-        gone = semblend.forget_where(tenant=args.tenant, older_than_s=args.older_than)
+def _forget(journal: SqliteJournal, args: argparse.Namespace) -> int:
+    donors = _chosen(journal, args, time.time())
+    if args.donor is not None and not donors:
+        raise InputError(f"no donor {args.donor!r} in {args.store}", hint="semblend donors --store FILE lists them")
+    journal.record(None, donors)
+    gone = len(donors)
     if args.json:
         print_json({"forgotten": gone})
     else:
         print(f"forgot {gone:,} donor{'' if gone == 1 else 's'}")
     return 0
+
+
+def _chosen(journal: SqliteJournal, args: argparse.Namespace, now: float) -> list[Donor]:
+    return [
+        donor
+        for donor, _ in journal.load()
+        if (args.donor is None or donor.donor_id == args.donor)
+        and (args.tenant is None or donor.namespace.tenant == args.tenant)
+        and (args.older_than is None or now - donor.created_unix_s >= args.older_than)
+    ]
 
 
 def as_row(donor: Donor) -> dict[str, Any]:

@@ -58,10 +58,13 @@ def run(args: argparse.Namespace) -> int:
 
     tokenizer = load_tokenizer(args.tokenizer)
     log = PromptLog(args.prompts, tenant_field=None if args.no_tenants else args.tenant_field, skip_bad=args.skip_bad)
-    with Estimator(EstimateOptions(args.block_size, args.max_donors, args.max_bytes)) as estimator:
+    limits = {name: getattr(args, name) for name in ("max_donors", "max_bytes") if getattr(args, name) is not None}
+    with Estimator(EstimateOptions(args.block_size, **limits)) as estimator:
         seconds = _replay(estimator, log, tokenizer, args)
         if not estimator.total.prompts:
-            raise InputError(f"{log.label} holds no prompt", hint="see docs/guides/estimate.md for the fields it may have")
+            raise InputError(
+                f"{log.label} holds no prompt", hint="see docs/guides/estimate.md for the fields it may have"
+            )
         answer = _answer(estimator, log, tokenizer, args, seconds)
     if args.json == "-":
         print_json(answer)
@@ -139,7 +142,11 @@ def render(answer: dict[str, Any]) -> str:
     ]
     if answer["tenants"] > 1:
         shown = dict(list(answer["by_tenant"].items())[:TENANTS_SHOWN])
-        of = f"tenant (largest {TENANTS_SHOWN} of {answer['tenants']:,})" if answer["tenants"] > TENANTS_SHOWN else "tenant"
+        of = (
+            f"tenant (largest {TENANTS_SHOWN} of {answer['tenants']:,})"
+            if answer["tenants"] > TENANTS_SHOWN
+            else "tenant"
+        )
         parts.append(_tallies(of, shown))
     parts += [_distribution(answer), CAVEAT]
     return "\n\n".join(part for part in parts if part)

@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt-file", metavar="FILE", help="text file with the prompt; - reads standard input")
     prompt.add_argument("--text", help="the prompt itself")
-    prompt.add_argument("--tokens", metavar="FILE", help="JSON file with the prompt's token ids; - reads standard input")
+    prompt.add_argument(
+        "--tokens", metavar="FILE", help="JSON file with the prompt's token ids; - reads standard input"
+    )
     donors = parser.add_mutually_exclusive_group()
     donors.add_argument("--store", metavar="FILE", help="donor store to look into")
     donors.add_argument("--donors", metavar="FILE", help=f"earlier prompts to look into: {LOG_HELP}")
@@ -87,9 +89,7 @@ def _register(semblend: SemBlend, tokenizer: Tokenizer, args: argparse.Namespace
     log = PromptLog(args.donors, skip_bad=args.skip_bad)
     seen: set[str] = set()
     for logged in log:
-        namespace = Namespace(
-            tenant=logged.tenant if asked.tenant else "", model=logged.model if asked.model else ""
-        )
+        namespace = Namespace(tenant=logged.tenant if asked.tenant else "", model=logged.model if asked.model else "")
         ids = tokenizer.encode(logged.text) if logged.text is not None else logged.token_ids
         donor_id = logged.request_id or f"line-{logged.line}"
         if donor_id in seen:

@@ -54,7 +54,9 @@ def write_json(path: str, value: Any) -> None:
     except OSError as error:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
-        raise InputError(f"cannot write {path}: {error.strerror}", hint="check the folder and its permissions") from None
+        raise InputError(
+            f"cannot write {path}: {error.strerror}", hint="check the folder and its permissions"
+        ) from None
 
 
 class Progress:

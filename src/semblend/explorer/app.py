@@ -5,21 +5,28 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from semblend._version import __version__
+from semblend.config import SemBlendConfig
+from semblend.confirm.sinks import MemorySink
+from semblend.discover.donor import Donor
 from semblend.errors import InputError
 from semblend.explorer import examples
-from semblend.pipeline import SemBlend
+from semblend.facade import SemBlend
 from semblend.plan.reuse_plan import ReusePlan
-from semblend.prompt import Namespace, Prompt
+from semblend.prompt import Namespace, Prompt, TokenArray
 from semblend.tokenization import Tokenizer
 
 PREVIEW_CHARACTERS = 240
 MOST_PREVIEWS = 10_000
 EVENTS_SHOWN = 200
+MOST_DONORS_COMPARED = 2000
+PREFIX_BLOCK_TOKENS = 16
 MOST_DONOR_ID_CHARACTERS = 200
 
 
@@ -43,10 +50,10 @@ class _Asked:
 class ExplorerApp:
     """The explorer's answers over one `SemBlend` and one tokenizer."""
 
-    def __init__(self, semblend: SemBlend, tokenizer: Tokenizer, *, store: str = "") -> None:
-        self.semblend = semblend
+    def __init__(self, config: SemBlendConfig, tokenizer: Tokenizer) -> None:
+        self._recent = MemorySink(EVENTS_SHOWN)
+        self.semblend = SemBlend(config, sinks=[self._recent])
         self.tokenizer = tokenizer
-        self.store = store
         self._previews: OrderedDict[str, str] = OrderedDict()
         self._lock = threading.Lock()
         self._numbers = count(1)
@@ -56,7 +63,7 @@ class ExplorerApp:
             "status": "ok",
             "version": __version__,
             "tokenizer": self.tokenizer.name,
-            "store": self.store or None,
+            "store": self.semblend.config.store or None,
             "donors": self.semblend.stats().donors,
         }
 
@@ -94,8 +101,9 @@ class ExplorerApp:
         prompt = self._prompt(asked)
         tokenize_ms = _ms_since(started)
         started = time.perf_counter()
+        self.semblend.lookup(prompt)  # what an engine would wait for: timed by itself, and it leaves its events
+        lookup_ms = _ms_since(started)
         explanation = self.semblend.explain(prompt)
-        explain_ms = _ms_since(started)
         spans = explanation.decision.spans if isinstance(explanation.decision, ReusePlan) else ()
         donor_ids = list(dict.fromkeys(span.donor_id for span in spans))
         owners: list[int | None] = [None] * len(prompt)
@@ -108,16 +116,16 @@ class ExplorerApp:
             "pieces": self.tokenizer.pieces(asked.text),
             "donor_ids": donor_ids,
             "owners": owners,
-            "prefix_tokens": max((s.length for s in spans if s.target_start == 0 and s.donor_start == 0), default=0),
-            "timing": {"tokenize_ms": tokenize_ms, "explain_ms": explain_ms},
+            "prefix_tokens": self._prefix_tokens(prompt),
+            "timing": {"tokenize_ms": tokenize_ms, "lookup_ms": lookup_ms},
         }
 
     def stats(self) -> dict[str, Any]:
-        stats = self.semblend.stats()
-        return {name: getattr(stats, name) for name in stats.__slots__}
+        return asdict(self.semblend.stats())
 
     def events(self) -> dict[str, Any]:
-        return {"events": []}
+        """The newest events, oldest first."""
+        return {"events": [event.to_dict() for event in self._recent.events]}
 
     def close(self) -> None:
         self.semblend.close()
@@ -125,11 +133,23 @@ class ExplorerApp:
     def _prompt(self, asked: _Asked) -> Prompt:
         return Prompt(self.tokenizer.encode(asked.text), text=asked.text, namespace=asked.namespace)
 
+    def _prefix_tokens(self, prompt: Prompt) -> int | None:
+        """What an exact-prefix cache would hold, in whole blocks; None when there are too many donors to compare."""
+        donors = [donor for donor in self.semblend.donors() if donor.namespace == prompt.namespace]
+        if len(donors) > MOST_DONORS_COMPARED:
+            return None
+        longest = 0
+        for donor in donors:
+            tokens = self.semblend.donor_tokens(donor.donor_id)
+            if tokens is not None:
+                longest = max(longest, _common_prefix(prompt.token_ids, tokens))
+        return min(longest, len(prompt) - 1) // PREFIX_BLOCK_TOKENS * PREFIX_BLOCK_TOKENS
+
     def _free_id(self) -> str:
         taken = {donor.donor_id for donor in self.semblend.donors()}
         return next(name for name in (f"doc-{number}" for number in self._numbers) if name not in taken)
 
-    def _donor_row(self, donor: Any) -> dict[str, Any]:
+    def _donor_row(self, donor: Donor) -> dict[str, Any]:
         return {
             "donor_id": donor.donor_id,
             "tenant": donor.namespace.tenant,
@@ -157,6 +177,12 @@ def _read(body: dict[str, Any]) -> _Asked:
     if len(values["donor_id"]) > MOST_DONOR_ID_CHARACTERS:
         raise InputError("donor_id is too long", hint=f"use at most {MOST_DONOR_ID_CHARACTERS} characters")
     return _Asked(**values)
+
+
+def _common_prefix(one: TokenArray, other: TokenArray) -> int:
+    length = min(len(one), len(other))
+    differs = np.flatnonzero(one[:length] != other[:length])
+    return int(differs[0]) if len(differs) else length
 
 
 def _ms_since(started: float) -> float:

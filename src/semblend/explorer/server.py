@@ -99,7 +99,8 @@ class ExplorerHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer(self._get)
 
-    do_HEAD = do_GET
+    def do_HEAD(self) -> None:
+        self._answer(self._get)
 
     def do_POST(self) -> None:
         self._answer(self._post)

@@ -2,7 +2,6 @@
 import { TokenStrip } from "/strip.js";
 
 const COLOURS = 8;
-const BLOCK_TOKENS = 16; // what an exact-prefix cache shares at least
 const TYPING_PAUSE_MS = 250;
 const $ = (id) => document.getElementById(id);
 
@@ -85,9 +84,9 @@ function donorCard(donor) {
   const about = donor.tenant ? `${tokens(donor.token_count)} · tenant ${donor.tenant}` : tokens(donor.token_count);
   return el("li", { title: donor.donor_id },
     el("span", { class: "swatch", colour: colour(donor.donor_id) }),
-    el("div", { class: "name" }, el("b", {}, donor.donor_id), el("small", {}, about)),
+    el("b", {}, donor.donor_id),
     el("button", { class: "quiet danger", type: "button", "aria-label": `Forget donor ${donor.donor_id}`, onclick: guarded(() => forget(donor)) }, "forget"),
-    el("p", {}, donor.preview ?? "(registered elsewhere: its text is not kept)"));
+    el("p", {}, el("span", {}, about), ` ${donor.preview ?? "registered elsewhere: its text is not kept"}`));
 }
 
 const donorPath = (id) => `/api/donors/${encodeURIComponent(id)}`;
@@ -171,27 +170,23 @@ const spansOf = (result) => result.explanation.decision.spans ?? [];
 function drawVerdict(result) {
   const total = result.owners.length;
   const reused = result.owners.filter((owner) => owner !== null).length;
-  const prefix = Math.floor(Math.min(result.prefix_tokens, total - 1) / BLOCK_TOKENS) * BLOCK_TOKENS;
+  const prefix = result.prefix_tokens;
   const decision = result.explanation.decision;
   $("prompt-size").textContent = tokens(total);
   $("share").replaceChildren(String(percent(reused, total)), el("small", {}, "%"));
   if (reused) {
-    $("verdict").textContent = "of this prompt is already computed";
+    $("verdict").textContent = "of this prompt is held by donors";
     const donors = result.donor_ids.length;
     $("verdict-detail").textContent = `${tokens(reused)} from ${donors} donor${donors === 1 ? "" : "s"}; the engine would prefill the other ${number(total - reused)}.`;
   } else {
     $("verdict").textContent = `Nothing to reuse: ${String(decision.reason ?? "").replaceAll("_", " ")}`;
     $("verdict-detail").textContent = decision.detail || "Every token must be prefilled.";
   }
-  const tiles = [["reused", number(reused)], ["to prefill", number(total - reused)], ["spans", number(spansOf(result).length)], ["lookup", ms(lookupMs(result))]];
+  const tiles = [["reused", number(reused)], ["to prefill", number(total - reused)], ["spans", number(spansOf(result).length)], ["lookup", ms(result.timing.lookup_ms)]];
   $("tiles").replaceChildren(...tiles.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
-  $("bars").replaceChildren(
-    bar("Exact-prefix cache", total, prefix ? [{ target_start: 0, length: prefix, donor_id: null }] : [], prefix),
-    bar("Any-offset reuse", total, spansOf(result), reused));
-}
-
-function lookupMs(result) {
-  return result.explanation.lookup_ms ?? result.timing.explain_ms;
+  const bars = [bar("Any-offset reuse", total, spansOf(result), reused)];
+  if (prefix !== null) bars.unshift(bar("Exact-prefix cache", total, [{ target_start: 0, length: prefix, donor_id: null }], prefix));
+  $("bars").replaceChildren(...bars);
 }
 
 function bar(name, total, spans, reused) {
@@ -257,10 +252,20 @@ function scrollTo(index) {
 }
 
 function drawStages(result) {
-  const stages = result.explanation.stages ?? [];
-  $("stage-total").textContent = `${ms(result.timing.explain_ms)}, after ${ms(result.timing.tokenize_ms)} of tokenizing`;
-  $("stages").replaceChildren(...stages.map((stage) =>
-    el("li", {}, el("time", {}, ms(stage.ms)), el("b", {}, stage.name), el("p", {}, stage.detail ?? stage.summary ?? ""))));
+  $("stage-total").textContent = `${ms(result.timing.lookup_ms)} in all, after ${ms(result.timing.tokenize_ms)} of tokenizing`;
+  const facts = ({ name, ms: _, ...rest }) => Object.entries(rest).map(fact).filter(Boolean).join(" · ");
+  const rows = result.explanation.stages.map((stage) => el("li", {}, el("time", {}, ms(stage.ms)), el("b", {}, stage.name), el("p", {}, facts(stage))));
+  const alike = (result.explanation.decision.evidence ?? []).map((one) =>
+    el("li", { class: "evidence" }, el("time", {}, one.similarity.toFixed(3)), el("b", {}, "looks alike"),
+      el("p", {}, `${one.donor_id}, by ${one.source}. Evidence only: it allows nothing.`)));
+  $("stages").replaceChildren(...rows, ...alike);
+}
+
+function fact([name, value]) {
+  if (value === null || value === "") return "";
+  const words = name.replaceAll("_", " ");
+  if (typeof value === "boolean") return value ? words : `not ${words}`;
+  return typeof value === "number" ? `${number(value)} ${words}` : `${words}: ${value}`;
 }
 
 // ---- events, theme, wiring -------------------------------------------------------------------------------

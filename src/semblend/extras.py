@@ -1,0 +1,76 @@
+"""Which optional packages there are, which extra brings them, and which command wants them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import metadata
+
+DISTRIBUTION = "semblend-suite"
+
+# What each extra is for. docs/reference/extras.md is made from this table; a test fails when an extra is missing here.
+NEEDED_BY: dict[str, str] = {
+    "embedder": "`SEMBLEND_EMBEDDER=minilm` or `static`: paraphrase evidence on the CPU",
+    "onnx-gpu": "`SEMBLEND_EMBEDDER=onnx_gpu`: paraphrase evidence on a GPU",
+    "gpu": "KV materialization with torch and Triton; no command of this version needs it",
+    "local": "the embedded engine; no command of this version needs it",
+    "vllm": "running beside vLLM; no command of this version needs it",
+    "sglang": "running beside SGLang; no command of this version needs it",
+    "trtllm": "running beside TensorRT-LLM; no command of this version needs it",
+    "dynamo": "running beside Dynamo; no command of this version needs it",
+    "benchmarks": "`sembench`; no command of this version needs it",
+    "tokenizer": "`semblend estimate`, `explain` and `serve` with `--tokenizer` other than `stable`",
+    "longbench": "`sembench` with LongBench data; no command of this version needs it",
+    "live": "`sembench` against a live server; no command of this version needs it",
+    "telemetry": "`SEMBLEND_METRICS`, `SEMBLEND_NATS_URL` and OpenTelemetry spans, in every command and in the library",
+    "edge": "`semantickv` proxy and router; no command of this version needs it",
+    "lab": "`semantickv` plots; no command of this version needs it",
+    "k8s": "`sembench` on Kubernetes; no command of this version needs it",
+    "docs": "the tests of the documentation",
+    "dev": "`make test`",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """One package and the versions of it that are accepted; ``extra`` is empty for what always comes along."""
+
+    package: str
+    versions: str
+    extra: str
+
+
+def requirements() -> tuple[Requirement, ...]:
+    """What the installed distribution asks for; empty when the code runs without being installed."""
+    try:
+        lines = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        return ()
+    return tuple(_parse(line) for line in lines)
+
+
+def extras() -> dict[str, tuple[Requirement, ...]]:
+    """Extra to its packages, in the order of the table above."""
+    found: dict[str, list[Requirement]] = {}
+    for one in requirements():
+        if one.extra:
+            found.setdefault(one.extra, []).append(one)
+    known = [name for name in NEEDED_BY if name in found]
+    return {name: tuple(found[name]) for name in [*known, *sorted(found.keys() - NEEDED_BY.keys())]}
+
+
+def installed_version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _parse(line: str) -> Requirement:
+    """``'triton>=3.0; platform_system == "Linux" and extra == "gpu"'`` in parts."""
+    wanted, _, marker = line.partition(";")
+    name = re.match(r"\s*([A-Za-z0-9._-]+(?:\[[^\]]*\])?)\s*(.*)", wanted)
+    extra = re.search(r"""extra\s*==\s*["']([^"']+)["']""", marker)
+    if name is None:
+        raise ValueError(f"unreadable requirement {line!r}")
+    return Requirement(name[1], name[2].strip().strip("()"), extra[1] if extra else "")

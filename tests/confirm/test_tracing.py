@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import timeit
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from semblend.confirm.tracing import NOOP, tracer
+
+
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    """What a set-up application records. (The real provider can be set only once in a process.)"""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    return exporter
+
+
+def test_spans_carry_their_attributes_and_nest(exporter: InMemorySpanExporter) -> None:
+    with (
+        tracer().span("semblend.lookup", prompt_tokens=100, donor=None) as outer,
+        tracer().span("semblend.align") as inner,
+    ):
+        inner.set(spans=2)
+        outer.set(reason="planned", similarity=0.5)
+    align, lookup = exporter.get_finished_spans()
+    assert (lookup.name, dict(lookup.attributes or {})) == (
+        "semblend.lookup",
+        {"semblend.prompt_tokens": 100, "semblend.reason": "planned", "semblend.similarity": 0.5},
+    )
+    assert dict(align.attributes or {}) == {"semblend.spans": 2}
+    assert align.parent is not None
+    assert align.parent.span_id == lookup.context.span_id
+
+
+def test_an_exception_passes_through_and_marks_the_span(exporter: InMemorySpanExporter) -> None:
+    with pytest.raises(KeyError), tracer().span("semblend.lookup"):
+        raise KeyError("x")
+    (span,) = exporter.get_finished_spans()
+    assert span.status.status_code is trace.StatusCode.ERROR
+
+
+@pytest.mark.parametrize("provider", [trace.NoOpTracerProvider(), trace.ProxyTracerProvider()])
+def test_without_a_real_provider_nothing_is_traced(
+    monkeypatch: pytest.MonkeyPatch, provider: trace.TracerProvider
+) -> None:
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    assert tracer() is NOOP
+
+
+def test_without_the_package_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "opentelemetry.trace")
+    with tracer().span("semblend.lookup", tokens=1) as span:
+        span.set(more=2)
+    assert tracer() is NOOP
+
+
+def test_a_span_that_nobody_records_lets_exceptions_through() -> None:
+    with pytest.raises(KeyError), NOOP.span("semblend.lookup"):
+        raise KeyError("x")
+
+
+def test_a_span_that_nobody_records_is_nearly_free() -> None:
+    def use() -> None:
+        with NOOP.span("semblend.lookup", prompt_tokens=100):
+            pass
+
+    best_us = min(timeit.repeat(use, number=2000, repeat=7)) / 2000 * 1e6
+    assert best_us < 10, f"{best_us:.2f} us (about 0.3 on a free core)"
+
+
+def test_a_provider_that_the_application_sets_is_used() -> None:
+    code = """
+import sys
+from semblend.confirm.tracing import NOOP, tracer
+assert tracer() is NOOP and "opentelemetry" not in sys.modules
+from opentelemetry import trace
+assert tracer() is NOOP
+from opentelemetry.sdk.trace import TracerProvider
+trace.set_tracer_provider(TracerProvider())
+assert tracer() is not NOOP
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

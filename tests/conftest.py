@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from semblend import SemBlend, SemBlendConfig
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+settings.register_profile("repo", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.load_profile("repo")
+
+
+@pytest.fixture
+def data_dir() -> Path:
+    """The folder of real prompts, traces and logs; tests that need it are skipped where it is absent."""
+    folder = os.environ.get("SEMBLEND_TEST_DATA", "")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("SEMBLEND_TEST_DATA does not name the data folder")
+    return Path(folder)
+
+
+@pytest.fixture
+def sb() -> Iterator[SemBlend]:
+    with SemBlend(SemBlendConfig(embedder="none", max_bytes=1 << 24)) as made:
+        yield made

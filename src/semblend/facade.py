@@ -78,7 +78,6 @@ class SemBlend:
         )
         self._pipeline = Pipeline(self.config, self._store, self._fingerprinter)
         self._evidence = EvidenceDesk(self.config, self._report_missing)
-        self._tracer = tracer()
         if self._journal is not None:
             self._restore(self._journal)
 
@@ -154,7 +153,7 @@ class SemBlend:
         """
         _check_prompt(prompt)
         started = time.perf_counter()
-        with self._tracer.span("semblend.lookup", prompt_tokens=len(prompt)) as span:
+        with tracer().span("semblend.lookup", prompt_tokens=len(prompt)) as span:
             declined = self._declined_beforehand(prompt, request_id, opt_out)
             trace = Trace(declined, NOTHING_ALIGNED) if declined else self._traced(prompt, request_id, exact_tokens)
             decision = self._released(trace.decision)
@@ -313,7 +312,7 @@ class SemBlend:
         return len(evictions)
 
     def _restore(self, journal: SqliteJournal) -> None:
-        for item in journal.load():
+        for item in journal.load(self.config.max_donors, self._store.log.capacity):
             self._take_in(item)
         if journal.bad_rows:
             self._report_error("store", SemBlendError(f"{journal.bad_rows} damaged donors in {journal.path} left out"))
@@ -381,7 +380,7 @@ class SemBlend:
     def _report_missing(self, message: str) -> None:
         log.info("%s", message)
         if self.events:
-            self.events.emit(events.error("embedder", message))
+            self.events.emit(events.fallback(None, None, message))
 
     def _report_error(self, where: str, error: BaseException, request_id: str = "") -> None:
         log.warning("%s failed, the request runs cold: %s: %s", where, type(error).__name__, error)

@@ -112,7 +112,7 @@ class PromptLog:
                 f"{where}: not JSON ({what})", hint="one JSON object a line; skip with --skip-bad"
             ) from None
         if not isinstance(record, dict):
-            raise _BadLineError(f"{where}: a {_kind(record)}, not an object", hint=_FIELDS_HINT)
+            raise _BadLineError(f"{where}: {_kind(record)}, not an object", hint=_FIELDS_HINT)
         return _LineReader(where, record, self.tenant_field).prompt(number)
 
 
@@ -162,7 +162,7 @@ class _LineReader:
             else:
                 raise self._bad(name, "holds several prompts", "write one prompt a line")
         if not isinstance(value, str):
-            raise self._bad(name, f"is a {_kind(value)}, not a string", "text, chat messages or token ids")
+            raise self._bad(name, f"is {_kind(value)}, not a string", "text, chat messages or token ids")
         if not value:
             raise self._bad(name, "is empty", "a prompt needs at least one character")
         return value, None
@@ -202,7 +202,7 @@ class _LineReader:
         if value is None:
             return ""
         if isinstance(value, bool) or not isinstance(value, str | int):
-            raise self._bad(name, f"is a {_kind(value)}, not a string", "a short name or number")
+            raise self._bad(name, f"is {_kind(value)}, not a string", "a short name or number")
         return str(value)
 
     def _timestamp(self) -> float | str | None:
@@ -242,5 +242,5 @@ def _names(record: dict[str, Any]) -> str:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "object", list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
     return names.get(type(value), "null")

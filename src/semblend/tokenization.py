@@ -8,6 +8,7 @@ hold text: `StableTokenizer` needs no files and gives the same ids on every mach
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from pathlib import Path
 from typing import Any, Protocol
@@ -108,7 +109,7 @@ class FileTokenizer:
     def _encoding(self, text: str) -> Any:
         try:
             return self._tokenizer.encode(text, add_special_tokens=False)
-        except UnicodeEncodeError:
+        except (UnicodeEncodeError, TypeError):  # which one depends on the version of the binding
             raise InputError(
                 f"tokenizer {self.name} cannot take text with lone surrogates", hint="use the stable tokenizer"
             ) from None
@@ -125,9 +126,9 @@ def load_tokenizer(name: str = STABLE) -> Tokenizer:
     if not name.strip():
         raise InputError("the tokenizer name is empty", hint="use 'stable', or the path of a tokenizer.json")
     path = Path(name).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path.is_dir, no error for a name that no path can have
         return FileTokenizer(_file_in_folder(path), name)
-    if path.is_file():
+    if os.path.isfile(path):
         return FileTokenizer(path, name)
     cached = _file_in_hub_cache(name)
     if cached is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -48,7 +49,7 @@ def namespace_of(args: argparse.Namespace) -> Namespace:
 
 def existing_store(path: str) -> str:
     """A store that is only to be looked at must be there: opening would make an empty one out of a typing slip."""
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise InputError(
             f"there is no store {path}", hint="a store is written by SemBlendConfig(store=...) or serve --store"
         )

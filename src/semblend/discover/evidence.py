@@ -203,7 +203,7 @@ class Evidence:
         job_sketch = sketch(job.prompt.token_ids) if self._fuzzy else None
         vector = self._try_embed(job.prompt) if self._embedder.dimension else None
         with self._changed:
-            if False:  # removed or replaced while it was embedded
+            if not self._is_wanted(job):  # removed or replaced while it was embedded
                 return
             if vector is None and job_sketch is None:
                 del self._wanted[job.donor_id]

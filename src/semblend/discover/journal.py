@@ -84,22 +84,29 @@ class SqliteJournal:
             self._db.execute(f"PRAGMA user_version = {VERSION}")
             self._db.executescript(_SCHEMA)
 
-    def load(self) -> Iterator[tuple[Donor, TokenArray]]:
-        """Every whole donor, least recently used first; rows that fail their checksum are counted and left out."""
-        yield from self._select("ORDER BY used, generation", ())
+    def load(self, max_donors: int = 1 << 62, max_tokens: int = 1 << 62) -> Iterator[tuple[Donor, TokenArray]]:
+        """The most recently used donors that fit, oldest of them first; damaged rows are counted and left out."""
+        chosen: list[int] = []
+        with self._reporting("read"):
+            rows = "SELECT generation, length(tokens) / 4 FROM donors ORDER BY used DESC, generation DESC"
+            for generation, tokens in self._db.execute(rows):
+                max_tokens -= tokens
+                if len(chosen) == max_donors or max_tokens < 0:
+                    break
+                chosen.append(generation)
+        for generation in reversed(chosen):
+            donor = self.fetch(generation)
+            if donor is not None:
+                yield donor
 
     def fetch(self, generation: int) -> tuple[Donor, TokenArray] | None:
-        return next(self._select("WHERE generation = ?", (generation,)), None)
-
-    def _select(self, which: str, values: tuple[int, ...]) -> Iterator[tuple[Donor, TokenArray]]:
+        """One donor; None when it is gone or its row fails the checksum."""
         columns = "generation, donor_id, namespace, tokens, checksum, created, expires"
         with self._reporting("read"):
-            for row in self._db.execute(f"SELECT {columns} FROM donors {which}", values):
-                donor = _from_row(row)
-                if donor is None:
-                    self.bad_rows += 1
-                else:
-                    yield donor
+            row = self._db.execute(f"SELECT {columns} FROM donors WHERE generation = ?", (generation,)).fetchone()
+        donor = None if row is None else _from_row(row)
+        self.bad_rows += row is not None and donor is None
+        return donor
 
     def generations(self) -> set[int]:
         """What the file holds now, other processes' changes included."""

@@ -116,8 +116,11 @@ async function addDonor(event) {
 
 // ---- examples --------------------------------------------------------------------------------------------
 
+const exampleDonors = new Set();
+
 async function loadExamples() {
   const { examples } = await api("GET", "/api/examples");
+  for (const example of examples) for (const donor of example.donors) exampleDonors.add(donor.donor_id);
   const buttons = examples.map((example) =>
     el("button", { type: "button", "aria-pressed": "false", "data-key": example.key, onclick: guarded(() => show(example)) },
       example.title, el("small", {}, example.about)));
@@ -126,20 +129,14 @@ async function loadExamples() {
   if (wanted) await show(wanted);
 }
 
-const exampleDonors = new Set();
-
 async function show(example) {
   for (const button of $("examples").children) {
     button.setAttribute("aria-pressed", String(button.dataset.key === example.key));
   }
-  for (const id of exampleDonors) { // donors that a person added stay
-    if (state.donors.some((donor) => donor.donor_id === id)) await api("DELETE", donorPath(id));
+  for (const { donor_id: id } of state.donors) { // other examples' donors go, those that a person added stay
+    if (exampleDonors.has(id)) await api("DELETE", donorPath(id));
   }
-  exampleDonors.clear();
-  for (const donor of example.donors) {
-    await api("POST", "/api/donors", donor);
-    exampleDonors.add(donor.donor_id);
-  }
+  for (const donor of example.donors) await api("POST", "/api/donors", donor);
   $("prompt").value = example.prompt;
   $("tenant").value = "";
   history.replaceState(null, "", `#${example.key}`);

@@ -1,0 +1,179 @@
+"""Who stays, who goes, and that nothing stale is ever served."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worlds import assert_token_equal, spans_of, tokens
+
+from semblend import CapacityError, Decline, Namespace, Prompt, ReusePlan, SemBlend, SemBlendConfig
+from semblend.confirm.sinks import MemorySink
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make(**settings_: object) -> SemBlend:
+    return SemBlend(SemBlendConfig(embedder="none", metrics=False, **settings_))  # type: ignore[arg-type]
+
+
+def ids(sb: SemBlend) -> list[str]:
+    return [donor.donor_id for donor in sb.donors()]
+
+
+def test_the_least_recently_used_donor_leaves_first():
+    sb = make(max_donors=3)
+    for name in "abc":
+        sb.register(Prompt(tokens(ord(name), 100)), donor_id=name)
+    plan = sb.lookup(Prompt(tokens(ord("a"), 100)))
+    assert isinstance(plan, ReusePlan)
+    assert ids(sb) == ["a", "b", "c"], "a lookup alone moves nothing"
+    sb.claim(plan, "request")
+    sb.release("request")
+    sb.register(Prompt(tokens(ord("d"), 100)), donor_id="d")
+    assert ids(sb) == ["c", "a", "d"]
+
+
+def test_registering_again_replaces_and_raises_the_generation(sb):
+    first = sb.register(Prompt(tokens(1, 100)), donor_id="a")
+    second = sb.register(Prompt(tokens(2, 100)), donor_id="a")
+    assert second.generation > first.generation
+    assert isinstance(sb.lookup(Prompt(tokens(1, 100))), Decline)
+    assert spans_of(sb.lookup(Prompt(tokens(2, 100))))[0].generation == second.generation
+    assert len(sb.donors()) == 1
+
+
+def test_a_plan_made_before_a_replacement_cannot_be_claimed(sb):
+    sb.register(Prompt(tokens(1, 100)), donor_id="a")
+    plan = sb.lookup(Prompt(tokens(1, 100)))
+    sb.register(Prompt(tokens(1, 100)), donor_id="a")
+    assert sb.claim(plan, "r").reason == "stale"
+
+
+def test_a_plan_whose_donor_was_evicted_cannot_be_claimed_and_pins_nothing(sb):
+    for name in "ab":
+        sb.register(Prompt(tokens(ord(name), 100)), donor_id=name)
+    plan = sb.lookup(Prompt(np.concatenate([tokens(ord("a"), 100), tokens(ord("b"), 100)])))
+    sb.forget("b")
+    assert sb.claim(plan, "r").reason == "stale"
+    assert not any(donor.pinned for donor in sb.donors())
+
+
+def test_a_claimed_donor_survives_until_its_request_is_released():
+    sb = make(max_donors=2)
+    sb.register(Prompt(tokens(1, 100)), donor_id="claimed")
+    sb.claim(sb.lookup(Prompt(tokens(1, 100))), "r")
+    for i in range(5):
+        sb.register(Prompt(tokens(10 + i, 100)), donor_id=f"other{i}")
+    assert ids(sb) == ["claimed", "other4"]
+    sb.release("r")
+    sb.register(Prompt(tokens(20, 100)), donor_id="last")
+    assert "claimed" not in ids(sb)
+
+
+def test_when_everything_is_pinned_registering_fails_and_changes_nothing():
+    sb = make(max_donors=1)
+    sb.register(Prompt(tokens(1, 100)), donor_id="a")
+    assert sb.pin("a")
+    with pytest.raises(CapacityError, match="pinned") as caught:
+        sb.register(Prompt(tokens(2, 100)), donor_id="b")
+    assert caught.value.hint
+    assert ids(sb) == ["a"]
+    sb.unpin("a")
+    sb.register(Prompt(tokens(2, 100)), donor_id="b")
+    assert ids(sb) == ["b"]
+
+
+def test_a_prompt_larger_than_the_budget_is_refused_with_the_size_to_ask_for():
+    sb = make(max_bytes=1 << 16)
+    sb.register(Prompt(tokens(1, 500)), donor_id="small")
+    with pytest.raises(CapacityError) as caught:
+        sb.register(Prompt(tokens(2, 100_000)), donor_id="large")
+    assert "SEMBLEND_MAX_BYTES" in caught.value.hint
+    assert ids(sb) == ["small"]
+    asked = int(caught.value.hint.rsplit(" ", 1)[1])
+    make(max_bytes=asked).register(Prompt(tokens(2, 100_000)), donor_id="large")
+
+
+def test_an_expired_donor_is_never_served_and_makes_room_first():
+    clock = Clock()
+    sb = SemBlend(SemBlendConfig(embedder="none", metrics=False, max_donors=2), clock=clock)
+    sb.register(Prompt(tokens(1, 100)), donor_id="brief", ttl_s=10)
+    sb.register(Prompt(tokens(2, 100)), donor_id="lasting")
+    plan = sb.lookup(Prompt(tokens(1, 100)))
+    assert isinstance(plan, ReusePlan)
+    clock.now += 11
+    assert isinstance(sb.lookup(Prompt(tokens(1, 100))), Decline)
+    assert sb.claim(plan, "r").reason == "stale"
+    assert ids(sb) == ["lasting"]
+    sb.register(Prompt(tokens(3, 100)), donor_id="new")
+    assert ids(sb) == ["lasting", "new"]
+
+
+def test_evictions_are_told_with_their_reason():
+    sink, clock = MemorySink(), Clock()
+    sb = SemBlend(SemBlendConfig(embedder="none", metrics=False, max_donors=2), sinks=[sink], clock=clock)
+    sb.register(Prompt(tokens(1, 100)), donor_id="a", ttl_s=5)
+    sb.register(Prompt(tokens(2, 100)), donor_id="b")
+    sb.register(Prompt(tokens(2, 101)), donor_id="b")
+    clock.now += 6
+    sb.register(Prompt(tokens(3, 100)), donor_id="c")
+    sb.register(Prompt(tokens(4, 100)), donor_id="d")
+    sb.forget("d")
+    sb.forget("c", reason="engine")
+    told = [(e.fields["donor_id"], e.fields["reason"]) for e in sink.events if e.kind == "donor_evicted"]
+    assert told == [("b", "replaced"), ("a", "expired"), ("b", "capacity"), ("d", "forgotten"), ("c", "engine")]
+
+
+def test_donors_are_forgotten_by_tenant_and_by_age():
+    clock = Clock()
+    sb = SemBlend(SemBlendConfig(embedder="none", metrics=False), clock=clock)
+    for i, tenant in enumerate(["a", "b", "a", "b"]):
+        sb.register(Prompt(tokens(i, 100), namespace=Namespace(tenant=tenant)), donor_id=str(i))
+        clock.now += 100
+    assert sb.forget_where(tenant="a", older_than_s=300) == 1
+    assert ids(sb) == ["1", "2", "3"]
+    assert sb.forget_where(older_than_s=250) == 1
+    assert sb.forget_where(tenant="b") == 1
+    assert ids(sb) == ["2"]
+    assert sb.clear() == 1
+
+
+def test_the_byte_budget_holds_for_donors_of_any_size():
+    sb = make(max_bytes=1 << 20)
+    rng = np.random.default_rng(0)
+    for i in range(400):
+        sb.register(Prompt(rng.integers(0, 50_000, int(rng.integers(50, 20_000)))), donor_id=str(i))
+        stats = sb.stats()
+        assert stats.used_bytes <= stats.budget_bytes
+    assert sb.stats().tokens > 50_000, "the budget is used, not only kept"
+
+
+@given(st.lists(st.tuples(st.sampled_from("rrrlfp"), st.integers(0, 7), st.integers(0, 5)), max_size=60))
+@settings(max_examples=120)
+def test_whatever_happens_only_present_donors_are_served_and_truly(steps):
+    sb = make(max_donors=4, max_bytes=1 << 16)
+    texts = [tokens(i, 150 + 100 * i) for i in range(6)]
+    present: dict[str, int] = {}
+    for step, name, text in steps:
+        donor_id = str(name)
+        if step == "r":
+            sb.register(Prompt(texts[text]), donor_id=donor_id)
+            present[donor_id] = text
+        elif step == "f":
+            sb.forget(donor_id)
+        elif step == "p" and sb.pin(donor_id):
+            sb.unpin(donor_id)
+        alive = set(ids(sb))
+        decision = sb.lookup(Prompt(texts[text]))
+        assert_token_equal(sb, Prompt(texts[text]), decision)
+        assert {span.donor_id for span in spans_of(decision)} <= alive
+        holders = {d for d in alive if present.get(d) == text}
+        assert isinstance(decision, ReusePlan) == bool(holders)

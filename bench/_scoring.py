@@ -50,8 +50,7 @@ def score(
     for donor_id, donor_start, target_start, length in spans:
         count += 1
         donor = donors.get(donor_id)
-        inside = donor is not None and min(donor_start, target_start) >= 0 and length > 0
-        if not inside or donor_start + length > len(donor) or target_start + length > len(tokens):
+        if donor is None or not _fits(donor_start, length, donor) or not _fits(target_start, length, tokens):
             wrong += max(length, 1)  # out of range, or a donor that nobody registered
             continue
         here = slice(target_start, target_start + length)
@@ -71,6 +70,10 @@ def score(
         spans=count,
         cpu_ms=cpu_ms,
     )
+
+
+def _fits(start: int, length: int, tokens: Tokens) -> bool:
+    return start >= 0 and length > 0 and start + length <= len(tokens)
 
 
 def share(part: int, whole: int) -> float | None:

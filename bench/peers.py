@@ -31,6 +31,7 @@ from _scoring import Score, by_kind, score, summary
 
 ADAPTERS = Path(__file__).resolve().parent / "peer_adapters"
 CONSTRAINTS = REPO / "constraints" / "peer.txt"
+LIMIT_S = 10.0
 SEMBLEND, LMCACHE = "semblend-0.3.25", "lmcache-0.5.6"
 LMCACHE_NEEDS = (
     "torch", "numpy", "numba", "msgspec", "pydantic", "sortedcontainers", "prometheus_client", "py-cpuinfo", "psutil",
@@ -144,6 +145,7 @@ def compete(
         for contestant in chosen:
             raw = run_one(contestant, cases, Path(scratch) / "answer.json", folder, budget_s)
             if "error" not in raw:
+                raw["timed_out"] = sum(item["timed_out"] for item in raw["answers"])
                 raw["scores"] = [
                     score(
                         item["query_id"], queries[item["query_id"]].kind, queries[item["query_id"]].tokens,
@@ -156,7 +158,7 @@ def compete(
 
 
 def write_cases(corpus: corpus_module.Corpus, path: Path) -> None:
-    prompts = [item.tokens for item in (*corpus.donors, *corpus.queries)]
+    prompts = [donor.tokens for donor in corpus.donors] + [query.tokens for query in corpus.queries]
     names = {
         "donors": [donor.donor_id for donor in corpus.donors],
         "queries": [query.query_id for query in corpus.queries],
@@ -174,7 +176,7 @@ def run_one(contestant: Contestant, cases: Path, out: Path, folder: Path, budget
     out.unlink(missing_ok=True)
     command = [python, str(ADAPTERS / contestant.adapter), "--cases", str(cases), "--out", str(out)]
     done = subprocess.run(
-        [*command, "--budget-s", str(budget_s), *contestant.flags],
+        [*command, "--budget-s", str(budget_s), "--limit-s", str(LIMIT_S), *contestant.flags],
         env={**os.environ, "PYTHONHASHSEED": "0"},
         capture_output=True,
         text=True,
@@ -194,7 +196,6 @@ def tables(
     results: dict[str, dict[str, Any]],
 ) -> None:
     ran = [item.name for item in chosen if "scores" in results[item.name]]
-    kinds = corpus.kinds
     facts = {
         name: {
             **{kind: summary(own) for kind, own in by_kind(results[name]["scores"]).items()},
@@ -205,27 +206,36 @@ def tables(
     together = sum(len(donor.tokens) for donor in corpus.donors)
     size = f"{len(corpus.donors)} donors ({together:,} tokens), {len(corpus.queries)} queries"
     columns = ["class", "n", *ran]
-    for title, read in (
-        ("Share of the reusable tokens that is found", lambda own: own["recovered"]),
-        ("CPU ms of a lookup, median", lambda own: own["cpu_ms"]["p50"]),
-        ("CPU ms of a lookup, 95th percentile", lambda own: own["cpu_ms"]["p95"]),
+    for title, key in (
+        ("Share of the reusable tokens that is found", "recovered"),
+        ("CPU ms of a lookup, median", "p50"),
+        ("CPU ms of a lookup, 95th percentile", "p95"),
     ):
         rows = [
-            [kind, sum(q.kind == kind or kind == "all" for q in corpus.queries),
-             *(read(facts[name][kind]) if kind in facts[name] else None for name in ran)]
-            for kind in (*kinds, "all")
-        ]  # fmt: skip
+            [kind, facts[ran[0]][kind]["n"] if ran else 0, *(cell(facts[name], kind, key) for name in ran)]
+            for kind in (*corpus.kinds, "all")
+        ]
         report.table(f"{title}: {size}", columns, rows)
     report.table(
         "Costs and mistakes",
-        ["system", "queries run", "wrong tokens", "unrelated given something", "CPU ms p50", "p95", "max",
+        ["system", "queries run", "timed out", "wrong tokens", "unrelated given something", "CPU ms p50", "p95", "max",
          "register CPU ms p50", "p95", "memory MiB"],
         [totals(name, results[name]) for name in ran],
     )  # fmt: skip
     for item in chosen:
         report.note(f"{item.name}: {results[item.name].get('error', item.remark)}")
+    report.note(f"a lookup may take {LIMIT_S:g} CPU seconds; one that takes longer counts as nothing found")
     report.note("one thread; CPU time of the call alone, from a list of integers; median of 3 calls, 1 if it is slow")
     report.add("systems", {name: own if "error" in own else facts[name] for name, own in results.items()})
+
+
+def cell(facts: dict[str, Any], kind: str, key: str) -> float | None:
+    """None for a class that a system did not reach within its budget."""
+    own = facts.get(kind)
+    if own is None:
+        return None
+    value: float | None = own[key] if key in own else own["cpu_ms"][key]
+    return value
 
 
 def totals(name: str, result: dict[str, Any]) -> list[Any]:
@@ -233,7 +243,7 @@ def totals(name: str, result: dict[str, Any]) -> list[Any]:
     cpu, register = spread([item.cpu_ms for item in scores]), spread(result["register_ms"])
     given = sum(item.spans > 0 for item in scores if item.kind == "unrelated")
     return [
-        name, len(scores), sum(item.wrong_tokens for item in scores), given, cpu["p50"], cpu["p95"], cpu["max"],
+        name, len(scores), result["timed_out"], sum(item.wrong_tokens for item in scores), given, cpu["p50"], cpu["p95"], cpu["max"],
         register["p50"], register["p95"], round(result["memory_mib"]),
     ]  # fmt: skip
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ import numpy as np
 RawSpan = tuple[str, int, int, int]
 REPEATS = 3
 SLOW_MS = 300.0
+
+
+class LookupTimeoutError(BaseException):
+    """Not an `Exception`: a system that swallows every exception must not swallow its own time limit."""
 
 
 class System(Protocol):
@@ -53,6 +58,7 @@ def serve(make: Callable[[Cases], System], **extra_flags: Any) -> None:
     parser.add_argument("--cases", required=True)
     parser.add_argument("--out", required=True)
     parser.add_argument("--budget-s", type=float, default=300.0, help="CPU seconds for all lookups together")
+    parser.add_argument("--limit-s", type=float, default=10.0, help="CPU seconds for one lookup")
     for flag, default in extra_flags.items():
         parser.add_argument(f"--{flag.replace('_', '-')}", default=default, type=type(default))
     args = parser.parse_args()
@@ -62,11 +68,12 @@ def serve(make: Callable[[Cases], System], **extra_flags: Any) -> None:
     except (ImportError, AttributeError) as error:
         result: dict[str, Any] = {"error": f"{type(error).__name__}: {error}"}
     else:
-        result = measure(system, cases, args.budget_s)
+        signal.signal(signal.SIGPROF, raise_timeout)
+        result = measure(system, cases, args.budget_s, args.limit_s)
     Path(args.out).write_text(json.dumps(result), encoding="utf-8")
 
 
-def measure(system: System, cases: Cases, budget_s: float) -> dict[str, Any]:
+def measure(system: System, cases: Cases, budget_s: float, limit_s: float) -> dict[str, Any]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     register_ms = [timed(system.register, donor_id, ids)[0] for donor_id, ids in cases.donors]
     memory_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -79,10 +86,11 @@ def measure(system: System, cases: Cases, budget_s: float) -> dict[str, Any]:
         cases.asking = query_id
         times, answer = [], None
         while len(times) < REPEATS and (not times or times[0] < SLOW_MS):
-            cpu_ms, answer = timed(system.lookup, ids)
+            cpu_ms, answer = timed_within(limit_s, system.lookup, ids)
             times.append(cpu_ms)
         median = sorted(times)[len(times) // 2]
-        answers.append({"query_id": query_id, "cpu_ms": median, "spans": system.spans(answer)})
+        spans = [] if answer is TIMED_OUT else system.spans(answer)
+        answers.append({"query_id": query_id, "cpu_ms": median, "spans": spans, "timed_out": answer is TIMED_OUT})
     return {"answers": answers, "register_ms": register_ms, "memory_mib": memory_kib / 1024}
 
 
@@ -90,6 +98,26 @@ def timed(call: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
     start = time.process_time_ns()
     answer = call(*arguments)
     return (time.process_time_ns() - start) / 1e6, answer
+
+
+TIMED_OUT = object()
+
+
+def timed_within(limit_s: float, call: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+    """As `timed`, but after ``limit_s`` CPU seconds the call ends with `TIMED_OUT`."""
+    signal.setitimer(signal.ITIMER_PROF, limit_s)
+    start = time.process_time_ns()
+    try:
+        answer = call(*arguments)
+    except LookupTimeoutError:
+        answer = TIMED_OUT
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    return (time.process_time_ns() - start) / 1e6, answer
+
+
+def raise_timeout(_signal: int, _frame: Any) -> None:
+    raise LookupTimeoutError
 
 
 def read_cases(path: Path, args: argparse.Namespace) -> Cases:

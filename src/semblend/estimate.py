@@ -2,8 +2,8 @@
 
 Two caches see the same prompts with the same donors behind them: an exact-prefix cache, which shares whole
 blocks from the first token on (as engines do today), and any-offset reuse, which is the exact-prefix cache
-plus the spans that `SemBlend.lookup` finds. No model runs and no KV exists: the result is an upper bound on
-what an engine could confirm, not a measurement.
+plus the spans that `SemBlend.lookup` finds. No model runs and no KV exists: the result
+is an estimate, not a measurement, and only an engine's receipt can confirm any of it.
 """
 
 from __future__ import annotations

@@ -63,6 +63,7 @@ class SemBlend:
         self.events = open_stream(self.config, *sinks)
         self.metrics = make_metrics(self.config.metrics) if metrics is None else metrics
         self.ledger = Ledger()
+        self._clock = clock
         self._switched_on = True
         self._claims: dict[str, tuple[tuple[str, int], ...]] = {}
         self._claims_lock = threading.Lock()
@@ -113,7 +114,7 @@ class SemBlend:
         """Drop the donors of a tenant, those older than an age, or those that are both; returns how many."""
         if tenant is None and older_than_s is None:
             raise InputError("forget_where needs a tenant or an age", hint="to drop everything call clear()")
-        born_before = self._store.now() - older_than_s if older_than_s is not None else float("inf")
+        born_before = self._clock() - older_than_s if older_than_s is not None else float("inf")
         chosen = [
             donor.donor_id
             for donor in self._store.donors()
@@ -318,7 +319,7 @@ class SemBlend:
             self._report_error("store", SemBlendError(f"{journal.bad_rows} damaged donors in {journal.path} left out"))
 
     def _take_in(self, item: tuple[Donor, np.ndarray[Any, np.dtype[np.int32]]] | None) -> bool:
-        if item is None or (item[0].expires_unix_s is not None and item[0].expires_unix_s <= self._store.now()):
+        if item is None or (item[0].expires_unix_s is not None and item[0].expires_unix_s <= self._clock()):
             return False
         donor, tokens = item
         prompt = Prompt(tokens, namespace=donor.namespace)

@@ -37,13 +37,15 @@ def test_the_cover_is_feasible_and_close_to_the_optimum(found, seam):
     matches = as_matches(found)
     pieces = compose.cover(matches, SHORTEST, seam)
     end = 0
-    for start, stop, i in pieces:
+    for start, stop, slot, donor_start in pieces.tolist():
+        (match,) = matches[matches[:, 2] == slot].tolist()
         assert end <= start
         assert stop - start >= SHORTEST
-        assert matches[i, 0] <= start
-        assert stop <= matches[i, 1]
+        assert match[0] <= start
+        assert stop <= match[1]
+        assert donor_start - start == match[3] - match[0]
         end = stop
-    saving = sum(stop - start - seam for start, stop, _ in pieces)
+    saving = sum(stop - start - seam for start, stop, *_ in pieces.tolist())
     optimum = best_saving(matches, seam)
     assert optimum - SHORTEST < saving <= optimum
 
@@ -52,9 +54,14 @@ def test_the_cover_is_feasible_and_close_to_the_optimum(found, seam):
 @settings(max_examples=300)
 def test_the_compiled_cover_is_the_same(found, seam):
     matches = as_matches(found)
-    out = np.empty((len(matches), 3), np.int64)
-    count = kernels.cover(matches, SHORTEST, seam, out)
-    assert [tuple(row) for row in out[:count][::-1].tolist()] == compose.cover(matches, SHORTEST, seam)
+    assert np.array_equal(kernels.cover(matches, SHORTEST, seam), compose.cover(matches, SHORTEST, seam))
+
+
+@given(intervals)
+def test_the_compiled_filter_of_dominated_matches_is_the_same(found):
+    rows = [(start, start + length, i, 0) for i, (start, length) in enumerate(found)]
+    matches = np.array(rows, np.int64).reshape(-1, 4)
+    assert np.array_equal(kernels.undominated(matches), compose.undominated(matches))
 
 
 @given(intervals)
@@ -70,5 +77,5 @@ def test_more_overlapping_matches_than_are_looked_back_at_lose_nothing_before_th
     first = (0, 1000, 0, 0)
     crowd = [(2000 + i, 3000 + i, 1 + i, 0) for i in range(100)]
     pieces = compose.cover(np.array([first, *crowd], np.int64), 32)
-    assert pieces[0][:2] == (0, 1000)
-    assert pieces[-1][1] == 3099
+    assert pieces[0, :2].tolist() == [0, 1000]
+    assert pieces[-1, 1] == 3099

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from semblend.discover.slots import SlotTable
 from semblend.discover.token_log import TokenLog
 from semblend.errors import CapacityError
 
@@ -14,7 +15,7 @@ from semblend.errors import CapacityError
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 90), st.integers(0, 9)), max_size=120))
 @settings(max_examples=300)
 def test_tokens_stay_what_they_were_through_wraps_and_moves(steps):
-    log = TokenLog(300)
+    log = TokenLog(300, SlotTable())
     kept: dict[int, np.ndarray] = {}
     for n, (adding, length, slot) in enumerate(steps):
         if adding and slot not in kept:
@@ -34,7 +35,7 @@ def test_tokens_stay_what_they_were_through_wraps_and_moves(steps):
 
 
 def test_adding_to_a_full_ring_moves_a_few_times_what_is_added():
-    log = TokenLog(125_000)
+    log = TokenLog(125_000, SlotTable())
     moved = 0
     original = log._write
 

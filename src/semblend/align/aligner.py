@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
 
-from semblend.align import compose, exact
+from semblend.align import compose, exact, guards
 from semblend.align.chain import Piece, chain
 from semblend.align.exact import MatchArray, Scan
-from semblend.align.guards import check_pieces
 from semblend.discover.flat_index import FlatIndex
 from semblend.discover.search import Candidates
 from semblend.discover.store import DonorStore
@@ -44,92 +43,134 @@ class Aligner:
 
     def __init__(self, store: DonorStore, scheme: HashScheme, *, min_span_tokens: int) -> None:
         self._store = store
-        self._scheme = scheme
+        self._bridges_edits = min_span_tokens < scheme.guaranteed_tokens
         self._min_span = min_span_tokens
-        self._shortest = max(min_span_tokens, scheme.k)
-        self._scan: Callable[[TokenArray, Candidates, int, float], tuple[MatchArray, int, int]]
-        self._cover: Callable[[MatchArray, int], list[tuple[int, int, int]]]
-        if isinstance(store.index, FlatIndex):
-            self._scan, self._cover = self._scan_compiled, self._cover_compiled
-        else:
-            self._scan, self._cover = self._scan_plain, compose.cover
+        shortest = max(min_span_tokens, scheme.k)
+        compiled = isinstance(store.index, FlatIndex)
+        self._steps: _Steps = (_CompiledSteps if compiled else _PlainSteps)(store, scheme, shortest)
 
     def align(
         self, prompt: Prompt, candidates: Candidates, *, exact_tokens: int = 0, deadline: float = 0.0
     ) -> Alignment:
         """``exact_tokens`` are held by the engine already; ``deadline`` is on `time.perf_counter`, 0 = none."""
         tokens = prompt.token_ids
-        found, examined, seeds_done = self._scan(tokens, candidates, exact_tokens, deadline)
-        matches = compose.undominated(found)
-        pieces = [
-            Piece(start, end, int(matches[i, 2]), int(matches[i, 3]) + start - int(matches[i, 0]))
-            for start, end, i in self._cover(matches, self._shortest)
-        ]
-        if self._min_span < self._scheme.guaranteed_tokens and pieces:
-            donors = {piece.slot: self._store.log.view(piece.slot) for piece in pieces}
-            pieces = chain(tokens, pieces, donors, self._min_span, exact_tokens)
-        check_pieces(tokens, pieces, self._store, candidates.namespace_id)
+        found, examined, seeds_done = self._steps.extend(tokens, candidates, exact_tokens, deadline)
+        matches, pieces = self._steps.compose(found)
+        if self._bridges_edits and len(pieces):
+            pieces = self._bridged(tokens, pieces, exact_tokens)
+        guards.check_pieces(tokens, pieces, self._store, candidates.namespace_id)
+        if (wrong := self._steps.first_unequal(tokens, pieces)) >= 0:
+            raise guards.GuardError(f"span at {pieces[wrong, 0]} is not token-equal to its donor")
         total = len(candidates.fingerprint)
         complete = seeds_done == total
         return Alignment(
-            spans=tuple(self._span(piece) for piece in pieces),
+            spans=tuple(self._span(*piece) for piece in pieces.tolist()),
             seeds=total,
             seeds_held=len(candidates),
             runs_examined=examined,
-            matches=len(matches),
+            matches=matches,
             scanned_tokens=len(tokens) if complete else int(candidates.fingerprint.positions[seeds_done]),
             complete=complete,
         )
 
-    def _span(self, piece: Piece) -> Span:
-        donor = self._store.at(piece.slot)
-        return Span(donor.donor_id, piece.donor_start, piece.start, piece.end - piece.start, donor.generation)
+    def _span(self, start: int, end: int, slot: int, donor_start: int) -> Span:
+        donor = self._store.at(slot)
+        return Span(donor.donor_id, donor_start, start, end - start, donor.generation)
 
-    def _slices(self, seeds: int, deadline: float) -> list[tuple[int, int]]:
-        step = SEEDS_PER_SLICE if deadline else max(seeds, 1)
-        return [(at, min(at + step, seeds)) for at in range(0, seeds, step)]
+    def _bridged(self, tokens: TokenArray, pieces: MatchArray, floor: int) -> MatchArray:
+        known = [Piece(*piece) for piece in pieces.tolist()]
+        donors = {piece.slot: self._store.log.view(piece.slot) for piece in known}
+        return np.array(chain(tokens, known, donors, self._min_span, floor), np.int64)
 
-    def _scan_compiled(
+
+class _Steps(ABC):
+    """The three heavy steps; one class runs them compiled, one in plain Python."""
+
+    def __init__(self, store: DonorStore, scheme: HashScheme, shortest: int) -> None:
+        self._store, self._scheme, self._shortest = store, scheme, shortest
+
+    def extend(
         self, tokens: TokenArray, candidates: Candidates, floor: int, deadline: float
     ) -> tuple[MatchArray, int, int]:
-        from semblend.align import kernels
-
-        store, index = self._store, self._store.index
-        assert isinstance(index, FlatIndex)
+        """Maximal matches, how many runs were looked at, and how many seeds were done before the deadline."""
         seeds = len(candidates.fingerprint)
-        state = np.array([floor, -1, 0, 0, 0, 0], np.int64)
-        out = np.empty((2 * len(candidates), 4), np.int64)
+        step = SEEDS_PER_SLICE if deadline else max(seeds, 1)
+        self._begin(candidates, floor)
         done = 0
-        for seed_from, seed_to in self._slices(seeds, deadline):
-            kernels.extend(
-                tokens, candidates.fingerprint.positions, candidates.first, seed_from, seed_to, floor,
-                self._shortest, self._scheme.k, self._scheme.guaranteed_tokens, index.postings,
-                store.log.tokens, store.log.starts, store.log.lengths, store.namespace_of, store.expires,
-                candidates.namespace_id, store.now(), state, out,
-            )  # fmt: skip
-            done = seed_to
+        while done < seeds:
+            following = min(done + step, seeds)
+            self._extend(tokens, candidates, floor, done, following)
+            done = following
             if deadline and time.perf_counter() > deadline:
                 break
-        return out[: state[kernels.MATCHES]], int(state[kernels.CANDIDATES]), done
+        return *self._found(), done
 
-    def _cover_compiled(self, matches: MatchArray, shortest: int) -> list[tuple[int, int, int]]:
+    @abstractmethod
+    def _begin(self, candidates: Candidates, floor: int) -> None: ...
+
+    @abstractmethod
+    def _extend(self, tokens: TokenArray, candidates: Candidates, floor: int, seed_from: int, seed_to: int) -> None: ...
+
+    @abstractmethod
+    def _found(self) -> tuple[MatchArray, int]: ...
+
+    @abstractmethod
+    def compose(self, found: MatchArray) -> tuple[int, MatchArray]:
+        """How many matches stand beside each other, and the pieces of them that cover most."""
+
+    @abstractmethod
+    def first_unequal(self, tokens: TokenArray, pieces: MatchArray) -> int: ...
+
+
+class _CompiledSteps(_Steps):
+    def __init__(self, store: DonorStore, scheme: HashScheme, shortest: int) -> None:
         from semblend.align import kernels
 
-        pieces = np.empty((len(matches), 3), np.int64)
-        count = kernels.cover(matches, shortest, compose.SEAM, pieces)
-        return [(start, end, i) for start, end, i in pieces[:count][::-1].tolist()]
+        super().__init__(store, scheme, shortest)
+        assert isinstance(store.index, FlatIndex)
+        self._index = store.index
+        self._kernels = kernels
 
-    def _scan_plain(
-        self, tokens: TokenArray, candidates: Candidates, floor: int, deadline: float
-    ) -> tuple[MatchArray, int, int]:
-        scan = Scan(floor=floor, shortest=self._shortest, covered=floor)
-        done = 0
-        for seed_from, seed_to in self._slices(len(candidates.fingerprint), deadline):
-            exact.extend(
-                scan, tokens, candidates, self._store, seed_from, seed_to,
-                self._scheme.k, self._scheme.guaranteed_tokens, self._store.now(),
-            )  # fmt: skip
-            done = seed_to
-            if deadline and time.perf_counter() > deadline:
-                break
-        return np.array(scan.matches, np.int64).reshape(-1, 4), scan.candidates, done
+    def _begin(self, candidates: Candidates, floor: int) -> None:
+        self._state = np.array([floor, -1, 0, 0, 0, 0], np.int64)
+        self._out = np.empty((2 * len(candidates), 4), np.int64)
+
+    def _extend(self, tokens: TokenArray, candidates: Candidates, floor: int, seed_from: int, seed_to: int) -> None:
+        store, scheme = self._store, self._scheme
+        self._kernels.extend(
+            tokens, candidates.fingerprint.positions, candidates.first, seed_from, seed_to, floor,
+            self._shortest, scheme.k, scheme.guaranteed_tokens, self._index.postings, store.log.tokens,
+            store.slots.rows, candidates.namespace_id, store.now(), self._state, self._out,
+        )  # fmt: skip
+
+    def _found(self) -> tuple[MatchArray, int]:
+        k = self._kernels
+        return self._out[: self._state[k.MATCHES]], int(self._state[k.CANDIDATES])
+
+    def compose(self, found: MatchArray) -> tuple[int, MatchArray]:
+        matches = self._kernels.undominated(found)
+        return len(matches), self._kernels.cover(matches, self._shortest, compose.SEAM)
+
+    def first_unequal(self, tokens: TokenArray, pieces: MatchArray) -> int:
+        return int(self._kernels.first_unequal(tokens, pieces, self._store.log.tokens, self._store.slots.rows))
+
+
+class _PlainSteps(_Steps):
+    def _begin(self, candidates: Candidates, floor: int) -> None:
+        self._scan = Scan(floor=floor, shortest=self._shortest, covered=floor)
+
+    def _extend(self, tokens: TokenArray, candidates: Candidates, floor: int, seed_from: int, seed_to: int) -> None:
+        store, scheme = self._store, self._scheme
+        exact.extend(
+            self._scan, tokens, candidates, store, seed_from, seed_to, scheme.k, scheme.guaranteed_tokens, store.now()
+        )
+
+    def _found(self) -> tuple[MatchArray, int]:
+        return np.array(self._scan.matches, np.int64).reshape(-1, 4), self._scan.candidates
+
+    def compose(self, found: MatchArray) -> tuple[int, MatchArray]:
+        matches = compose.undominated(found)
+        return len(matches), compose.cover(matches, self._shortest)
+
+    def first_unequal(self, tokens: TokenArray, pieces: MatchArray) -> int:
+        return guards.first_unequal(tokens, pieces, self._store)

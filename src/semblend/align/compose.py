@@ -35,8 +35,8 @@ def undominated(matches: MatchArray) -> MatchArray:
     return ordered[keep]
 
 
-def cover(matches: MatchArray, shortest: int, seam: int = SEAM) -> list[tuple[int, int, int]]:
-    """Pieces (start, end, match) in target order; see `semblend.align.kernels.cover`."""
+def cover(matches: MatchArray, shortest: int, seam: int = SEAM) -> MatchArray:
+    """Pieces in target order, rows like matches; see `semblend.align.kernels.cover`."""
     best: list[_Cover] = []
     leader: list[int] = []
     for i, (start, end) in enumerate(matches[:, :2].tolist()):
@@ -52,12 +52,12 @@ def cover(matches: MatchArray, shortest: int, seam: int = SEAM) -> list[tuple[in
                 mine = _Cover(gained, cut, j)
         best.append(mine)
         leader.append(i if i == 0 or mine.value > best[leader[i - 1]].value else leader[i - 1])
-    pieces: list[tuple[int, int, int]] = []
+    pieces: list[tuple[int, int, int, int]] = []
     at = leader[-1] if leader else -1
-    limit = int(matches[at, 1]) if leader else 0
+    limit = int(matches[-1, 1]) if leader else 0
     while at >= 0:
-        pieces.append((best[at].begin, limit, at))
-        follower, at = best[at].begin, best[at].previous
-        if at >= 0:
-            limit = min(int(matches[at, 1]), follower)
-    return pieces[::-1]
+        start, end, slot, donor_start = matches[at].tolist()
+        begin = best[at].begin
+        pieces.append((begin, min(end, limit), slot, donor_start + begin - start))
+        limit, at = begin, best[at].previous
+    return np.array(pieces[::-1], np.int64).reshape(-1, 4)

@@ -59,7 +59,7 @@ def agree(left: TokenArray, right: TokenArray) -> int:
 
 
 def extend_seed(scan: Scan, tokens: TokenArray, at: int, posting: int, candidates: Candidates, store: DonorStore,
-                k: int, now: float) -> None:  # fmt: skip
+                k: int, now: int) -> None:  # fmt: skip
     """Grow one seed on every donor that has it; keep the furthest-reaching run and, if it adds tokens, the
     furthest-beginning one."""
     right: _Run | None = None
@@ -69,7 +69,7 @@ def extend_seed(scan: Scan, tokens: TokenArray, at: int, posting: int, candidate
     for slot, offset in store.index.walk(posting):
         if looked == MAX_CANDIDATES:
             break
-        if store.namespace_of[slot] != candidates.namespace_id or store.expires[slot] <= now:
+        if not store.is_served(slot, candidates.namespace_id, now):
             continue
         if at < covered and slot == scan.last_slot and at - offset == scan.last_shift:
             continue
@@ -111,7 +111,7 @@ def extend_seed(scan: Scan, tokens: TokenArray, at: int, posting: int, candidate
 
 
 def extend(scan: Scan, tokens: TokenArray, candidates: Candidates, store: DonorStore, seed_from: int, seed_to: int,
-           k: int, guaranteed: int, now: float) -> None:  # fmt: skip
+           k: int, guaranteed: int, now: int) -> None:  # fmt: skip
     """Grow seeds [seed_from, seed_to); see `semblend.align.kernels.extend` for what is passed over and why."""
     for i in range(seed_from, seed_to):
         at, posting = int(candidates.fingerprint.positions[i]), int(candidates.first[i])

@@ -9,6 +9,7 @@ import numpy as np
 from numba import njit
 
 from semblend.discover.kernels import MAX_STEPS, NEXT, OFFSET, SLOT, TAG
+from semblend.discover.slots import EXPIRES, LENGTH, NAMESPACE, START
 
 MAX_CANDIDATES = 16  # donors compared for one seed
 FREE_WORK = 65_536  # token comparisons that every lookup may spend
@@ -41,7 +42,7 @@ def _run_left(tokens, at, floor, donor, donor_at, donor_begin):
 @njit(cache=True, nogil=True)
 def extend(
     tokens, positions, first, seed_from, seed_to, floor, shortest, k, guaranteed,
-    postings, log, starts, lengths, namespaces, expires, namespace_id, now, state, out,
+    postings, log, slots, namespace_id, now, state, out,
 ):  # fmt: skip
     """Grow seeds [seed_from, seed_to) into maximal token-equal matches.
 
@@ -72,14 +73,14 @@ def extend(
                 continue
             slot = np.int64(postings[here, SLOT])
             offset = np.int64(postings[here, OFFSET])
-            if namespaces[slot] != namespace_id or expires[slot] <= now:
+            if slots[slot, NAMESPACE] != namespace_id or slots[slot, EXPIRES] <= now:
                 continue
             if at < covered and slot == state[LAST_SLOT] and at - offset == state[LAST_SHIFT]:
                 continue  # the last match itself, which ended at ``covered``
             looked += 1
             state[SPENT] += COST_OF_A_LOOK
-            begin = starts[slot]
-            end = begin + lengths[slot]
+            begin = slots[slot, START]
+            end = begin + slots[slot, LENGTH]
             here_at = begin + offset
             # Cheap questions first, as in a compressor's match finder: could it reach further right, begin further
             # left in uncovered text, or go on with the donor used last?
@@ -131,12 +132,26 @@ LOOK_BACK = 32  # overlapping matches considered as predecessor of a match
 
 
 @njit(cache=True, nogil=True)
-def cover(matches, shortest, seam, pieces):
+def undominated(found):
+    """Matches in target order without those that lie inside another; of equal ones the first found stays."""
+    order = np.argsort(found[:, 0] * (1 << 32) - found[:, 1], kind="mergesort")
+    kept = np.empty_like(found)
+    count = 0
+    furthest = np.int64(-1)
+    for i in order:
+        if found[i, 1] > furthest:
+            kept[count] = found[i]
+            count += 1
+            furthest = found[i, 1]
+    return kept[:count]
+
+
+@njit(cache=True, nogil=True)
+def cover(matches, shortest, seam):
     """Choose non-overlapping pieces of matches that hold most tokens, less ``seam`` for every piece.
 
-    ``matches`` are rows (start, end, ...), sorted by start, none inside another, so ends ascend too. Where two chosen
-    matches overlap, the earlier keeps the tokens (more of its left context is equal), unless the later one would
-    fall below ``shortest``. Rows of ``pieces`` are (start, end, match); returns their number.
+    ``matches`` ascend by start and end. Where two chosen matches overlap, the earlier keeps the tokens (more of its
+    left context is equal), unless the later one would fall below ``shortest``. Pieces are rows like matches.
     """
     n = len(matches)
     value = np.zeros(n, np.int64)  # best saving of a cover that ends with match i
@@ -156,16 +171,27 @@ def cover(matches, shortest, seam, pieces):
             if gained > value[i] and cut - begin[j] >= shortest and cut >= start:
                 value[i], begin[i], previous[i] = gained, cut, j
         leader[i] = i if i == 0 or value[i] > value[leader[i - 1]] else leader[i - 1]
-    if n == 0:
-        return 0
-    count = 0
-    at = leader[n - 1]
-    limit = matches[at, 1]
+    pieces = np.empty_like(matches)
+    at = leader[n - 1] if n else -1
+    limit = matches[at, 1] if n else 0
+    first = n
     while at >= 0:
-        pieces[count, 0], pieces[count, 1], pieces[count, 2] = begin[at], limit, at
-        count += 1
-        follower = begin[at]
+        first -= 1
+        pieces[first, 0], pieces[first, 1], pieces[first, 2] = begin[at], limit, matches[at, 2]
+        pieces[first, 3] = matches[at, 3] + begin[at] - matches[at, 0]
+        limit = begin[at]
         at = previous[at]
         if at >= 0:
-            limit = min(matches[at, 1], follower)
-    return count
+            limit = min(matches[at, 1], limit)
+    return pieces[first:]
+
+
+@njit(cache=True, nogil=True)
+def first_unequal(tokens, pieces, log, slots):
+    """Index of the first piece whose tokens are not the donor's, -1 when all are equal."""
+    for i in range(len(pieces)):
+        at = slots[pieces[i, 2], START] + pieces[i, 3] - pieces[i, 0]
+        for t in range(pieces[i, 0], pieces[i, 1]):
+            if tokens[t] != log[at + t]:
+                return i
+    return -1

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from semblend.commands.asked import LOG_HELP, add_tokenizer, count, rate
-from semblend.commands.output import Progress, print_json, say, table, write_json
+from semblend.commands.output import Progress, check_target, print_json, say, table, write_json
 from semblend.errors import InputError
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     from semblend.logs import PromptLog
     from semblend.tokenization import load_tokenizer
 
+    if args.json:
+        check_target(args.json)
     tokenizer = load_tokenizer(args.tokenizer)
     log = PromptLog(args.prompts, tenant_field=None if args.no_tenants else args.tenant_field, skip_bad=args.skip_bad)
     limits = {name: getattr(args, name) for name in ("max_donors", "max_bytes") if getattr(args, name) is not None}

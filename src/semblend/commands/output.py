@@ -40,6 +40,12 @@ def table(rows: Sequence[Sequence[object]], *, head: Sequence[str], right: Seque
     return "\n".join(lines)
 
 
+def check_target(path: str) -> None:
+    """Complain about a folder that is not there before the long work, not after it."""
+    if not os.path.isdir(os.path.dirname(path) or "."):
+        raise InputError(f"cannot write {path}: No such file or directory", hint="make the folder first")
+
+
 def write_json(path: str, value: Any) -> None:
     """Write to a temporary file beside the target, then rename: a good file is never half overwritten."""
     target = Path(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 import threading
 import time
 from collections import OrderedDict
@@ -16,6 +15,7 @@ import numpy as np
 from semblend.discover.donor import Donor, Eviction, EvictionReason
 from semblend.discover.flat_index import BYTES_PER_POSTING, FlatIndex
 from semblend.discover.plain_index import PlainIndex
+from semblend.discover.slots import EXPIRES, NAMESPACE, SlotTable, microseconds
 from semblend.discover.token_log import FILL, TokenLog
 from semblend.errors import CapacityError
 from semblend.fingerprint.fingerprinter import Fingerprint
@@ -67,11 +67,10 @@ class DonorStore:
         self.lock = threading.RLock()
         self.max_donors = max_donors
         self.max_bytes = max_bytes
-        self.log = TokenLog(int(capacity / FILL) + 1)
+        self.slots = SlotTable()
+        self.log = TokenLog(int(capacity / FILL) + 1, self.slots)
         postings = int(capacity * POSTINGS_PER_TOKEN) + 1
         self.index: FlatIndex | PlainIndex = FlatIndex(postings) if compiled else PlainIndex(postings)
-        self.namespace_of = np.full(1024, -1, np.int64)
-        self.expires = np.full(1024, math.inf)
         self._journal = journal
         self._clock = clock
         self._donors: list[Donor | None] = []
@@ -98,8 +97,8 @@ class DonorStore:
     def donors(self) -> tuple[Donor, ...]:
         """All donors that may be served now, least recently used first."""
         with self.lock:
-            now = self._clock()
-            return tuple(self._as_seen(slot) for slot in self._recency if self.expires[slot] > now)
+            now = self.now()
+            return tuple(self._as_seen(slot) for slot in self._recency if self.slots.rows[slot, EXPIRES] > now)
 
     def at(self, slot: int) -> Donor:
         donor = self._donors[slot]
@@ -118,8 +117,14 @@ class DonorStore:
         known = self._namespaces.get(namespace)
         return None if known is None else known[0]
 
-    def now(self) -> float:
-        return self._clock()
+    def now(self) -> int:
+        """In microseconds, as slots keep their expiry."""
+        return microseconds(self._clock())
+
+    def is_served(self, slot: int, namespace_id: int, now: int) -> bool:
+        """Whether a prompt of this namespace may see the slot's donor."""
+        row = self.slots.rows[slot]
+        return bool(row[NAMESPACE] == namespace_id and row[EXPIRES] > now)
 
     def stats(self) -> StoreStats:
         with self.lock:
@@ -198,7 +203,7 @@ class DonorStore:
         """Keep a donor from being evicted for room; pins are counted. False when it is gone or replaced."""
         with self.lock:
             slot = self._slot_of.get(donor_id)
-            if slot is None or self.expires[slot] <= self._clock():
+            if slot is None or self.slots.rows[slot, EXPIRES] <= self.now():
                 return False
             if generation is not None and self.at(slot).generation != generation:
                 return False
@@ -272,9 +277,6 @@ class DonorStore:
         slot = self._free_slots.pop() if self._free_slots else len(self._donors)
         if slot == len(self._donors):
             self._donors.append(None)
-            if slot >= len(self.namespace_of):
-                self.namespace_of = np.concatenate([self.namespace_of, np.full(slot + 1, -1, np.int64)])
-                self.expires = np.concatenate([self.expires, np.full(slot + 1, math.inf)])
         known = self._namespaces.get(donor.namespace)
         if known is None:
             known = self._namespaces[donor.namespace] = [self._next_namespace, 0]
@@ -287,8 +289,7 @@ class DonorStore:
         self._donors[slot] = donor
         self._slot_of[donor.donor_id] = slot
         self._recency[slot] = None
-        self.namespace_of[slot] = known[0]
-        self.expires[slot] = math.inf if donor.expires_unix_s is None else donor.expires_unix_s
+        self.slots.rows[slot, NAMESPACE :] = (known[0], microseconds(donor.expires_unix_s))
         if donor.expires_unix_s is not None:
             heapq.heappush(self._expiry, (donor.expires_unix_s, donor.generation, slot))
 
@@ -303,7 +304,6 @@ class DonorStore:
         del self._slot_of[donor.donor_id], self._recency[slot], self._postings_of[slot]
         self._pins.pop(slot, None)
         self._donors[slot] = None
-        self.namespace_of[slot] = -1
         self._free_slots.append(slot)
 
     def _generation(self) -> int:

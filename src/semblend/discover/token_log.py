@@ -12,21 +12,20 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
+from semblend.discover.slots import LENGTH, START, SlotTable
 from semblend.errors import CapacityError
 from semblend.prompt import TokenArray
 
 FILL = 0.8  # share of the ring that live donors may take
-_FREE = -1
 
 
 class TokenLog:
-    """Tokens by slot. ``starts[slot]`` and ``lengths[slot]`` say where a slot's tokens lie in ``tokens``."""
+    """Tokens by slot; START and LENGTH of a slot's row say where they lie in ``tokens``."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, slots: SlotTable) -> None:
         self.tokens: npt.NDArray[np.int32] = np.zeros(capacity, np.int32)
-        self.starts = np.full(1024, _FREE, np.int64)
-        self.lengths = np.zeros(1024, np.int64)
         self.live_tokens = 0
+        self._slots = slots
         self._extents: deque[tuple[int, int, int]] = deque()  # (slot, start, length), oldest first
         self._head = 0
 
@@ -36,13 +35,13 @@ class TokenLog:
         return int(len(self.tokens) * FILL)
 
     def view(self, slot: int) -> TokenArray:
-        start = self.starts[slot]
-        return self.tokens[start : start + self.lengths[slot]]
+        start, length = self._slots.rows[slot, START : LENGTH + 1]
+        return self.tokens[start : start + length]
 
     def append(self, slot: int, tokens: TokenArray) -> None:
         if self.live_tokens + len(tokens) > self.capacity:
             raise CapacityError("the token log is full", hint="evict a donor first, or raise max_bytes")
-        self._grow_slots(slot)
+        self._slots.ensure(slot)
         self.live_tokens += len(tokens)
         waiting = deque([(slot, tokens)])
         moved = 0
@@ -59,9 +58,8 @@ class TokenLog:
             self._write(mover, content)
 
     def remove(self, slot: int) -> None:
-        self.live_tokens -= int(self.lengths[slot])
-        self.starts[slot] = _FREE
-        self.lengths[slot] = 0
+        self.live_tokens -= int(self._slots.rows[slot, LENGTH])
+        self._slots.clear(slot)
 
     def _fits(self, length: int) -> bool:
         if not self._extents:
@@ -79,27 +77,21 @@ class TokenLog:
 
     def _drop_oldest(self) -> tuple[int, TokenArray] | None:
         slot, start, length = self._extents.popleft()
-        if self.starts[slot] != start:
+        if self._slots.rows[slot, START] != start:
             return None
         return slot, self.tokens[start : start + length].copy()
 
     def _write(self, slot: int, content: TokenArray) -> None:
         start = self._head
         self.tokens[start : start + len(content)] = content
-        self.starts[slot] = start
-        self.lengths[slot] = len(content)
+        self._slots.rows[slot, START : LENGTH + 1] = (start, len(content))
         self._extents.append((slot, start, len(content)))
         self._head = start + len(content)
 
     def _compact(self, waiting: list[tuple[int, TokenArray]]) -> None:
-        live = [(slot, self.view(slot).copy()) for slot, start, _ in self._extents if self.starts[slot] == start]
+        rows = self._slots.rows
+        live = [(slot, self.view(slot).copy()) for slot, start, _ in self._extents if rows[slot, START] == start]
         self._extents.clear()
         self._head = 0
         for slot, content in live + waiting:
             self._write(slot, content)
-
-    def _grow_slots(self, slot: int) -> None:
-        if slot >= len(self.starts):
-            more = slot + 1
-            self.starts = np.concatenate([self.starts, np.full(more, _FREE, np.int64)])
-            self.lengths = np.concatenate([self.lengths, np.zeros(more, np.int64)])

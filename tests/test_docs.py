@@ -1,0 +1,149 @@
+"""The documentation is true: generated pages are fresh, links resolve, the README's code runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+import semblend
+from semblend import errors
+from semblend.cli import build_parser
+from semblend.config import SETTINGS
+from semblend.confirm.events import EventKind
+from semblend.confirm.metrics import METRICS
+from semblend.explorer.server import STATIC
+from semblend.extras import NEEDED_BY, extras
+from semblend.reference import commands_of, main, options_of, render_all
+
+ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "docs" / "reference"
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"!?\[[^\]]*\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)")
+
+
+@pytest.fixture(scope="module")
+def rendered() -> dict[str, str]:
+    return render_all()
+
+
+def page(name: str) -> str:
+    return (REFERENCE / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", sorted(render_all()))
+def test_a_generated_page_is_what_the_code_would_write_now(name: str, rendered: dict[str, str]) -> None:
+    assert page(name) == rendered[name], f"docs/reference/{name} is stale: run make docs"
+
+
+def test_rendering_twice_gives_the_same_text(rendered: dict[str, str]) -> None:
+    assert render_all() == rendered
+
+
+def test_the_command_writes_every_page(
+    tmp_path: Path, rendered: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path / "reference")]) == 0
+    assert {path.name: path.read_text() for path in (tmp_path / "reference").iterdir()} == rendered
+
+
+def test_every_setting_is_documented_with_its_variable() -> None:
+    for setting in SETTINGS:
+        assert f"| `{setting.name}` | `{setting.variable}` |" in page("settings.md")
+
+
+def test_every_command_and_flag_is_documented_and_has_help() -> None:
+    for name, command in commands_of(build_parser()).items():
+        section = page("cli.md").partition(f"## semblend {name}\n")[2].partition("\n## ")[0]
+        assert section, f"semblend {name} is not documented"
+        for option in options_of(command):
+            assert option.help, f"semblend {name} {option.dest} has no help"
+            for flag in option.option_strings:
+                assert f"`{flag}`" in section
+
+
+def test_every_event_kind_metric_and_public_name_is_documented() -> None:
+    for kind in EventKind:
+        assert f"## {kind}\n" in page("events.md")
+    for metric in METRICS:
+        assert f"`{metric.name}`" in page("metrics.md")
+    for name in semblend.__all__:
+        assert f"\n## {name}\n" in page("api.md")
+
+
+def test_every_error_is_documented() -> None:
+    kinds = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
+    for kind in kinds:
+        assert f"| `{kind.__name__}` |" in page("errors.md")
+
+
+def test_every_extra_says_what_needs_it() -> None:
+    assert set(extras()) == set(NEEDED_BY)
+    for name in NEEDED_BY:
+        assert f"| `{name}` |" in page("extras.md")
+
+
+def prose(path: Path) -> str:
+    return FENCE.sub("", path.read_text(encoding="utf-8"))
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that a Markdown viewer makes from headings."""
+    found = re.findall(r"^#+\s+(.*?)\s*$", prose(path), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_relative_links_lead_somewhere(path: Path) -> None:
+    for target in LINK.findall(prose(path)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = unquote(target).partition("#")
+        goal = (path.parent / name).resolve() if name else path
+        assert goal.exists(), f"{path.relative_to(ROOT)} links to {target}, which is not there"
+        if anchor and goal.suffix == ".md":
+            assert anchor in anchors(goal), f"{path.relative_to(ROOT)} links to {target}: no such heading"
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return [code for name, code in FENCE.findall(path.read_text(encoding="utf-8")) if name == language]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_python_blocks_of_a_page_run_in_order(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for number, code in enumerate(blocks(path, "python")):
+        exec(compile(code, f"{path.name}[{number}]", "exec"), namespace)
+
+
+def test_the_readme_shows_python_that_runs() -> None:
+    assert blocks(ROOT / "README.md", "python")
+
+
+def test_commands_shown_to_people_exist() -> None:
+    parser = build_parser()
+    known = {name: {flag for option in options_of(sub) for flag in option.option_strings}
+             for name, sub in commands_of(parser).items()}  # fmt: skip
+    for path in PAGES:
+        for code in [*blocks(path, "console"), *blocks(path, "bash")]:
+            for line in re.findall(r"^(?:\$ )?semblend (.+)$", code.replace("\\\n", " "), re.MULTILINE):
+                command, _, rest = line.partition("#")[0].partition(" ")
+                assert command in known or command.startswith("-"), f"{path.name}: semblend {command}"
+                for flag in re.findall(r"(?<!\S)--[a-z-]+", rest):
+                    assert flag in known[command], f"{path.name}: semblend {command} {flag}"
+
+
+def test_every_static_file_of_the_explorer_is_packaged() -> None:
+    import fnmatch
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["semblend"]
+    for name, _ in STATIC.values():
+        assert any(fnmatch.fnmatch(f"explorer/static/{name}", pattern) for pattern in patterns), f"{name} is left out"

@@ -1,7 +1,7 @@
 """Claim: killed at any moment or pulled at by eight threads, the store serves only whole and true donors.
 
-    python bench/faults.py                    # 200 kills, 60 seconds of eight threads
-    python bench/faults.py --quick            # 25 kills, 5 seconds
+python bench/faults.py                    # 200 kills, 60 seconds of eight threads
+python bench/faults.py --quick            # 25 kills, 5 seconds
 """
 
 from __future__ import annotations

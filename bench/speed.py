@@ -154,9 +154,7 @@ def scale(report: _report.Report, name: str, donors: int, make: MakeDonor, promp
     rows.append([f"register {LENGTH} tokens", *filling.row(), None, "<= 3 ms"])
     adding = timed(register(donors + i) for i in range(repeat))
     rows.append(["register into the full store", *adding.row(), None, "<= 5 ms"])
-    report.table(
-        f"{name}: {donors:,} donors, {tokens:,} tokens", ["what", *COLUMNS, "share reused", "target"], rows
-    )
+    report.table(f"{name}: {donors:,} donors, {tokens:,} tokens", ["what", *COLUMNS, "share reused", "target"], rows)
     report.note(f"{name}: {per_token:.2f} bytes per donor token, resident memory of the whole process (target <= 12)")
     sb.close()
 
@@ -200,7 +198,13 @@ def real_donors(folder: Path, tokenizer: str) -> tuple[MakeDonor, Callable[[np.r
     Fresh text is real too: the last fifth of the passages, which no donor has.
     """
     encode = load_tokenizer(tokenizer).encode
-    documents = [*longbench(folder), *leval(folder), *qmsum(folder), *articles(folder), *rag(folder, "hotpotqa_distractor")]
+    documents = [
+        *longbench(folder),
+        *leval(folder),
+        *qmsum(folder),
+        *articles(folder),
+        *rag(folder, "hotpotqa_distractor"),
+    ]
     passages = [ids for ids in (np.asarray(encode(d.text)) for d in documents) if len(ids) >= 64]
     pieces = [ids[at : at + 700] for ids in passages for at in range(0, len(ids), 700)]
     order = np.random.default_rng(7).permutation(len(pieces))
@@ -255,7 +259,14 @@ def main() -> int:
         args.donors, args.repeat, counts = 500, 50, [100, 1000]
     report = _report.Report("speed", args)
     starting(report)
-    scale(report, "random tokens", args.donors, random_donor, Prompts(args.donors, random_donor, fresh_random), args.repeat)
+    scale(
+        report,
+        "random tokens",
+        args.donors,
+        random_donor,
+        Prompts(args.donors, random_donor, fresh_random),
+        args.repeat,
+    )
     if not args.quick:
         make, fresh = real_donors(_report.data_dir(args), args.tokenizer)
         scale(report, "real text", args.donors, make, Prompts(args.donors, make, fresh), args.repeat)

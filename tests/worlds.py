@@ -33,9 +33,7 @@ def covered(decision: ReusePlan | Decline, size: int) -> np.ndarray:
 
 def in_shared_runs(target: TokenArray, donors: Iterable[TokenArray], shortest: int) -> np.ndarray:
     """Which target positions lie in a run of ``shortest`` tokens that some donor also has: every window in a set."""
-    known = {
-        donor[i : i + shortest].tobytes() for donor in donors for i in range(len(donor) - shortest + 1)
-    }
+    known = {donor[i : i + shortest].tobytes() for donor in donors for i in range(len(donor) - shortest + 1)}
     mask = np.zeros(len(target), bool)
     for i in range(len(target) - shortest + 1):
         if target[i : i + shortest].tobytes() in known:

@@ -10,7 +10,6 @@ when a backend confirms it::
         case Decline(reason, detail): ...
 """
 
-from semblend._foreign import refuse_foreign_distribution
 from semblend._version import __version__
 from semblend.config import SemBlendConfig, load_config
 from semblend.confirm.outcome import Outcome
@@ -32,8 +31,6 @@ from semblend.facade import SemBlend
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan, Similar
 from semblend.prompt import Namespace, Prompt
 from semblend.span import Span
-
-refuse_foreign_distribution()
 
 __all__ = [
     "CapacityError",

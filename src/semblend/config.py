@@ -20,6 +20,14 @@ T = TypeVar("T")
 EMBEDDERS = ("auto", "none", "lexical", "jaccard", "static", "minilm", "onnx_gpu")
 QUALITY_MODES = ("exact", "fast", "balanced")
 GIB = 1024**3
+_NOT_NEGATIVE = (
+    "donor_ttl_s",
+    "lookup_budget_ms",
+    "evidence_budget_ms",
+    "prefill_tokens_per_s",
+    "load_tokens_per_s",
+    "reuse_overhead_ms",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,11 @@ class SemBlendConfig:
     min_similarity: float = _setting(
         0.60, "Lowest cosine that counts as evidence. Never decides what may be materialized."
     )
+    evidence_budget_ms: float = _setting(
+        20.0,
+        "A lookup asks the embedder only while its mean time is below this; 0 = always. "
+        "`SemBlend.similar` asks whatever it costs.",
+    )
     fuzzy_chunks: bool = _setting(
         False, "Add near-duplicate evidence from token sketches. Never decides what may be materialized."
     )
@@ -74,7 +87,9 @@ class SemBlendConfig:
     max_bytes: int = _setting(GIB, "Memory for donor tokens and their index, in bytes.")
     donor_ttl_s: float = _setting(0.0, "Seconds until a donor expires; 0 = never.")
     store: str = _setting("", "File that keeps donors across restarts; empty = memory only.")
-    lookup_budget_ms: float = _setting(0.0, "Stop searching after this long and plan with what was found; 0 = no limit.")
+    lookup_budget_ms: float = _setting(
+        0.0, "Stop searching after this long and plan with what was found; 0 = no limit."
+    )
     canary_percent: float = _setting(100.0, "Share of requests, by request id, that may reuse at all.")
     kill_file: str = _setting("", "While this file exists, every lookup declines with `disabled`.")
     prefill_tokens_per_s: float = _setting(
@@ -101,7 +116,14 @@ class SemBlendConfig:
         _within("max_donors", self.max_donors, 1, 1 << 30)
         _within("max_bytes", self.max_bytes, 1 << 16, 1 << 46)
         _within("seam_tokens", self.seam_tokens, 0, 1 << 20)
-        for name in ("donor_ttl_s", "lookup_budget_ms", "prefill_tokens_per_s", "load_tokens_per_s", "reuse_overhead_ms"):
+        for name in (
+            "donor_ttl_s",
+            "lookup_budget_ms",
+            "evidence_budget_ms",
+            "prefill_tokens_per_s",
+            "load_tokens_per_s",
+            "reuse_overhead_ms",
+        ):
             _within(name, getattr(self, name), 0.0, float("inf"))
         if not self.exact_materialization_only:
             raise ConfigError(
@@ -128,18 +150,36 @@ def load_config(
     >>> load_config({"SEMBLEND_MIN_SIMILARITY": "0.7"}, max_donors=5).min_similarity
     0.7
     """
-    environ = os.environ if environ is None else environ
+    found = _gather(os.environ if environ is None else environ, file)
+    return SemBlendConfig(**_known({name: value for name, (value, _) in found.items()} | arguments))
+
+
+def setting_sources(environ: Mapping[str, str] | None = None, file: str | Path | None = None) -> dict[str, str]:
+    """Where each setting's value comes from: ``default``, a variable, or a file.
+
+    >>> setting_sources({"SEMBLEND_MAX_DONORS": "5"})["max_donors"]
+    'SEMBLEND_MAX_DONORS'
+    """
+    found = _gather(os.environ if environ is None else environ, file)
+    return {setting.name: found[setting.name][1] if setting.name in found else "default" for setting in SETTINGS}
+
+
+def _gather(environ: Mapping[str, str], file: str | Path | None) -> dict[str, tuple[Any, str]]:
+    """Setting -> (value, source); the environment wins over the file."""
     file = file or environ.get(CONFIG_FILE_VARIABLE) or None
-    values: dict[str, Any] = _read_toml(Path(file)) if file else {}
+    values = {name: (value, str(file)) for name, value in (_read_toml(Path(file)) if file else {}).items()}
     for setting in SETTINGS:
         if setting.variable in environ:
-            values[setting.name] = _parse(setting, environ[setting.variable])
-    values.update(arguments)
-    known = {setting.name for setting in SETTINGS}
+            values[setting.name] = (_parse(setting, environ[setting.variable]), setting.variable)
+    return values
+
+
+def _known(values: dict[str, Any]) -> dict[str, Any]:
+    names = {setting.name for setting in SETTINGS}
     for name in values:
-        if name not in known:
+        if name not in names:
             raise ConfigError(f"unknown setting {name!r}", hint="docs/reference/settings.md lists them all")
-    return SemBlendConfig(**values)
+    return values
 
 
 def _user_cache() -> Path:

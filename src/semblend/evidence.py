@@ -17,7 +17,7 @@ class EvidenceDesk:
     """Similar donors for a request that shares no tokens worth reusing. Never part of what may be reused."""
 
     def __init__(self, config: SemBlendConfig, report: Callable[[str], None]) -> None:
-        self._budget_ms = config.lookup_budget_ms or None
+        self._budget_ms = config.evidence_budget_ms or None
         embedder = make_embedder(config.embedder, config.models_dir)
         if config.embedder == "auto" and embedder.name == "none":
             report("no MiniLM files on this machine: lookups carry no paraphrase evidence")
@@ -29,10 +29,14 @@ class EvidenceDesk:
     def remove(self, donor_id: str) -> None:
         self._evidence.remove(donor_id)
 
-    def similar(self, prompt: Prompt, decision: ReusePlan | Decline) -> tuple[Similar, ...]:
+    def beside(self, decision: ReusePlan | Decline, prompt: Prompt) -> tuple[Similar, ...]:
+        """Evidence for a decision: only where tokens decided nothing, and only within the evidence budget."""
         if not isinstance(decision, Decline) or decision.reason not in _WORTH_ASKING:
             return ()
         return tuple(Similar(*likeness) for likeness in self._evidence.similar(prompt, budget_ms=self._budget_ms))
+
+    def similar(self, prompt: Prompt, limit: int) -> tuple[Similar, ...]:
+        return tuple(Similar(*likeness) for likeness in self._evidence.similar(prompt, limit))
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every registered donor can be found by likeness."""

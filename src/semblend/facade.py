@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from semblend._foreign import refuse_foreign_distribution
 from semblend.config import SemBlendConfig, load_config
 from semblend.confirm import events
 from semblend.confirm.ledger import Ledger, Totals
@@ -31,7 +32,7 @@ from semblend.explanation import Explanation, explain
 from semblend.fingerprint.fingerprinter import Fingerprinter
 from semblend.fingerprint.hashes import DEFAULT_SCHEME, HashScheme
 from semblend.pipeline import NOTHING_ALIGNED, Pipeline, Trace, numba_is_installed
-from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
+from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan, Similar
 from semblend.prompt import Prompt
 
 log = logging.getLogger("semblend")
@@ -59,6 +60,7 @@ class SemBlend:
         scheme: HashScheme = DEFAULT_SCHEME,
         compiled: bool | None = None,
     ) -> None:
+        refuse_foreign_distribution()
         self.config = SemBlendConfig() if config is None else config
         self.events = open_stream(self.config, *sinks)
         self.metrics = make_metrics(self.config.metrics) if metrics is None else metrics
@@ -100,9 +102,7 @@ class SemBlend:
         self._report_evictions(evictions)
         self._evidence.add(donor_id, prompt)
         if self.events:
-            self.events.emit(
-                events.donor_registered(donor_id, prompt.namespace.digest, len(prompt), donor.generation)
-            )
+            self.events.emit(events.donor_registered(donor_id, prompt.namespace.digest, len(prompt), donor.generation))
         self._report_donors()
         return donor
 
@@ -169,6 +169,11 @@ class SemBlend:
         trace = Trace(declined, NOTHING_ALIGNED) if declined else self._traced(prompt, "", exact_tokens)
         return explain(prompt, trace, self._released(trace.decision), len(self._store))
 
+    def similar(self, prompt: Prompt, *, limit: int = 5) -> tuple[Similar, ...]:
+        """Donors that look alike, best first: for routing and telemetry, never a permission to reuse."""
+        _check_prompt(prompt)
+        return self._evidence.similar(prompt, limit)
+
     def claim(self, plan: ReusePlan, request_id: str) -> ReusePlan | Decline:
         """Hold a plan's donors until its receipt: they can't be evicted for room and count as just used."""
         wanted = tuple(dict.fromkeys((span.donor_id, span.generation) for span in plan.spans))
@@ -220,6 +225,10 @@ class SemBlend:
             scratch.add(prompt, self._fingerprinter.fingerprint(prompt), donor_id)
         pipeline.run(prompt)
         return time.perf_counter() - started
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until every registered donor can be found by likeness; tokens can be found at once."""
+        return self._evidence.flush(timeout_s)
 
     def disable(self) -> None:
         """The kill switch: every lookup declines until `enable`."""
@@ -286,7 +295,7 @@ class SemBlend:
             )
         try:
             trace = self._pipeline.run(prompt, exact_tokens)
-            evidence = self._evidence.similar(prompt, trace.decision)
+            evidence = self._evidence.beside(trace.decision, prompt)
         except Exception as error:  # whatever fails in here must cost the request time, never an answer
             self._report_error("lookup", error, request_id)
             return Trace(Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}"), NOTHING_ALIGNED)
@@ -387,9 +396,6 @@ class SemBlend:
         log.warning("%s failed, the request runs cold: %s: %s", where, type(error).__name__, error)
         if self.events:
             self.events.emit(events.error(where, f"{type(error).__name__}: {error}", request_id or None))
-
-
-
 
 
 def _check_prompt(prompt: Prompt) -> None:

@@ -83,4 +83,3 @@ def cost_model(config: SemBlendConfig) -> CostModel | None:
     return CostModel(
         config.prefill_tokens_per_s, config.load_tokens_per_s, config.reuse_overhead_ms, config.seam_tokens
     )
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import astuple, dataclass, field, fields
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -47,8 +48,13 @@ class Namespace:
     @property
     def digest(self) -> str:
         """32 hex digits that stand for the namespace in events and receipts (the salt stays secret)."""
-        packed = json.dumps(astuple(self), ensure_ascii=True).encode()
-        return hashlib.sha256(b"semblend.namespace.v1:" + packed).hexdigest()[:32]
+        return _digest(self)
+
+
+@lru_cache(maxsize=4096)
+def _digest(namespace: Namespace) -> str:
+    packed = json.dumps(astuple(namespace), ensure_ascii=True).encode()
+    return hashlib.sha256(b"semblend.namespace.v1:" + packed).hexdigest()[:32]
 
 
 NO_NAMESPACE = Namespace()
@@ -68,13 +74,9 @@ class Prompt:
     text: str | None = None
     namespace: Namespace = field(default=NO_NAMESPACE)
 
-    def __init__(
-        self, token_ids: Any, text: str | None = None, namespace: Namespace | None = None
-    ) -> None:
+    def __init__(self, token_ids: Any, text: str | None = None, namespace: Namespace | None = None) -> None:
         if text is not None and not isinstance(text, str):
-            raise TokenError(
-                f"prompt text is {type(text).__name__}, not str", hint="pass text=None if unknown"
-            )
+            raise TokenError(f"prompt text is {type(text).__name__}, not str", hint="pass text=None if unknown")
         if namespace is not None and not isinstance(namespace, Namespace):
             raise NamespaceError(
                 f"namespace is {type(namespace).__name__}, not Namespace",
@@ -114,13 +116,11 @@ def as_token_array(token_ids: Any) -> TokenArray:
             f"token ids do not form a flat array: {error}", hint="pass one flat list of integers"
         ) from None
     if array.ndim != 1:
-        raise TokenError(
-            f"token ids have {array.ndim} dimensions, not 1", hint="pass one prompt, flattened"
-        )
+        raise TokenError(f"token ids have {array.ndim} dimensions, not 1", hint="pass one prompt, flattened")
     if array.size == 0:
         raise TokenError("token ids are empty", hint="a prompt needs at least one token")
     if array.dtype.kind not in "iu":
-        raise TokenError(_why_not_integers(array), hint="token ids are whole numbers, 0 <= id < 2**31")
+        raise TokenError(_why_not_integers(token_ids, array), hint="token ids are whole numbers, 0 <= id < 2**31")
     lowest, highest = int(array.min()), int(array.max())
     if lowest < 0 or highest > MAX_TOKEN_ID:
         wrong = lowest if lowest < 0 else highest
@@ -131,8 +131,9 @@ def as_token_array(token_ids: Any) -> TokenArray:
     return tokens
 
 
-def _why_not_integers(array: npt.NDArray[Any]) -> str:
-    for index, value in enumerate(array.tolist()):
+def _why_not_integers(given: Any, array: npt.NDArray[Any]) -> str:
+    # numpy makes one mixed list all floats or all strings: look at what was given to name the right one
+    for index, value in enumerate(given if isinstance(given, (list, tuple)) else array.tolist()):
         if not isinstance(value, int) or isinstance(value, bool):
             return f"token id at index {index} is {value!r} ({type(value).__name__}), not an integer"
         if not 0 <= value <= MAX_TOKEN_ID:

@@ -16,7 +16,9 @@ CONFIG = SemBlendConfig(embedder="none", metrics=False, max_bytes=1 << 22)
 
 
 @st.composite
-def worlds(draw: st.DrawFn, vocabularies: tuple[int, ...] = (1, 2, 5, 50, 50_000)) -> tuple[list[TokenArray], TokenArray]:
+def worlds(
+    draw: st.DrawFn, vocabularies: tuple[int, ...] = (1, 2, 5, 50, 50_000)
+) -> tuple[list[TokenArray], TokenArray]:
     """Donors and a prompt spliced from the same few texts, with noise between the pieces."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     vocabulary = draw(st.sampled_from(vocabularies))
@@ -27,7 +29,10 @@ def worlds(draw: st.DrawFn, vocabularies: tuple[int, ...] = (1, 2, 5, 50, 50_000
         for _ in range(int(rng.integers(1, 6))):
             text = texts[int(rng.integers(len(texts)))]
             start = int(rng.integers(len(text)))
-            parts += [text[start : int(rng.integers(start, len(text) + 1))], rng.integers(0, vocabulary, rng.integers(8))]
+            parts += [
+                text[start : int(rng.integers(start, len(text) + 1))],
+                rng.integers(0, vocabulary, rng.integers(8)),
+            ]
         return np.concatenate(parts).astype(np.int32)
 
     return [spliced() for _ in range(int(rng.integers(1, 8)))], spliced()

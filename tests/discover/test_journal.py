@@ -151,7 +151,11 @@ def test_a_full_disk_is_an_error_with_a_hint_and_nothing_saved_is_lost(tmp_path,
             sb.register(Prompt(tokens(i, 1000)), donor_id=str(i))
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, doing, str(path)], capture_output=True, text=True, env=environment, timeout=120
+        [sys.executable, "-c", FULL_DISK, doing, str(path)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert "refused at" in done.stdout

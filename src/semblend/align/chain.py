@@ -82,4 +82,3 @@ def chain(
         chained += [piece, *onward]
         end = chained[-1].end
     return chained
-

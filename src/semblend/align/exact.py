@@ -1,6 +1,6 @@
 """Candidates → maximal matches: runs of equal tokens that can't be made longer. The readable twin.
 
-Each function here has a compiled one of the same meaning in `semblend.align.kernels`.
+`semblend.align.kernels.extend` is the compiled one of the same meaning.
 """
 
 from __future__ import annotations
@@ -22,26 +22,18 @@ WORK_PER_TOKEN = 16
 COST_OF_A_LOOK = 16
 
 
-@dataclass(slots=True)
-class Scan:
-    """How far a scan has come; it can be resumed seed by seed."""
-
-    floor: int
-    shortest: int
-    covered: int = 0
-    last_slot: int = -1
-    last_shift: int = 0
-    spent: int = 0
-    candidates: int = 0
-    matches: list[tuple[int, int, int, int]] = field(default_factory=list)
-
-
 @dataclass(frozen=True, slots=True)
-class _Run:
+class Run:
+    """Target tokens [start, end) equal the donor's from ``donor_start``."""
+
     start: int
     end: int
     slot: int
     donor_start: int
+
+    @property
+    def shift(self) -> int:
+        return self.start - self.donor_start
 
     def row(self) -> tuple[int, int, int, int]:
         return (self.start, self.end, self.slot, self.donor_start)
@@ -58,65 +50,97 @@ def agree(left: TokenArray, right: TokenArray) -> int:
     return int(parted[0]) if len(parted) else room
 
 
-def extend_seed(scan: Scan, tokens: TokenArray, at: int, posting: int, candidates: Candidates, store: DonorStore,
-                k: int, now: int) -> None:  # fmt: skip
-    """Grow one seed on every donor that has it; keep the furthest-reaching run and, if it adds tokens, the
-    furthest-beginning one."""
-    right: _Run | None = None
-    left: _Run | None = None
-    covered = scan.covered
-    looked = 0
-    for slot, offset in store.index.walk(posting):
-        if looked == MAX_CANDIDATES:
-            break
-        if not store.is_served(slot, candidates.namespace_id, now):
-            continue
-        if at < covered and slot == scan.last_slot and at - offset == scan.last_shift:
-            continue
-        looked += 1
-        scan.spent += COST_OF_A_LOOK
-        donor = store.log.view(slot)
-        reach = right.end if right else covered
+@dataclass(slots=True)
+class PlainScan:
+    """Grows seeds into maximal matches; `semblend.align.kernels.extend` says what is passed over and why."""
+
+    tokens: TokenArray
+    candidates: Candidates
+    store: DonorStore
+    floor: int
+    shortest: int
+    k: int
+    guaranteed: int
+    covered: int = field(init=False)
+    last: Run | None = None
+    spent: int = 0
+    examined: int = 0
+    matches: list[tuple[int, int, int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.covered = self.floor
+
+    def found(self) -> tuple[MatchArray, int]:
+        return np.array(self.matches, np.int64).reshape(-1, 4), self.examined
+
+    def extend(self, seed_from: int, seed_to: int) -> None:
+        now = self.store.now()
+        for i in range(seed_from, seed_to):
+            at, posting = int(self.candidates.fingerprint.positions[i]), int(self.candidates.first[i])
+            if posting == 0 or at <= self.covered - self.guaranteed or at < self.floor:
+                continue
+            if self.spent <= FREE_WORK + WORK_PER_TOKEN * at:
+                self._extend_seed(at, posting, now)
+
+    def _extend_seed(self, at: int, posting: int, now: int) -> None:
+        """Grow one seed on the donors that have it; keep the run that reaches furthest right and, if it adds tokens,
+        the one that begins furthest left."""
+        right: Run | None = None
+        left: Run | None = None
+        looked = 0
+        for slot, offset in self.store.index.walk(posting):
+            if looked == MAX_CANDIDATES:
+                break
+            if not self.store.is_served(slot, self.candidates.namespace_id, now):
+                continue
+            if self.last and at < self.covered and (slot, at - offset) == (self.last.slot, self.last.shift):
+                continue
+            looked += 1
+            self.spent += COST_OF_A_LOOK
+            goes_on = right is not None and self.last is not None and slot == self.last.slot != right.slot
+            if not (goes_on or self._promises(at, slot, offset, right, left)):
+                continue
+            run = self._grow(at, slot, offset)
+            if run is None:
+                continue
+            reach = right.end if right else self.covered
+            level = right is not None and run.end == reach
+            if run.end > reach or (
+                level and right and (run.start < right.start or (run.start == right.start and goes_on))
+            ):
+                right = run
+            if left is None or run.start < left.start:
+                left = run
+        if right is None or left is None:
+            return
+        if left.start < right.start and right.start > self.covered:
+            self.matches.append(left.row())
+        self.matches.append(right.row())
+        self.covered, self.last = right.end, right
+
+    def _promises(self, at: int, slot: int, offset: int, right: Run | None, left: Run | None) -> bool:
+        """Whether one token says that the candidate could reach further right or begin further left."""
+        donor = self.store.log.view(slot)
+        reach = right.end if right else self.covered
         beyond = offset + reach - at
-        reaches = reach < at or (reach < len(tokens) and beyond < len(donor) and tokens[reach] == donor[beyond])
-        leads = False
-        if right and left and left.start > max(covered, scan.floor):
-            before = offset + left.start - 1 - at
-            leads = before >= 0 and tokens[left.start - 1] == donor[before]
-        goes_on = right is not None and slot == scan.last_slot and slot != right.slot
-        if not (reaches or leads or goes_on):
-            continue
-        end = at + agree(tokens[at:], donor[offset:])
-        if end - at < k:
-            continue
-        start = at - agree(tokens[scan.floor : at][::-1], donor[:offset][::-1])
-        scan.spent += end - start
-        if end - start < scan.shortest:
-            continue
-        scan.candidates += 1
-        run = _Run(start, end, slot, offset - (at - start))
-        better = end > reach or (
-            right is not None and end == reach and (start < right.start or (start == right.start and goes_on))
-        )
-        if better:
-            right = run
-        if left is None or start < left.start:
-            left = run
-    if right is None or left is None:
-        return
-    if left.start < right.start and right.start > covered:
-        scan.matches.append(left.row())
-    scan.matches.append(right.row())
-    scan.covered, scan.last_slot, scan.last_shift = right.end, right.slot, right.start - right.donor_start
+        if reach < at:
+            return True
+        if reach < len(self.tokens) and beyond < len(donor) and self.tokens[reach] == donor[beyond]:
+            return True
+        if right is None or left is None or left.start <= max(self.covered, self.floor):
+            return False
+        before = offset + left.start - 1 - at
+        return bool(before >= 0 and self.tokens[left.start - 1] == donor[before])
 
-
-def extend(scan: Scan, tokens: TokenArray, candidates: Candidates, store: DonorStore, seed_from: int, seed_to: int,
-           k: int, guaranteed: int, now: int) -> None:  # fmt: skip
-    """Grow seeds [seed_from, seed_to); see `semblend.align.kernels.extend` for what is passed over and why."""
-    for i in range(seed_from, seed_to):
-        at, posting = int(candidates.fingerprint.positions[i]), int(candidates.first[i])
-        if posting == 0 or at <= scan.covered - guaranteed or at < scan.floor:
-            continue
-        if scan.spent > FREE_WORK + WORK_PER_TOKEN * at:
-            continue
-        extend_seed(scan, tokens, at, posting, candidates, store, k, now)
+    def _grow(self, at: int, slot: int, offset: int) -> Run | None:
+        """The maximal run through a seed; None when it is no match at all or too short."""
+        donor = self.store.log.view(slot)
+        end = at + agree(self.tokens[at:], donor[offset:])
+        if end - at < self.k:
+            return None
+        start = at - agree(self.tokens[self.floor : at][::-1], donor[:offset][::-1])
+        self.spent += end - start
+        if end - start < self.shortest:
+            return None
+        self.examined += 1
+        return Run(start, end, slot, offset - (at - start))

@@ -192,7 +192,9 @@ def write_snapshot(path: str | Path, donors: Iterable[tuple[Donor, TokenArray]])
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise StoreError(f"cannot write {path}: {error.strerror}", hint="the file that was there is untouched") from None
+        raise StoreError(
+            f"cannot write {path}: {error.strerror}", hint="the file that was there is untouched"
+        ) from None
     finally:
         for leftover in (temporary, temporary.with_name(temporary.name + "-journal")):
             leftover.unlink(missing_ok=True)

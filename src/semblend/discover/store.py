@@ -289,7 +289,7 @@ class DonorStore:
         self._donors[slot] = donor
         self._slot_of[donor.donor_id] = slot
         self._recency[slot] = None
-        self.slots.rows[slot, NAMESPACE :] = (known[0], microseconds(donor.expires_unix_s))
+        self.slots.rows[slot, NAMESPACE:] = (known[0], microseconds(donor.expires_unix_s))
         if donor.expires_unix_s is not None:
             heapq.heappush(self._expiry, (donor.expires_unix_s, donor.generation, slot))
 

@@ -46,7 +46,8 @@ class Planner:
         if alignment.spans:
             longest = max(span.length for span in alignment.spans)
             return Decline(
-                DeclineReason.NOTHING_SHARED, f"longest shared run {longest} tokens, shorter than {self.min_span_tokens}"
+                DeclineReason.NOTHING_SHARED,
+                f"longest shared run {longest} tokens, shorter than {self.min_span_tokens}",
             )
         held = f"{alignment.seeds_held} of {alignment.seeds} seeds known to donors"
         return Decline(DeclineReason.NOTHING_SHARED, f"no shared run of {self.min_span_tokens} tokens ({held})")

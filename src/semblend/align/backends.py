@@ -1,0 +1,101 @@
+"""The heavy steps of alignment, compiled or in plain Python, behind one face."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from semblend.align import compose, exact, guards
+from semblend.align.exact import MatchArray
+from semblend.discover.flat_index import FlatIndex
+from semblend.discover.search import Candidates
+from semblend.discover.store import DonorStore
+from semblend.fingerprint.hashes import HashScheme
+from semblend.prompt import TokenArray
+
+
+class Scan(Protocol):
+    """One prompt's seeds being grown into matches; can stop between any two seeds."""
+
+    def extend(self, seed_from: int, seed_to: int) -> None: ...
+
+    def found(self) -> tuple[MatchArray, int]:
+        """Maximal matches so far, and how many runs were looked at."""
+
+
+class Backend(Protocol):
+    """What an aligner needs done fast."""
+
+    def scan(self, tokens: TokenArray, candidates: Candidates, floor: int) -> Scan: ...
+
+    def compose(self, found: MatchArray) -> tuple[int, MatchArray]:
+        """How many matches stand beside each other, and the pieces of them that cover most."""
+
+    def first_unequal(self, tokens: TokenArray, pieces: MatchArray) -> int:
+        """Index of the first piece whose tokens are not the donor's, -1 when all are equal."""
+
+
+def make_backend(store: DonorStore, scheme: HashScheme, shortest: int) -> Backend:
+    """Compiled when the store's index is."""
+    if isinstance(store.index, FlatIndex):
+        return CompiledBackend(store, store.index, scheme, shortest)
+    return PlainBackend(store, scheme, shortest)
+
+
+class CompiledBackend:
+    """Calls `semblend.align.kernels`."""
+
+    def __init__(self, store: DonorStore, index: FlatIndex, scheme: HashScheme, shortest: int) -> None:
+        from semblend.align import kernels
+
+        self.kernels, self.store, self.index, self.scheme, self.shortest = kernels, store, index, scheme, shortest
+
+    def scan(self, tokens: TokenArray, candidates: Candidates, floor: int) -> Scan:
+        return _CompiledScan(self, tokens, candidates, floor)
+
+    def compose(self, found: MatchArray) -> tuple[int, MatchArray]:
+        matches = self.kernels.undominated(found)
+        return len(matches), self.kernels.cover(matches, self.shortest, compose.SEAM)
+
+    def first_unequal(self, tokens: TokenArray, pieces: MatchArray) -> int:
+        return int(self.kernels.first_unequal(tokens, pieces, self.store.log.tokens, self.store.slots.rows))
+
+
+class _CompiledScan:
+    def __init__(self, backend: CompiledBackend, tokens: TokenArray, candidates: Candidates, floor: int) -> None:
+        self._backend, self._tokens, self._candidates, self._floor = backend, tokens, candidates, floor
+        self._state = np.array([floor, -1, 0, 0, 0, 0], np.int64)
+        self._out = np.empty((2 * len(candidates), 4), np.int64)
+
+    def extend(self, seed_from: int, seed_to: int) -> None:
+        backend, candidates = self._backend, self._candidates
+        store, scheme = backend.store, backend.scheme
+        backend.kernels.extend(
+            self._tokens, candidates.fingerprint.positions, candidates.first, seed_from, seed_to, self._floor,
+            backend.shortest, scheme.k, scheme.guaranteed_tokens, backend.index.postings, store.log.tokens,
+            store.slots.rows, candidates.namespace_id, store.now(), self._state, self._out,
+        )  # fmt: skip
+
+    def found(self) -> tuple[MatchArray, int]:
+        kernels = self._backend.kernels
+        return self._out[: self._state[kernels.MATCHES]], int(self._state[kernels.CANDIDATES])
+
+
+class PlainBackend:
+    """Calls the twins in `semblend.align.exact`, `compose` and `guards`."""
+
+    def __init__(self, store: DonorStore, scheme: HashScheme, shortest: int) -> None:
+        self.store, self.scheme, self.shortest = store, scheme, shortest
+
+    def scan(self, tokens: TokenArray, candidates: Candidates, floor: int) -> Scan:
+        return exact.PlainScan(
+            tokens, candidates, self.store, floor, self.shortest, self.scheme.k, self.scheme.guaranteed_tokens
+        )
+
+    def compose(self, found: MatchArray) -> tuple[int, MatchArray]:
+        matches = compose.undominated(found)
+        return len(matches), compose.cover(matches, self.shortest)
+
+    def first_unequal(self, tokens: TokenArray, pieces: MatchArray) -> int:
+        return guards.first_unequal(tokens, pieces, self.store)

@@ -98,6 +98,13 @@ class Corpus:
     def oracle(self) -> SharedRuns:
         return SharedRuns([donor.tokens for donor in self.donors])
 
+    def shorter_than(self, tokens: int) -> Corpus:
+        """Without longer prompts; a query goes too when a donor that it was made from goes."""
+        donors = tuple(donor for donor in self.donors if len(donor.tokens) <= tokens)
+        kept = {donor.donor_id for donor in donors}
+        fits = [query for query in self.queries if len(query.tokens) <= tokens and kept.issuperset(query.gold)]
+        return Corpus(donors, tuple(fits), self.notes)
+
     def capped(self, donors: int, per_class: int) -> Corpus:
         """A smaller corpus for slow systems: spread over the queries of each class, their donors, then others."""
         queries: list[Query] = []

@@ -9,8 +9,6 @@ Wall time and CPU time of the same calls are given side by side: on a busy machi
 
 from __future__ import annotations
 
-import _report  # first: it holds the numeric libraries to one thread
-
 import argparse
 import gc
 import subprocess
@@ -20,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import _report  # first: it holds the numeric libraries to one thread
 import numpy as np
 from _documents import articles, leval, longbench, qmsum, rag
 
@@ -235,7 +234,7 @@ sb.lookup(semblend.Prompt(range(1000))); print(imported, made, first - t - impor
 
 def starting(report: _report.Report) -> None:
     rows = []
-    for n in range(5):
+    for _ in range(5):
         done = subprocess.run([sys.executable, "-c", START], capture_output=True, text=True, check=True)
         rows.append([float(word) * 1e3 for word in done.stdout.split()])
     median = np.median(np.array(rows), axis=0)

@@ -20,7 +20,7 @@ def main() -> None:
         sb.claim(plan, "r1")  # the donor is pinned from here until the receipt
         print(f"planned {plan.reused_tokens}, counted as reused: {sb.totals().tokens['reused']}")
 
-        try:  # an engine cannot report more than was planned
+        try:  # every token of the prompt must be counted once
             sb.confirm(receipt(prompt, plan, reused=plan.reused_tokens, prefill=1))
         except ReceiptError as error:
             print(f"refused: {error.message}")
@@ -32,7 +32,7 @@ def main() -> None:
         sb.register(Prompt(range(9000, 9500)), donor_id="d")  # same id, other content
         late = sb.claim(plan, "r2")
         print(f"a claim after the donor changed: {late.reason if isinstance(late, Decline) else 'ACCEPTED'}")
-    print("events:", ", ".join(str(event.event) for event in heard.events))
+    print("events:", ", ".join(str(event.kind) for event in heard.events))
 
 
 def receipt(prompt: Prompt, plan: ReusePlan, *, reused: int, prefill: int, recomputed: int = 0) -> Receipt:

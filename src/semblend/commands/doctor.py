@@ -150,18 +150,17 @@ def _engines() -> Iterator[Check]:
 
 
 def _settings() -> Iterator[Check]:
-    from semblend.config import SETTINGS, load_config
+    from semblend.config import SETTINGS, load_config, setting_sources
     from semblend.errors import ConfigError
 
     try:
-        config = load_config()
+        config, sources = load_config(), setting_sources()
     except ConfigError as error:
         yield Check("settings", "configuration", Status.FAIL, error.message, error.hint)
         return
     for setting in SETTINGS:
         value = getattr(config, setting.name)
-        source = "default" if value == setting.default else "set"
-        yield Check("settings", setting.name, Status.OK, f"{_shown(value)}  ({source}; {setting.variable})")
+        yield Check("settings", setting.name, Status.OK, f"{_shown(value)}  (from {sources[setting.name]})")
 
 
 def _embedders() -> Iterator[Check]:

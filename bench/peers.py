@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import venv
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,9 +233,8 @@ def tables(
     for item in chosen:
         report.note(f"{item.name}: {results[item.name].get('error', item.remark)}")
     report.note(f"a lookup may take {LIMIT_S:g} seconds; one that takes longer counts as nothing found")
-    report.note(
-        f"n of each class: {', '.join(f'{k} {sum(q.kind == k for q in corpus.queries)}' for k in corpus.kinds)}"
-    )
+    counts = Counter(query.kind for query in corpus.queries)
+    report.note("n of each class: " + ", ".join(f"{kind} {n}" for kind, n in counts.items()))
     report.note("one thread; CPU time of the call alone, from a list of integers; median of 3 calls, 1 if it is slow")
     report.add("systems", {name: own if "error" in own else facts[name] for name, own in results.items()})
 

@@ -3,7 +3,7 @@
 python examples/receipts.py
 """
 
-from semblend import Decline, Outcome, Prompt, Receipt, ReceiptError, ReusePlan, SemBlend
+from semblend import Decline, Outcome, Prompt, Receipt, ReceiptError, ReusePlan, SemBlend, SemBlendConfig
 from semblend.confirm.sinks import MemorySink
 
 DOCUMENT = range(5000, 6000)
@@ -11,7 +11,7 @@ DOCUMENT = range(5000, 6000)
 
 def main() -> None:
     heard = MemorySink()
-    with SemBlend(sinks=[heard]) as sb:
+    with SemBlend(SemBlendConfig(embedder="none"), sinks=[heard]) as sb:
         sb.register(Prompt(DOCUMENT), donor_id="d")
         prompt = Prompt([1, 2, 3, *DOCUMENT, 4])
 

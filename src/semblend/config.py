@@ -7,7 +7,6 @@ The reference page in docs/reference/settings.md is generated from `SETTINGS`.
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -187,6 +186,8 @@ def _user_cache() -> Path:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
+    import tomllib  # 20 ms that few need
+
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -54,7 +54,9 @@ def test_the_cover_is_feasible_and_close_to_the_optimum(found, seam):
 @settings(max_examples=300)
 def test_the_compiled_cover_is_the_same(found, seam):
     matches = as_matches(found)
-    assert np.array_equal(kernels.cover(matches, SHORTEST, seam), compose.cover(matches, SHORTEST, seam))
+    assert np.array_equal(
+        kernels.cover(matches, SHORTEST, seam, compose.LOOK_BACK), compose.cover(matches, SHORTEST, seam)
+    )
 
 
 @given(intervals)

@@ -56,7 +56,7 @@ class CompiledBackend:
 
     def compose(self, found: MatchArray) -> tuple[int, MatchArray]:
         matches = self.kernels.undominated(found)
-        return len(matches), self.kernels.cover(matches, self.shortest, compose.SEAM)
+        return len(matches), self.kernels.cover(matches, self.shortest, compose.SEAM, compose.LOOK_BACK)
 
     def first_unequal(self, tokens: TokenArray, pieces: MatchArray) -> int:
         return int(self.kernels.first_unequal(tokens, pieces, self.store.log.tokens, self.store.slots.rows))
@@ -73,7 +73,7 @@ class _CompiledScan:
         store, scheme = backend.store, backend.scheme
         backend.kernels.extend(
             self._tokens, candidates.fingerprint.positions, candidates.first, seed_from, seed_to, self._floor,
-            backend.shortest, scheme.k, scheme.guaranteed_tokens, backend.index.postings, store.log.tokens,
+            backend.shortest, scheme.k, scheme.guaranteed_tokens, exact.LIMITS, backend.index.postings, store.log.tokens,
             store.slots.rows, candidates.namespace_id, store.now(), self._state, self._out,
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ import numpy as np
 from semblend.align.exact import MatchArray
 
 SEAM = 1  # tokens that a further piece must add: of equal covers the one with fewer pieces wins
-LOOK_BACK = 32
+LOOK_BACK = 32  # overlapping matches considered as predecessor of a match
 
 
 @dataclass(slots=True)

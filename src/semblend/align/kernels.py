@@ -1,6 +1,7 @@
 """Compiled alignment: seeds become maximal matches, matches become a cover. Importing imports numba.
 
-`semblend.align.plain` is the readable twin; the tests hold the two equal.
+`semblend.align.exact` and `compose` are the readable twins; the tests hold them equal. Limits come as arguments: numba's
+on-disk cache does not notice when a constant imported from another module changes.
 """
 
 from __future__ import annotations
@@ -10,11 +11,6 @@ from numba import njit
 
 from semblend.discover.kernels import MAX_STEPS, NEXT, OFFSET, SLOT, TAG
 from semblend.discover.slots import EXPIRES, LENGTH, NAMESPACE, START
-
-MAX_CANDIDATES = 16  # donors compared for one seed
-FREE_WORK = 65_536  # token comparisons that every lookup may spend
-WORK_PER_TOKEN = 16  # and what each scanned token adds to that: bounds the time on repetitive text
-COST_OF_A_LOOK = 16  # comparisons charged for touching a candidate at all (a cache miss or two)
 
 COVERED, LAST_SLOT, LAST_SHIFT, SPENT, MATCHES, CANDIDATES = 0, 1, 2, 3, 4, 5
 
@@ -42,7 +38,7 @@ def _run_left(tokens, at, floor, donor, donor_at, donor_begin):
 @njit(cache=True, nogil=True)
 def extend(
     tokens, positions, first, seed_from, seed_to, floor, shortest, k, guaranteed,
-    postings, log, slots, namespace_id, now, state, out,
+    limits, postings, log, slots, namespace_id, now, state, out,
 ):  # fmt: skip
     """Grow seeds [seed_from, seed_to) into maximal token-equal matches.
 
@@ -51,13 +47,14 @@ def extend(
     seed nearer to its end. Of one seed's candidates two are kept: the one that reaches furthest right, and the one
     that begins before it and before everything covered so far.
     """
+    max_candidates, free_work, work_per_token, cost_of_a_look = limits
     size = len(tokens)
     for i in range(seed_from, seed_to):
         p = np.int64(first[i])
         at = positions[i]
         if p == 0 or at <= state[COVERED] - guaranteed or at < floor:
             continue
-        if state[SPENT] > FREE_WORK + WORK_PER_TOKEN * at:
+        if state[SPENT] > free_work + work_per_token * at:
             continue
         covered = state[COVERED]
         tag = postings[p, TAG]
@@ -65,7 +62,7 @@ def extend(
         left_start, left_end, left_slot, left_donor = size, np.int64(0), np.int64(-1), np.int64(0)
         looked = 0
         steps = 0
-        while p != 0 and looked < MAX_CANDIDATES and steps < MAX_STEPS:
+        while p != 0 and looked < max_candidates and steps < MAX_STEPS:
             here = p
             p = np.int64(postings[here, NEXT])
             steps += 1
@@ -78,7 +75,7 @@ def extend(
             if at < covered and slot == state[LAST_SLOT] and at - offset == state[LAST_SHIFT]:
                 continue  # the last match itself, which ended at ``covered``
             looked += 1
-            state[SPENT] += COST_OF_A_LOOK
+            state[SPENT] += cost_of_a_look
             begin = slots[slot, START]
             end = begin + slots[slot, LENGTH]
             here_at = begin + offset
@@ -128,9 +125,6 @@ def extend(
         state[LAST_SHIFT] = right_start - right_donor
 
 
-LOOK_BACK = 32  # overlapping matches considered as predecessor of a match
-
-
 @njit(cache=True, nogil=True)
 def undominated(found):
     """Matches in target order without those that lie inside another; of equal ones the first found stays."""
@@ -147,7 +141,7 @@ def undominated(found):
 
 
 @njit(cache=True, nogil=True)
-def cover(matches, shortest, seam):
+def cover(matches, shortest, seam, look_back):
     """Choose non-overlapping pieces of matches that hold most tokens, less ``seam`` for every piece.
 
     ``matches`` ascend by start and end. Where two chosen matches overlap, the earlier keeps the tokens (more of its
@@ -165,7 +159,7 @@ def cover(matches, shortest, seam):
         if apart > 0:
             previous[i] = leader[apart - 1]
             value[i] += value[previous[i]]
-        for j in range(max(apart, i - LOOK_BACK), i):
+        for j in range(max(apart, i - look_back), i):
             cut = min(matches[j, 1], end - shortest)
             gained = value[j] + end - matches[j, 1] - seam
             if gained > value[i] and cut - begin[j] >= shortest and cut >= start:

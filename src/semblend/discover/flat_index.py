@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from semblend.discover.plain_index import MAX_REPEATS
 from semblend.errors import CapacityError
 from semblend.fingerprint.hashes import HashArray, PositionArray
 
@@ -38,7 +39,15 @@ class FlatIndex:
             self.first_of_slot = np.concatenate([self.first_of_slot, np.zeros(slot + 1, np.uint32)])
         return int(
             self._kernels.insert(
-                slot, positions, hashes, namespace_key, self.heads, self.postings, self.state, self.first_of_slot
+                slot,
+                positions,
+                hashes,
+                namespace_key,
+                MAX_REPEATS,
+                self.heads,
+                self.postings,
+                self.state,
+                self.first_of_slot,
             )
         )
 

@@ -23,7 +23,6 @@ TAG, SLOT, OFFSET, NEXT, PREV, SIBLING = 0, 1, 2, 3, 4, 5
 BUCKETS, REACH, FREE, FRESH, USED = 0, 1, 2, 3, 4
 
 FIRST_BUCKETS = 1024
-MAX_REPEATS = 8  # postings of one k-gram within one donor: repeated text must not flood a chain
 MAX_STEPS = 64  # links followed before a chain is given up
 
 
@@ -72,7 +71,7 @@ def _split_one(heads, postings, state):
 
 
 @njit(cache=True, nogil=True)
-def insert(slot, positions, hashes, namespace_key, heads, postings, state, first_of_slot):
+def insert(slot, positions, hashes, namespace_key, max_repeats, heads, postings, state, first_of_slot):
     """Add one donor's seeds; returns how many postings were made. The caller has checked that they fit."""
     made = 0
     for i in range(len(positions)):
@@ -81,11 +80,11 @@ def insert(slot, positions, hashes, namespace_key, heads, postings, state, first
         head = np.int64(heads[bucket])
         repeats = 0
         p = head
-        while p != 0 and np.int64(postings[p, SLOT]) == slot and repeats < MAX_REPEATS:
+        while p != 0 and np.int64(postings[p, SLOT]) == slot and repeats < max_repeats:
             if postings[p, TAG] == tag:
                 repeats += 1
             p = np.int64(postings[p, NEXT])
-        if repeats >= MAX_REPEATS:
+        if repeats >= max_repeats:
             continue
         p = state[FREE]
         if p != 0:

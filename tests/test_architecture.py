@@ -22,7 +22,7 @@ LAYERS = [
     {"plan"},
     {"confirm"},
     {"pipeline"},
-    {"explanation", "evidence"},
+    {"explanation", "evidence", "reporting"},
     {"facade"},
     {""},  # semblend/__init__
     {"tokenization", "chat", "logs"},

@@ -338,3 +338,15 @@ def test_the_other_packages_say_honestly_that_they_have_no_commands_yet(package:
 def test_the_parser_is_public_and_names_every_command() -> None:
     assert "{" not in (build_parser().description or "")
     assert build_parser().parse_args(["version"]).command == "version"
+
+
+@pytest.mark.parametrize("launcher", ["sglang", "trtllm"])
+def test_a_launcher_without_its_integration_says_so_and_starts_nothing(launcher, capsys):
+    from semblend.commands import launchers
+
+    with pytest.raises(SystemExit) as stopped:
+        getattr(launchers, launcher)()
+    assert stopped.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "hint:" in said.err

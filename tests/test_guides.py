@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ PAGES = [
     *sorted((ROOT / "docs").glob("concepts/*.md")),
 ]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-SHOWN = re.compile(r"^```(?:python|py)\n(.*?)^```\n\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TIMES = re.compile(r"\d+\.\d+ ms")
 
 # Takes a list of blocks on stdin; runs them in one namespace; answers with what each of them printed.
@@ -37,6 +37,16 @@ def python_blocks(text: str) -> list[str]:
     return [code for language, code in FENCE.findall(text) if language in ("python", "py")]
 
 
+def shown_outputs(text: str) -> list[tuple[str, str]]:
+    """Each block of code that is directly followed by a ``text`` block, with that block."""
+    found = list(FENCE.finditer(text))
+    return [
+        (code[2], output[2])
+        for code, output in pairwise(found)
+        if code[1] in ("python", "py") and output[1] == "text" and not text[code.end() : output.start()].strip()
+    ]
+
+
 def as_compared(text: str) -> str:
     """Without what differs from run to run: times, and the width of the columns they stand in."""
     return re.sub(r"[ \t]+", " ", TIMES.sub("… ms", text)).strip()
@@ -54,7 +64,7 @@ def test_a_page_run_in_a_new_process_prints_what_it_shows(path: Path, tmp_path: 
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     printed = dict(zip(blocks, json.loads(done.stdout), strict=True))
-    for code, shown in SHOWN.findall(text):
+    for code, shown in shown_outputs(text):
         assert as_compared(printed[code]) == as_compared(shown), f"{path.name} shows other output than it gives"
 
 

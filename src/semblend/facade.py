@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -17,7 +16,6 @@ import numpy as np
 
 from semblend._foreign import refuse_foreign_distribution
 from semblend.config import SemBlendConfig, load_config
-from semblend.confirm import events
 from semblend.confirm.ledger import Ledger, Totals
 from semblend.confirm.metrics import Metrics, make_metrics
 from semblend.confirm.receipt import Receipt
@@ -34,8 +32,7 @@ from semblend.fingerprint.hashes import DEFAULT_SCHEME, HashScheme
 from semblend.pipeline import NOTHING_ALIGNED, Pipeline, Trace, numba_is_installed
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan, Similar
 from semblend.prompt import Prompt
-
-log = logging.getLogger("semblend")
+from semblend.reporting import Reporter
 
 
 class SemBlend:
@@ -65,6 +62,7 @@ class SemBlend:
         self.events = open_stream(self.config, *sinks)
         self.metrics = make_metrics(self.config.metrics) if metrics is None else metrics
         self.ledger = Ledger()
+        self._report = Reporter(self.events, self.metrics)
         self._clock = clock
         self._switched_on = True
         self._claims: dict[str, tuple[tuple[str, int], ...]] = {}
@@ -80,7 +78,7 @@ class SemBlend:
             clock=clock,
         )
         self._pipeline = Pipeline(self.config, self._store, self._fingerprinter)
-        self._evidence = EvidenceDesk(self.config, self._report_missing)
+        self._evidence = EvidenceDesk(self.config, self._report.missing)
         if self._journal is not None:
             self._restore(self._journal)
 
@@ -99,11 +97,10 @@ class SemBlend:
         fingerprint = self._fingerprinter.fingerprint(prompt)
         ttl_s = self.config.donor_ttl_s if ttl_s is None else ttl_s
         donor, evictions = self._store.add(prompt, fingerprint, donor_id, ttl_s=ttl_s)
-        self._report_evictions(evictions)
+        self._gone(evictions)
         self._evidence.add(donor_id, prompt)
-        if self.events:
-            self.events.emit(events.donor_registered(donor_id, prompt.namespace.digest, len(prompt), donor.generation))
-        self._report_donors()
+        self._report.registered(donor)
+        self._report.holding(self._store.stats())
         return donor
 
     def forget(self, donor_id: str, *, reason: EvictionReason = "forgotten") -> bool:
@@ -159,7 +156,10 @@ class SemBlend:
             trace = Trace(declined, NOTHING_ALIGNED) if declined else self._traced(prompt, request_id, exact_tokens)
             decision = self._released(trace.decision)
             span.set(reused_tokens=_reused(decision), reason=str(getattr(decision, "reason", "")))
-        self._report_lookup(prompt, request_id, exact_tokens, trace, decision, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._report.looked_up(prompt, request_id, exact_tokens, trace, decision, seconds)
+        if request_id and isinstance(decision, ReusePlan):
+            self.ledger.planned(request_id, decision)
         return decision
 
     def explain(self, prompt: Prompt, *, exact_tokens: int = 0) -> Explanation:
@@ -197,9 +197,7 @@ class SemBlend:
         self.ledger.confirm(receipt)
         self.release(receipt.request_id)
         self._store.touch(receipt.donor_ids)
-        self.metrics.confirmed(receipt)
-        if self.events:
-            self.events.emit(events.from_receipt(receipt))
+        self._report.confirmed(receipt)
         return receipt
 
     def release(self, request_id: str) -> None:
@@ -253,7 +251,7 @@ class SemBlend:
             gone = [donor_id for generation, donor_id in ours.items() if generation not in theirs]
             evictions = self._store.remove(gone, "forgotten", journal=False)
             fresh = sum(self._take_in(self._journal.fetch(generation)) for generation in sorted(theirs - ours.keys()))
-        self._report_evictions(evictions)
+        self._gone(evictions)
         return len(gone) + fresh
 
     def close(self) -> None:
@@ -297,7 +295,7 @@ class SemBlend:
             trace = self._pipeline.run(prompt, exact_tokens)
             evidence = self._evidence.beside(trace.decision, prompt)
         except Exception as error:  # whatever fails in here must cost the request time, never an answer
-            self._report_error("lookup", error, request_id)
+            self._report.failed("lookup", error, request_id)
             return Trace(Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}"), NOTHING_ALIGNED)
         return replace(trace, decision=replace(trace.decision, evidence=evidence)) if evidence else trace
 
@@ -310,22 +308,26 @@ class SemBlend:
 
     def _stale(self, donor_id: str, request_id: str) -> Decline:
         decline = Decline(DeclineReason.STALE, f"donor {donor_id} was replaced or evicted after the lookup")
-        self.metrics.declined(decline.reason)
-        if self.events:
-            self.events.emit(events.reuse_declined(request_id, decline.reason, decline.detail))
+        self._report.declined(decline, request_id)
         return decline
 
     def _forget(self, donor_ids: list[str], reason: EvictionReason) -> int:
         evictions = self._store.remove(donor_ids, reason)
-        self._report_evictions(evictions)
-        self._report_donors()
+        self._gone(evictions)
+        self._report.holding(self._store.stats())
         return len(evictions)
+
+    def _gone(self, evictions: tuple[Eviction, ...]) -> None:
+        for eviction in evictions:
+            if eviction.reason != "replaced":
+                self._evidence.remove(eviction.donor.donor_id)
+        self._report.evicted(evictions)
 
     def _restore(self, journal: SqliteJournal) -> None:
         for item in journal.load(self.config.max_donors, self._store.log.capacity):
             self._take_in(item)
         if journal.bad_rows:
-            self._report_error("store", SemBlendError(f"{journal.bad_rows} damaged donors in {journal.path} left out"))
+            self._report.failed("store", SemBlendError(f"{journal.bad_rows} damaged donors in {journal.path} left out"))
 
     def _take_in(self, item: tuple[Donor, np.ndarray[Any, np.dtype[np.int32]]] | None) -> bool:
         if item is None or (item[0].expires_unix_s is not None and item[0].expires_unix_s <= self._clock()):
@@ -336,66 +338,6 @@ class SemBlend:
         if taken:
             self._evidence.add(donor.donor_id, prompt)
         return taken
-
-    def _report_evictions(self, evictions: tuple[Eviction, ...]) -> None:
-        for eviction in evictions:
-            if eviction.reason != "replaced":
-                self._evidence.remove(eviction.donor.donor_id)
-            if self.events:
-                donor = eviction.donor
-                self.events.emit(events.donor_evicted(donor.donor_id, donor.generation, eviction.reason))
-
-    def _report_donors(self) -> None:
-        stats = self._store.stats()
-        self.metrics.donors(stats.donors, stats.used_bytes, "index")
-
-    def _report_lookup(
-        self,
-        prompt: Prompt,
-        request_id: str,
-        exact_tokens: int,
-        trace: Trace,
-        decision: ReusePlan | Decline,
-        seconds: float,
-    ) -> None:
-        self.metrics.lookup(seconds)
-        best = max((s.similarity for s in decision.evidence), default=None)
-        if best is not None:
-            self.metrics.similarity(best)
-        reason = decision.reason if isinstance(decision, Decline) else None
-        if isinstance(decision, Decline):
-            self.metrics.declined(decision.reason)
-        elif request_id:
-            self.ledger.planned(request_id, decision)
-        if not self.events:
-            return
-        found = trace.decision
-        self.events.emit(
-            events.lookup(
-                request_id or None, len(prompt), trace.alignment.seeds, trace.alignment.matches, seconds * 1e3,
-                exact_tokens=exact_tokens, reusable_tokens=_reused(found),
-                donor_ids=found.donor_ids if isinstance(found, ReusePlan) else (), similarity=best, reason=reason,
-            )
-        )  # fmt: skip
-        if isinstance(decision, Decline):
-            self.events.emit(events.reuse_declined(request_id or None, decision.reason, decision.detail))
-        else:
-            self.events.emit(
-                events.reuse_planned(
-                    request_id or None, decision.spans, decision.reused_tokens, prompt_tokens=len(prompt),
-                    exact_tokens=exact_tokens, saving_ms=decision.saving_ms, similarity=best,
-                )
-            )  # fmt: skip
-
-    def _report_missing(self, message: str) -> None:
-        log.info("%s", message)
-        if self.events:
-            self.events.emit(events.fallback(None, None, message))
-
-    def _report_error(self, where: str, error: BaseException, request_id: str = "") -> None:
-        log.warning("%s failed, the request runs cold: %s: %s", where, type(error).__name__, error)
-        if self.events:
-            self.events.emit(events.error(where, f"{type(error).__name__}: {error}", request_id or None))
 
 
 def _check_prompt(prompt: Prompt) -> None:

@@ -102,6 +102,16 @@ def test_a_prompt_larger_than_the_budget_is_refused_with_the_size_to_ask_for():
     make(max_bytes=asked).register(Prompt(tokens(2, 100_000)), donor_id="large")
 
 
+def test_a_budget_that_cannot_be_reserved_is_an_error_with_a_hint(monkeypatch):
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("semblend.discover.store.TokenLog", refuse)
+    with pytest.raises(CapacityError, match="cannot reserve") as caught:
+        make()
+    assert "SEMBLEND_MAX_BYTES" in caught.value.hint
+
+
 def test_an_expired_donor_is_never_served_and_makes_room_first():
     clock = Clock()
     sb = SemBlend(SemBlendConfig(embedder="none", metrics=False, max_donors=2), clock=clock)

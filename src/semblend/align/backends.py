@@ -73,8 +73,8 @@ class _CompiledScan:
         store, scheme = backend.store, backend.scheme
         backend.kernels.extend(
             self._tokens, candidates.fingerprint.positions, candidates.first, seed_from, seed_to, self._floor,
-            backend.shortest, scheme.k, scheme.guaranteed_tokens, exact.LIMITS, backend.index.postings, store.log.tokens,
-            store.slots.rows, candidates.namespace_id, store.now(), self._state, self._out,
+            backend.shortest, scheme.k, scheme.guaranteed_tokens, exact.LIMITS, backend.index.postings,
+            store.log.tokens, store.slots.rows, candidates.namespace_id, store.now(), self._state, self._out,
         )  # fmt: skip
 
     def found(self) -> tuple[MatchArray, int]:

@@ -1,7 +1,7 @@
 """Compiled alignment: seeds become maximal matches, matches become a cover. Importing imports numba.
 
-`semblend.align.exact` and `compose` are the readable twins; the tests hold them equal. Limits come as arguments: numba's
-on-disk cache does not notice when a constant imported from another module changes.
+`semblend.align.exact` and `compose` are the readable twins; the tests hold them equal. Limits come as arguments:
+numba's on-disk cache does not notice when a constant imported from another module changes.
 """
 
 from __future__ import annotations

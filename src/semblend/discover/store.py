@@ -68,9 +68,15 @@ class DonorStore:
         self.max_donors = max_donors
         self.max_bytes = max_bytes
         self.slots = SlotTable()
-        self.log = TokenLog(int(capacity / FILL) + 1, self.slots)
         postings = int(capacity * POSTINGS_PER_TOKEN) + 1
-        self.index: FlatIndex | PlainIndex = FlatIndex(postings) if compiled else PlainIndex(postings)
+        self.index: FlatIndex | PlainIndex
+        try:  # address space is reserved for the whole budget, memory is taken as it is touched
+            self.log = TokenLog(int(capacity / FILL) + 1, self.slots)
+            self.index = FlatIndex(postings) if compiled else PlainIndex(postings)
+        except MemoryError:
+            raise CapacityError(
+                f"this machine cannot reserve max_bytes={max_bytes}", hint="lower max_bytes (SEMBLEND_MAX_BYTES)"
+            ) from None
         self._journal = journal
         self._clock = clock
         self._donors: list[Donor | None] = []

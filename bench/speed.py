@@ -13,6 +13,7 @@ import argparse
 import gc
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -223,6 +224,25 @@ def real_donors(folder: Path, tokenizer: str) -> tuple[MakeDonor, Callable[[np.r
     return make, fresh
 
 
+def persistent(report: _report.Report, donors: int, repeat: int) -> None:
+    """What a store file costs: every registration is a transaction."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = SemBlendConfig(embedder="none", max_donors=donors, store=f"{folder}/donors")
+        with SemBlend(config) as sb:
+            sb.warm_up()
+
+            def register(i: int) -> Callable[[], object]:
+                ids = random_donor(i)
+                return lambda: sb.register(Prompt(ids), donor_id=f"donor-{i}")
+
+            rows: list[list[object]] = [["register", *timed(register(i) for i in range(donors)).row()]]
+            rows.append(["register, store full", *timed(register(donors + i) for i in range(repeat)).row()])
+            rows.append(["save() a snapshot", *timed(iter([lambda: sb.save(f"{folder}/snapshot")])).row()])
+        opening = timed(iter([lambda: SemBlend(config).close()]))
+        rows.append(["open", *opening.row()])
+    report.table(f"With a store file, {donors:,} donors of 8,192 tokens", ["what", *COLUMNS], rows)
+
+
 START = """
 import time; t = time.perf_counter()
 import semblend; imported = time.perf_counter() - t
@@ -270,6 +290,7 @@ def main() -> int:
         make, fresh = real_donors(_report.data_dir(args), args.tokenizer)
         scale(report, "real text", args.donors, make, Prompts(args.donors, make, fresh), args.repeat)
     donor_counts(report, counts, args.repeat)
+    persistent(report, 200 if args.quick else 2000, args.repeat)
     report.write(args.out)
     return 0
 

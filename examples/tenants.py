@@ -3,14 +3,13 @@
 python examples/tenants.py
 """
 
-from semblend import Namespace, Prompt, SemBlend
+from semblend import Decline, Namespace, Prompt, ReusePlan, SemBlend
 
 CONTRACT = range(1000, 1600)
 
 
-def told(decision: object) -> str:
-    found = getattr(decision, "reused_tokens", 0)
-    return f"{found} tokens" if found else f"nothing ({decision.reason})"  # type: ignore[attr-defined]
+def told(decision: ReusePlan | Decline) -> str:
+    return f"nothing ({decision.reason})" if isinstance(decision, Decline) else f"{decision.reused_tokens} tokens"
 
 
 def main() -> None:

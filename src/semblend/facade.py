@@ -236,10 +236,12 @@ class SemBlend:
         self._switched_on = True
 
     def save(self, path: str | Path) -> int:
-        """Write all donors to a new store file, which replaces ``path`` only when whole; returns how many."""
-        with self._store.lock:
-            found = ((donor, self._store.tokens(donor.donor_id)) for donor in self._store.donors())
-            return write_snapshot(path, ((donor, tokens) for donor, tokens in found if tokens is not None))
+        """Write all donors to a new store file, which replaces ``path`` only when whole; returns how many.
+
+        Requests go on meanwhile: the store is locked for one donor at a time, and each donor is whole.
+        """
+        copies = ((donor, self._store.tokens(donor.donor_id, donor.generation)) for donor in self._store.donors())
+        return write_snapshot(path, ((donor, tokens) for donor, tokens in copies if tokens is not None))
 
     def refresh(self) -> int:
         """Take over what other processes changed in a shared store file; returns how many donors differ."""

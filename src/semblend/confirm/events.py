@@ -13,18 +13,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from semblend.confirm.fields import SPAN_FIELDS, TEXT_LIMIT, Field, JsonObject, object_schema
 from semblend.confirm.outcome import Outcome
 from semblend.confirm.receipt import RECEIPT_FIELDS, Receipt, span_to_dict
+from semblend.discover.donor import EvictionReason
 from semblend.errors import ReceiptError
 from semblend.plan.reuse_plan import DeclineReason
 from semblend.span import Span
 
 SCHEMA_VERSION = 1
-
-EvictionReason = Literal["capacity", "expired", "forgotten", "replaced", "engine"]
 
 
 class EventKind(StrEnum):

@@ -112,11 +112,13 @@ class DonorStore:
             raise LookupError(f"slot {slot} is empty")
         return donor
 
-    def tokens(self, donor_id: str) -> TokenArray | None:
-        """A copy of a donor's tokens."""
+    def tokens(self, donor_id: str, generation: int | None = None) -> TokenArray | None:
+        """A copy of a donor's tokens; None when it is gone, or not of this generation."""
         with self.lock:
             slot = self._slot_of.get(donor_id)
-            return None if slot is None else self.log.view(slot).copy()
+            if slot is None or (generation is not None and self.at(slot).generation != generation):
+                return None
+            return self.log.view(slot).copy()
 
     def namespace_id(self, namespace: Namespace) -> int | None:
         """None when no donor lives in the namespace."""

@@ -232,6 +232,11 @@ def tables(
     )  # fmt: skip
     for item in chosen:
         report.note(f"{item.name}: {results[item.name].get('error', item.remark)}")
+    for name in ran:
+        if (n := len(results[name]["scores"])) < len(corpus.queries):
+            report.note(
+                f"{name}: its time ran out after {n} of {len(corpus.queries)} queries; its figures are over those"
+            )
     report.note(f"a lookup may take {LIMIT_S:g} seconds; one that takes longer counts as nothing found")
     counts = Counter(query.kind for query in corpus.queries)
     report.note("n of each class: " + ", ".join(f"{kind} {n}" for kind, n in counts.items()))

@@ -60,7 +60,7 @@ class Reporter:
                     request_id or None,
                     len(prompt),
                     trace.alignment.seeds,
-                    trace.alignment.matches,
+                    trace.alignment.runs_examined,
                     round(seconds * 1e3, 4),
                     exact_tokens=exact_tokens,
                     reusable_tokens=found.reused_tokens if found else 0,

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 import _oracle
+import recall
+from _scoring import Score, score
 
 # Few different ids and few tokens: repeats, overlaps and near misses come up all the time.
 PROMPTS = st.lists(st.integers(0, 2), min_size=0, max_size=40)
@@ -79,3 +81,41 @@ def test_a_run_of_31_tokens_is_too_short_and_one_of_32_is_not():
 
     prompt[41] = donor[81]
     assert np.flatnonzero(oracle.covered(prompt)).tolist() == list(range(10, 42))
+
+
+def scored(spans: list[tuple[str, int, int, int]], kind: str = "reorder") -> Score:
+    """A query of 100 tokens whose first 40 a donor holds at the same place."""
+    query = np.arange(100, dtype=np.int32)
+    donor = np.concatenate([query[:40], np.full(20, 7, np.int32)])
+    covered = _oracle.SharedRuns([donor]).covered(query)
+    return score("q", kind, query, covered, spans, {"d": donor}, cpu_ms=1.0)
+
+
+def test_a_right_span_is_recovered_and_breaks_no_promise():
+    result = scored([("d", 0, 0, 40)])
+
+    assert (result.oracle_tokens, result.recovered_tokens, result.wrong_tokens) == (40, 40, 0)
+    assert recall.failures([result]) == []
+
+
+@pytest.mark.parametrize(
+    ("spans", "wrong"),
+    [
+        ([("d", 0, 0, 41)], 1),  # one token too far
+        ([("d", 1, 0, 39)], 39),  # shifted by one
+        ([("d", 30, 90, 20)], 20),  # beyond the end of the query
+        ([("nobody", 0, 0, 40)], 40),  # a donor that nobody registered
+        ([("d", -1, 0, 10)], 10),
+    ],
+)
+def test_every_wrong_token_is_counted_and_fails_the_run(spans, wrong):
+    result = scored(spans)
+
+    assert result.wrong_tokens == wrong
+    assert any("does not hold" in line for line in recall.failures([result]))
+
+
+def test_a_missed_run_an_overlap_and_reuse_of_the_unrelated_each_fail_the_run():
+    assert any("below" in line for line in recall.failures([scored([("d", 0, 0, 39)])]))
+    assert any("overlap" in line for line in recall.failures([scored([("d", 0, 0, 40), ("d", 0, 0, 32)])]))
+    assert any("unrelated" in line for line in recall.failures([scored([("d", 0, 0, 40)], kind="unrelated")]))

@@ -79,7 +79,7 @@ class _CompiledScan:
 
     def found(self) -> tuple[MatchArray, int]:
         kernels = self._backend.kernels
-        return self._out[: self._state[kernels.MATCHES]], int(self._state[kernels.CANDIDATES])
+        return self._out[: self._state[kernels.MATCHES]], int(self._state[kernels.EXAMINED])
 
 
 class PlainBackend:

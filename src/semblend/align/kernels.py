@@ -12,7 +12,7 @@ from numba import njit
 from semblend.discover.kernels import MAX_STEPS, NEXT, OFFSET, SLOT, TAG
 from semblend.discover.slots import EXPIRES, LENGTH, NAMESPACE, START
 
-COVERED, LAST_SLOT, LAST_SHIFT, SPENT, MATCHES, CANDIDATES = 0, 1, 2, 3, 4, 5
+COVERED, LAST_SLOT, LAST_SHIFT, SPENT, MATCHES, EXAMINED = 0, 1, 2, 3, 4, 5
 
 
 @njit(cache=True, inline="always")
@@ -35,6 +35,68 @@ def _run_left(tokens, at, floor, donor, donor_at, donor_begin):
     return at - i
 
 
+@njit(cache=True, inline="always")
+def _promises(tokens, at, covered, floor, right, left, log, log_at, begin, end):
+    """Whether one token says that a candidate could reach further right, or begin further left in uncovered text:
+    the cheap question first, as in a compressor's match finder."""
+    reach = right[1]
+    beyond = log_at + (reach - at)
+    if reach < at or (reach < len(tokens) and beyond < end and tokens[reach] == log[beyond]):
+        return True
+    if right[2] < 0 or left[0] <= max(covered, floor):
+        return False
+    before = log_at + (left[0] - 1 - at)
+    return before >= begin and tokens[left[0] - 1] == log[before]
+
+
+@njit(cache=True)
+def _best_runs(
+    tokens, at, posting, floor, shortest, k, limits, postings, log, slots, namespace_id, now, state, right, left,
+):  # fmt: skip
+    """Grow one seed on the donors that have it; fills the match that reaches furthest right and the one that begins
+    furthest left. False when none reaches beyond what is covered."""
+    max_candidates, _, _, cost_of_a_look = limits
+    covered = state[COVERED]
+    right[0], right[1], right[2] = len(tokens), covered, -1
+    left[0] = len(tokens)
+    tag = postings[posting, TAG]
+    looked = 0
+    steps = 0
+    while posting != 0 and looked < max_candidates and steps < MAX_STEPS:
+        here = posting
+        posting = np.int64(postings[here, NEXT])
+        steps += 1
+        slot = np.int64(postings[here, SLOT])
+        offset = np.int64(postings[here, OFFSET])
+        if postings[here, TAG] != tag or slots[slot, NAMESPACE] != namespace_id or slots[slot, EXPIRES] <= now:
+            continue
+        if at < covered and slot == state[LAST_SLOT] and at - offset == state[LAST_SHIFT]:
+            continue  # the last match itself, which ended at ``covered``
+        looked += 1
+        state[SPENT] += cost_of_a_look
+        begin = slots[slot, START]
+        end = begin + slots[slot, LENGTH]
+        log_at = begin + offset
+        goes_on = right[2] >= 0 and slot == state[LAST_SLOT] and slot != right[2]
+        if not (goes_on or _promises(tokens, at, covered, floor, right, left, log, log_at, begin, end)):
+            continue
+        match_end = _run_right(tokens, at, log, log_at, end)
+        if match_end - at < k:
+            continue
+        match_start = _run_left(tokens, at, floor, log, log_at, begin)
+        state[SPENT] += match_end - match_start
+        if match_end - match_start < shortest:
+            continue
+        state[EXAMINED] += 1
+        level = right[2] >= 0 and match_end == right[1]
+        longer = match_start < right[0] or (match_start == right[0] and goes_on)
+        if match_end > right[1] or (level and longer):
+            right[0], right[1], right[2], right[3] = match_start, match_end, slot, offset - (at - match_start)
+        if match_start < left[0]:
+            left[0], left[1], left[2], left[3] = match_start, match_end, slot, offset - (at - match_start)
+    return right[2] >= 0
+
+
 @njit(cache=True, nogil=True)
 def extend(
     tokens, positions, first, seed_from, seed_to, floor, shortest, k, guaranteed,
@@ -44,85 +106,32 @@ def extend(
 
     A match row is (start, end, slot, donor_start). Seeds that lie deeper than ``guaranteed - 1`` tokens inside what
     the last match covers are passed over: whatever they could show either ends inside that match or has another
-    seed nearer to its end. Of one seed's candidates two are kept: the one that reaches furthest right, and the one
-    that begins before it and before everything covered so far.
+    seed nearer to its end. Of one seed's matches two are kept: the one that reaches furthest right, and the one that
+    begins before it, if what lies between was not covered.
     """
-    max_candidates, free_work, work_per_token, cost_of_a_look = limits
-    size = len(tokens)
+    _, free_work, work_per_token, _ = limits
+    right = np.zeros(4, np.int64)
+    left = np.zeros(4, np.int64)
     for i in range(seed_from, seed_to):
-        p = np.int64(first[i])
+        posting = np.int64(first[i])
         at = positions[i]
-        if p == 0 or at <= state[COVERED] - guaranteed or at < floor:
+        covered = state[COVERED]
+        if posting == 0 or at <= covered - guaranteed or at < floor:
             continue
         if state[SPENT] > free_work + work_per_token * at:
             continue
-        covered = state[COVERED]
-        tag = postings[p, TAG]
-        right_start, right_end, right_slot, right_donor = size, covered, np.int64(-1), np.int64(0)
-        left_start, left_end, left_slot, left_donor = size, np.int64(0), np.int64(-1), np.int64(0)
-        looked = 0
-        steps = 0
-        while p != 0 and looked < max_candidates and steps < MAX_STEPS:
-            here = p
-            p = np.int64(postings[here, NEXT])
-            steps += 1
-            if postings[here, TAG] != tag:
-                continue
-            slot = np.int64(postings[here, SLOT])
-            offset = np.int64(postings[here, OFFSET])
-            if slots[slot, NAMESPACE] != namespace_id or slots[slot, EXPIRES] <= now:
-                continue
-            if at < covered and slot == state[LAST_SLOT] and at - offset == state[LAST_SHIFT]:
-                continue  # the last match itself, which ended at ``covered``
-            looked += 1
-            state[SPENT] += cost_of_a_look
-            begin = slots[slot, START]
-            end = begin + slots[slot, LENGTH]
-            here_at = begin + offset
-            # Cheap questions first, as in a compressor's match finder: could it reach further right, begin further
-            # left in uncovered text, or go on with the donor used last?
-            beyond = here_at + (right_end - at)
-            reaches = right_end < at or (right_end < size and beyond < end and tokens[right_end] == log[beyond])
-            before = here_at + (left_start - 1 - at)
-            leads = (
-                right_slot >= 0
-                and left_start > max(covered, floor)
-                and before >= begin
-                and tokens[left_start - 1] == log[before]
-            )
-            goes_on = right_slot >= 0 and slot == state[LAST_SLOT] and slot != right_slot
-            if not (reaches or leads or goes_on):
-                continue
-            match_end = _run_right(tokens, at, log, here_at, end)
-            if match_end - at < k:
-                continue
-            match_start = _run_left(tokens, at, floor, log, here_at, begin)
-            state[SPENT] += match_end - match_start
-            if match_end - match_start < shortest:
-                continue
-            state[CANDIDATES] += 1
-            donor_start = here_at - (at - match_start) - begin
-            better = match_end > right_end or (
-                right_slot >= 0
-                and match_end == right_end
-                and (match_start < right_start or (match_start == right_start and goes_on))
-            )
-            if better:
-                right_start, right_end, right_slot, right_donor = match_start, match_end, slot, donor_start
-            if match_start < left_start:
-                left_start, left_end, left_slot, left_donor = match_start, match_end, slot, donor_start
-        if right_slot < 0:
+        found = _best_runs(
+            tokens, at, posting, floor, shortest, k, limits, postings, log, slots, namespace_id, now,
+            state, right, left,
+        )  # fmt: skip
+        if not found:
             continue
-        if left_start < right_start and right_start > covered:
-            n = state[MATCHES]
-            out[n, 0], out[n, 1], out[n, 2], out[n, 3] = left_start, left_end, left_slot, left_donor
-            state[MATCHES] = n + 1
-        n = state[MATCHES]
-        out[n, 0], out[n, 1], out[n, 2], out[n, 3] = right_start, right_end, right_slot, right_donor
-        state[MATCHES] = n + 1
-        state[COVERED] = right_end
-        state[LAST_SLOT] = right_slot
-        state[LAST_SHIFT] = right_start - right_donor
+        if left[0] < right[0] and right[0] > covered:
+            out[state[MATCHES]] = left
+            state[MATCHES] += 1
+        out[state[MATCHES]] = right
+        state[MATCHES] += 1
+        state[COVERED], state[LAST_SLOT], state[LAST_SHIFT] = right[1], right[2], right[0] - right[3]
 
 
 @njit(cache=True, nogil=True)

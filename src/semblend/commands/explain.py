@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.donors:
             _register(semblend, tokenizer, args)
+        semblend.warm_up()  # or the first call's loading of kernels would pass for time spent on the prompt
         explanation = semblend.explain(prompt)
     finally:
         semblend.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -147,3 +149,10 @@ def test_every_static_file_of_the_explorer_is_packaged() -> None:
     patterns = project["tool"]["setuptools"]["package-data"]["semblend"]
     for name, _ in STATIC.values():
         assert any(fnmatch.fnmatch(f"explorer/static/{name}", pattern) for pattern in patterns), f"{name} is left out"
+
+
+def test_published_figures_are_those_of_the_result_files() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "publish.py"), "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

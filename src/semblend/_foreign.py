@@ -3,7 +3,8 @@
 Our distribution is ``semblend-suite``; both write into a folder called ``semblend``, so with the two side
 by side half of the files come from the other project, and nothing after that can be trusted.
 
-This runs whenever a `SemBlend` or a command starts. It reads folder names only: importlib.metadata would take 50 ms to load, this takes 1.
+This runs whenever a `SemBlend` or a command starts. It reads folder names only: importlib.metadata would take
+50 ms to load, this takes 1.
 """
 
 from __future__ import annotations

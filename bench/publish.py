@@ -1,0 +1,107 @@
+"""Put the figures of bench/results/*.json between the markers in README.md and docs/experiments.md.
+
+    python bench/publish.py                   # rewrite the pages
+    python bench/publish.py --check           # exit 1 when a page does not say what the results say
+
+No figure in those places is typed by hand: a test holds the pages to the result files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from _report import format_table
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "experiments.md")
+MARKER = re.compile(r"(<!-- numbers:(\w+)(:all)? -->\n).*?(<!-- /numbers -->)", re.DOTALL)
+
+Result = dict[str, Any]
+
+
+def source(result: Result) -> str:
+    """Which command, which machine, when."""
+    made = result["provenance"]
+    return (
+        f"`{made['command']}`, {made['date'][:10]}, {made['cpu_model']}, {made['cpu_cores']} cores, one thread, "
+        f"Python {made['python']}, commit `{made['git_sha'][:10]}`."
+    )
+
+
+def everything(result: Result) -> str:
+    parts = [f"**{t['title']}**\n\n{format_table(t['columns'], t['rows'])}" for t in result["tables"]]
+    notes = "\n".join(f"- {note}" for note in result["notes"])
+    return "\n\n".join([*parts, notes, source(result)])
+
+
+def columns(table: dict[str, Any], wanted: list[str]) -> str:
+    at = [table["columns"].index(name) for name in wanted]
+    return format_table(wanted, [[row[i] for i in at] for row in table["rows"]])
+
+
+def find(result: Result, words: str) -> dict[str, Any]:
+    return next(table for table in result["tables"] if words in table["title"])
+
+
+def speed(result: Result) -> str:
+    wanted = ["what", "p50 ms", "p99 ms", "mean CPU ms", "target"]
+    parts = []
+    for name in ("random tokens:", "real text:"):
+        table = find(result, name)
+        parts.append(f"{table['title'][0].upper()}{table['title'][1:]}.\n\n{columns(table, wanted)}")
+    return "\n\n".join([*parts, source(result)])
+
+
+def recall(result: Result) -> str:
+    table = find(result, "Recall")
+    wanted = ["class", "n", "in shared runs", "recovered", "wrong", "CPU ms p50"]
+    return f"{table['title']}.\n\n{columns(table, wanted)}\n\n{source(result)}"
+
+
+def first_table(result: Result) -> str:
+    table = result["tables"][0]
+    return f"{table['title']}.\n\n{format_table(table['columns'], table['rows'])}\n\n{source(result)}"
+
+
+SHORT: dict[str, Callable[[Result], str]] = {"speed": speed, "recall": recall}
+
+
+def filled(page: str) -> str:
+    """The page with every marked place filled from its result file; a place without one stays as it is."""
+
+    def fill(match: re.Match[str]) -> str:
+        opening, name, everywhere, closing = match.groups()
+        path = RESULTS / f"{name}.json"
+        if not path.exists():
+            return match.group(0)
+        result = json.loads(path.read_text(encoding="utf-8"))
+        body = everything(result) if everywhere else SHORT.get(name, first_table)(result)
+        return f"{opening}{body}\n{closing}"
+
+    return MARKER.sub(fill, page)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    stale = []
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        if (fresh := filled(text)) != text:
+            stale.append(path.name)
+            if not args.check:
+                path.write_text(fresh, encoding="utf-8")
+    print(f"{'stale' if args.check else 'rewrote'}: {', '.join(stale) or 'nothing'}", file=sys.stderr)
+    return 1 if args.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

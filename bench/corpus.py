@@ -375,19 +375,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def load(args: argparse.Namespace) -> Corpus:
-    """The corpus that the common flags ask for."""
+def load_encoder(args: argparse.Namespace) -> Encoder:
     from semblend.errors import SemBlendError
     from semblend.tokenization import load_tokenizer
 
-    folder = _report.data_dir(args)
     try:
-        encoder = load_tokenizer(args.tokenizer)
+        return load_tokenizer(args.tokenizer)
     except SemBlendError as error:
         _report.fail(error.message, hint=error.hint or "use --tokenizer stable")
-    corpus = build_corpus(folder, encoder, args.seed, 8 if args.quick else QUERIES_PER_CLASS)
+
+
+def load(args: argparse.Namespace) -> Corpus:
+    """The corpus that the common flags ask for."""
+    per_class = 8 if args.quick else QUERIES_PER_CLASS
+    corpus = build_corpus(_report.data_dir(args), load_encoder(args), args.seed, per_class)
     if args.quick:
-        corpus = corpus.capped(donors=150, per_class=8)
+        corpus = corpus.capped(donors=150, per_class=per_class)
     _report.progress(f"corpus: {len(corpus.donors)} donors, {len(corpus.queries)} queries")
     return corpus
 

@@ -26,6 +26,7 @@ import numpy as np
 from _documents import Document, Session
 from _oracle import Tokens
 from _report import progress, spread
+from corpus import load_encoder
 from recall import spans_of
 
 BLOCK = 16
@@ -62,10 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _report.add_common_arguments(parser, "natural")
     parser.add_argument("--conversations", type=int, default=600, help="chats to replay")
     args = parser.parse_args(arguments)
-    from semblend.tokenization import load_tokenizer
-
     report = _report.Report("natural", args)
-    folder, encoder = _report.data_dir(args), load_tokenizer(args.tokenizer)
+    folder, encoder = _report.data_dir(args), load_encoder(args)
     replayed: dict[str, list[Outcome]] = {}
     empty: dict[str, int] = {}
     for name, requests in traffic(folder, args).items():

@@ -16,7 +16,7 @@ from semblend.prompt import TokenArray
 
 MatchArray = npt.NDArray[np.int64]  # rows (start, end, slot, donor_start); target positions
 
-MAX_CANDIDATES = 16  # donors compared for one seed
+MAX_CANDIDATES = 8  # donors compared for one seed, newest first; 16 recovered no more on the recall corpus
 FREE_WORK = 65_536  # token comparisons that every lookup may spend
 WORK_PER_TOKEN = 16  # and what each scanned token adds to that: bounds the time on repetitive text
 COST_OF_A_LOOK = 16  # comparisons charged for touching a candidate at all (a cache miss or two)

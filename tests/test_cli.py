@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ import semblend
 from semblend import Namespace, Prompt, SemBlend, SemBlendConfig
 from semblend._foreign import foreign_distribution, refuse_foreign_distribution
 from semblend.cli import build_parser, main
+from semblend.commands.output import write_json
 from semblend.errors import SemBlendError
 from semblend.tokenization import StableTokenizer
 
@@ -35,7 +37,7 @@ def run(*arguments: str, module: str = "semblend.cli", **options: object) -> sub
 def store(tmp_path: Path) -> str:
     """Three donors on disk: two of tenant a, one of tenant b, one of them two days old."""
     path = tmp_path / "donors.semblend"
-    clock = iter([time.time() - 2 * 86_400] * 2 + [time.time()] * 1000)
+    clock = iter([time.time() - 2 * 86_400] * 3 + [time.time()] * 1000)
     with SemBlend(SemBlendConfig(store=str(path), embedder="none"), clock=lambda: next(clock)) as sb:
         encode = StableTokenizer().encode
         sb.register(Prompt(encode(TEXT), namespace=Namespace(tenant="a")), donor_id="old")
@@ -55,13 +57,13 @@ def test_without_arguments_help_goes_to_stderr_and_the_exit_code_is_2(capsys: Ou
 
 
 def test_every_command_has_help_and_takes_debug(capsys: Output) -> None:
-    for command in ("serve", "explain", "estimate", "donors", "doctor", "version"):
+    for command in ("serve", "models", "explore", "explain", "estimate", "donors", "doctor", "version"):
         assert main([command, "--help"]) == 0
         assert "--debug" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "arguments", [["bogus"], ["version", "--bogus"], ["explain"], ["donors"], ["serve", "--port", "x"]]
+    "arguments", [["bogus"], ["version", "--bogus"], ["explain"], ["donors"], ["explore", "--port", "x"]]
 )
 def test_wrong_usage_is_an_error_line_a_hint_line_and_exit_code_2(arguments: list[str], capsys: Output) -> None:
     assert main(arguments) == 2
@@ -111,6 +113,32 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
 
 
 # -- explain -------------------------------------------------------------------------------------------------------
+
+
+def test_output_that_cannot_be_written_is_one_line_and_exit_code_1() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "semblend.cli", "version"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "error: cannot write the output: No space left on device",
+        "hint: is the disk full?",
+    ]
+
+
+def test_a_report_never_takes_the_place_of_a_device(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_json(str(pipe), {"a": 1})
+    assert json.loads(os.read(reader, 100)) == {"a": 1}
+    os.close(reader)
+    assert not pipe.is_file()
 
 
 def test_explain_finds_a_shifted_text_in_a_log(tmp_path: Path, capsys: Output) -> None:
@@ -279,11 +307,11 @@ def test_doctor_hides_a_password_in_an_address(monkeypatch: pytest.MonkeyPatch, 
     assert "***@host:4222" in shown
 
 
-# -- serve ---------------------------------------------------------------------------------------------------------
+# -- explore ---------------------------------------------------------------------------------------------------------
 
 
-def test_serve_prints_its_address_answers_and_stops_cleanly_when_asked_to(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "semblend.cli", "serve", "--port", "0", "--store", str(tmp_path / "s.semblend")]
+def test_explore_prints_its_address_answers_and_stops_cleanly_when_asked_to(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "semblend.cli", "explore", "--port", "0", "--store", str(tmp_path / "s.semblend")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None

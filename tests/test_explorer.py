@@ -285,3 +285,19 @@ def test_a_taken_port_is_an_input_error_with_a_way_out(ask: Client) -> None:
 def test_loopback_names_are_known() -> None:
     assert all(is_loopback(name) for name in ("localhost", "127.0.0.1", "127.9.9.9", "::1", "x.localhost"))
     assert not any(is_loopback(name) for name in ("", "0.0.0.0", "example.org", "localhost.evil.org", "10.0.0.1"))
+
+
+def test_broken_headers_are_refused_in_json_and_not_by_a_fault(ask: Client) -> None:
+    for headers in ({"Host": "["}, {"Content_Type": "application/json", "Content_Length": "9" * 5000}):
+        status, content, _ = ask.raw("POST", "/api/explain", None, **headers)
+        assert 400 <= status < 500
+        assert json.loads(content)["error"]
+    status, content, _ = ask.raw("PUT", "/api/donors")
+    assert status == 501
+    assert json.loads(content)["error"]
+
+
+def test_many_visitors_at_once_are_all_answered(ask: Client) -> None:
+    with ThreadPoolExecutor(60) as pool:
+        answers = list(pool.map(lambda _: ask("GET", "/health")[0], range(180)))
+    assert set(answers) == {200}

@@ -11,7 +11,7 @@ from semblend._version import __version__
 DESCRIPTION = """What a cache should keep, and where a request should go.
 
 This version contains no semantickv commands yet. What is there today is the library and the
-command semblend: semblend estimate shows what reuse would save on logged prompts, semblend serve
+command semblend: semblend estimate shows what reuse would save on logged prompts, semblend explore
 opens the explorer, semblend explain tells why a prompt would or would not be reused."""
 
 

@@ -11,7 +11,7 @@ from semblend._version import __version__
 DESCRIPTION = """Did reuse really help, and did it do no harm.
 
 This version contains no sembench commands yet. What is there today is the library and the
-command semblend: semblend estimate shows what reuse would save on logged prompts, semblend serve
+command semblend: semblend estimate shows what reuse would save on logged prompts, semblend explore
 opens the explorer, semblend explain tells why a prompt would or would not be reused."""
 
 

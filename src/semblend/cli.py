@@ -17,10 +17,10 @@ from typing import NoReturn
 
 from semblend._foreign import refuse_foreign_distribution
 from semblend._version import __version__
-from semblend.commands import doctor, donors, estimate, explain, serve, version
+from semblend.commands import doctor, donors, estimate, explain, explore, models, serve, version
 from semblend.errors import SemBlendError
 
-COMMANDS: tuple[ModuleType, ...] = (serve, explain, estimate, donors, doctor, version)
+COMMANDS: tuple[ModuleType, ...] = (serve, models, explore, explain, estimate, donors, doctor, version)
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
@@ -80,12 +80,18 @@ def _run(args: argparse.Namespace) -> int:
         if args.command != "doctor":  # doctor reports it as one of its rows
             refuse_foreign_distribution()
         code: int = args.run(args)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None where the caller closed it
+            sys.stdout.flush()
         return code
     except BrokenPipeError:
         # The reader has left (head, less); pointing stdout elsewhere keeps the interpreter quiet at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+    except OSError as error:  # ours are turned into SemBlendError where they occur: this is standard output itself
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _report(
+            SemBlendError(f"cannot write the output: {error.strerror}", hint="is the disk full?"), debug=False
+        )
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

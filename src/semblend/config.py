@@ -19,6 +19,7 @@ T = TypeVar("T")
 EMBEDDERS = ("auto", "none", "lexical", "jaccard", "static", "minilm", "onnx_gpu")
 QUALITY_MODES = ("exact", "fast", "balanced")
 GIB = 1024**3
+LARGEST = 1e12  # of times and rates: far beyond use, and the sum with a clock still fits in 64 bits of microseconds
 _NOT_NEGATIVE = (
     "donor_ttl_s",
     "lookup_budget_ms",
@@ -115,15 +116,8 @@ class SemBlendConfig:
         _within("max_donors", self.max_donors, 1, 1 << 30)
         _within("max_bytes", self.max_bytes, 1 << 16, 1 << 46)
         _within("seam_tokens", self.seam_tokens, 0, 1 << 20)
-        for name in (
-            "donor_ttl_s",
-            "lookup_budget_ms",
-            "evidence_budget_ms",
-            "prefill_tokens_per_s",
-            "load_tokens_per_s",
-            "reuse_overhead_ms",
-        ):
-            _within(name, getattr(self, name), 0.0, float("inf"))
+        for name in _NOT_NEGATIVE:
+            _within(name, getattr(self, name), 0.0, LARGEST)
         if not self.exact_materialization_only:
             raise ConfigError(
                 "exact_materialization_only=0 asks for spans that are not token-equal, and no backend offers that",
@@ -230,6 +224,8 @@ def _check_type(name: str, value: Any, kind: type) -> None:
     fits = isinstance(value, kind) or (kind is float and isinstance(value, int))
     if not fits or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(f"{name}={value!r} is not {_kind_name(kind)}", hint="see docs/reference/settings.md")
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"{name}={value!r} holds a NUL character", hint="no file and no word can hold one")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -21,17 +21,17 @@ from semblend.confirm.metrics import Metrics, make_metrics
 from semblend.confirm.receipt import Receipt
 from semblend.confirm.sinks import Sink, open_stream
 from semblend.confirm.tracing import tracer
-from semblend.discover.donor import Donor, Eviction, EvictionReason
+from semblend.discover.donor import Donor, Eviction, EvictionReason, check_donor_id, checked_ttl
 from semblend.discover.journal import SqliteJournal, write_snapshot
 from semblend.discover.store import DonorStore, StoreStats
-from semblend.errors import InputError, SemBlendError
+from semblend.errors import InputError, SemBlendError, StoreError
 from semblend.evidence import EvidenceDesk
 from semblend.explanation import Explanation, explain
 from semblend.fingerprint.fingerprinter import Fingerprinter
 from semblend.fingerprint.hashes import DEFAULT_SCHEME, HashScheme
-from semblend.pipeline import NOTHING_ALIGNED, Pipeline, Trace, numba_is_installed
+from semblend.pipeline import NOTHING_ALIGNED, Pipeline, Trace, kernels_can_be_loaded
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan, Similar
-from semblend.prompt import Prompt
+from semblend.prompt import Prompt, checked_exact_tokens
 from semblend.reporting import Reporter
 
 
@@ -58,6 +58,8 @@ class SemBlend:
         compiled: bool | None = None,
     ) -> None:
         refuse_foreign_distribution()
+        if config is not None and not isinstance(config, SemBlendConfig):
+            raise InputError(f"config is {type(config).__name__}, not SemBlendConfig", hint="SemBlendConfig(...)")
         self.config = SemBlendConfig() if config is None else config
         self.events = open_stream(self.config, *sinks)
         self.metrics = make_metrics(self.config.metrics) if metrics is None else metrics
@@ -67,20 +69,26 @@ class SemBlend:
         self._switched_on = True
         self._claims: dict[str, tuple[tuple[str, int], ...]] = {}
         self._claims_lock = threading.Lock()
-        self._journal = SqliteJournal(self.config.store) if self.config.store else None
-        self._compiled = numba_is_installed() if compiled is None else compiled
+        self._compiled = kernels_can_be_loaded() if compiled is None else compiled
         self._fingerprinter = Fingerprinter(scheme, compiled=self._compiled)
-        self._store = DonorStore(
-            max_donors=self.config.max_donors,
-            max_bytes=self.config.max_bytes,
-            compiled=self._compiled,
-            journal=self._journal,
-            clock=clock,
-        )
-        self._pipeline = Pipeline(self.config, self._store, self._fingerprinter)
-        self._evidence = EvidenceDesk(self.config, self._report.missing)
-        if self._journal is not None:
-            self._restore(self._journal)
+        self._journal: SqliteJournal | None = None
+        try:
+            if self.config.store:
+                self._journal = SqliteJournal(Path(self.config.store).expanduser())
+            self._store = DonorStore(
+                max_donors=self.config.max_donors,
+                max_bytes=self.config.max_bytes,
+                compiled=self._compiled,
+                journal=self._journal,
+                clock=clock,
+            )
+            self._pipeline = Pipeline(self.config, self._store, self._fingerprinter)
+            self._evidence = EvidenceDesk(self.config, self._report.missing)
+            if self._journal is not None:
+                self._restore(self._journal)
+        except BaseException:
+            self._close_files()
+            raise
 
     @classmethod
     def from_env(cls, **arguments: Any) -> SemBlend:
@@ -92,10 +100,9 @@ class SemBlend:
     def register(self, prompt: Prompt, donor_id: str, *, ttl_s: float | None = None) -> Donor:
         """Make a prompt a donor; one of the same id is replaced. Evicts the least recently used when full."""
         _check_prompt(prompt)
-        if not isinstance(donor_id, str) or not donor_id:
-            raise InputError("a donor id must be a non-empty string", hint="use the request id")
+        check_donor_id(donor_id)
+        ttl_s = self.config.donor_ttl_s if ttl_s is None else checked_ttl(ttl_s)
         fingerprint = self._fingerprinter.fingerprint(prompt)
-        ttl_s = self.config.donor_ttl_s if ttl_s is None else ttl_s
         donor, evictions = self._store.add(prompt, fingerprint, donor_id, ttl_s=ttl_s)
         self._gone(evictions)
         self._evidence.add(donor_id, prompt)
@@ -114,14 +121,14 @@ class SemBlend:
         born_before = self._clock() - older_than_s if older_than_s is not None else float("inf")
         chosen = [
             donor.donor_id
-            for donor in self._store.donors()
+            for donor in self._store.donors(expired=True)
             if donor.created_unix_s <= born_before and (tenant is None or donor.namespace.tenant == tenant)
         ]
         return self._forget(chosen, "forgotten")
 
     def clear(self) -> int:
         """Drop every donor; returns how many."""
-        return self._forget([donor.donor_id for donor in self._store.donors()], "forgotten")
+        return self._forget([donor.donor_id for donor in self._store.donors(expired=True)], "forgotten")
 
     def donors(self) -> tuple[Donor, ...]:
         """All donors, least recently used first."""
@@ -150,6 +157,9 @@ class SemBlend:
         ``exact_tokens``: leading tokens that the engine holds already. ``opt_out``: this request wants no reuse.
         """
         _check_prompt(prompt)
+        if not isinstance(request_id, str):
+            raise InputError(f"request_id is {type(request_id).__name__}, not str", hint="pass request_id=str(...)")
+        exact_tokens = checked_exact_tokens(exact_tokens, len(prompt))
         started = time.perf_counter()
         with tracer().span("semblend.lookup", prompt_tokens=len(prompt)) as span:
             declined = self._declined_beforehand(prompt, request_id, opt_out)
@@ -165,6 +175,7 @@ class SemBlend:
     def explain(self, prompt: Prompt, *, exact_tokens: int = 0) -> Explanation:
         """Why a lookup of this prompt ends as it does, stage by stage. Emits nothing."""
         _check_prompt(prompt)
+        exact_tokens = checked_exact_tokens(exact_tokens, len(prompt))
         declined = self._declined_beforehand(prompt, "", False)
         trace = Trace(declined, NOTHING_ALIGNED) if declined else self._traced(prompt, "", exact_tokens)
         return explain(prompt, trace, self._released(trace.decision), len(self._store))
@@ -176,6 +187,10 @@ class SemBlend:
 
     def claim(self, plan: ReusePlan, request_id: str) -> ReusePlan | Decline:
         """Hold a plan's donors until its receipt: they can't be evicted for room and count as just used."""
+        if not isinstance(plan, ReusePlan):
+            raise InputError(
+                f"only a ReusePlan can be claimed, not a {type(plan).__name__}", hint="match on lookup's answer"
+            )
         wanted = tuple(dict.fromkeys((span.donor_id, span.generation) for span in plan.spans))
         held: list[tuple[str, int]] = []
         with self._store.lock:
@@ -185,7 +200,7 @@ class SemBlend:
                         self._store.unpin(*other)
                     return self._stale(donor_id, request_id)
                 held.append((donor_id, generation))
-            self._store.touch(plan.donor_ids)
+            self._used(plan.donor_ids)
         self.release(request_id)
         with self._claims_lock:
             self._claims[request_id] = wanted
@@ -194,9 +209,11 @@ class SemBlend:
 
     def confirm(self, receipt: Receipt) -> Receipt:
         """A backend tells what it did. Only this counts as reuse."""
+        if not isinstance(receipt, Receipt):
+            raise InputError(f"expected a Receipt, got {type(receipt).__name__}", hint="Receipt(...) or from_dict")
         self.ledger.confirm(receipt)
         self.release(receipt.request_id)
-        self._store.touch(receipt.donor_ids)
+        self._used(receipt.donor_ids)
         self._report.confirmed(receipt)
         return receipt
 
@@ -248,6 +265,7 @@ class SemBlend:
         if self._journal is None:
             return 0
         with self._store.lock:
+            self._gone(self._store.expire())
             theirs = self._journal.generations()
             ours = {donor.generation: donor.donor_id for donor in self._store.donors()}
             gone = [donor_id for generation, donor_id in ours.items() if generation not in theirs]
@@ -258,11 +276,16 @@ class SemBlend:
 
     def close(self) -> None:
         self._evidence.close()
-        if self._journal is not None:
-            with self._store.lock:
+        with self._store.lock:
+            self._close_files()
+
+    def _close_files(self) -> None:
+        try:
+            if self._journal is not None:
                 self._journal.close()
-        self.events.close()
-        self.metrics.close()
+        finally:
+            self.events.close()
+            self.metrics.close()
 
     def __enter__(self) -> SemBlend:
         return self
@@ -282,17 +305,12 @@ class SemBlend:
         if self.config.kill_file and os.path.exists(self.config.kill_file):
             return Decline(DeclineReason.DISABLED, f"{self.config.kill_file} exists")
         if self.config.canary_percent < 100:
-            ticket = zlib.crc32(request_id.encode() or prompt.token_ids.tobytes()) % 10_000
+            ticket = zlib.crc32(request_id.encode("utf-8", "surrogatepass") or prompt.token_ids.tobytes()) % 10_000
             if ticket >= self.config.canary_percent * 100:
                 return Decline(DeclineReason.DISABLED, "outside the canary share")
         return None
 
     def _traced(self, prompt: Prompt, request_id: str, exact_tokens: int) -> Trace:
-        if not 0 <= exact_tokens <= len(prompt):
-            raise InputError(
-                f"exact_tokens={exact_tokens} is outside the prompt of {len(prompt)} tokens",
-                hint="pass the number of leading tokens the engine already holds",
-            )
         try:
             trace = self._pipeline.run(prompt, exact_tokens)
             evidence = self._evidence.beside(trace.decision, prompt)
@@ -313,8 +331,18 @@ class SemBlend:
         self._report.declined(decline, request_id)
         return decline
 
+    def _used(self, donor_ids: tuple[str, ...]) -> None:
+        """Recency is advice: a file that cannot take it now must not cost the request its claim."""
+        try:
+            self._store.touch(donor_ids)
+        except StoreError as error:
+            self._report.failed("store", error)
+
     def _forget(self, donor_ids: list[str], reason: EvictionReason) -> int:
         evictions = self._store.remove(donor_ids, reason)
+        if evictions and reason == "forgotten" and self._journal is not None:
+            with self._store.lock:
+                self._journal.scrub()
         self._gone(evictions)
         self._report.holding(self._store.stats())
         return len(evictions)
@@ -326,6 +354,7 @@ class SemBlend:
         self._report.evicted(evictions)
 
     def _restore(self, journal: SqliteJournal) -> None:
+        journal.drop_expired(self._clock())
         for item in journal.load(self.config.max_donors, self._store.log.capacity):
             self._take_in(item)
         if journal.bad_rows:

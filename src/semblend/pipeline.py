@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import logging
 import time
 from dataclasses import dataclass
 
@@ -17,10 +19,19 @@ from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Prompt
 
 NOTHING_ALIGNED = Alignment(())
+log = logging.getLogger("semblend")
 
 
-def numba_is_installed() -> bool:
-    return importlib.util.find_spec("numba") is not None
+def kernels_can_be_loaded() -> bool:
+    """False where numba is absent, and where it is there and does not work (such as with a numpy it does not know)."""
+    if importlib.util.find_spec("numba") is None:
+        return False
+    try:
+        importlib.import_module("semblend.align.kernels")
+    except ImportError as error:
+        log.warning("numba cannot be loaded, plain numpy does the work: %s", error)
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from dataclasses import astuple, dataclass, field, fields
 from functools import lru_cache
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from semblend.errors import NamespaceError, TokenError
+from semblend.errors import InputError, NamespaceError, TokenError
 
 TokenArray = npt.NDArray[np.int32]
 MAX_TOKEN_ID = 2**31 - 1
@@ -139,3 +140,14 @@ def _why_not_integers(given: Any, array: npt.NDArray[Any]) -> str:
         if not 0 <= value <= MAX_TOKEN_ID:
             return f"token id {value} at index {index} is outside [0, 2**31)"
     return f"token ids have dtype {array.dtype}, not integers"
+
+
+def checked_exact_tokens(exact_tokens: int, prompt_tokens: int) -> int:
+    hint = "pass the number of leading tokens the engine already holds"
+    try:
+        count = operator.index(exact_tokens)
+    except TypeError:
+        raise InputError(f"exact_tokens={exact_tokens!r} is not a whole number", hint=hint) from None
+    if not 0 <= count <= prompt_tokens:
+        raise InputError(f"exact_tokens={count} is outside the prompt of {prompt_tokens} tokens", hint=hint)
+    return count

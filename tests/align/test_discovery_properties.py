@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -99,11 +101,14 @@ def test_a_forced_hash_collision_is_caught_by_the_token_check(world):
     assert_token_equal(sb, Prompt(target), decision)
 
 
-@given(worlds())
-@settings(max_examples=200)
-def test_the_compiled_and_the_plain_path_agree(world):
+@given(worlds(), st.sampled_from((8, 16, 24, 32, 64)), st.floats(0, 1))
+@settings(max_examples=300)
+def test_the_compiled_and_the_plain_path_agree(world, min_span_tokens, held):
     donors, target = world
-    assert store_of(donors).lookup(Prompt(target)) == store_of(donors, compiled=False).lookup(Prompt(target))
+    config = replace(CONFIG, min_span_tokens=min_span_tokens)
+    exact_tokens = int(held * len(target)) if held > 0.5 else 0
+    compiled = store_of(donors, config).lookup(Prompt(target), exact_tokens=exact_tokens)
+    assert compiled == store_of(donors, config, compiled=False).lookup(Prompt(target), exact_tokens=exact_tokens)
 
 
 FIELDS = ("tenant", "model", "revision", "tokenizer", "adapter", "rope", "kv_dtype", "salt")

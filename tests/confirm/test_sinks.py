@@ -154,6 +154,17 @@ def test_a_closed_file_takes_no_event(tmp_path: Path) -> None:
         sink.emit(numbered(1))
 
 
+def test_a_pipe_that_nobody_reads_costs_events_and_never_waits(
+    tmp_path: Path, event_of: dict[EventKind, Event]
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    sink = FileSink(tmp_path / "pipe")
+    stream = EventStream([sink])
+    for _ in range(100_000):
+        stream.emit(event_of[EventKind.LOOKUP])
+    assert stream.health[0].dropped
+
+
 def test_a_file_that_cannot_be_written_is_a_setting_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path, tmp_path / "file" / "events.jsonl"):

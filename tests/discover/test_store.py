@@ -127,6 +127,16 @@ def test_an_expired_donor_is_never_served_and_makes_room_first():
     assert ids(sb) == ["lasting", "new"]
 
 
+def test_a_donor_that_expires_during_a_lookup_is_served_whole_or_not_at_all():
+    moments = iter([1000.0] * 4)
+    with SemBlend(SemBlendConfig(embedder="none", metrics=False), clock=lambda: next(moments, 1004.9)) as sb:
+        sb.register(Prompt(tokens(1, 200)), donor_id="a", ttl_s=5)
+        ticking = iter(1004.9 + i / 20 for i in range(100))
+        sb._store._clock = lambda: next(ticking)
+        reasons = {str(getattr(sb.lookup(Prompt(tokens(1, 200))), "reason", "plan")) for _ in range(20)}
+    assert reasons == {"plan", "nothing_shared"}
+
+
 def test_evictions_are_told_with_their_reason():
     sink, clock = MemorySink(), Clock()
     sb = SemBlend(SemBlendConfig(embedder="none", metrics=False, max_donors=2), sinks=[sink], clock=clock)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-import numpy as np
-
 from semblend.align import guards
 from semblend.align.backends import Scan, make_backend
-from semblend.align.chain import Piece, chain
-from semblend.align.exact import MatchArray
 from semblend.discover.search import Candidates
 from semblend.discover.store import DonorStore
 from semblend.fingerprint.hashes import HashScheme
-from semblend.prompt import Prompt, TokenArray
+from semblend.prompt import Prompt
 from semblend.span import Span
 
 SEEDS_PER_SLICE = 2048  # about 18k tokens between two looks at the clock
@@ -57,8 +53,8 @@ class Aligner:
         found, examined = scan.found()
         matches, pieces = self._backend.compose(found)
         if self._bridges_edits and len(pieces):
-            pieces = self._bridged(tokens, pieces, exact_tokens)
-        guards.check_pieces(tokens, pieces, self._store, candidates.namespace_id)
+            pieces = self._backend.bridge(tokens, pieces, self._min_span, exact_tokens)
+        guards.check_pieces(tokens, pieces, self._store, candidates.namespace_id, candidates.now)
         if (wrong := self._backend.first_unequal(tokens, pieces)) >= 0:
             raise guards.GuardError(f"span at {pieces[wrong, 0]} is not token-equal to its donor")
         complete = seeds_done == total
@@ -75,11 +71,6 @@ class Aligner:
     def _span(self, start: int, end: int, slot: int, donor_start: int) -> Span:
         donor = self._store.at(slot)
         return Span(donor.donor_id, donor_start, start, end - start, donor.generation)
-
-    def _bridged(self, tokens: TokenArray, pieces: MatchArray, floor: int) -> MatchArray:
-        known = [Piece(*piece) for piece in pieces.tolist()]
-        donors = {piece.slot: self._store.log.view(piece.slot) for piece in known}
-        return np.array(chain(tokens, known, donors, self._min_span, floor), np.int64)
 
 
 def _run(scan: Scan, seeds: int, deadline: float) -> int:

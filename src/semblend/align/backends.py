@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from semblend.align import compose, exact, guards
+from semblend.align import chain, compose, exact, guards
 from semblend.align.exact import MatchArray
 from semblend.discover.flat_index import FlatIndex
 from semblend.discover.search import Candidates
@@ -31,6 +31,9 @@ class Backend(Protocol):
 
     def compose(self, found: MatchArray) -> tuple[int, MatchArray]:
         """How many matches stand beside each other, and the pieces of them that cover most."""
+
+    def bridge(self, tokens: TokenArray, pieces: MatchArray, shortest: int, floor: int) -> MatchArray:
+        """The pieces with the short runs beside them, see `semblend.align.chain`."""
 
     def first_unequal(self, tokens: TokenArray, pieces: MatchArray) -> int:
         """Index of the first piece whose tokens are not the donor's, -1 when all are equal."""
@@ -58,6 +61,11 @@ class CompiledBackend:
         matches = self.kernels.undominated(found)
         return len(matches), self.kernels.cover(matches, self.shortest, compose.SEAM, compose.LOOK_BACK)
 
+    def bridge(self, tokens: TokenArray, pieces: MatchArray, shortest: int, floor: int) -> MatchArray:
+        log, rows = self.store.log.tokens, self.store.slots.rows
+        bridged: MatchArray = self.kernels.bridge(tokens, pieces, log, rows, shortest, floor, chain.MAX_EDIT)
+        return bridged
+
     def first_unequal(self, tokens: TokenArray, pieces: MatchArray) -> int:
         return int(self.kernels.first_unequal(tokens, pieces, self.store.log.tokens, self.store.slots.rows))
 
@@ -74,7 +82,7 @@ class _CompiledScan:
         backend.kernels.extend(
             self._tokens, candidates.fingerprint.positions, candidates.first, seed_from, seed_to, self._floor,
             backend.shortest, scheme.k, scheme.guaranteed_tokens, exact.LIMITS, backend.index.postings,
-            store.log.tokens, store.slots.rows, candidates.namespace_id, store.now(), self._state, self._out,
+            store.log.tokens, store.slots.rows, candidates.namespace_id, candidates.now, self._state, self._out,
         )  # fmt: skip
 
     def found(self) -> tuple[MatchArray, int]:
@@ -83,7 +91,7 @@ class _CompiledScan:
 
 
 class PlainBackend:
-    """Calls the twins in `semblend.align.exact`, `compose` and `guards`."""
+    """Calls the twins in `semblend.align.exact`, `compose`, `chain` and `guards`."""
 
     def __init__(self, store: DonorStore, scheme: HashScheme, shortest: int) -> None:
         self.store, self.scheme, self.shortest = store, scheme, shortest
@@ -96,6 +104,11 @@ class PlainBackend:
     def compose(self, found: MatchArray) -> tuple[int, MatchArray]:
         matches = compose.undominated(found)
         return len(matches), compose.cover(matches, self.shortest)
+
+    def bridge(self, tokens: TokenArray, pieces: MatchArray, shortest: int, floor: int) -> MatchArray:
+        known = [chain.Piece(*piece) for piece in pieces.tolist()]
+        donors = {piece.slot: self.store.log.view(piece.slot) for piece in known}
+        return np.array(chain.chain(tokens, known, donors, shortest, floor), np.int64)
 
     def first_unequal(self, tokens: TokenArray, pieces: MatchArray) -> int:
         return guards.first_unequal(tokens, pieces, self.store)

@@ -75,7 +75,7 @@ class PlainScan:
         return np.array(self.matches, np.int64).reshape(-1, 4), self.examined
 
     def extend(self, seed_from: int, seed_to: int) -> None:
-        now = self.store.now()
+        now = self.candidates.now
         for i in range(seed_from, seed_to):
             at, posting = int(self.candidates.fingerprint.positions[i]), int(self.candidates.first[i])
             if posting == 0 or at <= self.covered - self.guaranteed or at < self.floor:

@@ -14,7 +14,7 @@ class GuardError(Exception):
     """Our own mistake: a span that must not be served. The request runs cold and an event says why."""
 
 
-def check_pieces(tokens: TokenArray, pieces: MatchArray, store: DonorStore, namespace_id: int) -> None:
+def check_pieces(tokens: TokenArray, pieces: MatchArray, store: DonorStore, namespace_id: int, now: int) -> None:
     """Target order, no overlap, inside prompt and donor, of the right namespace and alive."""
     if len(pieces) == 0:
         return
@@ -24,7 +24,7 @@ def check_pieces(tokens: TokenArray, pieces: MatchArray, store: DonorStore, name
         raise GuardError(f"spans overlap or leave the prompt of {len(tokens)} tokens")
     if (donor_starts < 0).any() or (donor_starts + ends - starts > donors[:, LENGTH]).any():
         raise GuardError("a span reaches outside its donor")
-    if (donors[:, NAMESPACE] != namespace_id).any() or (donors[:, EXPIRES] <= store.now()).any():
+    if (donors[:, NAMESPACE] != namespace_id).any() or (donors[:, EXPIRES] <= now).any():
         raise GuardError("a span of a donor that has expired or belongs to another namespace")
 
 

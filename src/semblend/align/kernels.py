@@ -7,15 +7,15 @@ numba's on-disk cache does not notice when a constant imported from another modu
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from semblend.discover.kernels import MAX_STEPS, NEXT, OFFSET, SLOT, TAG
 from semblend.discover.slots import EXPIRES, LENGTH, NAMESPACE, START
+from semblend.fingerprint.kernels import njit
 
 COVERED, LAST_SLOT, LAST_SHIFT, SPENT, MATCHES, EXAMINED = 0, 1, 2, 3, 4, 5
 
 
-@njit(cache=True, inline="always")
+@njit(inline="always")
 def _run_right(tokens, at, donor, donor_at, donor_end):
     """First target position >= at where prompt and donor part."""
     room = min(len(tokens) - at, donor_end - donor_at)
@@ -25,7 +25,7 @@ def _run_right(tokens, at, donor, donor_at, donor_end):
     return at + i
 
 
-@njit(cache=True, inline="always")
+@njit(inline="always")
 def _run_left(tokens, at, floor, donor, donor_at, donor_begin):
     """Smallest target position <= at down to which prompt and donor agree."""
     room = min(at - floor, donor_at - donor_begin)
@@ -35,7 +35,7 @@ def _run_left(tokens, at, floor, donor, donor_at, donor_begin):
     return at - i
 
 
-@njit(cache=True, inline="always")
+@njit(inline="always")
 def _promises(tokens, at, covered, floor, right, left, log, log_at, begin, end):
     """Whether one token says that a candidate could reach further right, or begin further left in uncovered text:
     the cheap question first, as in a compressor's match finder."""
@@ -49,7 +49,7 @@ def _promises(tokens, at, covered, floor, right, left, log, log_at, begin, end):
     return before >= begin and tokens[left[0] - 1] == log[before]
 
 
-@njit(cache=True)
+@njit()
 def _best_runs(
     tokens, at, posting, floor, shortest, k, limits, postings, log, slots, namespace_id, now, state, right, left,
 ):  # fmt: skip
@@ -97,7 +97,7 @@ def _best_runs(
     return right[2] >= 0
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def extend(
     tokens, positions, first, seed_from, seed_to, floor, shortest, k, guaranteed,
     limits, postings, log, slots, namespace_id, now, state, out,
@@ -134,7 +134,7 @@ def extend(
         state[COVERED], state[LAST_SLOT], state[LAST_SHIFT] = right[1], right[2], right[0] - right[3]
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def undominated(found):
     """Matches in target order without those that lie inside another; of equal ones the first found stays."""
     order = np.argsort(found[:, 0] * (1 << 32) - found[:, 1], kind="mergesort")
@@ -149,7 +149,7 @@ def undominated(found):
     return kept[:count]
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def cover(matches, shortest, seam, look_back):
     """Choose non-overlapping pieces of matches that hold most tokens, less ``seam`` for every piece.
 
@@ -189,7 +189,7 @@ def cover(matches, shortest, seam, look_back):
     return pieces[first:]
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def first_unequal(tokens, pieces, log, slots):
     """Index of the first piece whose tokens are not the donor's, -1 when all are equal."""
     for i in range(len(pieces)):
@@ -198,3 +198,56 @@ def first_unequal(tokens, pieces, log, slots):
             if tokens[t] != log[at + t]:
                 return i
     return -1
+
+
+@njit(inline="always")
+def _resync(tokens, at, room, log, log_at, log_room, step, shortest, max_edit):
+    """`semblend.align.chain.resync`, to the right (``step`` 1) or to the left (-1); a run of 0 when there is none."""
+    for skipped in range(1, 2 * max_edit + 1):
+        for ahead in range(max(0, skipped - max_edit), min(skipped, max_edit) + 1):
+            behind = skipped - ahead
+            longest = min(room - ahead, log_room - behind)
+            run = 0
+            while run < longest and tokens[at + step * (ahead + run)] == log[log_at + step * (behind + run)]:
+                run += 1
+            if run >= shortest:
+                return ahead, behind, run
+    return 0, 0, 0
+
+
+@njit(nogil=True)
+def bridge(tokens, pieces, log, slots, shortest, floor, max_edit):
+    """`semblend.align.chain.chain`: the pieces with the short runs between and beside them, in target order."""
+    out = np.empty((len(pieces) + len(tokens) // shortest + 1, 4), np.int64)
+    count = 0
+    for i in range(len(pieces)):
+        start, stop, slot, donor_start = pieces[i]
+        begin, length = slots[slot, START], slots[slot, LENGTH]
+        first = count
+        at, donor_at = start - 1, donor_start - 1
+        while True:
+            ahead, behind, run = _resync(
+                tokens, at, at + 1 - floor, log, begin + donor_at, donor_at + 1, -1, shortest, max_edit
+            )
+            if run == 0:
+                break
+            at, donor_at = at - ahead - run, donor_at - behind - run
+            out[count, 0], out[count, 1], out[count, 2], out[count, 3] = at + 1, at + 1 + run, slot, donor_at + 1
+            count += 1
+        out[first:count] = out[first:count][::-1].copy()
+        out[count] = pieces[i]
+        count += 1
+        limit = pieces[i + 1, 0] if i + 1 < len(pieces) else len(tokens)
+        at, donor_at = stop, donor_start + stop - start
+        while True:
+            ahead, behind, run = _resync(
+                tokens, at, limit - at, log, begin + donor_at, length - donor_at, 1, shortest, max_edit
+            )
+            if run == 0:
+                break
+            at, donor_at = at + ahead, donor_at + behind
+            out[count, 0], out[count, 1], out[count, 2], out[count, 3] = at, at + run, slot, donor_at
+            count += 1
+            at, donor_at = at + run, donor_at + run
+        floor = out[count - 1, 1]
+    return out[:count]

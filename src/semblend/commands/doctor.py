@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from semblend.commands.output import print_json, table
@@ -102,9 +101,16 @@ def _kernels() -> Iterator[Check]:
     if version is None:
         yield Check(section, "numba", Status.WARN, "missing: plain numpy does the work, slower", "pip install numba")
         return
-    yield Check(section, "numba", Status.OK, version)
     from semblend import SemBlend, SemBlendConfig
+    from semblend.pipeline import kernels_can_be_loaded
 
+    if not kernels_can_be_loaded():
+        hint = "numba and numpy must fit together: pip install --upgrade numba"
+        yield Check(
+            section, "numba", Status.WARN, f"{version} cannot be loaded: plain numpy does the work, slower", hint
+        )
+        return
+    yield Check(section, "numba", Status.OK, version)
     try:
         with SemBlend(SemBlendConfig(embedder="none", metrics=False)) as semblend:
             seconds = semblend.warm_up()
@@ -118,11 +124,11 @@ def _kernels() -> Iterator[Check]:
 def _kernel_cache(section: str) -> Check:
     from semblend.discover import kernels
 
-    path = Path(kernels.probe.stats.cache_path or "")
-    if path.is_dir() and os.access(path, os.W_OK):
+    path = kernels.probe.stats.cache_path
+    if path and os.path.isdir(path) and os.access(path, os.W_OK):
         return Check(section, "cache", Status.OK, f"{path} (writable)")
     hint = "set NUMBA_CACHE_DIR to a folder you can write to, or every start compiles again"
-    return Check(section, "cache", Status.WARN, f"{path} is not writable", hint)
+    return Check(section, "cache", Status.WARN, f"{path} is not writable" if path else "no folder to keep it in", hint)
 
 
 def _packages() -> Iterator[Check]:

@@ -102,6 +102,7 @@ def _forget(journal: SqliteJournal, args: argparse.Namespace) -> int:
     if args.donor is not None and not donors:
         raise InputError(f"no donor {args.donor!r} in {args.store}", hint="semblend donors --store FILE lists them")
     journal.record(None, donors)
+    journal.scrub()
     gone = len(donors)
     if args.json:
         print_json({"forgotten": gone})

@@ -48,10 +48,13 @@ def check_target(path: str) -> None:
 
 def write_json(path: str, value: Any) -> None:
     """Write to a temporary file beside the target, then rename: a good file is never half overwritten."""
-    target = Path(path)
     text = json.dumps(value, indent=2, ensure_ascii=True) + "\n"
     temporary = ""
     try:
+        if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe: renaming would replace it
+            Path(path).write_text(text, encoding="utf-8")
+            return
+        target = Path(os.path.realpath(path))
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)

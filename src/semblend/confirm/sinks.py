@@ -76,7 +76,9 @@ class FileSink:
         self._lock = threading.Lock()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            # O_NONBLOCK: a pipe that nobody reads must cost events, not a request. A file is not changed by it.
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+            self._fd: int | None = os.open(self.path, flags, 0o600)
         except OSError as error:
             raise ConfigError(
                 f"cannot write events to {self.path}: {error.strerror}",

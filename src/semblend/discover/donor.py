@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from semblend.config import LARGEST
+from semblend.errors import InputError
 from semblend.prompt import Namespace
 
 
@@ -30,3 +32,18 @@ class Eviction:
 
     donor: Donor
     reason: EvictionReason
+
+
+def check_donor_id(donor_id: str) -> None:
+    if not isinstance(donor_id, str) or not donor_id:
+        raise InputError("a donor id must be a non-empty string", hint="use the request id")
+    try:
+        donor_id.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"donor id {donor_id!r} is not valid Unicode", hint="use the request id") from None
+
+
+def checked_ttl(ttl_s: float) -> float:
+    if isinstance(ttl_s, bool) or not isinstance(ttl_s, (int, float)) or not 0 <= ttl_s <= LARGEST:
+        raise InputError(f"ttl_s={ttl_s!r} is not a number of seconds", hint="pass 0 for a donor that never expires")
+    return float(ttl_s)

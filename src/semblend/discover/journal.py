@@ -8,6 +8,7 @@ that fails it is never served. The file holds token ids, so only its owner may r
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sqlite3
@@ -26,6 +27,7 @@ APPLICATION_ID = 0x53454D42  # "SEMB"
 VERSION = 1
 GENERATIONS_AT_ONCE = 1024
 TOUCHES_KEPT = 256
+_SNAPSHOTS = itertools.count()  # two threads may write snapshots at once
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS donors (
@@ -33,6 +35,11 @@ CREATE TABLE IF NOT EXISTS donors (
     checksum INTEGER NOT NULL, created REAL NOT NULL, expires REAL, used REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 INSERT OR IGNORE INTO counters VALUES ('generation', 0);
+"""
+# Above every generation in use as well: a damaged counter must not hand one out again.
+_TAKE_GENERATIONS = """
+UPDATE counters SET value = max(value, (SELECT ifnull(max(generation), -1) + 1 FROM donors)) + ?
+WHERE name = 'generation' RETURNING value
 """
 
 
@@ -44,22 +51,28 @@ class SqliteJournal:
         self.bad_rows = 0
         self._generations: Iterator[int] = iter(())
         self._touched: dict[int, float] = {}
-        if not self.path.exists():
-            if not create:
-                raise StoreError(f"{self.path} does not exist", hint="check the path, or register a donor first")
-            self._create_private()
+        self._process = os.getpid()
+        if not create and not os.path.exists(self.path):
+            raise StoreError(f"{self.path} does not exist", hint="check the path, or register a donor first")
+        self._make_private()
         with self._reporting("open"):
             self._db = sqlite3.connect(self.path, timeout=10.0, isolation_level=None, check_same_thread=False)
+            # A damaged name must fail its row's checksum, not stop the reading of all others.
+            self._db.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
             try:
                 self._prepare(single_file)
             except BaseException:
                 self._db.close()
                 raise
 
-    def _create_private(self) -> None:
+    def _make_private(self) -> None:
+        """An empty file is ours to be: only its owner may read it from now on."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
+            if not os.path.exists(self.path):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
+            elif os.path.isfile(self.path) and os.path.getsize(self.path) == 0:
+                os.chmod(self.path, 0o600)
         except OSError as error:
             raise StoreError(
                 f"cannot create {self.path}: {error.strerror}", hint="choose a folder you can write to"
@@ -88,7 +101,7 @@ class SqliteJournal:
         """The most recently used donors that fit, oldest of them first; damaged rows are counted and left out."""
         chosen: list[int] = []
         with self._reporting("read"):
-            rows = "SELECT generation, length(tokens) / 4 FROM donors ORDER BY used DESC, generation DESC"
+            rows = "SELECT generation, ifnull(length(tokens), 0) / 4 FROM donors ORDER BY used DESC, generation DESC"
             for generation, tokens in self._db.execute(rows):
                 max_tokens -= tokens
                 if len(chosen) == max_donors or max_tokens < 0:
@@ -98,6 +111,16 @@ class SqliteJournal:
             donor = self.fetch(generation)
             if donor is not None:
                 yield donor
+
+    def drop_expired(self, unix_s: float) -> None:
+        """Take out of the file whose time is over, in this process or while none ran."""
+        with self._reporting("write"), self._transaction():
+            self._db.execute("DELETE FROM donors WHERE expires <= ?", (unix_s,))
+
+    def scrub(self) -> None:
+        """Fold the write-ahead log into the file and empty it: until then it still holds forgotten tokens."""
+        with self._reporting("write"):
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
     def fetch(self, generation: int) -> tuple[Donor, TokenArray] | None:
         """One donor; None when it is gone or its row fails the checksum."""
@@ -118,9 +141,10 @@ class SqliteJournal:
         generation = next(self._generations, None)
         if generation is None:
             with self._reporting("write"):
-                statement = "UPDATE counters SET value = value + ? WHERE name = 'generation' RETURNING value"
-                (end,) = self._db.execute(statement, (GENERATIONS_AT_ONCE,)).fetchone()
-            self._generations = iter(range(end - GENERATIONS_AT_ONCE, end))
+                row = self._db.execute(_TAKE_GENERATIONS, (GENERATIONS_AT_ONCE,)).fetchone()
+                if row is None or not isinstance(row[0], int):
+                    raise sqlite3.DatabaseError("the counter of generations is malformed")
+            self._generations = iter(range(row[0] - GENERATIONS_AT_ONCE, row[0]))
             generation = next(self._generations)
         return generation
 
@@ -140,6 +164,8 @@ class SqliteJournal:
                 self._flush_touches()
 
     def close(self) -> None:
+        if os.getpid() != self._process:
+            return  # the parent's connection: closing it here could end the parent's work on the file
         try:
             if self._touched:
                 with self._reporting("write"), self._transaction():
@@ -165,16 +191,22 @@ class SqliteJournal:
 
     @contextlib.contextmanager
     def _reporting(self, doing: str) -> Iterator[None]:
+        if os.getpid() != self._process:  # its locks and its block of generations belong to the parent
+            raise StoreError(
+                f"{self.path} was opened before this process was forked", hint="make a SemBlend in each process"
+            )
         try:
             yield
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter from a damaged name in SQLite's own tables
             raise StoreError(f"cannot {doing} {self.path}: {error}", hint=_next_step(str(error))) from error
 
 
 def write_snapshot(path: str | Path, donors: Iterable[tuple[Donor, TokenArray]]) -> int:
     """A new store file with these donors; the old file at ``path`` stays until the new one is whole."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    path = Path(os.path.realpath(path))
+    _check_replaceable(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{next(_SNAPSHOTS)}.tmp")
+    temporary.unlink(missing_ok=True)  # of a process with this number that was killed
     count = 0
     try:
         journal = SqliteJournal(temporary, single_file=True)
@@ -201,6 +233,17 @@ def write_snapshot(path: str | Path, donors: Iterable[tuple[Donor, TokenArray]])
     return count
 
 
+def _check_replaceable(path: Path) -> None:
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise StoreError(f"cannot write {path}: it is not a file", hint="name a file")
+    # SQLite would play the old file's log into the new file and ruin it.
+    if os.path.exists(f"{path}-wal"):
+        raise StoreError(
+            f"cannot write {path}: it is a store in use, or one that was not closed",
+            hint="save to another file; a store that nobody uses is closed properly by semblend donors --store FILE",
+        )
+
+
 def _to_row(donor: Donor, tokens: TokenArray) -> tuple[object, ...]:
     namespace = json.dumps(astuple(donor.namespace))
     blob = tokens.astype("<i4").tobytes()
@@ -211,9 +254,9 @@ def _to_row(donor: Donor, tokens: TokenArray) -> tuple[object, ...]:
 
 def _from_row(row: tuple[int, str, str, bytes, int, float, float | None]) -> tuple[Donor, TokenArray] | None:
     generation, donor_id, namespace, blob, checksum, created, expires = row
-    if _checksum(generation, donor_id, namespace, blob, created, expires) != checksum:
-        return None
-    try:
+    try:  # damage may have changed the type of a column, too
+        if _checksum(generation, donor_id, namespace, blob, created, expires) != checksum:
+            return None
         parsed = Namespace(*json.loads(namespace))
         tokens = np.frombuffer(blob, "<i4").astype(np.int32)
     except (ValueError, TypeError, NamespaceError):
@@ -233,7 +276,7 @@ def _next_step(message: str) -> str:
         return "free disk space; nothing that was saved before is lost"
     if "locked" in message:
         return "another process holds the file for long: wait, or stop it"
-    if "not a database" in message or "malformed" in message:
+    if any(word in message for word in ("not a database", "malformed", "no such", "decode")):
         return "the file is damaged: move it aside and start anew, or restore a copy made by save()"
     if "unable to open" in message or "readonly" in message:
         return "check the file's owner and permissions"

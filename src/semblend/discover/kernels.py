@@ -15,9 +15,8 @@ ever waits for a rehash of the whole table, and memory is touched only as it is 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from semblend.fingerprint.kernels import mix64
+from semblend.fingerprint.kernels import mix64, njit
 
 TAG, SLOT, OFFSET, NEXT, PREV, SIBLING = 0, 1, 2, 3, 4, 5
 BUCKETS, REACH, FREE, FRESH, USED = 0, 1, 2, 3, 4
@@ -26,19 +25,19 @@ FIRST_BUCKETS = 1024
 MAX_STEPS = 64  # links followed before a chain is given up
 
 
-@njit(cache=True, inline="always")
+@njit(inline="always")
 def _tag(key_hash, namespace_key):
     return np.uint32(mix64(key_hash ^ namespace_key) & np.uint64(0xFFFFFFFF))
 
 
-@njit(cache=True, inline="always")
+@njit(inline="always")
 def _bucket(tag, buckets, reach):
     """Linear hashing: the low bits of the tag, one bit fewer where that bucket does not exist yet."""
     bucket = np.int64(tag) & (reach - 1)
     return bucket if bucket < buckets else bucket & ((reach >> 1) - 1)
 
 
-@njit(cache=True)
+@njit()
 def _split_one(heads, postings, state):
     """Add one bucket and move into it, in order, the postings that belong there."""
     fresh = state[BUCKETS]
@@ -70,7 +69,7 @@ def _split_one(heads, postings, state):
         p = following
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def insert(slot, positions, hashes, namespace_key, max_repeats, heads, postings, state, first_of_slot):
     """Add one donor's seeds; returns how many postings were made. The caller has checked that they fit."""
     made = 0
@@ -109,7 +108,7 @@ def insert(slot, positions, hashes, namespace_key, max_repeats, heads, postings,
     return made
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def remove(slot, heads, postings, state, first_of_slot):
     """Take one donor's postings out of their chains; work is proportional to the donor alone."""
     p = np.int64(first_of_slot[slot])
@@ -130,7 +129,7 @@ def remove(slot, heads, postings, state, first_of_slot):
         p = sibling
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def probe(hashes, namespace_key, heads, postings, state, first):
     """For every seed the newest posting with its tag, or 0."""
     buckets, reach = state[BUCKETS], state[REACH]

@@ -14,11 +14,15 @@ from semblend.prompt import Namespace
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """For each seed its newest posting, 0 where no donor has it; older postings follow in the index's chains."""
+    """For each seed its newest posting, 0 where no donor has it; older postings follow in the index's chains.
+
+    ``now`` is the one moment at which a whole lookup asks who has expired: a donor may not expire halfway through.
+    """
 
     fingerprint: Fingerprint
     first: npt.NDArray[np.uint32]
     namespace_id: int
+    now: int
 
     def __len__(self) -> int:
         """Seeds that some donor holds."""
@@ -38,6 +42,6 @@ class Search:
     def candidates(self, fingerprint: Fingerprint, within: Namespace) -> Candidates:
         namespace_id = self._store.namespace_id(within)
         if namespace_id is None:
-            return Candidates(_NO_FINGERPRINT, _NO_POSTINGS, -2)
+            return Candidates(_NO_FINGERPRINT, _NO_POSTINGS, -2, self._store.now())
         first = self._store.index.probe(fingerprint.hashes, namespace_key(namespace_id))
-        return Candidates(fingerprint, first, namespace_id)
+        return Candidates(fingerprint, first, namespace_id, self._store.now())

@@ -12,7 +12,7 @@ NEVER = 1 << 62  # microseconds
 
 def microseconds(unix_s: float | None) -> int:
     """A moment as the kernels compare it; None is never."""
-    return NEVER if unix_s is None else int(unix_s * 1e6)
+    return NEVER if unix_s is None else int(min(unix_s * 1e6, NEVER))
 
 
 class SlotTable:

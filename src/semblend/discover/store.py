@@ -100,11 +100,11 @@ class DonorStore:
             slot = self._slot_of.get(donor_id)
             return None if slot is None else self._as_seen(slot)
 
-    def donors(self) -> tuple[Donor, ...]:
-        """All donors that may be served now, least recently used first."""
+    def donors(self, *, expired: bool = False) -> tuple[Donor, ...]:
+        """All donors that may be served now, least recently used first; with ``expired`` also those not swept yet."""
         with self.lock:
-            now = self.now()
-            return tuple(self._as_seen(slot) for slot in self._recency if self.slots.rows[slot, EXPIRES] > now)
+            after = -1 if expired else self.now()
+            return tuple(self._as_seen(slot) for slot in self._recency if self.slots.rows[slot, EXPIRES] > after)
 
     def at(self, slot: int) -> Donor:
         donor = self._donors[slot]
@@ -273,10 +273,9 @@ class DonorStore:
         now = self._clock()
         expired: list[Donor] = []
         while self._expiry and self._expiry[0][0] <= now:
-            _, generation, slot = heapq.heappop(self._expiry)
-            donor = self._donors[slot]
-            if donor is not None and donor.generation == generation:
-                expired.append(donor)
+            entry = heapq.heappop(self._expiry)
+            if self._is_current(entry):
+                expired.append(self.at(entry[2]))
         for donor in expired:  # put back: the caller may fail before it drops them
             heapq.heappush(self._expiry, (donor.expires_unix_s or 0.0, donor.generation, self._slot_of[donor.donor_id]))
         return expired
@@ -300,6 +299,13 @@ class DonorStore:
         self.slots.rows[slot, NAMESPACE:] = (known[0], microseconds(donor.expires_unix_s))
         if donor.expires_unix_s is not None:
             heapq.heappush(self._expiry, (donor.expires_unix_s, donor.generation, slot))
+            if len(self._expiry) > 2 * len(self) + 1024:  # most of them speak of donors that left before their time
+                self._expiry = [entry for entry in self._expiry if self._is_current(entry)]
+                heapq.heapify(self._expiry)
+
+    def _is_current(self, entry: tuple[float, int, int]) -> bool:
+        donor = self._donors[entry[2]]
+        return donor is not None and donor.generation == entry[1]
 
     def _drop(self, slot: int) -> None:
         donor = self.at(slot)

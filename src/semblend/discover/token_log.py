@@ -43,6 +43,7 @@ class TokenLog:
             raise CapacityError("the token log is full", hint="evict a donor first, or raise max_bytes")
         self._slots.ensure(slot)
         self.live_tokens += len(tokens)
+        self._forget_dead_extents()
         waiting = deque([(slot, tokens)])
         moved = 0
         while waiting:
@@ -74,6 +75,12 @@ class TokenLog:
             self._head = 0
             return True
         return False
+
+    def _forget_dead_extents(self) -> None:
+        """Many short donors that came and went leave more extents than tokens are worth; most dead ones are oldest."""
+        rows = self._slots.rows
+        while self._extents and rows[self._extents[0][0], START] != self._extents[0][1]:
+            self._extents.popleft()
 
     def _drop_oldest(self) -> tuple[int, TokenArray] | None:
         slot, start, length = self._extents.popleft()

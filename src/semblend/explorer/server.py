@@ -52,6 +52,7 @@ class ExplorerServer(ThreadingHTTPServer):
     """Listens at once; ``serve_forever`` answers. ``port=0`` takes a free port, see ``url``."""
 
     daemon_threads = True
+    request_queue_size = 128  # the standard library's 5 resets connections as soon as a page asks for a few things
 
     def __init__(self, app: ExplorerApp, host: str = "127.0.0.1", port: int = 8765) -> None:
         self.app = app
@@ -143,23 +144,37 @@ class ExplorerHandler(BaseHTTPRequestHandler):
         except Exception as error:  # a fault of ours: the page is told, the log has the traceback
             LOG.exception("%s %s failed", self.command, self.path)
             status, content_type, body = _json(500, {"error": f"internal error: {error!r}", "hint": "see the terminal"})
+        self._send(status, content_type, body)
+
+    def _send(self, status: int, content_type: str, body: bytes) -> None:
         if status >= 400:
             self.close_connection = True  # part of the body may be unread
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        for name, value in HEADERS.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        try:
+            self.send_response(status)
+            self.send_header("Content-Type", content_type)
+            self.send_header("Content-Length", str(len(body)))
+            if self.close_connection:
+                self.send_header("Connection", "close")
+            for name, value in HEADERS.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+        except (ConnectionError, TimeoutError):  # the browser did not wait for the answer
+            self.close_connection = True
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the base class refuses by itself (a broken request line, an unknown method), in JSON like the rest."""
+        del explain
+        self._send(*_json(code, {"error": message or f"status {int(code)}", "hint": "the page is at /"}))
 
     def _check_host(self) -> None:
         if not self.server.on_loopback:
             return
-        name = urlsplit("//" + self.headers.get("Host", "")).hostname or ""
+        try:
+            name = urlsplit("//" + self.headers.get("Host", "")).hostname or ""
+        except ValueError:
+            name = ""
         if not is_loopback(name):
             raise HttpError(403, f"this explorer does not answer to the name {name!r}", hint=f"open {self.server.url}")
 
@@ -168,7 +183,7 @@ class ExplorerHandler(BaseHTTPRequestHandler):
         if content_type != "application/json":
             raise HttpError(415, f"the body is {content_type}", hint="send Content-Type: application/json")
         length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit()):
+        if not (length.isascii() and length.isdigit() and len(length) < 20):
             raise HttpError(411, "the request does not tell its length", hint="send a Content-Length header")
         if int(length) > MAX_BODY_BYTES:
             raise HttpError(413, f"the body is {length} bytes", hint=f"the limit is {MAX_BODY_BYTES} bytes")

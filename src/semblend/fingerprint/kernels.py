@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import numba
 import numpy as np
-from numba import njit
 
 from semblend.fingerprint.hashes import HashArray, HashScheme, PositionArray
 from semblend.prompt import TokenArray
@@ -14,14 +17,27 @@ _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 _ONE = np.uint64(1)
 
 
-@njit(cache=True, inline="always")
+def njit(**options: Any) -> Callable[[Any], Any]:
+    """`numba.njit` with its on-disk cache; without it where neither the package's folder nor the user's cache can be
+    written (a read-only container): each start compiles again then, which beats not starting."""
+
+    def compiled(function: Any) -> Any:
+        try:
+            return numba.njit(cache=True, **options)(function)
+        except RuntimeError:  # numba's word for "no folder to cache in"
+            return numba.njit(**options)(function)
+
+    return compiled
+
+
+@njit(inline="always")
 def mix64(x: np.uint64) -> np.uint64:
     x = (x ^ (x >> _S30)) * _M1
     x = (x ^ (x >> _S27)) * _M2
     return x ^ (x >> _S31)
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _hash_kgrams(tokens, k, base, symbols, out):
     """Rolling hash: shift by the base, add the newest symbol, drop the oldest.
 
@@ -43,7 +59,7 @@ def _hash_kgrams(tokens, k, base, symbols, out):
         out[i] = mix64(out[i])
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _select(hashes, window, positions, selected):
     """Slide a window over the hashes; note its rightmost minimum each time it changes."""
     width = min(window, len(hashes))

@@ -1,16 +1,54 @@
-"""Which reused tokens to compute again. A rule takes plain arrays and returns target positions, ascending."""
+"""Which reused tokens to compute again. A rule takes plain arrays and returns target positions, ascending.
+
+Every rule of `SELECTIONS` has one signature, ``(Scores) -> positions``, so that a benchmark or a gate changes the rule
+and nothing else. What was measured about them stands in docs/decisions/0021-quality-gate.md.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
+from semblend.errors import InputError
 from semblend.span import Span
 
 Positions = npt.NDArray[np.int64]
-Scores = npt.NDArray[np.floating]
+Values = npt.NDArray[np.floating]
+
+WINDOW_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """What is known about the tokens that might be computed again.
+
+    ``reused`` are target positions, ascending; ``mass`` (attention that the question pays to each) and ``deviation``
+    (how far layer-1 KV is from what the model computes there) lie beside them. ``share`` of them is to be chosen.
+    """
+
+    reused: Positions
+    mass: Values
+    deviation: Values
+    spans: tuple[Span, ...] = ()
+    rng_seed: int = 0
+    share: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not len(self.reused) == len(self.mass) == len(self.deviation):
+            raise InputError(
+                f"{len(self.reused)} positions, {len(self.mass)} masses, {len(self.deviation)} deviations",
+                hint="give one mass and one deviation for each position",
+            )
+        if not (math.isfinite(self.share) and 0 <= self.share <= 1):
+            raise InputError(f"share {self.share} is not in [0, 1]", hint="0.1 chooses a tenth of the reused tokens")
+
+
+Rule = Callable[[Scores], Positions]
 
 
 def seams(spans: Sequence[Span], width: int) -> Positions:
@@ -36,8 +74,8 @@ def seams(spans: Sequence[Span], width: int) -> Positions:
     return np.concatenate(heads) if heads else np.empty(0, np.int64)
 
 
-def highest(positions: Positions, scores: Scores, share: float) -> Positions:
-    """The ``share`` of ``positions`` with the largest scores; ties go to the earlier token.
+def highest(positions: Positions, scores: Values, share: float) -> Positions:
+    """The ``share`` of ``positions`` with the largest scores; ties go to the earlier token, a NaN comes last.
 
     >>> highest(np.array([4, 5, 6, 7]), np.array([.1, .9, .9, .2]), share=.5).tolist()
     [5, 6]
@@ -52,3 +90,70 @@ def reused_positions(spans: Sequence[Span]) -> Positions:
     """Every target position that a span covers."""
     ranges = [np.arange(span.target_start, span.target_end) for span in spans]
     return np.concatenate(ranges) if ranges else np.empty(0, np.int64)
+
+
+def attended(scores: Scores) -> Positions:
+    """Tokens that the question attends to most, seen from their final positions: what matters.
+
+    >>> attended(Scores(np.array([3, 4]), np.array([.1, .6]), np.array([9., 0.]), share=.5)).tolist()
+    [4]
+    """
+    return highest(scores.reused, scores.mass, scores.share)
+
+
+def attended_and_deviating(scores: Scores) -> Positions:
+    """Attention times deviation: what matters and has changed. The better rule where passages changed their order.
+
+    >>> attended_and_deviating(Scores(np.array([3, 4]), np.array([.1, .6]), np.array([9., 0.]), share=.5)).tolist()
+    [3]
+    """
+    return highest(scores.reused, scores.mass * scores.deviation, scores.share)
+
+
+def cacheblend(scores: Scores) -> Positions:
+    """CacheBlend's rule, a baseline: the largest KV deviation at layer 1, whatever the question is.
+
+    >>> cacheblend(Scores(np.array([3, 4]), np.array([.1, .6]), np.array([9., 0.]), share=.5)).tolist()
+    [3]
+    """
+    return highest(scores.reused, scores.deviation, scores.share)
+
+
+def at_random(scores: Scores) -> Positions:
+    """The control: any rule must beat tokens drawn by ``rng_seed``.
+
+    >>> len(at_random(Scores(np.arange(50), np.zeros(50), np.zeros(50), rng_seed=7, share=.1)))
+    5
+    """
+    drawn = np.random.default_rng(scores.rng_seed).random(len(scores.reused))
+    return highest(scores.reused, drawn, scores.share)
+
+
+def windows(scores: Scores) -> Positions:
+    """Whole 64-token windows by attention mass: kinder to paged engines, and measured to repair less.
+
+    >>> mass = np.zeros(256); mass[100] = 1.
+    >>> chosen = windows(Scores(np.arange(256), mass, np.zeros(256), share=.25))
+    >>> int(chosen[0]), int(chosen[-1])
+    (64, 127)
+    """
+    window = scores.reused // WINDOW_TOKENS
+    names, index = np.unique(window, return_inverse=True)
+    mass = np.bincount(index, weights=scores.mass, minlength=len(names))
+    size = np.bincount(index, minlength=len(names))
+    order = np.lexsort((names, -mass))
+    room = round(scores.share * len(scores.reused))
+    taken = order[np.cumsum(size[order]) <= room]  # the heaviest that fit; never more than the share
+    return scores.reused[np.isin(index, taken)]
+
+
+SELECTIONS: Mapping[str, Rule] = MappingProxyType(
+    {
+        "attended": attended,
+        "attended_and_deviating": attended_and_deviating,
+        "cacheblend": cacheblend,
+        "at_random": at_random,
+        "windows": windows,
+    }
+)
+"""Every rule by its name."""

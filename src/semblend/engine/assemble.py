@@ -1,0 +1,47 @@
+"""An engine with all its parts, from a model: the one place that knows how they fit together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from semblend.config import SemBlendConfig
+from semblend.engine.engine import Engine
+from semblend.engine.model import Model
+from semblend.engine.rows import Rows
+from semblend.engine.settings_of_engine import EngineConfig
+from semblend.engine.stops import Detokenizer
+from semblend.facade import SemBlend
+from semblend.materialize.blend import Blender
+from semblend.materialize.donor_kv import DonorKv
+from semblend.materialize.quality import QualitySettings
+
+GIB = 1 << 30
+
+
+def assemble(
+    model: Model,
+    *,
+    pool_tokens: int,
+    config: EngineConfig | None = None,
+    semblend: SemBlend | None = None,
+    quality: QualitySettings | None = None,
+    donor_device_bytes: int = 0,
+    donor_host_bytes: int = GIB,
+    donor_disk_bytes: int = 0,
+    donor_dir: str | Path | None = None,
+    detokenizer: Detokenizer | None = None,
+) -> Engine:
+    """Pool, donors, blender and engine for a model; donors that lose their KV are forgotten by the library."""
+    config = config or EngineConfig()
+    library = semblend or SemBlend(SemBlendConfig())
+    pool = model.new_pool(pool_tokens)
+
+    def evicted(donor_id: str, generation: int, reason: str) -> None:
+        del generation, reason
+        library.forget(donor_id, reason="engine")
+
+    donor_kv = DonorKv(
+        donor_device_bytes, donor_host_bytes, donor_dir, budget_disk_bytes=donor_disk_bytes, on_evicted=evicted
+    )
+    blender = Blender(model, pool, donor_kv, quality or QualitySettings(mode=config.quality), rows_of=Rows.of)
+    return Engine(model, pool, library, blender, config, detokenizer=detokenizer)

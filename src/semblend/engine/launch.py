@@ -1,0 +1,78 @@
+"""A model's name in, a running engine out: what `semblend serve` starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from semblend.config import SemBlendConfig
+from semblend.engine.assemble import assemble
+from semblend.engine.local import LocalEngine
+from semblend.engine.model import Model
+from semblend.engine.settings_of_engine import EngineConfig
+from semblend.engine.tokenizer import ModelTokenizer
+from semblend.errors import ConfigError
+from semblend.facade import SemBlend
+from semblend.models import resolve
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What to load and how much room to give it. Empty ``device`` and ``dtype``: the best this machine has."""
+
+    model: str
+    device: str = ""
+    dtype: str = ""
+    pool_tokens: int = 32_768
+    donor_device_bytes: int = 0
+    donor_host_bytes: int = 2 * GIB
+    donor_disk_bytes: int = 8 * GIB
+    donor_dir: str = ""
+    step_tokens: int = 512
+    max_running: int = 32
+    max_waiting: int = 256
+
+    def __post_init__(self) -> None:
+        if self.dtype and self.dtype not in DTYPES:
+            raise ConfigError(f"dtype={self.dtype!r} is unknown", hint="one of " + ", ".join(DTYPES))
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("there is no CUDA device here", hint="leave the device out, or say cpu")
+
+    @property
+    def chosen_device(self) -> str:
+        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def path(self) -> Path:
+        return resolve(self.model)
+
+    def engine(self, config: SemBlendConfig) -> LocalEngine:
+        """Loads the model and puts everything together; `start` it."""
+        path = self.path
+        model = Model.load(path, self.chosen_device, DTYPES.get(self.dtype))
+        tokenizer = ModelTokenizer.load(path)
+        library = SemBlend(config)
+        library.warm_up()
+        engine = assemble(
+            model,
+            pool_tokens=self.pool_tokens,
+            config=EngineConfig(
+                model_name=self.model,
+                quality=config.quality,
+                step_tokens=self.step_tokens,
+                max_running=self.max_running,
+                max_waiting=self.max_waiting,
+            ),
+            semblend=library,
+            donor_device_bytes=self.donor_device_bytes,
+            donor_host_bytes=self.donor_host_bytes,
+            donor_disk_bytes=self.donor_disk_bytes if self.donor_dir else 0,
+            donor_dir=self.donor_dir or None,
+            detokenizer=tokenizer,
+        )
+        return LocalEngine(engine, tokenizer)

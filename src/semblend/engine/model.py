@@ -1,0 +1,134 @@
+"""Llama, Qwen2 and Qwen3 as one plain function over rows and a paged KV pool.
+
+The three families differ in two places: Qwen2 adds a bias to q, k and v, Qwen3 normalises q and k.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, linear, rms_norm, silu
+
+from semblend.engine.attention import attend
+from semblend.engine.paged_kv import KvPool
+from semblend.engine.rows import Rows
+from semblend.engine.spec import ModelSpec
+from semblend.engine.weights import LayerWeights, Weights, load_weights
+
+
+class Observer(Protocol):
+    """Looks on while a forward pass runs; see `semblend.materialize.probe`."""
+
+    def before_write(self, layer: int, k: Tensor, v: Tensor, rows: Rows, pool: KvPool) -> None:
+        """The rows' new K and V, while the pool still holds what was there before."""
+
+    def on_layer(self, layer: int, q: Tensor, rows: Rows, pool: KvPool) -> None:
+        """The rows' queries; the pool already holds their K and V."""
+
+
+class Model:
+    """Weights and a shape, on one device, in one dtype."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
+        self.spec = spec
+        self.weights = weights
+
+    @classmethod
+    def load(cls, path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Model:
+        """A safetensors folder, a GGUF file, or the name of a model in the local Hugging Face cache."""
+        spec, weights, _ = load_weights(path, device, dtype)
+        return cls(spec, weights)
+
+    @classmethod
+    def random(
+        cls,
+        spec: ModelSpec,
+        seed: int = 0,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> Model:
+        """Weights from a seed, the same on every device: for tests and for measuring speed."""
+        return cls(spec, _random_weights(spec, seed, device, dtype))
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights.embedding.dtype
+
+    def new_pool(self, tokens: int) -> KvPool:
+        """A pool for this model that holds ``tokens`` tokens."""
+        return KvPool.for_model(self.spec, tokens=tokens, device=self.device, dtype=self.dtype)
+
+    @torch.inference_mode()
+    def forward(self, rows: Rows, pool: KvPool, observer: Observer | None = None) -> Tensor:
+        """Run the rows through every layer, filling their slots of the pool.
+
+        Returns the residual stream after the last layer, ``[n, hidden]``; `logits` does the final norm, so
+        that rows which nobody asks about do not pay for it.
+        """
+        spec, weights = self.spec, self.weights
+        hidden = embedding(rows.tokens, weights.embedding)
+        cos, sin = spec.rope.cos_sin(rows.positions)  # float32: `rotate` works in it
+        for layer, w in enumerate(weights.layers):
+            q, k, v = self._project(w, self._norm(hidden, w.attention_norm), cos, sin)
+            if observer is not None:
+                observer.before_write(layer, k, v, rows, pool)
+            pool.write(layer, rows.slots, k, v)
+            if observer is not None:
+                observer.on_layer(layer, q, rows, pool)
+            hidden = hidden + linear(attend(q, layer, rows, pool), w.output)
+            gate, up = linear(self._norm(hidden, w.mlp_norm), w.gate_up).chunk(2, dim=-1)
+            hidden = hidden + linear(silu(gate) * up, w.down)
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits of chosen rows, ``[m, hidden] -> [m, vocab]``, float32."""
+        return linear(self._norm(hidden, self.weights.norm), self.weights.head).float()
+
+    def _project(self, w: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        spec = self.spec
+        heads = linear(x, w.qkv, w.qkv_bias).view(len(x), -1, spec.head_dim)
+        q, k, v = torch.split(heads, [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
+        if w.q_norm is not None and w.k_norm is not None:
+            q, k = self._norm(q, w.q_norm), self._norm(k, w.k_norm)
+        return spec.rope.rotate(q, cos, sin), spec.rope.rotate(k, cos, sin), v
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, list(weight.shape), weight, self.spec.norm_eps)  # sums in float32 whatever the dtype
+
+
+def _random_weights(spec: ModelSpec, seed: int, device: str | torch.device, dtype: torch.dtype) -> Weights:
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=generator) / math.sqrt(shape[-1])).to(device, dtype)
+
+    def norm(width: int) -> Tensor:
+        return (1.0 + 0.1 * torch.randn(width, generator=generator)).to(device, dtype)
+
+    q_rows, kv_rows = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    layers = tuple(
+        LayerWeights(
+            attention_norm=norm(spec.hidden),
+            qkv=matrix(q_rows + 2 * kv_rows, spec.hidden),
+            qkv_bias=matrix(q_rows + 2 * kv_rows) if spec.qkv_bias else None,
+            q_norm=norm(spec.head_dim) if spec.qk_norm else None,
+            k_norm=norm(spec.head_dim) if spec.qk_norm else None,
+            output=matrix(spec.hidden, q_rows),
+            mlp_norm=norm(spec.hidden),
+            gate_up=matrix(2 * spec.intermediate, spec.hidden),
+            down=matrix(spec.hidden, spec.intermediate),
+        )
+        for _ in range(spec.layers)
+    )
+    table = torch.randn(spec.vocab, spec.hidden, generator=generator).to(device, dtype)
+    head = table if spec.tied_embeddings else matrix(spec.vocab, spec.hidden)
+    return Weights(table, layers, norm(spec.hidden), head)

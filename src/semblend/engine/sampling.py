@@ -1,0 +1,198 @@
+"""From logits to tokens: greedy or drawn, for a batch at once, and the same whoever else is in the batch.
+
+A drawn token is the one at which the cumulative probability passes a uniform number. Each request has its own stream
+of uniform numbers, so its tokens depend on its seed and its logits alone: not on its neighbours, not on how often it
+was preempted. The order is the usual one: repetition penalty, temperature, top-k, top-p, min-p, draw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from semblend.errors import InputError
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How a request's tokens are chosen and when they end.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``repetition_penalty`` above 1 makes
+    tokens of the prompt and the answer less likely to come again. ``logprobs``: None for none, n for the chosen
+    token's and the n best ones', as the model gave them (before penalty, temperature and filters).
+
+    >>> Sampling(temperature=-1)
+    Traceback (most recent call last):
+    semblend.errors.InputError: temperature=-1 is outside [0, 100] (hint: 0 is greedy, 1 the model's own distribution)
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    logprobs: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _number("temperature", self.temperature, 0, 100, "0 is greedy, 1 the model's own distribution")
+        _number("top_p", self.top_p, 0, 1, "1 is off", above=True)
+        _number("min_p", self.min_p, 0, 1, "0 is off")
+        _number("repetition_penalty", self.repetition_penalty, 0, 100, "1 is off", above=True)
+        _whole("max_tokens", self.max_tokens, 1, 1 << 31, "ask for at least one token")
+        _whole("top_k", self.top_k, 0, 1 << 31, "0 is off")
+        if self.seed is not None:
+            _whole("seed", self.seed, -(1 << 63), (1 << 64) - 1, "a seed has 64 bits")
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS, "0 gives the chosen token's alone")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def filters(self) -> bool:
+        """Whether the distribution is cut, so that it has to be sorted."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural logarithms: of the chosen token's probability, and (token, logprob) of the best ones, best first."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One row of a batch: its settings, its stream of random numbers, the tokens a penalty applies to."""
+
+    sampling: Sampling
+    generator: torch.Generator
+    seen: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    token: int
+    logprobs: Logprobs | None = None
+
+
+def make_generator(seed: int | None) -> torch.Generator:
+    """A stream of uniform numbers on the CPU, so that one seed gives the same tokens on every device."""
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    return generator
+
+
+@torch.inference_mode()
+def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Sampled | None]:
+    """One token for each row of ``logits`` [m, vocab]; None for a row that holds no usable number (NaN, +inf).
+
+    >>> row = Draw(Sampling(), make_generator(0))
+    >>> sample(torch.tensor([[0.0, 2.0, 1.0]]), [row])
+    [Sampled(token=1, logprobs=None)]
+    """
+    if logits.ndim != 2 or logits.shape[0] != len(draws):
+        raise InputError(f"{tuple(logits.shape)} logits for {len(draws)} draws", hint="pass one row a draw")
+    raw = logits.float()
+    usable = (torch.isfinite(raw) | (raw == -math.inf)).all(dim=-1) & (raw > -math.inf).any(dim=-1)
+    raw = torch.where(usable[:, None], raw, 0.0)
+    chosen = _choose(_penalised(raw, draws), draws)
+    logprobs = _logprobs(raw, chosen, draws)
+    tokens, fine = chosen.tolist(), usable.tolist()
+    return [Sampled(tokens[row], logprobs.get(row)) if fine[row] else None for row in range(len(draws))]
+
+
+def _choose(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    chosen = logits.argmax(dim=-1)
+    # A row's path depends on its own settings only: the same arithmetic whatever its neighbours ask for.
+    for filters in (False, True):
+        rows = [i for i, draw in enumerate(draws) if not draw.sampling.greedy and draw.sampling.filters == filters]
+        if rows:
+            drawn = _draw_filtered if filters else _draw_plain
+            chosen[rows] = drawn(logits[rows], [draws[i] for i in rows])
+    return chosen
+
+
+def _draw_plain(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    return _pick(torch.softmax(logits / _column(logits, (d.sampling.temperature for d in draws)), dim=-1), draws)
+
+
+def _draw_filtered(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    settings = [draw.sampling for draw in draws]
+    vocab = logits.shape[-1]
+    scaled = logits / _column(logits, (s.temperature for s in settings))
+    ordered, tokens = scaled.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(vocab, device=logits.device)
+    top_k = _column(logits, (s.top_k or vocab for s in settings))
+    probabilities = torch.softmax(ordered.masked_fill(rank >= top_k, -math.inf), dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities  # the token that crosses top_p still counts
+    outside = before >= _column(logits, (s.top_p for s in settings))
+    outside |= probabilities < probabilities[:, :1] * _column(logits, (s.min_p for s in settings))
+    outside[:, 0] = False
+    position = _pick(probabilities.masked_fill(outside, 0.0), draws)
+    return tokens.gather(-1, position[:, None])[:, 0]
+
+
+def _pick(weights: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """The index at which each row's cumulative weight passes its next uniform number; never one of weight 0."""
+    cumulative = weights.double().cumsum(dim=-1)
+    uniform = torch.stack([torch.rand(1, generator=d.generator, dtype=torch.float64) for d in draws])
+    total = cumulative[:, -1:]
+    mark = torch.minimum(uniform.to(total.device) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, mark, right=True)[:, 0]
+
+
+def _penalised(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    rows = [i for i, draw in enumerate(draws) if draw.sampling.repetition_penalty != 1 and draw.seen]
+    if not rows:
+        return logits
+    logits = logits.clone()
+    for row in rows:
+        penalty = draws[row].sampling.repetition_penalty
+        seen = torch.tensor(sorted(set(draws[row].seen)), device=logits.device)
+        values = logits[row, seen]
+        logits[row, seen] = torch.where(values > 0, values / penalty, values * penalty)
+    return logits
+
+
+def _logprobs(logits: torch.Tensor, chosen: torch.Tensor, draws: Sequence[Draw]) -> dict[int, Logprobs]:
+    wanted = {row: n for row, draw in enumerate(draws) if (n := draw.sampling.logprobs) is not None}
+    if not wanted:
+        return {}
+    rows = list(wanted)
+    table = torch.log_softmax(logits[rows], dim=-1)
+    own = table.gather(-1, chosen[rows][:, None])[:, 0].tolist()
+    best, tokens = table.topk(min(max(wanted.values()), table.shape[-1]), dim=-1)
+    pairs = [list(zip(*both, strict=True)) for both in zip(tokens.tolist(), best.tolist(), strict=True)]
+    return {row: Logprobs(own[i], tuple(pairs[i][: wanted[row]])) for i, row in enumerate(rows)}
+
+
+def _column(like: torch.Tensor, values: Iterable[float]) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.float64, device=like.device)[:, None].to(like.dtype)
+
+
+def _number(name: str, value: float, low: float, high: float, hint: str, *, above: bool = False) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise InputError(f"{name}={value!r} is not a number", hint=hint)
+    if not low <= value <= high or (above and value == low):  # NaN fails too
+        raise InputError(f"{name}={value!r} is outside {'(' if above else '['}{low}, {high}]", hint=hint)
+
+
+def _whole(name: str, value: int, low: int, high: int, hint: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InputError(f"{name}={value!r} is not a whole number", hint=hint)
+    if not low <= value <= high:
+        raise InputError(f"{name}={value!r} is outside [{low}, {high}]", hint=hint)

@@ -1,0 +1,71 @@
+"""The seam between the server and an engine: what one asks, what the other promises.
+
+The server knows nothing of tensors and the engine nothing of HTTP. `FakeEngine` (engine/fake.py) stands on the
+engine's side of this seam in tests and where no model is at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from semblend.discover.donor import Donor
+from semblend.prompt import Namespace, Prompt
+from semblend.wire.answer import Chunk
+from semblend.wire.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingRequest:
+    """One prompt to serve. Its namespace holds the tenant; ``sampling.max_tokens`` is set and fits the context.
+
+    ``quality`` None: the engine's own setting. ``reuse`` False: run on the exact prefix alone.
+    """
+
+    request_id: str
+    prompt: Prompt
+    sampling: Sampling
+    quality: str | None = None
+    reuse: bool = True
+
+
+class ServingEngine(Protocol):
+    """What `create_app` needs. Every method but `submit` may be called from any thread."""
+
+    @property
+    def model(self) -> str:
+        """Name under which the model is served."""
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of prompt and answer together."""
+
+    @property
+    def vocab(self) -> int:
+        """Token ids are below this."""
+
+    def namespace(self, tenant: str, salt: str) -> Namespace:
+        """The wall around this tenant's donors of this model."""
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Token ids of a plain text, with what the model wants in front of it."""
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
+        """Token ids of a conversation under the model's template, ready for the assistant to speak."""
+
+    def submit(self, request: ServingRequest) -> AsyncIterator[Chunk]:
+        """The answer, piece by piece: for each of the n answers one chunk has a finish reason, and by the last
+        chunk of all the receipt has come. Closing the iterator early gives up the request."""
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request and free all that it holds; nothing happens where it is unknown or done."""
+
+    def donors(self) -> Sequence[Donor]:
+        """All donors, least recently used first."""
+
+    def stats(self) -> Mapping[str, Any]:
+        """Flat numbers and words for people: blocks in use, running requests, bytes of donor KV."""
+
+    def reset(self) -> int:
+        """Forget the prefix cache and every donor; returns how many donors went."""

@@ -1,0 +1,43 @@
+"""How the embedded engine behaves: typed values, checked where they are made. The environment is read elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from semblend.config import QUALITY_MODES
+from semblend.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Limits and defaults of an `Engine`.
+
+    ``step_tokens`` is what one step may compute: decodes take one each, the rest goes to pieces of prompts, so it
+    bounds how long a long prompt may keep running answers waiting. ``max_context`` of 0 means the model's own limit;
+    the KV pool's size is a limit too. ``seed`` makes requests without a seed repeatable; None draws them at random.
+    ``donor_min_new_tokens``: a prompt that the exact cache held already, but for fewer tokens than this, is not kept
+    as a donor, because whoever could use it can use the earlier one.
+
+    >>> EngineConfig(step_tokens=0)
+    Traceback (most recent call last):
+    semblend.errors.ConfigError: step_tokens=0 is not a whole number of 1 or more (hint: see EngineConfig)
+    """
+
+    model_name: str = ""
+    max_running: int = 32
+    max_waiting: int = 512
+    step_tokens: int = 512
+    max_context: int = 0
+    quality: str = "balanced"
+    keep_donors: bool = True
+    donor_min_new_tokens: int = 32
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        lowest = {"max_running": 1, "max_waiting": 1, "step_tokens": 1, "max_context": 0, "donor_min_new_tokens": 0}
+        for name, low in lowest.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ConfigError(f"{name}={value!r} is not a whole number of {low} or more", hint="see EngineConfig")
+        if self.quality not in QUALITY_MODES:
+            raise ConfigError(f"quality={self.quality!r} is unknown", hint="one of " + ", ".join(QUALITY_MODES))

@@ -1,0 +1,402 @@
+// The dashboard. No framework and no build step: data comes from /api, text goes in as text nodes only.
+
+const KINDS = [["exact", "exact prefix"], ["reused", "relocated"], ["recomputed", "recomputed"], ["prefill", "prefilled"]];
+const WORDS = Object.fromEntries(KINDS);
+const OUTCOMES = { backend_materialized_reuse: "reused", exact_prefix_route: "exact", backend_declined_reuse: "recomputed" };
+const POLL_MS = 800;
+const BACK_OFF_MS = 3000;
+const MOST_ROWS = 60;
+const CELLS = [[11, 14], [9, 12], [7, 9], [5, 7], [4, 5], [3, 4], [2, 3]]; // width and height, largest that fits wins
+const MOST_CELLS_HEIGHT = 92;
+const RISK_EDGES = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, Infinity];
+const EXAMPLE = `The harbour of Veldmark keeps a small ferry for the three islands to its north. The boat takes forty passengers and, on weekdays, two cars; on Sundays the ramp stays shut and only people on foot may board. Tickets are sold at the green kiosk from half past six in the morning, and a return costs eleven crowns. Children under seven ride for nothing, and so do dogs that stay on the lower deck.
+
+The first crossing leaves at seven, the last one comes back at twenty past nine in the evening. Between November and March the evening boat is cancelled when the wind is above force eight, and a lantern on the kiosk is lit in red as a sign. Whoever is stranded on an island may sleep in the lighthouse at Skarholm, which keeps twelve beds, blankets and a stove for that purpose; the key hangs behind the door of the bakery.
+
+Freight is another matter. Crates up to thirty kilograms go on any crossing, heavier ones on Tuesdays, when the crane operator is on duty. Glass, bees and fireworks need a paper from the harbour office, which is open from nine until noon. The harbour master is Ilse Brandt; her deputy, Jon Okafor, answers the telephone in the afternoon. Complaints are read aloud at the council meeting on the first Monday of each month, and the kiosk sells coffee while the meeting lasts.
+
+The islands differ more than their size suggests. Skarholm has the lighthouse, the bakery and a school with nine pupils, whose teacher rows to the mainland on Fridays for her own lessons in the cello. Little Orm is let to a sheep farmer, and visitors are asked to shut every gate behind them and to keep to the stone path, because the northern slope is undermined by rabbits. Great Orm, in spite of its name, is the smallest of the three; it holds a chapel, a bird station and a well whose water tastes of iron. Between April and June its beach is closed, since terns nest there, and the wardens count the eggs each week.
+
+Winter has rules of its own. When the bay freezes, the ferry is laid up and the mail goes over the ice by sledge, on a track that is marked with birch branches every fifty paces. The ice is measured each morning by the deputy, in four places; below twelve centimetres nobody may cross, below twenty no horse. The last winter in which the bay froze for longer than a week was nine years ago, and the sledge now hangs from the ceiling of the bakery, where children try to touch its runners.`;
+
+const $ = (id) => document.getElementById(id);
+const state = { sequence: 0, requests: new Map(), rows: new Map(), key: sessionStorage.getItem("semblend-key") ?? "", ticks: 0, admin: false };
+
+// ---- small helpers ---------------------------------------------------------------------------------------
+
+function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (name === "vars") for (const [key, one] of Object.entries(value)) node.style.setProperty(`--${key}`, one);
+    else if (value !== null && value !== false) node.setAttribute(name, value);
+  }
+  node.append(...children.filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+const number = (value) => Math.round(value).toLocaleString("en");
+const tokens = (count) => `${number(count)} token${count === 1 ? "" : "s"}`;
+const percent = (part, whole) => (whole ? Math.floor((100 * part) / whole) : 0);
+const paint = (kind) => `var(--${kind})`;
+const words = (name) => String(name ?? "").replaceAll("_", " ");
+const times = (ratio) => `${ratio < 10 ? ratio.toFixed(1) : Math.round(ratio)}×`;
+const median = (values) => (values.length ? values.toSorted((a, b) => a - b)[Math.floor(values.length / 2)] : null);
+
+function ms(value) {
+  if (value === null || value === undefined) return "–";
+  if (value >= 10000) return `${(value / 1000).toFixed(1)} s`;
+  return `${value < 10 ? value.toFixed(1) : number(value)} ms`;
+}
+
+async function call(path, init = {}) {
+  const headers = { ...init.headers, ...(state.key ? { Authorization: `Bearer ${state.key}` } : {}) };
+  const answer = await fetch(path, { ...init, headers });
+  if (answer.status === 401) $("key-form").hidden = false;
+  if (!answer.ok) throw new Error((await answer.json().catch(() => null))?.error?.message ?? `the server answered ${answer.status}`);
+  $("key-form").hidden = true;
+  return answer;
+}
+
+const api = async (path) => (await call(path)).json();
+
+// ---- the live feed ---------------------------------------------------------------------------------------
+
+async function poll() {
+  let pause = POLL_MS;
+  try {
+    if (!document.hidden) await refresh();
+  } catch (error) {
+    status(false, error instanceof TypeError ? "no answer" : error.message);
+    pause = BACK_OFF_MS;
+  }
+  setTimeout(poll, pause);
+}
+
+async function refresh() {
+  const news = await api(`/api/live?after=${state.sequence}`);
+  if (news.sequence < state.sequence) { // the server started anew
+    Object.assign(state, { sequence: 0 });
+    state.requests.clear();
+    return;
+  }
+  state.sequence = news.sequence;
+  state.admin = news.admin;
+  for (const request of news.requests) state.requests.set(request.id, request);
+  status(true, `${news.model}${news.tenant ? ` · tenant ${news.tenant}` : news.admin ? "" : " · no tenant"}`);
+  drawTiles(news);
+  drawSide(news.totals);
+  if (news.requests.length && !$("hold").checked) drawRequests();
+  if (news.requests.length || state.ticks++ % 5 === 0) await drawDonors();
+}
+
+function status(ok, text) {
+  $("health").className = `health ${ok ? "ok" : "bad"}`;
+  $("health").textContent = text;
+}
+
+function drawTiles(news) {
+  const kinds = news.totals.tokens;
+  const total = KINDS.reduce((sum, [kind]) => sum + kinds[kind], 0);
+  $("share").textContent = total ? `${percent(kinds.exact + kinds.reused, total)} %` : "–";
+  $("share-note").textContent = total ? `of ${number(total)} not computed` : "not computed";
+  $("mix").replaceChildren(...KINDS.filter(([kind]) => kinds[kind]).map(([kind]) => el("i", { vars: { c: paint(kind), n: kinds[kind] }, title: `${WORDS[kind]}: ${tokens(kinds[kind])}` })));
+  $("legend").replaceChildren(...KINDS.map(([kind, word]) => el("span", {}, el("i", { vars: { c: paint(kind) } }), word, el("b", {}, number(kinds[kind])))));
+  const ratios = [...state.requests.values()].filter((one) => saved(one) && one.ttft_ms && one.cold_ttft_ms).map((one) => one.cold_ttft_ms / one.ttft_ms);
+  $("speed").textContent = ratios.length ? times(median(ratios)) : "–";
+  $("speed-note").textContent = ratios.length ? `median of ${ratios.length}, against a cold estimate from ${news.cold_samples} cold request${news.cold_samples === 1 ? "" : "s"}` : "against the cold estimate";
+  $("running").textContent = number(news.running);
+  const states = news.totals.states;
+  const parts = [`${number(states.done ?? 0)} done`, news.waiting ? `${number(news.waiting)} waiting` : null, states.failed ? `${number(states.failed)} failed` : null, states.cancelled ? `${number(states.cancelled)} given up` : null, news.refused ? `${number(news.refused)} turned away` : null];
+  $("requests-note").textContent = parts.filter(Boolean).join(" · ");
+  $("donor-count").textContent = number(news.donors);
+  $("donor-tokens").textContent = tokens(news.donor_tokens);
+}
+
+const speedKind = (request) => (request.semblend?.reused_tokens ? "reused" : request.semblend?.exact_tokens ? "exact" : "prefill");
+const saved = (request) => (request.semblend ? request.semblend.exact_tokens + request.semblend.reused_tokens : 0);
+
+function drawSide(totals) {
+  counts("outcomes", totals.outcomes, (name) => paint(OUTCOMES[name] ?? "prefill"), "No request yet.");
+  counts("declines", totals.declines, () => paint("prefill"), "Nothing was declined.");
+  const bins = RISK_EDGES.map(() => 0);
+  for (const risk of totals.risks) bins[RISK_EDGES.findIndex((edge) => risk <= edge)] += 1;
+  const most = Math.max(1, ...bins);
+  $("risk").hidden = totals.risks.length === 0;
+  $("risk").replaceChildren(...bins.map((count, at) => el("i", { vars: { w: count / most, c: at < 4 ? paint("exact") : at < 6 ? paint("reused") : "var(--bad)" }, title: `${at ? RISK_EDGES[at - 1] : 0} to ${RISK_EDGES[at]}: ${count}` })));
+  const sorted = totals.risks.toSorted((a, b) => a - b);
+  $("risk-note").textContent = sorted.length ? `median ${sorted[Math.floor(sorted.length / 2)].toFixed(4)} · highest ${sorted.at(-1).toFixed(4)} · ${sorted.length} probed; bars from 0.001 to above 0.1` : "Nothing was probed yet.";
+}
+
+function counts(id, table, colour, none) {
+  const rows = Object.entries(table).sort((a, b) => b[1] - a[1]);
+  const most = Math.max(1, ...rows.map((row) => row[1]));
+  const bars = rows.map(([name, count]) => el("div", {}, el("span", {}, words(name)), el("b", {}, number(count)), track(count / most, colour(name))));
+  $(id).replaceChildren(...(bars.length ? bars : [el("p", { class: "none" }, none)]));
+}
+
+const track = (share, colour) => el("span", { class: "track" }, el("i", { vars: { w: Math.max(0, Math.min(1, share)), c: colour } }));
+
+async function drawDonors() {
+  const { donors } = await api("/api/donors");
+  const row = (donor) => el("li", {}, el("code", { title: donor.donor_id }, donor.donor_id), el("b", {}, number(donor.tokens)),
+    el("small", {}, [clock(donor.created_unix_s), donor.tenant ? `tenant ${donor.tenant}` : null, donor.pinned ? "in use" : null].filter(Boolean).join(" · ")));
+  $("donors").replaceChildren(...(donors.length ? donors.slice(0, 40).map(row) : [el("p", { class: "none" }, "None yet: the first cold request becomes one.")]));
+}
+
+const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en-GB");
+
+// ---- requests as strips ----------------------------------------------------------------------------------
+
+function drawRequests() {
+  const latest = [...state.requests.values()].sort((a, b) => b.opened_unix_s - a.opened_unix_s);
+  for (const old of latest.slice(200)) state.requests.delete(old.id);
+  const shown = latest.slice(0, MOST_ROWS);
+  const slowest = Math.max(1, ...shown.map((one) => Math.max(one.ttft_ms ?? 0, one.cold_ttft_ms ?? 0)));
+  const rows = new Map(shown.map((request) => [request.id, row(request, slowest, state.rows.get(request.id))]));
+  state.rows = rows;
+  $("requests").replaceChildren(...rows.values());
+  $("nothing").hidden = shown.length > 0;
+}
+
+/** A row keeps its node, so that an open receipt stays open while others arrive. */
+function row(request, slowest, node) {
+  const fresh = !node;
+  node ??= el("details", {}, el("summary"), el("dl", { class: "receipt" }));
+  node.className = `request ${request.state}${fresh ? " new" : ""}`;
+  const outcome = request.semblend?.outcome;
+  const about = request.semblend?.reason ?? (request.semblend?.reused_tokens ? `${request.semblend.donors.length} donor${request.semblend.donors.length === 1 ? "" : "s"}${request.semblend.risk === null ? "" : ` · risk ${request.semblend.risk.toFixed(4)}`}` : "");
+  const word = request.state === "done" && outcome ? words(outcome).replace("backend ", "") : request.state === "cancelled" ? "client left" : request.state;
+  const colour = request.state === "failed" ? "var(--bad)" : paint(OUTCOMES[outcome] ?? "prefill");
+  node.firstChild.replaceChildren(
+    el("span", { class: "when" }, clock(request.opened_unix_s), el("small", {}, state.admin && request.tenant ? request.tenant : request.endpoint.replace("/v1/", ""))),
+    el("span", { class: "strip" }, bar(request), el("small", {}, ...mixWords(request))),
+    el("span", { class: "race" }, track((request.ttft_ms ?? 0) / slowest, paint(speedKind(request))), el("b", {}, ms(request.ttft_ms)),
+      ...(saved(request) ? [track((request.cold_ttft_ms ?? 0) / slowest, paint("prefill")), el("b", { class: "estimate" }, ms(request.cold_ttft_ms))] : [])),
+    el("span", { class: "word", vars: { c: colour } }, word, el("small", {}, request.error ? "see below" : words(about))));
+  receipt(node.lastChild, request);
+  return node;
+}
+
+function mixWords(request) {
+  if (!request.semblend) return [request.prompt_tokens ? `${tokens(request.prompt_tokens)}, at work…` : "in line…"];
+  const of = { exact: request.semblend.exact_tokens, reused: request.semblend.reused_tokens, recomputed: request.semblend.recomputed_tokens, prefill: request.semblend.prefill_tokens };
+  return KINDS.filter(([kind]) => of[kind]).map(([kind, word]) => el("span", {}, `${number(of[kind])} ${word}`));
+}
+
+function bar(request) {
+  const svgns = "http://www.w3.org/2000/svg";
+  const svg = document.createElementNS(svgns, "svg");
+  svg.setAttribute("viewBox", `0 0 ${request.prompt_tokens || 1} 1`);
+  svg.setAttribute("preserveAspectRatio", "none");
+  svg.setAttribute("role", "img");
+  svg.setAttribute("aria-label", `${tokens(request.prompt_tokens)}, ${percent(saved(request), request.prompt_tokens)} % not computed`);
+  for (const [start, end, kind] of request.strip) {
+    const rect = document.createElementNS(svgns, "rect");
+    for (const [key, value] of Object.entries({ x: start, y: 0, width: end - start, height: 1 })) rect.setAttribute(key, value);
+    rect.style.setProperty("--c", paint(kind));
+    svg.append(rect);
+  }
+  return svg;
+}
+
+function receipt(list, request) {
+  const of = request.semblend;
+  const facts = [["request", request.id], ["prompt", tokens(request.prompt_tokens)], ["answer", tokens(request.output_tokens)], ["waited in line", ms(request.waited_ms)], ["in all", ms(request.total_ms)]];
+  if (of) {
+    facts.push(["not computed", `${percent(saved(request), request.prompt_tokens)} %`], ["mode", of.mode || "–"], ["risk", of.risk === null ? "not probed" : `${of.risk.toFixed(5)} nats`], ["escalations", String(of.escalations)], ["reason", words(of.reason) || "–"]);
+    if (of.detail) facts.push(["detail", of.detail]);
+    if (of.donors.length) facts.push(["donors", of.donors.join(", ")]);
+  }
+  if (request.error) facts.push(["error", request.error]);
+  list.replaceChildren(...facts.map(([name, value]) => el("div", { class: ["detail", "donors", "error", "request"].includes(name) ? "span" : null }, el("dt", {}, name), el("dd", {}, value))));
+}
+
+// ---- the token cells of a playground lane ----------------------------------------------------------------
+
+const painted = new Set();
+const repaint = () => painted.forEach((cells) => cells.draw());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
+
+class Cells {
+  constructor(canvas) {
+    for (const old of painted) if (!old.canvas.isConnected) painted.delete(old);
+    painted.add(this);
+    Object.assign(this, { canvas, request: null });
+    new ResizeObserver(() => this.draw()).observe(canvas);
+    canvas.addEventListener("mousemove", (event) => this.point(event));
+    canvas.addEventListener("mouseleave", () => note(this.request));
+  }
+
+  show(request) {
+    this.request = request;
+    this.draw();
+  }
+
+  layout() {
+    for (const [w, h] of CELLS) {
+      const columns = Math.max(1, Math.floor(this.canvas.clientWidth / w));
+      const rows = Math.ceil(this.request.prompt_tokens / columns);
+      if (rows * h <= MOST_CELLS_HEIGHT || w === CELLS.at(-1)[0]) return { w, h, columns, rows };
+    }
+  }
+
+  draw() {
+    if (!this.request || !this.canvas.clientWidth) return;
+    const { w, h, columns, rows } = (this.grid = this.layout());
+    const scale = window.devicePixelRatio || 1;
+    const pen = this.canvas.getContext("2d");
+    this.canvas.style.height = `${rows * h}px`;
+    this.canvas.width = this.canvas.clientWidth * scale;
+    this.canvas.height = rows * h * scale;
+    pen.scale(scale, scale);
+    const gap = w > 4 ? 1.5 : w > 2 ? 0.5 : 0;
+    for (const [start, end, kind] of this.request.strip) {
+      pen.fillStyle = this.resolved(kind);
+      for (let index = start; index < end; index += 1) {
+        pen.beginPath();
+        pen.roundRect((index % columns) * w, Math.floor(index / columns) * h, w - gap, h - gap, w > 6 ? 2 : 0);
+        pen.fill();
+      }
+    }
+  }
+
+  /** A canvas knows no CSS variables: ask the browser what they mean in the present theme. */
+  resolved(kind) {
+    this.canvas.style.setProperty("outline-color", paint(kind));
+    const found = getComputedStyle(this.canvas).outlineColor;
+    this.canvas.style.removeProperty("outline-color");
+    return found;
+  }
+
+  point(event) {
+    if (!this.grid) return;
+    const { w, h, columns } = this.grid;
+    const index = Math.floor(event.offsetY / h) * columns + Math.min(columns - 1, Math.floor(event.offsetX / w));
+    const part = this.request.strip.find(([start, end]) => index >= start && index < end);
+    $("cell-note").textContent = part ? `token ${number(index)}: ${WORDS[part[2]]}${part[3] === null ? "" : `, held by ${this.request.semblend.donors[part[3]]}`}` : "";
+  }
+}
+
+/** An engine that tells how many tokens it recomputed, but not which, is drawn by share; say so. */
+function note(request) {
+  $("cell-note").textContent = request?.places_known === false ? "The engine told how many tokens it recomputed, not which: they are drawn at the head of each span." : "";
+}
+
+// ---- playground ------------------------------------------------------------------------------------------
+
+function lane(which, question) {
+  const parts = { size: el("span"), canvas: el("canvas", { role: "img", "aria-label": "Token strip" }), race: el("div", { class: "race" }), answer: el("p", { class: "answer busy" }) };
+  const box = $(`lane-${which}`);
+  box.classList.remove("idle");
+  box.replaceChildren(el("h3", {}, el("i", { class: "step" }, String(which)), question, parts.size), parts.canvas, parts.race, parts.answer);
+  return { ...parts, cells: new Cells(parts.canvas) };
+}
+
+function idle() {
+  for (const which of [1, 2]) {
+    $(`lane-${which}`).classList.add("idle");
+    $(`lane-${which}`).replaceChildren(el("div", { class: which === 1 ? "ghost cold" : "ghost" }), el("span", {}, which === 1 ? "The first question pays for the document." : "The second finds it at another place, and pays for the rest."));
+  }
+}
+
+async function ask(which, options) {
+  const question = $(`question-${which}`).value.trim();
+  const text = $("document").value.trim();
+  const into = lane(which, question);
+  const content = options.before ? `${question}\n\n${text}` : `${text}\n\n${question}`;
+  const body = { messages: [{ role: "user", content }], stream: true, temperature: 0, max_tokens: 96, semblend: { quality: options.quality }, cache_salt: options.salt };
+  const answer = await call("/v1/chat/completions", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+  let id = "";
+  for await (const event of events(answer.body)) {
+    if (event.error) throw new Error(event.error.message);
+    id = event.id;
+    into.answer.textContent += event.choices[0]?.delta?.content ?? "";
+  }
+  into.answer.classList.remove("busy");
+  const request = await api(`/api/requests/${encodeURIComponent(id)}`);
+  into.cells.show(request);
+  into.size.textContent = `${tokens(request.prompt_tokens)} · ${percent(saved(request), request.prompt_tokens)} % not computed`;
+  return { request, into };
+}
+
+async function* events(stream) {
+  let rest = "";
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  for (let part = await reader.read(); !part.done; part = await reader.read()) {
+    const blocks = (rest + part.value).split("\n\n");
+    rest = blocks.pop();
+    for (const block of blocks) if (block.startsWith("data: {")) yield JSON.parse(block.slice(6));
+  }
+}
+
+function race(results) {
+  const slowest = Math.max(1, ...results.map(({ request }) => Math.max(request.ttft_ms ?? 0, request.cold_ttft_ms ?? 0)));
+  for (const { request, into } of results) {
+    const lines = [el("span", {}, "first token"), track(request.ttft_ms / slowest, paint(speedKind(request))), el("b", {}, ms(request.ttft_ms))];
+    if (saved(request) && request.cold_ttft_ms) lines.push(el("span", {}, "cold estimate"), track(request.cold_ttft_ms / slowest, paint("prefill")), el("b", {}, ms(request.cold_ttft_ms)));
+    into.race.replaceChildren(...lines);
+  }
+}
+
+function verdict({ request }) {
+  const share = percent(saved(request), request.prompt_tokens);
+  if (!share) return [`Nothing was reused: ${words(request.semblend?.reason) || "no shared tokens"}.`];
+  const how = request.semblend.reused_tokens ? "taken from the first request and moved into place" : "an exact prefix of the first";
+  const sooner = request.cold_ttft_ms && request.ttft_ms ? [", first token ", el("b", {}, `${times(request.cold_ttft_ms / request.ttft_ms)} sooner`)] : [];
+  return [el("b", {}, `${share} %`), ` of the second prompt was ${how}`, ...sooner, "."];
+}
+
+async function askBoth() {
+  $("problem").hidden = true;
+  $("ask").disabled = true;
+  $("verdict").replaceChildren();
+  idle();
+  try {
+    if (!$("document").value.trim()) throw new Error("paste a document first");
+    const options = { before: $("place").value === "before", quality: $("quality").value, salt: $("fresh").checked ? `playground-${crypto.getRandomValues(new Uint32Array(2)).join("-")}` : null };
+    const first = await ask(1, options);
+    race([first]);
+    const second = await ask(2, options);
+    race([first, second]);
+    $("verdict").replaceChildren(...verdict(second));
+    note(second.request);
+  } catch (error) {
+    for (const node of document.querySelectorAll(".answer.busy")) node.classList.remove("busy");
+    $("problem").textContent = error.message;
+    $("problem").hidden = false;
+  }
+  $("ask").disabled = false;
+}
+
+// ---- theme, key, wiring ----------------------------------------------------------------------------------
+
+function switchTheme() {
+  const root = document.documentElement;
+  const dark = root.dataset.theme === "dark" || (root.dataset.theme === "auto" && matchMedia("(prefers-color-scheme: dark)").matches);
+  root.dataset.theme = dark ? "light" : "dark";
+  localStorage.setItem("semblend-theme", root.dataset.theme);
+  repaint();
+}
+
+const sized = () => { $("document-size").textContent = `${number($("document").value.length)} characters`; };
+
+document.documentElement.dataset.theme = localStorage.getItem("semblend-theme") ?? "auto";
+$("theme").addEventListener("click", switchTheme);
+$("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  state.key = $("key").value.trim();
+  sessionStorage.setItem("semblend-key", state.key);
+  refresh().catch((error) => status(false, error.message));
+});
+$("document").value = EXAMPLE;
+$("question-1").value = "What does a return ticket cost?";
+$("question-2").value = "Where may a stranded passenger sleep?";
+$("document").addEventListener("input", sized);
+$("ask").addEventListener("click", askBoth);
+$("hold").addEventListener("change", () => { if (!$("hold").checked) drawRequests(); });
+for (const id of ["document", "question-1", "question-2"]) $(id).addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) askBoth(); });
+sized();
+idle();
+poll();
+if (location.hash === "#demo") askBoth(); // a link that shows it all without a click

@@ -1,0 +1,132 @@
+"""Who is asking: an API key, or a trusted front's word, becomes a tenant.
+
+The key decides. ``X-Tenant-ID`` is believed only from the addresses of configured fronts, which have checked the
+caller themselves; from anyone else the header is ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from semblend.errors import ConfigError
+from semblend.wire.errors import ApiError
+
+LONGEST_TENANT = 128
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A tenant sees its own donors and requests; an admin sees all and may flush."""
+
+    tenant: str = ""
+    admin: bool = False
+
+    def may_see(self, tenant: str) -> bool:
+        return self.admin or tenant == self.tenant
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    digest: bytes = field(repr=False)
+    identity: Identity
+
+
+class Tenants:
+    """The key ring. Without keys and without fronts everyone is the one nameless tenant, and admin.
+
+    >>> Tenants({"sk-1": "acme"}).identify("sk-1").tenant
+    'acme'
+    """
+
+    def __init__(
+        self, keys: Mapping[str, str] | None = None, *, admin_keys: Iterable[str] = (), fronts: Iterable[str] = ()
+    ) -> None:
+        named = [(key, Identity(_checked(tenant))) for key, tenant in (keys or {}).items()]
+        named += [(key, Identity("", admin=True)) for key in admin_keys]
+        if any(not isinstance(key, str) or not key.strip() for key, _ in named):
+            raise ConfigError("an API key is empty", hint="remove it, or give it a value")
+        if len({key for key, _ in named}) != len(named):
+            raise ConfigError("an API key is both a tenant's and an admin's", hint="give the admin a key of its own")
+        self._keys = tuple(_Key(_digest(key), identity) for key, identity in named)
+        self._fronts = tuple(_network(front) for front in fronts)
+
+    @property
+    def need_key(self) -> bool:
+        return bool(self._keys)
+
+    def identify(self, key: str | None, *, address: str = "", claimed: str | None = None) -> Identity:
+        """``address`` is the peer of the connection itself, ``claimed`` its X-Tenant-ID."""
+        if key is not None and self._keys:
+            return self._by_key(key)
+        trusted = self._is_front(address)
+        if trusted and claimed:
+            return Identity(_checked_claim(claimed))
+        if self._keys:
+            raise ApiError(401, "no API key", hint="send 'Authorization: Bearer <key>'", code="missing_api_key")
+        return Identity("", admin=not self._fronts)
+
+    def _by_key(self, key: str) -> Identity:
+        # Digests have one length, and all of them are compared: the time tells nothing of how close a guess was.
+        digest, found = _digest(key), None
+        for one in self._keys:
+            if hmac.compare_digest(one.digest, digest):
+                found = one.identity
+        if found is None:
+            raise ApiError(401, "unknown API key", hint="check the key", code="invalid_api_key")
+        return found
+
+    def _is_front(self, address: str) -> bool:
+        if not self._fronts:
+            return False
+        try:
+            peer = ipaddress.ip_address(address.partition("%")[0])
+        except ValueError:
+            return False  # a Unix socket, or a test client without an address
+        if isinstance(peer, ipaddress.IPv6Address) and peer.ipv4_mapped is not None:
+            peer = peer.ipv4_mapped
+        return any(peer in front for front in self._fronts)
+
+
+def bearer(authorization: str | None, api_key: str | None = None) -> str | None:
+    """The key from ``Authorization: Bearer …``, or from ``X-API-Key``.
+
+    >>> bearer("Bearer sk-1")
+    'sk-1'
+    """
+    if authorization:
+        scheme, _, key = authorization.partition(" ")
+        return key.strip() if scheme.lower() == "bearer" else ""
+    return api_key
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(b"semblend.api_key.v1:" + key.encode("utf-8", "surrogatepass")).digest()
+
+
+def _network(front: str) -> _Network:
+    try:
+        return ipaddress.ip_network(front, strict=False)
+    except ValueError:
+        raise ConfigError(
+            f"front {front!r} is not an address", hint="write an IP address or a network such as 10.0.0.0/24"
+        ) from None
+
+
+def _checked(tenant: str) -> str:
+    if not isinstance(tenant, str) or not tenant or len(tenant) > LONGEST_TENANT or not tenant.isprintable():
+        raise ConfigError(
+            f"tenant {tenant!r} cannot be used", hint=f"1 to {LONGEST_TENANT} printable characters, not empty"
+        )
+    return tenant
+
+
+def _checked_claim(tenant: str) -> str:
+    try:
+        return _checked(tenant)
+    except ConfigError as error:
+        raise ApiError(400, f"X-Tenant-ID: {error.message}", hint=error.hint, param="X-Tenant-ID") from None

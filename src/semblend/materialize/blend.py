@@ -1,0 +1,375 @@
+"""From a plan to KV in the pool and the logits of the prompt's last token, with the quality of this request measured.
+
+    exact      nothing is taken from donors
+    fast       donor KV is moved into place; gaps, the head of each span and the end of the prompt are computed
+    balanced   fast, watching what the question attends to; then 10 % of the reused tokens, those it attends to most,
+               are computed again, and the next-token distributions before and after are compared. While they differ
+               by more than the model's threshold: 20 %, 40 % (attention x deviation at layer 1), then a full prefill
+
+What a pass computes, and why that is enough. KV of a row depends on the tokens up to it. A pass writes new rows
+(gaps, or tokens chosen for repair); of the rows that earlier passes computed, those behind the first new row have
+attended to KV that is now different and are computed again, the question among them; those before it have not, and
+stay. So after every pass each computed row is what the model computes over the KV that lies before it, and a prompt
+with all its tokens chosen is a cold prefill. A full prefill starts at the first donor token: everything before it is
+exact.
+
+Nothing raises: a refusal or a failure is a `Decline`, and the caller computes the prompt from its exact prefix on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from semblend.config import QUALITY_MODES
+from semblend.materialize.donor_kv import DonorKv, DonorTensors
+from semblend.materialize.layout import KvLayout
+from semblend.materialize.probe import (
+    CANARY_TOLERANCE,
+    QUESTION_ROWS,
+    AttentionMass,
+    Enough,
+    KvDeviation,
+    Model,
+    Observer,
+    RowsOf,
+    canary,
+    canary_positions,
+    next_token_kl,
+)
+from semblend.materialize.quality import Blended, OnPass, Pass, QualitySettings, Step, Target
+from semblend.materialize.splice import Move, splice
+from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
+from semblend.plan.selection import SELECTIONS, Positions, Scores, reused_positions, seams
+from semblend.span import Span
+
+log = logging.getLogger("semblend.materialize")
+Mask = npt.NDArray[np.bool_]
+
+
+class _Refused(Exception):  # noqa: N818  (control flow inside this module)
+    def __init__(self, reason: DeclineReason, detail: str) -> None:
+        super().__init__(detail)
+        self.decline = Decline(reason, detail)
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """One request while it is prepared. ``computed`` marks what passes of ours have computed so far."""
+
+    tokens: Tensor
+    context: Tensor
+    spans: tuple[Span, ...]
+    exact: int
+    on_pass: OnPass | None
+    reused: Positions
+    computed: Mask
+    started: float = field(default_factory=time.perf_counter)
+    passes: list[Pass] = field(default_factory=list)
+    logits: Tensor | None = None
+    mass: npt.NDArray[np.floating[Any]] | None = None
+    deviation: npt.NDArray[np.floating[Any]] | None = None
+    canary: float | None = None
+    risk: float | None = None
+    escalations: int = 0
+    repaired: int = 0  # chosen by steps of the gate; heads of spans and the prompt's end come on top
+    load_ms: float = 0.0
+
+    @property
+    def stale(self) -> Positions:
+        """Positions that still hold donor KV."""
+        found: Positions = self.reused[~self.computed[self.reused]]
+        return found
+
+    @property
+    def elapsed_ms(self) -> float:
+        return (time.perf_counter() - self.started) * 1e3
+
+
+class Blender:
+    """Prepares prompts one at a time; ``rows_of`` builds what the model's ``forward`` takes."""
+
+    def __init__(
+        self,
+        model: Model,
+        pool: Any,
+        donor_kv: DonorKv,
+        settings: QualitySettings | None = None,
+        *,
+        rows_of: RowsOf,
+    ) -> None:
+        self.model, self.pool, self.donor_kv = model, pool, donor_kv
+        self.settings = QualitySettings() if settings is None else settings
+        self._rows_of = rows_of
+        self._layout = KvLayout.ours(pool.k, pool.v)
+        self._rows_per_ms = 0.0
+        self._served = 0
+
+    def prepare(
+        self, sequence: Target, plan: ReusePlan, *, mode: str | None = None, on_pass: OnPass | None = None
+    ) -> Blended | Decline:
+        """Fills the slots of the whole prompt behind its exact prefix, or declines and leaves them undefined."""
+        try:
+            return self._prepare(sequence, plan, mode or self.settings.mode, on_pass)
+        except _Refused as refused:
+            return refused.decline
+        except Exception as error:  # the border of reuse: whatever fails in here costs time, never the request
+            log.warning("reuse failed, the prompt is computed cold: %s", error, exc_info=True)
+            return Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}".splitlines()[0])
+
+    def _prepare(self, sequence: Target, plan: ReusePlan, mode: str, on_pass: OnPass | None) -> Blended:
+        if mode not in QUALITY_MODES:
+            raise _Refused(DeclineReason.UNSUPPORTED_MODE, f"quality mode {mode!r} is unknown")
+        prompt = self._checked(sequence, plan, on_pass, spans=() if mode == "exact" else plan.spans)
+        if not prompt.spans:
+            self._prefill(prompt)
+            return self._result(prompt, "exact")
+        first = self._first_rows(prompt)
+        if mode == "balanced":
+            self._check_it_pays(prompt, first)
+        self._load(prompt)
+        watch = AttentionMass() if mode == "balanced" else None
+        self._compute(prompt, "fast", first, watch)
+        if watch is None:
+            return self._result(prompt, "fast")
+        prompt.mass = _array(watch.mass)
+        return self._result(prompt, self._gate(prompt))
+
+    def _checked(self, sequence: Target, plan: ReusePlan, on_pass: OnPass | None, spans: tuple[Span, ...]) -> _Prompt:
+        if sequence.slots is None:
+            raise _Refused(DeclineReason.VALIDATION_FAILED, "the prompt has no slots yet")
+        tokens = torch.as_tensor(sequence.tokens, dtype=torch.long, device=self.pool.k.device)[: plan.prompt_tokens]
+        context = sequence.slots[: plan.prompt_tokens].to(tokens.device)
+        if not 0 <= plan.exact_tokens < plan.prompt_tokens == len(tokens) == len(context):
+            raise _Refused(
+                DeclineReason.VALIDATION_FAILED,
+                f"a plan for {plan.prompt_tokens} tokens ({plan.exact_tokens} exact), {len(tokens)} tokens, "
+                f"{len(context)} slots",
+            )
+        end = plan.exact_tokens
+        for span in spans:
+            if span.target_start < end or span.length < 1 or span.target_end > plan.prompt_tokens:
+                raise _Refused(DeclineReason.VALIDATION_FAILED, f"{span} does not lie in order inside the prompt")
+            end = span.target_end
+        reused = reused_positions(spans)
+        computed = np.zeros(plan.prompt_tokens, dtype=bool)
+        return _Prompt(tokens, context, spans, plan.exact_tokens, on_pass, reused, computed)
+
+    def _load(self, prompt: _Prompt) -> None:
+        """Moves donor KV into the prompt's slots and checks, on a sample, that it is what its tokens ask for."""
+        with ExitStack() as held:
+            donors: dict[tuple[str, int], DonorTensors] = {}
+            for span in prompt.spans:
+                key = (span.donor_id, span.generation)
+                if key in donors:
+                    continue
+                tensors = self.donor_kv.acquire(*key)
+                if tensors is None:
+                    raise _Refused(DeclineReason.STALE, f"donor {span.donor_id!r} generation {span.generation} is gone")
+                held.callback(self.donor_kv.release, tensors)
+                donors[key] = tensors
+            moves = [
+                Move(
+                    donors[span.donor_id, span.generation],
+                    span.donor_start,
+                    span.length,
+                    prompt.context[span.target_start : span.target_end],
+                    span.shift,
+                )
+                for span in prompt.spans
+            ]
+            splice(moves, self._layout, self.model.spec.rope, check_slots=False)
+            prompt.canary = self._canary(prompt)  # waits for the copies, so the donors may go
+        prompt.load_ms = prompt.elapsed_ms
+
+    def _canary(self, prompt: _Prompt) -> float:
+        starts, ends = (
+            torch.tensor([getattr(s, name) for s in prompt.spans]) for name in ("target_start", "target_end")
+        )
+        self._served += 1  # other tokens of each block with every request
+        at = canary_positions(starts, ends, seed=self._served).to(prompt.tokens.device)
+        error = canary(self.model, self.pool, self._rows_of, prompt.tokens[at], at, prompt.context)
+        tolerance = self.settings.canary_tolerance
+        tolerance = CANARY_TOLERANCE[self.pool.k.dtype] if tolerance is None else tolerance
+        if error > tolerance:
+            raise _Refused(
+                DeclineReason.VALIDATION_FAILED,
+                f"layer-0 KV from donors is off by {error:.3g} of its size, at most {tolerance:g} is rounding",
+            )
+        return error
+
+    def _first_rows(self, prompt: _Prompt) -> Positions:
+        """Gaps, the heads of spans, and the end of the prompt, whoever holds it: its attention is the question's."""
+        wanted = np.ones(len(prompt.tokens), dtype=bool)
+        wanted[: prompt.exact] = False
+        wanted[prompt.reused] = False
+        wanted[seams(prompt.spans, self.settings.seam_tokens)] = True
+        wanted[seams(prompt.spans[:1], self.settings.first_seam_tokens)] = True
+        wanted[max(prompt.exact, len(wanted) - max(1, self.settings.question_tokens)) :] = True
+        return np.flatnonzero(wanted)
+
+    def _check_it_pays(self, prompt: _Prompt, first: Positions) -> None:
+        """Two passes at least: with many gaps behind the first donor token they cost more than a prefill."""
+        again = int((first > prompt.reused[0]).sum())
+        rows = len(first) + again + sum(round(s.percent / 100 * len(prompt.reused)) for s in self.settings.steps[:1])
+        cold = len(prompt.tokens) - prompt.exact
+        if rows >= cold:
+            raise _Refused(DeclineReason.BELOW_BREAK_EVEN, f"two passes compute {rows} rows, a prefill {cold}")
+
+    def _gate(self, prompt: _Prompt) -> str:
+        """Repairs until the next-token distribution stands still, time is up, or all is computed."""
+        settings = self.settings
+        for number, step in enumerate(settings.steps):
+            chosen = self._chosen(prompt, step)
+            if not len(chosen):  # this step adds nothing to what is computed already
+                continue
+            rows = self._with_affected(prompt, chosen)
+            if len(rows) >= 0.9 * self._full_rows(prompt):
+                break  # a prefill costs the same and leaves nothing to doubt
+            if not self._affordable(prompt, len(rows)):
+                if settings.over_budget == "accept":
+                    return "over_budget"
+                break
+            prompt.escalations += number > 0
+            last = step is settings.steps[-1]
+            watch = None if last else AttentionMass()
+            prompt.repaired += len(chosen)
+            prompt.risk = self._compute(prompt, f"repair {step.percent} %", rows, watch)
+            if watch is not None:
+                prompt.mass = _array(watch.mass)
+            if prompt.risk <= settings.thresholds.after(step.percent):
+                return "accepted"
+        if not len(prompt.stale):
+            return "prefill"
+        if settings.over_budget == "accept" and not self._affordable(prompt, self._full_rows(prompt)):
+            return "over_budget"
+        prompt.escalations += 1
+        self._prefill(prompt)
+        return "prefill"
+
+    def _chosen(self, prompt: _Prompt, step: Step) -> Positions:
+        """The next tokens to repair, so that steps have chosen ``percent`` of the reused in all."""
+        stale = prompt.stale
+        count = min(len(stale), round(step.percent / 100 * len(prompt.reused)) - prompt.repaired)
+        if count <= 0 or prompt.mass is None:
+            return stale[:0]
+        if step.rule in ("attended_and_deviating", "cacheblend") and prompt.deviation is None:
+            prompt.deviation = self._deviation(prompt, squared=step.rule == "cacheblend")
+        nothing = np.zeros(len(stale))
+        deviation = nothing if prompt.deviation is None else prompt.deviation[stale]
+        scores = Scores(stale, prompt.mass[stale], deviation, prompt.spans, self._served, count / len(stale))
+        return SELECTIONS[step.rule](scores)
+
+    def _deviation(self, prompt: _Prompt, *, squared: bool) -> npt.NDArray[np.floating[Any]]:
+        """Layer-1 deviation of all tokens that still are a donor's; zero elsewhere. Computes one layer."""
+        look = KvDeviation(layer=1)
+        self._forward(prompt, "deviation", prompt.stale, look, layers=1)
+        found = np.zeros(len(prompt.tokens))
+        found[prompt.stale] = _array(look.squared if squared else look.relative)
+        return found
+
+    def _with_affected(self, prompt: _Prompt, chosen: Positions) -> Positions:
+        """``chosen``, and the computed rows behind its first: they attended to what now changes."""
+        behind = prompt.computed.copy()
+        if self.settings.refresh:
+            behind[: chosen[0]] = False
+        else:
+            behind[: int(np.flatnonzero(~behind)[-1]) + 1] = False  # the last run only: the question
+        return np.union1d(chosen, np.flatnonzero(behind))
+
+    def _prefill(self, prompt: _Prompt) -> None:
+        """Computes everything from the first donor token on."""
+        rows = np.arange(len(prompt.tokens) - self._full_rows(prompt), len(prompt.tokens))
+        self._compute(prompt, "prefill", rows, None)
+
+    def _full_rows(self, prompt: _Prompt) -> int:
+        # What lies before the first donor token attended to nothing of a donor, once the first pass has computed it.
+        first = int(prompt.reused[0]) if len(prompt.reused) and prompt.passes else prompt.exact
+        return len(prompt.tokens) - first
+
+    def _compute(self, prompt: _Prompt, name: str, rows: Positions, watch: Observer | None) -> float:
+        """Runs the rows through the model; returns how far the next-token distribution moved, in nats."""
+        hidden = self._forward(prompt, name, rows, watch, layers=int(self.pool.k.shape[0]))
+        if hidden is None:
+            raise _Refused(DeclineReason.ERROR, f"the pass {name!r} ended early")
+        before, prompt.logits = prompt.logits, self.model.logits(hidden[-1:])[0]
+        if not bool(prompt.logits.isfinite().all()):
+            # NaN reaches rows before it too (0 x NaN behind a mask), so no further pass of ours can mend it.
+            raise _Refused(DeclineReason.VALIDATION_FAILED, f"logits after the pass {name!r} are not numbers")
+        moved = 0.0 if before is None else next_token_kl(prompt.logits, before)
+        prompt.computed[rows] = True
+        last = prompt.passes[-1]
+        prompt.passes[-1] = Pass(
+            last.name, last.rows, last.keys, last.layers, last.ms, None if before is None else moved
+        )
+        if prompt.on_pass is not None:
+            prompt.on_pass(prompt.passes[-1], prompt.logits)
+        return moved
+
+    def _forward(
+        self, prompt: _Prompt, name: str, rows: Positions, watch: Observer | None, layers: int
+    ) -> Tensor | None:
+        """In chunks, ascending, so that each sees what the one before wrote; the question stays in one chunk."""
+        begun, hidden = time.perf_counter(), None
+        for start in range(0, max(1, len(rows) - QUESTION_ROWS), self.settings.chunk_tokens):
+            end = start + self.settings.chunk_tokens
+            end = len(rows) if end + QUESTION_ROWS >= len(rows) else end
+            at = torch.from_numpy(rows[start:end]).to(prompt.tokens.device)
+            try:
+                hidden = self.model.forward(self._rows_of(prompt.tokens[at], at, prompt.context), self.pool, watch)
+            except Enough:
+                hidden = None
+        if hidden is not None:
+            hidden = hidden[-1:].clone()
+            float(hidden[0, 0])  # the clock must not stop before the device does
+        ms = (time.perf_counter() - begun) * 1e3
+        prompt.passes.append(Pass(name, len(rows), int((rows + 1).sum()), layers, ms))
+        if layers > 1:
+            # Small passes are slower a row than large ones: the best rate seen foretells a large one.
+            self._rows_per_ms = max(self._rows_per_ms * 0.98, len(rows) / max(ms, 1e-6))
+        return hidden
+
+    def _affordable(self, prompt: _Prompt, rows: int) -> bool:
+        budget = self.settings.latency_budget_ms
+        return not budget or prompt.elapsed_ms + rows / max(self._rows_per_ms, 1e-9) <= budget
+
+    def _exact_until(self, prompt: _Prompt) -> int:
+        if not len(prompt.reused) or prompt.passes[-1].name == "prefill":
+            return len(prompt.tokens)
+        doubtful = prompt.stale if self.settings.refresh else prompt.reused
+        return int(doubtful[0]) if len(doubtful) else len(prompt.tokens)
+
+    def _result(self, prompt: _Prompt, decision: str) -> Blended:
+        if prompt.logits is None:
+            raise _Refused(DeclineReason.ERROR, "nothing was computed")
+        stale = prompt.stale
+        return Blended(
+            logits_last=prompt.logits,
+            exact_tokens=prompt.exact,
+            reused_tokens=len(stale),
+            recomputed_tokens=len(prompt.reused) - len(stale),
+            prefill_tokens=len(prompt.tokens) - prompt.exact - len(prompt.reused),
+            exact_until=self._exact_until(prompt),
+            decision=decision,
+            risk=prompt.risk,
+            escalations=prompt.escalations,
+            canary=prompt.canary,
+            load_ms=prompt.load_ms,
+            compute_ms=sum(one.ms for one in prompt.passes),
+            passes=tuple(prompt.passes),
+        )
+
+
+def _array(values: Tensor | None) -> npt.NDArray[np.floating[Any]]:
+    if values is None:
+        raise _Refused(DeclineReason.ERROR, "the observer saw nothing")
+    found: npt.NDArray[np.floating[Any]] = values.float().cpu().numpy()
+    return found

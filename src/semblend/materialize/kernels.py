@@ -1,0 +1,335 @@
+"""The two Triton kernels: splice in one pass over the bytes, and attention of scattered rows.
+
+Imported only where they run (a GPU, or Triton's interpreter in the tests), through ``splice`` and the engine's
+attention; the plain twins are ``splice.splice_plain`` and ``attention_plain.attend_plain``.
+
+Splice. A program takes a few tokens of one move in one layer, with all their heads. A move has one shift, so its
+cosines and sines are one short row, computed on the host in double precision; the kernel reads each donor byte once,
+turns keys in single precision and writes each pool byte once. Donors and layers lie anywhere in memory: the kernel gets
+their distances from one anchor.
+
+Attention. Queries of one KV head are packed, row by row, into tiles; rows ascend by position, so a tile's rows need
+about the same keys, and it walks the context once, up to the furthest of them, with every row's own limit. Few rows
+over a long context would leave most of a GPU idle: then the context is cut into parts, whose sums are joined after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from semblend.materialize.attention_plain import as_blocks, check_attention
+from semblend.materialize.layout import KvLayout
+from semblend.materialize.rope import RopeSpec
+from semblend.materialize.splice import Move
+
+ROWS, WARPS = 32, 4  # token-heads of a splice program; the best of 16 to 128 rows and 1 to 8 warps on an H200
+LOG2_E = tl.constexpr(1.4426950408889634)
+FIELDS = tl.constexpr(6)  # numbers that describe a move
+
+
+@triton.jit
+def _splice_kernel(  # type: ignore[no-untyped-def]
+    source,
+    target,
+    moves,
+    tiles,
+    layer_starts,
+    slots,
+    cos,
+    sin,
+    block_stride,
+    token_stride,
+    head_stride,
+    HEADS: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr,  # noqa: N803
+    HALF: tl.constexpr,  # noqa: N803
+    INTERLEAVED: tl.constexpr,  # noqa: N803
+    BLOCK_TOKENS: tl.constexpr,  # noqa: N803
+    TILE_TOKENS: tl.constexpr,  # noqa: N803
+    TILE_ROWS: tl.constexpr,  # noqa: N803
+    PAIRS: tl.constexpr,  # noqa: N803
+    DIMS: tl.constexpr,  # noqa: N803
+    RESTS: tl.constexpr,  # noqa: N803
+    STEP: tl.constexpr,  # noqa: N803
+):
+    tile = tl.program_id(0)
+    layer = tl.program_id(1)
+    move = tl.load(tiles + 2 * tile)
+    first = tl.load(tiles + 2 * tile + 1)
+    about = moves + move * FIELDS
+    k_start = tl.multiple_of(tl.load(about), STEP)
+    v_start = tl.multiple_of(tl.load(about + 1), STEP)
+    layer_stride = tl.multiple_of(tl.load(about + 2), STEP)
+    slots_start = tl.load(about + 3)
+    length = tl.load(about + 4)
+    stays = tl.load(about + 5) == 0
+    k_target = tl.multiple_of(tl.load(layer_starts + 2 * layer), STEP)
+    v_target = tl.multiple_of(tl.load(layer_starts + 2 * layer + 1), STEP)
+
+    row = tl.arange(0, TILE_ROWS)
+    token = first + row // HEADS
+    live = (row < TILE_TOKENS * HEADS) & (token < length)
+    slot = tl.load(slots + slots_start + token, mask=live, other=0)
+    reads = (layer * layer_stride + (first * HEADS + row) * HEAD_DIM)[:, None]
+    block = slot // BLOCK_TOKENS * block_stride + slot % BLOCK_TOKENS * token_stride
+    writes = (block + (row % HEADS) * head_stride)[:, None]
+
+    dim = tl.arange(0, DIMS)[None, :]
+    whole = live[:, None] & (dim < HEAD_DIM)
+    v = tl.load(source + v_start + reads + dim, mask=whole)
+
+    pair = tl.arange(0, PAIRS)
+    turned = live[:, None] & (pair < HALF)[None, :]
+    one = (2 * pair if INTERLEAVED else pair)[None, :]
+    two = (2 * pair + 1 if INTERLEAVED else pair + HALF)[None, :]
+    k_one = tl.load(source + k_start + reads + one, mask=turned)
+    k_two = tl.load(source + k_start + reads + two, mask=turned)
+    c = tl.load(cos + move * HALF + pair, mask=pair < HALF, other=1.0)[None, :]
+    s = tl.load(sin + move * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
+    wide_one = k_one.to(tl.float32)
+    wide_two = k_two.to(tl.float32)
+    moved_one = (wide_one * c - wide_two * s).to(k_one.dtype)
+    moved_two = (wide_two * c + wide_one * s).to(k_two.dtype)
+    tl.store(target + k_target + writes + one, tl.where(stays, k_one, moved_one), mask=turned)
+    tl.store(target + k_target + writes + two, tl.where(stays, k_two, moved_two), mask=turned)
+    if RESTS > 0:  # partial rotary: the dimensions after the rotated ones
+        rest = 2 * HALF + tl.arange(0, RESTS)[None, :]
+        kept = live[:, None] & (rest < HEAD_DIM)
+        tl.store(target + k_target + writes + rest, tl.load(source + k_start + reads + rest, mask=kept), mask=kept)
+    tl.store(target + v_target + writes + dim, v, mask=whole)
+
+
+def splice_moves(moves: Sequence[Move], layout: KvLayout, rope: RopeSpec) -> None:
+    """All moves of a request in one launch. ``splice.splice`` is the door: it has checked and staged them."""
+    heads, device, half = layout.kv_heads, layout.device, rope.rotary_dim // 2
+    tile_tokens = max(1, ROWS // heads)
+    slots = [move.target_slots.to(device=device, dtype=torch.int64).contiguous() for move in moves]
+    about, tiles = _tables(moves, slots, layout.dtype.itemsize, tile_tokens)
+    turns = rope.relocation_table([move.shift for move in moves])
+    at_moves, at_tiles, at_layers, at_turns, sent = _sent((about, tiles, layout.layer_starts, turns), device)
+    cos, sin = sent[at_turns:].view(torch.float32).view(2, len(moves), half)
+    strides = layout.k[0].stride()[:3]
+    numbers = (*about[:, :3].ravel().tolist(), *layout.layer_starts.ravel().tolist(), *strides, layout.head_dim)
+    _splice_kernel[(len(tiles), layout.layers)](
+        moves[0].donor.k,
+        layout.k[0],
+        sent[at_moves:],
+        sent[at_tiles:],
+        sent[at_layers:],
+        slots[0],
+        cos,
+        sin,
+        *strides,
+        HEADS=heads,
+        HEAD_DIM=layout.head_dim,
+        HALF=half,
+        INTERLEAVED=rope.style == "interleaved",
+        BLOCK_TOKENS=layout.block_tokens,
+        TILE_TOKENS=tile_tokens,
+        TILE_ROWS=triton.next_power_of_2(tile_tokens * heads),
+        PAIRS=triton.next_power_of_2(half),
+        DIMS=triton.next_power_of_2(layout.head_dim),
+        RESTS=triton.next_power_of_2(layout.head_dim - rope.rotary_dim) if layout.head_dim > rope.rotary_dim else 0,
+        # Wide loads need aligned rows; views may start anywhere, so the promise is made only where it holds.
+        STEP=8 if all(number % 8 == 0 for number in numbers) else 1,
+        num_warps=WARPS,
+    )
+
+
+def _sent(tables: Sequence[np.ndarray], device: torch.device) -> tuple[int, int, int, int, Tensor]:
+    """The tables in one tensor on the device, and where each begins: one small copy, from pinned memory, no wait."""
+    words = [np.ascontiguousarray(table).ravel().view(np.int64) for table in tables]
+    packed = torch.from_numpy(np.concatenate(words))
+    one, two, three, four, _ = accumulate((0, *(len(word) for word in words)))
+    sent = packed.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else packed
+    return one, two, three, four, sent
+
+
+def _tables(
+    moves: Sequence[Move], slots: Sequence[Tensor], size: int, tile_tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Per move where it starts, how far layers lie apart, its slots, length and shift; per tile its move and token.
+
+    Starts count elements from the first move's donor (or its slots): pieces of memory that have nothing else in common.
+    """
+    anchor, first_slots = moves[0].donor.k.data_ptr(), slots[0].data_ptr()
+    about = []
+    for move, to in zip(moves, slots, strict=True):
+        k, v = move.donor.k, move.donor.v
+        layer_stride, token_stride, _, _ = k.stride()
+        starts = ((tensor.data_ptr() - anchor) // size + move.donor_start * token_stride for tensor in (k, v))
+        about.append((*starts, layer_stride, (to.data_ptr() - first_slots) // 8, move.length, move.shift))
+    table = np.array(about, dtype=np.int64)
+    tiles_of = -(-table[:, 4] // tile_tokens)
+    owner = np.repeat(np.arange(len(moves)), tiles_of)
+    nth = np.arange(len(owner)) - np.repeat(np.cumsum(tiles_of) - tiles_of, tiles_of)
+    return table, np.stack((owner, nth * tile_tokens), axis=1)
+
+
+@triton.jit
+def _attention_kernel(  # type: ignore[no-untyped-def]
+    q,
+    positions,
+    context,
+    k,
+    v,
+    out,
+    sums,
+    rows,
+    total,
+    part_tokens,
+    scale,
+    q_row,
+    q_head,
+    kv_block,
+    kv_token,
+    kv_head,
+    GROUP: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr,  # noqa: N803
+    BLOCK_TOKENS: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr,  # noqa: N803
+    KEYS: tl.constexpr,  # noqa: N803
+    DIMS: tl.constexpr,  # noqa: N803
+    PARTS: tl.constexpr,  # noqa: N803
+    WIDEN: tl.constexpr,  # noqa: N803
+):
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the furthest rows have most to do: they start first
+    kv = tl.program_id(1)
+    part = tl.program_id(2)
+    packed = tile * TILE + tl.arange(0, TILE)
+    live = packed < rows * GROUP
+    row = packed // GROUP
+    head = kv * GROUP + packed % GROUP
+    limit = tl.minimum(tl.load(positions + row, mask=live, other=-1), total - 1).to(tl.int32)
+    dim = tl.arange(0, DIMS)
+    in_head = dim < HEAD_DIM
+    asked = tl.load(
+        q + row.to(tl.int64)[:, None] * q_row + head[:, None] * q_head + dim[None, :],
+        mask=live[:, None] & in_head[None, :],
+        other=0.0,
+    )
+    asked = asked.to(tl.float32) if WIDEN else asked
+    peak = tl.full([TILE], float("-inf"), tl.float32)
+    mass = tl.zeros([TILE], tl.float32)
+    mixed = tl.zeros([TILE, DIMS], tl.float32)
+    begin = part * part_tokens
+    end = tl.minimum(tl.max(limit, 0) + 1, begin + part_tokens)
+    for at in range(begin, end, KEYS):
+        key = at + tl.arange(0, KEYS)
+        there = key < end
+        slot = tl.load(context + key, mask=there, other=0).to(tl.int64)
+        place = slot // BLOCK_TOKENS * kv_block + slot % BLOCK_TOKENS * kv_token + kv * kv_head
+        readable = there[:, None] & in_head[None, :]
+        keys = tl.load(k + place[:, None] + dim[None, :], mask=readable, other=0.0)
+        keys = keys.to(tl.float32) if WIDEN else keys
+        scores = tl.dot(asked, tl.trans(keys), input_precision="ieee") * (scale * LOG2_E)
+        scores = tl.where((key[None, :] <= limit[:, None]) & there[None, :], scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        # A row may have seen nothing yet: subtracting its peak of -inf would give nan.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores - base[:, None])
+        fade = tl.exp2(peak - base)
+        mass = mass * fade + tl.sum(weights, 1)
+        values = tl.load(v + place[:, None] + dim[None, :], mask=readable, other=0.0)
+        weights = weights.to(values.dtype)
+        values = values.to(tl.float32) if WIDEN else values
+        weights = weights.to(tl.float32) if WIDEN else weights
+        mixed = mixed * fade[:, None] + tl.dot(weights, values, input_precision="ieee")
+        peak = higher
+    place = row.to(tl.int64) * HEADS + head
+    writable = live[:, None] & in_head[None, :]
+    if PARTS == 1:
+        mixed = mixed / tl.where(mass > 0, mass, 1.0)[:, None]
+        tl.store(out + place[:, None] * HEAD_DIM + dim[None, :], mixed.to(out.dtype.element_ty), mask=writable)
+    else:
+        place += part.to(tl.int64) * rows * HEADS
+        tl.store(out + place[:, None] * HEAD_DIM + dim[None, :], mixed, mask=writable)
+        tl.store(sums + place * 2, peak, mask=live)
+        tl.store(sums + place * 2 + 1, mass, mask=live)
+
+
+def scattered_attention(
+    q: Tensor, positions: Tensor, context: Tensor, k: Tensor, v: Tensor, scale: float, parts: int | None = None
+) -> Tensor:
+    """Rows ``q[n, heads, d]`` at ascending ``positions[n]`` over the pool rows ``context[T]``; gives ``[n, heads, d]``.
+
+    As ``attend_plain``; ``parts`` cuts the context for programs in parallel, chosen from the shapes unless given.
+    Nothing is read back from the device, so this may run in every layer without a wait.
+    """
+    check_attention(q, positions, context, k, v)
+    rows, heads, head_dim = q.shape
+    if rows == 0 or len(context) == 0:
+        return torch.zeros_like(q)
+    q = q if q.stride(2) == 1 else q.contiguous()
+    pool_k, pool_v = as_blocks(k), as_blocks(v)
+    kv_heads = pool_k.shape[2]
+    group = heads // kv_heads
+    tile, keys, warps, stages = _work_shape(head_dim, q.dtype)
+    tiles = triton.cdiv(rows * group, tile)
+    if parts is None:
+        parts = _parts(tiles * kv_heads, len(context), q.device)
+    part_tokens = triton.cdiv(triton.cdiv(len(context), parts), keys) * keys
+    split = parts > 1
+    out = torch.empty((parts, rows, heads, head_dim), dtype=torch.float32 if split else q.dtype, device=q.device)
+    sums = torch.empty((parts, rows, heads, 2) if split else (1,), dtype=torch.float32, device=q.device)
+    _attention_kernel[(tiles, kv_heads, parts)](
+        q,
+        positions,
+        context,
+        pool_k,
+        pool_v,
+        out,
+        sums,
+        rows,
+        len(context),
+        part_tokens,
+        scale,
+        q.stride(0),
+        q.stride(1),
+        *pool_k.stride()[:3],
+        GROUP=group,
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        BLOCK_TOKENS=pool_k.shape[1],
+        TILE=tile,
+        KEYS=keys,
+        DIMS=max(16, triton.next_power_of_2(head_dim)),
+        PARTS=parts,
+        WIDEN=q.device.type == "cpu" and q.dtype == torch.bfloat16,  # the interpreter multiplies bfloat16 bit patterns
+        num_warps=warps,
+        num_stages=stages,
+    )
+    return _joined(out, sums).to(q.dtype) if split else out[0]
+
+
+def _work_shape(head_dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Queries and keys of a tile, warps, and keys loaded ahead; measured by ``bench/splice.py``."""
+    if dtype == torch.float32 or head_dim > 128:
+        return 32, 32, 4, 2
+    return 64, 64, 4, 3
+
+
+def _parts(programs: int, tokens: int, device: torch.device) -> int:
+    """Into how many parts the context is cut: one if two programs a multiprocessor are there anyway, else enough for
+    three, and none shorter than 1,024 tokens; measured on an H200, where a cut past that costs more than it gains.
+    """
+    if device.type != "cuda":
+        return 1
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    wanted = 1 if programs >= 2 * processors else -(-3 * processors // programs)
+    return max(1, min(wanted, tokens // 1024))
+
+
+def _joined(mixed: Tensor, sums: Tensor) -> Tensor:
+    """Adds up the parts: each has its unscaled sum of values, its highest score (base 2) and its mass."""
+    peak, mass = sums[..., 0], sums[..., 1]
+    weight = torch.exp2(peak - peak.amax(0))  # a row's first part always sees position 0, so the highest is finite
+    return (mixed * weight[..., None]).sum(0) / (mass * weight).sum(0)[..., None]

@@ -1,0 +1,167 @@
+"""Where the key and value of a token lie in an engine's tensors.
+
+Engines agree on the meaning of a slot (a row of the KV pool, ``block * block_tokens + offset``) and on nothing else:
+
+=================================== ============================================
+ours                                two tensors ``[layers, slots, heads, d]``
+vLLM, keys before values            per layer ``[2, blocks, block, heads, d]``
+vLLM, keys beside values            per layer ``[blocks, 2, block, heads, d]``
+SGLang                              per layer two of ``[slots, heads, d]``
+=================================== ============================================
+
+All of them become one view per layer, ``[blocks, block_tokens, heads, d]``, with strides (a pool without blocks has
+blocks of one token). The strides carry permuted layouts too, as long as a head's dimensions stay adjacent. Nothing is
+copied: what is scattered through the layout is in the engine's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from semblend.errors import InputError
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, eq=False)
+class KvLayout:
+    """Views of every layer's keys and values, ``[blocks, block_tokens, kv_heads, head_dim]``, all alike.
+
+    >>> pool = torch.zeros(2, 2, 8, 3, 4)  # k and v of 2 layers, 8 slots, 3 heads of 4 dimensions
+    >>> KvLayout.ours(pool[0], pool[1])
+    KvLayout(layers=2, slots=8, kv_heads=3, head_dim=4, block_tokens=1, torch.float32 on cpu)
+    """
+
+    k: tuple[Tensor, ...]
+    v: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        if not self.k or len(self.k) != len(self.v):
+            raise InputError(f"{len(self.k)} key and {len(self.v)} value layers", hint="give one of each per layer")
+        first = self.k[0]
+        if first.dim() != 4 or 0 in first.shape:
+            raise InputError(
+                f"KV of shape {list(first.shape)}", hint="expected [blocks, block_tokens, heads, head_dim]"
+            )
+        if first.dtype not in DTYPES:
+            raise InputError(
+                f"KV of type {first.dtype} cannot be spliced", hint="float32, float16 or bfloat16; not quantised"
+            )
+        if first.stride(3) != 1:
+            raise InputError("a head's dimensions are not adjacent in memory", hint="use a layout with d innermost")
+        for tensor in (*self.k, *self.v):
+            alike = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            if alike != (first.shape, first.stride(), first.dtype, first.device):
+                raise InputError("layers differ in shape, strides, type or device", hint="give one kind of cache")
+
+    @classmethod
+    def ours(cls, pool_k: Tensor, pool_v: Tensor) -> KvLayout:
+        """The embedded engine's pool: ``[layers, slots, kv_heads, head_dim]`` for keys, the same for values."""
+        return cls(_rows(pool_k.unbind(0)), _rows(pool_v.unbind(0)))
+
+    @classmethod
+    def vllm(cls, kv_caches: Sequence[Tensor], block_tokens: int, kv_axis: int | None = None) -> KvLayout:
+        """vLLM's caches, one tensor per layer; ``kv_axis`` says where keys and values part, if the shape does not."""
+        axes = {_kv_axis(cache, block_tokens, kv_axis) for cache in kv_caches}
+        if len(axes) != 1:
+            raise InputError("layers part keys and values at different axes", hint="give caches of one kind")
+        axis = axes.pop()
+        return cls(
+            tuple(cache.select(axis, 0) for cache in kv_caches), tuple(cache.select(axis, 1) for cache in kv_caches)
+        )
+
+    @classmethod
+    def sglang(cls, k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor]) -> KvLayout:
+        """SGLang's token-to-KV pool: per layer ``[slots, kv_heads, head_dim]``."""
+        return cls(_rows(k_buffers), _rows(v_buffers))
+
+    @property
+    def layers(self) -> int:
+        return len(self.k)
+
+    @property
+    def block_tokens(self) -> int:
+        return self.k[0].shape[1]
+
+    @property
+    def slots(self) -> int:
+        return self.k[0].shape[0] * self.k[0].shape[1]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k[0].shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.k[0].shape[3]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.k[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.k[0].device
+
+    @cached_property
+    def layer_starts(self) -> np.ndarray:
+        """How many elements after the first layer's keys each layer's keys and values start: ``[layers, 2]``.
+
+        The tensors may be allocated apart; a kernel that knows these distances reaches all of them in one launch.
+        """
+        size, anchor = self.dtype.itemsize, self.k[0].data_ptr()
+        pairs = zip(self.k, self.v, strict=True)
+        return np.array([[(tensor.data_ptr() - anchor) // size for tensor in pair] for pair in pairs], dtype=np.int64)
+
+    def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and values in ``slots``, each ``[n, kv_heads, head_dim]``."""
+        at = self._places(slots)
+        return self.k[layer][at], self.v[layer][at]
+
+    def scatter(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Writes keys and values ``[n, kv_heads, head_dim]`` into ``slots``."""
+        at = self._places(slots)
+        self.k[layer][at] = k
+        self.v[layer][at] = v
+
+    def _places(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        slots = slots.to(self.device)
+        return slots // self.block_tokens, slots % self.block_tokens
+
+    def __repr__(self) -> str:
+        return (
+            f"KvLayout(layers={self.layers}, slots={self.slots}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, "
+            f"block_tokens={self.block_tokens}, {self.dtype} on {self.device})"
+        )
+
+
+def _rows(buffers: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Pools of single rows as blocks of one token."""
+    kept = tuple(buffers)
+    for buffer in kept:
+        if buffer.dim() != 3:
+            raise InputError(f"a layer of shape {list(buffer.shape)}", hint="expected [slots, kv_heads, head_dim]")
+    return tuple(buffer.unsqueeze(1) for buffer in kept)
+
+
+def _kv_axis(cache: Tensor, block_tokens: int, given: int | None) -> int:
+    if cache.dim() != 5 or cache.shape[2] != block_tokens:
+        raise InputError(
+            f"a vLLM cache of shape {list(cache.shape)} with blocks of {block_tokens} tokens",
+            hint="expected [2, blocks, block, heads, d] or [blocks, 2, block, heads, d]",
+        )
+    possible = [axis for axis in (0, 1) if cache.shape[axis] == 2]
+    if given is None and len(possible) == 2:
+        raise InputError("two blocks and two of K and V look alike", hint="say kv_axis=0 or kv_axis=1")
+    axis = possible[0] if given is None and possible else given
+    if axis not in possible:
+        raise InputError(
+            f"no axis of two for keys and values in {list(cache.shape)}", hint="axis 0 or 1 must have size 2"
+        )
+    return axis

@@ -1,0 +1,140 @@
+"""What an engine says, piece by piece, and what the pieces add up to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from semblend.confirm.fields import JsonObject
+from semblend.confirm.receipt import Receipt
+
+IMPOSSIBLE = -9999.0
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A drawn token and, in ``top``, the likeliest ones at its place (each without a ``top`` of its own)."""
+
+    token: str
+    token_id: int
+    logprob: float
+    top: tuple[Logprob, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.logprob):  # JSON has no infinity; this number is what OpenAI writes for it
+            object.__setattr__(self, "logprob", IMPOSSIBLE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """The next piece of answer ``index``. ``finish_reason`` (stop or length) ends that answer.
+
+    The receipt may come with any chunk, at the latest with the last; ``recomputed`` tells which token ranges
+    ``[start, end)`` of the prompt were held by a donor and computed again, where the engine knows.
+    """
+
+    index: int = 0
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprob, ...] = ()
+    finish_reason: str | None = None
+    matched: str | int | None = None
+    receipt: Receipt | None = None
+    recomputed: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(slots=True)
+class Answer:
+    """One of the n texts, as far as it has come."""
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    matched: str | int | None = None
+    receipt: Receipt | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        self.receipt = chunk.receipt or self.receipt
+        self.text += chunk.text
+        self.token_ids.extend(chunk.token_ids)
+        self.logprobs.extend(chunk.logprobs)
+        if chunk.finish_reason is not None:
+            self.finish_reason, self.matched = chunk.finish_reason, chunk.matched
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every answer opens with."""
+
+    id: str
+    created: int
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What a request took: tokens in and out, and the engine's receipt (None where it gave none)."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    receipt: Receipt | None
+    seconds: float = 0.0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that were not computed: exact prefix hits and donor KV that was moved."""
+        return 0 if self.receipt is None else self.receipt.exact_tokens + self.receipt.reused_tokens
+
+    def usage(self) -> JsonObject:
+        """OpenAI's usage object.
+
+        >>> Spent(10, 2, None).usage()["total_tokens"]
+        12
+        """
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    def semblend(self) -> JsonObject | None:
+        """The receipt's short form that goes with every answer."""
+        return None if self.receipt is None else semblend_object(self.receipt)
+
+
+def semblend_object(receipt: Receipt) -> JsonObject:
+    return {
+        "outcome": str(receipt.outcome),
+        "mode": receipt.mode,
+        "exact_tokens": receipt.exact_tokens,
+        "reused_tokens": receipt.reused_tokens,
+        "recomputed_tokens": receipt.recomputed_tokens,
+        "prefill_tokens": receipt.prefill_tokens,
+        "donors": list(receipt.donor_ids),
+        "risk": receipt.risk,
+        "escalations": receipt.escalations,
+        "ttft_ms": receipt.ttft_ms,
+        "reason": None if receipt.reason is None else str(receipt.reason),
+        "detail": receipt.detail,
+    }
+
+
+class Reply(Protocol):
+    """One endpoint's way of saying the same thing: whole, or as a stream of events."""
+
+    def whole(self, answers: Sequence[Answer], spent: Spent) -> JsonObject:
+        """The body of a plain answer."""
+
+    def opening(self, n: int) -> list[JsonObject]:
+        """Events ahead of the first piece."""
+
+    def piece(self, chunk: Chunk, answer: Answer) -> JsonObject:
+        """One event; ``answer`` already holds the chunk."""
+
+    def closing(self, answers: Sequence[Answer], spent: Spent) -> list[JsonObject]:
+        """Finish reasons, then usage if asked for; the last of them carries the ``semblend`` object."""

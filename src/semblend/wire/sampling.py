@@ -1,0 +1,134 @@
+"""How to draw the answer and how to reuse: the options that all endpoints share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from semblend.config import QUALITY_MODES
+from semblend.wire.fields import Fields, shown
+
+MOST_STOPS = 16
+MOST_TOP_LOGPROBS = 20
+MOST_TOKENS = 1 << 20
+_SEEDS = 2**63 - 1
+
+# Options that this engine does not have, and the values that ask for nothing. Anything else is refused: an option
+# that is silently dropped would make an answer look like something that it is not.
+_ABSENT: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "min_new_tokens": (0,),
+    "suffix": ("",),
+    "echo": (False,),
+    "chat_template": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "regex": (),
+    "json_schema": (),
+    "ebnf": (),
+    "lora_path": (),
+    "image_data": (),
+    "input_embeds": (),
+    "prompt_embeds": (),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn.
+
+    ``max_tokens`` None: as many as fit. ``logprobs`` None: none, else how many alternatives a token. ``top_k`` 0: all.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReuseOptions:
+    """What one request asks of reuse: a quality mode of its own, or none at all. ``salt`` narrows its namespace."""
+
+    quality: str | None = None
+    reuse: bool = True
+    salt: str = ""
+
+
+def parse_reuse(fields: Fields) -> ReuseOptions:
+    """From ``semblend: {"quality": ..., "reuse": ...}`` and ``cache_salt`` of the body.
+
+    >>> parse_reuse(Fields({"semblend": {"quality": "fast"}})).quality
+    'fast'
+    """
+    salt = fields.text("cache_salt", longest=256)
+    ours = fields.child("semblend")
+    if ours is None:
+        return ReuseOptions(salt=salt)
+    quality = ours.text("quality") or None
+    if quality is not None and quality not in QUALITY_MODES:
+        ours.refuse("quality", f"is {shown(quality)}", "one of " + ", ".join(QUALITY_MODES))
+    return ReuseOptions(quality=quality, reuse=ours.flag("reuse", True), salt=salt)
+
+
+def refuse_absent_options(fields: Fields) -> None:
+    """400 for what this engine cannot do, unless the value asks for nothing."""
+    for name, neutral in _ABSENT.items():
+        value = fields.raw(name)
+        if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
+            continue
+        if name in ("tool_choice", "function_call") and not fields.has("tools") and not fields.has("functions"):
+            continue  # without tools there is nothing to choose
+        fields.refuse(name, f"is not supported (got {shown(value)})", f"leave {name} out")
+
+
+def parse_sampling(fields: Fields, *, max_tokens: int | None, logprobs: int | None, most_n: int) -> Sampling:
+    """The sampling fields that chat and completions name alike."""
+    n = fields.integer("n", 1, 1, most_n) or 1
+    best_of = fields.integer("best_of", n, 1, most_n)
+    if best_of != n:
+        fields.refuse("best_of", f"is {best_of} while n is {n}", "leave best_of out")
+    top_k = fields.integer("top_k", 0, -1, MOST_TOKENS) or 0
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=fields.number("temperature", 1.0, 0.0, 2.0),
+        top_p=_positive(fields, "top_p"),
+        top_k=max(top_k, 0),
+        seed=fields.integer("seed", None, -_SEEDS - 1, _SEEDS),
+        stop=fields.texts("stop", MOST_STOPS),
+        stop_token_ids=fields.token_ids("stop_token_ids"),
+        ignore_eos=fields.flag("ignore_eos"),
+        n=n,
+        logprobs=logprobs,
+    )
+
+
+def _positive(fields: Fields, name: str) -> float:
+    value = fields.number(name, 1.0, 0.0, 1.0)
+    if value == 0.0:
+        fields.refuse(name, "is 0, which leaves no token to draw", "send temperature 0 for the likeliest token")
+    return value

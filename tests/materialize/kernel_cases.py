@@ -1,0 +1,200 @@
+"""The kernels against their plain twins: on a GPU where there is one, else in Triton's interpreter.
+
+``test_kernels.py`` runs this file in a process of its own, because Triton decides at import whether it interprets.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the twins need torch")
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from semblend.materialize.attention_plain import attend_plain  # noqa: E402
+from semblend.materialize.kernels import scattered_attention, splice_moves  # noqa: E402
+from semblend.materialize.layout import KvLayout  # noqa: E402
+from semblend.materialize.rope import RopeSpec  # noqa: E402
+from semblend.materialize.splice import DonorTensors, Move, check_moves, on_device, splice_plain  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def pool(kind: str, layers: int, slots: int, heads: int, d: int, dtype: torch.dtype, block: int = 4) -> KvLayout:
+    """A pool of the named engine, filled with a value that no splice writes."""
+
+    def full(*shape: int) -> torch.Tensor:
+        return torch.full(shape, 77.0, dtype=dtype, device=DEVICE)
+
+    blocks = slots // block
+    if kind == "ours":
+        return KvLayout.ours(full(layers, slots, heads, d), full(layers, slots, heads, d))
+    if kind == "vllm keys first":
+        return KvLayout.vllm([full(2, blocks, block, heads, d) for _ in range(layers)], block)
+    if kind == "vllm side by side":
+        return KvLayout.vllm([full(blocks, 2, block, heads, d) for _ in range(layers)], block)
+    if kind == "vllm heads outside":
+        return KvLayout.vllm([full(2, blocks, heads, block, d).transpose(2, 3) for _ in range(layers)], block)
+    buffers = [[full(slots, heads, d) for _ in range(layers)] for _ in range(2)]
+    return KvLayout.sglang(*buffers)
+
+
+KINDS = ["ours", "vllm keys first", "vllm side by side", "vllm heads outside", "sglang"]
+
+
+def rope_of(style: str, d: int, rotary: int) -> RopeSpec:
+    return RopeSpec(d, rotary, style, tuple(1e4 ** (-i / rotary) for i in range(0, rotary, 2)))
+
+
+def donor(layers: int, tokens: int, heads: int, d: int, dtype: torch.dtype, seed: int) -> DonorTensors:
+    made = torch.Generator().manual_seed(seed)
+    return DonorTensors(*(torch.randn(layers, tokens, heads, d, generator=made).to(DEVICE, dtype) for _ in range(2)))
+
+
+def assert_same_splice(moves: list[Move], kind: str, layers: int, slots: int, heads: int, rope: RopeSpec) -> None:
+    dtype = moves[0].donor.k.dtype
+    expected, got = (pool(kind, layers, slots, heads, rope.head_dim, dtype) for _ in range(2))
+    check_moves(moves, got, rope)
+    splice_plain(moves, expected, rope)
+    splice_moves([on_device(move, got.device) for move in moves], got, rope)
+    tolerance = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
+    for want, have in zip((*expected.k, *expected.v), (*got.k, *got.v), strict=True):
+        torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)
+    for want, have in zip(expected.v, got.v, strict=True):
+        assert torch.equal(have, want), "values are copied, not computed"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_splice_equals_its_twin_in_every_layout_style_and_type(kind, style, dtype):
+    layers, slots, heads, d = 2, 96, 2, 16
+    rope = rope_of(style, d, d)
+    where = torch.randperm(slots, generator=torch.Generator().manual_seed(5))
+    one, two = donor(layers, 50, heads, d, dtype, 1), donor(layers, 40, heads, d, dtype, 2)
+    moves = [
+        Move(one, 3, 41, where[:41], 1234),
+        Move(two, 0, 40, where[41:81].int(), -77),
+        Move(one, 49, 1, where[81:82], 0),
+    ]
+    assert_same_splice(moves, kind, layers, slots, heads, rope)
+
+
+@pytest.mark.parametrize(("heads", "d", "rotary"), [(1, 80, 32), (3, 24, 24), (5, 10, 4), (2, 9, 6), (4, 64, 64)])
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+def test_splice_handles_partial_rotation_and_sizes_that_are_no_powers_of_two(heads, d, rotary, style):
+    held = donor(1, 30, heads, d, torch.float32, 3)
+    moves = [Move(held, 2, 28, torch.arange(5, 33), 200_000)]
+    assert_same_splice(moves, "ours", 1, 40, heads, rope_of(style, d, rotary))
+
+
+def test_splice_reads_donors_that_lie_strangely_in_memory():
+    plain = donor(2, 30, 2, 8, torch.float32, 4)
+    swapped = DonorTensors(plain.k.permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3), plain.v)
+    flat = torch.randn(2 * 30 * 2 * 8 + 1, device=DEVICE)
+    odd = DonorTensors(flat[1:].view(2, 30, 2, 8), flat[1:].view(2, 30, 2, 8).clone())  # starts off every alignment
+    for held in (swapped, odd):
+        assert_same_splice([Move(held, 7, 20, torch.arange(20), -3)], "ours", 2, 24, 2, rope_of("half", 8, 8))
+
+
+def test_a_splice_of_shift_zero_changes_no_bit():
+    held = donor(1, 8, 2, 8, torch.bfloat16, 6)
+    held.k[0, 0, 0, :] = -0.0
+    got = pool("ours", 1, 8, 2, 8, torch.bfloat16)
+    splice_moves([Move(held, 0, 8, torch.arange(8), 0)], got, rope_of("half", 8, 8))
+    assert torch.equal(got.k[0].squeeze(1).view(torch.int16), held.k[0].view(torch.int16))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_any_set_of_moves_is_spliced_as_the_twin_does(data):
+    heads, slots = data.draw(st.integers(1, 5)), 64
+    rope = rope_of("half", 8, 8)
+    order = data.draw(st.permutations(range(slots)))
+    moves, used = [], 0
+    for _ in range(data.draw(st.integers(1, 4))):
+        held = donor(1, 40, heads, 8, torch.float32, data.draw(st.integers(0, 9)))
+        start = data.draw(st.integers(0, 39))
+        length = data.draw(st.integers(1, max(1, min(40 - start, 16))))
+        shift = data.draw(st.integers(-200_000, 200_000))
+        moves.append(Move(held, start, length, torch.tensor(order[used : used + length]), shift))
+        used += length
+    assert_same_splice(moves, "vllm side by side", 1, slots, heads, rope)
+
+
+def attention_case(rows: list[int], total: int, heads: int, kv_heads: int, d: int, dtype: torch.dtype, block: int = 1):
+    made = torch.Generator().manual_seed(len(rows) + total)
+    slots = ((total + 8) // block + 1) * block
+    k, v = (torch.randn(slots, kv_heads, d, generator=made).to(DEVICE, dtype) for _ in range(2))
+    if block > 1:
+        k, v = (x.view(-1, block, kv_heads, d) for x in (k, v))
+    context = torch.randperm(slots, generator=made)[:total].to(DEVICE)
+    q = torch.randn(len(rows), heads, d, generator=made).to(DEVICE, dtype)
+    return q, torch.tensor(rows, device=DEVICE), context, k, v, d**-0.5
+
+
+def assert_same_attention(case, parts: int | None = None) -> None:
+    want, have = attend_plain(*case), scattered_attention(*case, parts=parts)
+    assert have.shape == want.shape
+    assert have.dtype == want.dtype
+    tolerance = 2e-5 if want.dtype == torch.float32 else 4 * torch.finfo(want.dtype).eps
+    torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (7, 1)])
+def test_scattered_attention_equals_its_twin(dtype, heads, kv_heads):
+    rows = [0, 1, 2, 17, 18, 40, 41, 42, 90, 119]
+    assert_same_attention(attention_case(rows, 120, heads, kv_heads, 16, dtype))
+
+
+@pytest.mark.parametrize("parts", [2, 3, 8])
+def test_a_context_cut_into_parts_gives_the_same_rows(parts):
+    assert_same_attention(attention_case([0, 3, 64, 65, 200, 299], 300, 4, 2, 16, torch.float32), parts)
+
+
+@pytest.mark.parametrize("d", [8, 24, 80, 160])
+def test_scattered_attention_handles_head_sizes_that_are_no_powers_of_two(d):
+    assert_same_attention(attention_case([5, 33, 34], 40, 2, 1, d, torch.float32))
+
+
+def test_scattered_attention_reads_pools_in_blocks_and_queries_with_strides():
+    q, *rest = attention_case([0, 9, 31], 32, 4, 2, 16, torch.float32, block=4)
+    assert_same_attention((q, *rest))
+    assert_same_attention((q.transpose(0, 1).contiguous().transpose(0, 1), *rest))
+    assert_same_attention((q.transpose(1, 2).contiguous().transpose(1, 2), *rest))
+
+
+def test_a_row_never_sees_a_later_position():
+    q, positions, context, k, v, scale = attention_case([4, 20], 32, 2, 1, 16, torch.float32)
+    before = scattered_attention(q, positions, context, k, v, scale)
+    k[context[21:]], v[context[21:]] = 1e4, float("nan")
+    assert torch.equal(scattered_attention(q, positions, context, k, v, scale), before)
+    v[context[20]] += 1.0
+    after = scattered_attention(q, positions, context, k, v, scale)
+    assert torch.equal(after[0], before[0])
+    assert not torch.equal(after[1], before[1])
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_single_row_is_attended(parts):
+    assert_same_attention(attention_case([70], 80, 2, 2, 16, torch.float32), parts)
+    assert_same_attention(attention_case([0], 1, 1, 1, 16, torch.float32), parts)
+
+
+def test_no_rows_give_no_rows():
+    q, _, context, k, v, scale = attention_case([1], 4, 2, 1, 16, torch.float32)
+    assert scattered_attention(q[:0], torch.empty(0, dtype=torch.int64, device=DEVICE), context, k, v, scale).shape == (
+        0,
+        2,
+        16,
+    )
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sets(st.integers(0, 79), min_size=1, max_size=40), st.sampled_from([1, 2, 3]), st.sampled_from([None, 2]))
+def test_any_choice_of_rows_is_attended_as_the_twin_does(rows, group, parts):
+    assert_same_attention(attention_case(sorted(rows), 80, 2 * group, 2, 16, torch.float32), parts)

@@ -178,4 +178,5 @@ def _request(request: ServingRequest) -> Request:
         stop=wanted.stop,
         stop_ids=wanted.stop_token_ids,
         quality=request.quality if request.reuse else "exact",
+        opt_out=not request.reuse,
     )

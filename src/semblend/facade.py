@@ -67,6 +67,7 @@ class SemBlend:
         self._report = Reporter(self.events, self.metrics)
         self._clock = clock
         self._switched_on = True
+        self._listeners: list[Callable[[Eviction], None]] = []
         self._claims: dict[str, tuple[tuple[str, int], ...]] = {}
         self._claims_lock = threading.Lock()
         self._compiled = kernels_can_be_loaded() if compiled is None else compiled
@@ -129,6 +130,10 @@ class SemBlend:
     def clear(self) -> int:
         """Drop every donor; returns how many."""
         return self._forget([donor.donor_id for donor in self._store.donors(expired=True)], "forgotten")
+
+    def on_evicted(self, listener: Callable[[Eviction], None]) -> None:
+        """Call ``listener`` for every donor that goes, whatever the reason: whoever keeps its KV can let it go too."""
+        self._listeners.append(listener)
 
     def donors(self) -> tuple[Donor, ...]:
         """All donors, least recently used first."""
@@ -352,6 +357,9 @@ class SemBlend:
             if eviction.reason != "replaced":
                 self._evidence.remove(eviction.donor.donor_id)
         self._report.evicted(evictions)
+        for eviction in evictions:
+            for listener in self._listeners:
+                listener(eviction)
 
     def _restore(self, journal: SqliteJournal) -> None:
         journal.drop_expired(self._clock())

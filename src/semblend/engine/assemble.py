@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from semblend.config import SemBlendConfig
+from semblend.discover.donor import Eviction
 from semblend.engine.engine import Engine
 from semblend.engine.model import Model
 from semblend.engine.rows import Rows
@@ -31,7 +32,10 @@ def assemble(
     donor_dir: str | Path | None = None,
     detokenizer: Detokenizer | None = None,
 ) -> Engine:
-    """Pool, donors, blender and engine for a model; donors that lose their KV are forgotten by the library."""
+    """Pool, donors, blender and engine for a model.
+
+    A donor and its KV go together: whichever side lets go first, the other follows.
+    """
     config = config or EngineConfig()
     library = semblend or SemBlend(SemBlendConfig())
     pool = model.new_pool(pool_tokens)
@@ -43,5 +47,11 @@ def assemble(
     donor_kv = DonorKv(
         donor_device_bytes, donor_host_bytes, donor_dir, budget_disk_bytes=donor_disk_bytes, on_evicted=evicted
     )
+
+    def forgotten(eviction: Eviction) -> None:
+        if eviction.reason != "engine":  # that one came from us
+            donor_kv.drop(eviction.donor.donor_id)
+
+    library.on_evicted(forgotten)
     blender = Blender(model, pool, donor_kv, quality or QualitySettings(mode=config.quality), rows_of=Rows.of)
     return Engine(model, pool, library, blender, config, detokenizer=detokenizer)

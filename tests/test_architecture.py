@@ -28,7 +28,7 @@ LAYERS = [
     {"tokenization", "chat", "logs", "wire"},
     {"materialize", "models"},
     {"engine"},
-    {"estimate", "explorer"},
+    {"estimate", "explorer", "demo"},
     {"commands"},
     {"cli"},
     {"reference", "__main__"},
@@ -39,7 +39,7 @@ PACKAGES = ["semblend", "semantickv", "sembench"]  # bottom up
 
 HEAVY = {
     "numba": {"*.kernels"},
-    "torch": {"fingerprint.embedder_models", "materialize.*", "engine.*"},
+    "torch": {"fingerprint.embedder_models", "materialize.*", "engine.*", "demo.runner"},
     "triton": {"*.kernels"},
     "transformers": set(),
     "gguf": {"engine.*"},
@@ -57,6 +57,7 @@ HEAVY = {
     "uvicorn": {"engine.*", "commands.serve"},
     "huggingface_hub": {"fingerprint.*", "engine.*", "models", "tokenization"},
     "httpx": set(),
+    "matplotlib": {"demo.plot"},
 }
 
 
@@ -123,7 +124,7 @@ def test_heavy_dependencies_stay_home(module):
 def test_heavy_dependencies_and_kernels_are_imported_late(module):
     if module.endswith("kernels"):
         return
-    at_home = {"torch"} if module.startswith(("materialize.", "engine.")) else set()  # these two are about tensors
+    at_home = {"torch"} if module.startswith(("materialize.", "engine.", "demo.runner")) else set()  # about tensors
     if module.startswith(("engine.server", "wire.")):
         at_home |= {"fastapi", "pydantic"}
     for name, line in imports(SEMBLEND[module], top_only=True):

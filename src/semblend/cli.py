@@ -17,10 +17,12 @@ from typing import NoReturn
 
 from semblend._foreign import refuse_foreign_distribution
 from semblend._version import __version__
-from semblend.commands import doctor, donors, estimate, explain, explore, models, serve, version
+from semblend.commands import calibrate, demo, doctor, donors, estimate, explain, explore, models, serve, version
 from semblend.errors import SemBlendError
 
-COMMANDS: tuple[ModuleType, ...] = (serve, models, explore, explain, estimate, donors, doctor, version)
+COMMANDS: tuple[ModuleType, ...] = (
+    demo, serve, models, calibrate, explore, explain, estimate, donors, doctor, version,
+)  # fmt: skip
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 

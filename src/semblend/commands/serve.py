@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port (default: 8000)")
     parser.add_argument("--quality", default="", choices=["", *QUALITY_MODES], help="overrides SEMBLEND_QUALITY")
+    parser.add_argument("--thresholds", default="", metavar="FILE", help="of the quality gate, from semblend calibrate")
     parser.add_argument("--pool-tokens", type=int, default=32_768, help="KV pool, in tokens (default: 32768)")
     parser.add_argument("--step-tokens", type=int, default=512, help="tokens computed in one step (default: 512)")
     parser.add_argument("--donor-bytes", type=int, default=2 * GIB, help="host memory for donor KV (default: 2 GiB)")
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         step_tokens=args.step_tokens,
         max_running=args.max_running,
         max_waiting=args.max_waiting,
+        thresholds=args.thresholds,
     )
     settings = _server_settings(args)
     config = load_config(**({"quality": args.quality} if args.quality else {}))

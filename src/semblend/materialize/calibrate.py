@@ -70,6 +70,23 @@ def calibrate(
 ) -> Thresholds:
     """The table of a model from real prompts; ``pool`` must hold the longest prompt and its longest donor."""
     pairs = [pair for prompt in prompts for pair in measure(model, prompt, rows_of=rows_of, pool=pool)]
+    tokens = sum(len(prompt.tokens) for prompt in prompts)
+    return table_of(
+        pairs, pool=pool, model_name=model_name, prompts=len(prompts), tokens=tokens, harm=harm, false_safe=false_safe
+    )
+
+
+def table_of(
+    pairs: Sequence[Pair],
+    *,
+    pool: Any,
+    model_name: str,
+    prompts: int,
+    tokens: int,
+    harm: float = HARM,
+    false_safe: float = FALSE_SAFE,
+) -> Thresholds:
+    """The table that measured pairs allow; ``prompts`` and ``tokens`` say how much they were measured on."""
     if not pairs:
         raise InputError("no prompt could be measured", hint="give prompts that share at least 32 tokens with a donor")
     chosen = {step: choose([p for p in pairs if p.step == step], harm=harm, false_safe=false_safe) for step in STEPS}
@@ -79,8 +96,8 @@ def calibrate(
         "torch": torch.__version__,
         "device": str(pool.k.device),
         "dtype": str(pool.k.dtype).removeprefix("torch."),
-        "prompts": len(prompts),
-        "tokens": sum(len(prompt.tokens) for prompt in prompts),
+        "prompts": prompts,
+        "tokens": tokens,
         "harm": harm,
         "false_safe_target": false_safe,
         "steps": {

@@ -1,0 +1,159 @@
+"""What the demo asks: prompts, the prompts that were served before them, and a dialogue. Plain text, no tokens yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from semblend.demo import texts
+from semblend.errors import InputError
+
+Chat = tuple[dict[str, str], ...]
+SHORT_WORDS, LONG_WORDS = 700, 2900  # about 1,000 and 4,000 tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """``prompt`` is measured after ``donors`` were served. ``fact`` is what a right answer says.
+
+    ``stale_fact`` is what the donor said in its place: an answer with it would be KV of tokens that the prompt lacks.
+    """
+
+    key: str
+    title: str
+    about: str
+    donors: tuple[Chat, ...]
+    prompt: Chat
+    fact: str = ""
+    stale_fact: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """``questions`` of one conversation, one a turn; before it, ``donors`` were served to others."""
+
+    title: str
+    about: str
+    donors: tuple[Chat, ...]
+    system: str
+    questions: tuple[str, ...]
+
+
+READER = "You answer questions about documents. Give short answers and use only what the document says."
+AUDITOR = "You check papers for the county archive. Be brief, and quote figures exactly as they stand."
+CLERK = "You are a clerk in a reading room. Sort what you are given and mention what seems odd, in a friendly tone."
+
+EDITS = (("4917", "2385"), ("twelve", "twenty"), ("mayor", "priest"))
+"""What the prompt of the edited document says, and what its donor said instead."""
+
+
+def workloads(*, long: bool = False) -> tuple[Workload, ...]:
+    """The three prompts of the demo."""
+    words = LONG_WORDS if long else SHORT_WORDS
+    return (_same_document(words), _edited_document(words), _several_donors(words))
+
+
+def dialogue(*, long: bool = False) -> Dialogue:
+    """A conversation about one document; in its second turn a text is pasted that another conversation has read."""
+    words = (LONG_WORDS if long else SHORT_WORDS) // 2
+    plan = texts.lengthened(texts.EXPEDITION, 31, words)
+    pasted = texts.lengthened(texts.LIGHTHOUSE, 37, words)
+    return Dialogue(
+        "dialogue of three turns",
+        "history comes from the exact prefix cache, the pasted text from a donor",
+        (_ask(CLERK, pasted, "What does this handbook describe?"),),
+        READER,
+        (
+            f"{plan}\nQuestion: Who is the guide?",
+            f"Thank you. Here is another text.\n\n{pasted}\nQuestion: What is the name of the relief boat?",
+            "When does the bus back to the valley leave?",
+        ),
+    )
+
+
+def calibration(*, long: bool = False) -> Iterator[Workload]:
+    """Many prompts of the kinds above, over other chronicles, with other questions."""
+    words = LONG_WORDS if long else SHORT_WORDS
+    for seed in range(100, 1000, 10):
+        yield _same_document(words, seed, _LIGHTHOUSE_QUESTIONS[seed // 10 % len(_LIGHTHOUSE_QUESTIONS)])
+        yield _edited_document(words, seed + 1, _LEASE_QUESTIONS[seed // 10 % len(_LEASE_QUESTIONS)])
+        yield _several_donors(words, seed + 2, _NOTES_QUESTIONS[seed // 10 % len(_NOTES_QUESTIONS)])
+
+
+_LIGHTHOUSE_QUESTIONS = (
+    ("How often does the lamp flash?", "two white flashes"),
+    ("What is the name of the relief boat?", "Marigold"),
+    ("How high is the tower?", "thirty-four"),
+    ("When are visitors welcome?", "May"),
+)
+_LEASE_QUESTIONS = (
+    ("What is the access code of the granary?", "4917"),
+    ("How long does the agreement run?", "twelve"),
+    ("Who hears quarrels first?", "mayor"),
+    ("How much is the rent?", "640"),
+)
+_NOTES_QUESTIONS = (
+    ("Who is the beekeeper?", "Ilse Varga"),
+    ("Who is the foreman of the glassworks?", "Ruben Asker"),
+    ("How many players does the orchestra have?", "forty-one"),
+)
+
+
+def _ask(system: str, text: str, question: str) -> Chat:
+    return (
+        {"role": "system", "content": system},
+        {"role": "user", "content": f"Read this.\n\n{text}\nQuestion: {question}"},
+    )
+
+
+def _same_document(words: int, seed: int = 11, asked: tuple[str, str] = _LIGHTHOUSE_QUESTIONS[1]) -> Workload:
+    document = texts.lengthened(texts.LIGHTHOUSE, seed, words)
+    return Workload(
+        "same_document",
+        "same document, other question",
+        "another instruction ahead of it, so an exact prefix cache finds nothing",
+        (_ask(CLERK, document, "What is this text about, in one sentence?"),),
+        _ask(AUDITOR, document, asked[0]),
+        asked[1],
+    )
+
+
+def _edited_document(words: int, seed: int = 17, asked: tuple[str, str] = _LEASE_QUESTIONS[0]) -> Workload:
+    document = texts.lengthened(texts.LEASE, seed, words)
+    before = _edited(document)
+    return Workload(
+        "edited_document",
+        "edited document",
+        "three words differ from the donor's, the one that is asked for among them",
+        (_ask(CLERK, before, "Is anything odd about this paper?"),),
+        _ask(AUDITOR, document, asked[0]),
+        asked[1],
+        dict(EDITS).get(asked[1], ""),
+    )
+
+
+def _several_donors(words: int, seed: int = 23, asked: tuple[str, str] = _NOTES_QUESTIONS[0]) -> Workload:
+    notes = (texts.ORCHESTRA, texts.GLASSWORKS, texts.BEES)
+    passages = [texts.lengthened(note, seed + 1000 * n, words // 3) for n, note in enumerate(notes, 1)]
+    donors = tuple(
+        _ask(CLERK, f"{texts.chronicle(seed + 5000 * n, words // 6)}\n{passage}", "What comes first?")
+        for n, passage in enumerate(passages, 1)
+    )
+    return Workload(
+        "several_donors",
+        "passages of several donors",
+        "three passages, each from the middle of another prompt, in another order",
+        donors,
+        _ask(AUDITOR, "\n".join((passages[1], passages[2], passages[0])), asked[0]),
+        asked[1],
+    )
+
+
+def _edited(document: str) -> str:
+    """What the donor said: other words of `EDITS`, each in one place."""
+    for now, before in EDITS:
+        head, found, tail = document.partition(now)
+        if not found:
+            raise InputError(f"the text has no {now!r} to edit", hint="keep EDITS in step with the text")
+        document = head + before + tail
+    return document

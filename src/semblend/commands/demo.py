@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     print()
     print(table([(arm.title, arm.name, _one_line(arm.answer)) for arm in outcome.arms], head=("", "", "answer")))
     if any(arm.disturbed for arm in outcome.arms):
-        say("runs of one prompt differ by more than half: other programs were computing, so read the times with care")
+        say("runs of one prompt differ by more than half: other programs were computing; fewer --threads may help")
     if args.json:
         write_json(args.json, outcome.to_dict())
     if args.plot:

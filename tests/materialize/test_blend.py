@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,11 +19,12 @@ from semblend.engine.rows import Rows
 from semblend.engine.spec import ModelSpec
 from semblend.errors import ConfigError, InputError
 from semblend.materialize.blend import Blender
-from semblend.materialize.calibrate import CalibrationPrompt, Pair, calibrate, choose
+from semblend.materialize.calibrate import CalibrationPrompt, Pair, calibrate, choose, table_of
 from semblend.materialize.donor_kv import DonorKv
 from semblend.materialize.probe import next_token_kl
 from semblend.materialize.quality import Blended, Placed, QualitySettings, Step
-from semblend.materialize.thresholds import DEFAULT, Thresholds, thresholds_for
+from semblend.materialize.risk import RiskModel, Signs, fitted
+from semblend.materialize.thresholds import DEFAULT, STEPS, Thresholds, thresholds_for
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.span import Span
 
@@ -207,7 +210,8 @@ def test_each_step_adds_to_the_one_before_and_the_question_is_in_every_pass():
         assert added + 16 <= found <= 4 * percent + rows[0]  # what is new and the question; never more than all
     assert rows[5] == 400 + 12
     assert blended.escalations == 3
-    assert blended.risk == blended.passes[4].kl
+    assert blended.risk == blended.signs.settled == blended.passes[4].kl
+    assert blended.signs.moved != blended.signs.settled
     assert_cold(world, blended, target, prompt)
 
 
@@ -400,9 +404,7 @@ def test_every_token_is_counted_once_and_a_receipt_can_be_written(pieces, tail, 
 
 
 def test_the_threshold_is_the_largest_that_lets_few_bad_prompts_pass():
-    pairs = [
-        Pair(10, signal, true) for signal, true in ((0.001, 0.0), (0.002, 0.1), (0.003, 0.0), (0.01, 0.0), (0.5, 1.0))
-    ]
+    pairs = [(0.001, 0.0), (0.002, 0.1), (0.003, 0.0), (0.01, 0.0), (0.5, 1.0)]
     assert choose(pairs, harm=0.02, false_safe=0.0).threshold == 0.001
     assert choose(pairs, harm=0.02, false_safe=0.25).threshold == 0.01
     assert choose(pairs, harm=2.0, false_safe=0.0).threshold == 0.5
@@ -431,9 +433,83 @@ def test_calibration_measures_signals_against_cold_and_survives_a_file(tmp_path)
     assert Thresholds.read(path) == table
 
 
+@pytest.mark.parametrize(
+    ("begins", "passes"),
+    [
+        ({"begin_20": 1e9}, ["fast", "glance", "repair 10 %"]),
+        ({"begin_20": 0.0}, ["fast", "glance", "deviation", "repair 20 %"]),
+        ({"begin_20": 0.0, "begin_40": 0.0}, ["fast", "glance", "deviation", "repair 40 %"]),
+        ({"begin_prefill": 0.0}, ["fast", "glance", "prefill"]),
+    ],
+)
+def test_a_glance_at_layer_1_tells_which_step_to_begin_with(begins, passes):
+    world = World(thresholds=Thresholds(1e9, 1e9, 1e9, **begins))
+    prompt, spans = one_document(world, document=400)
+    blended, _ = world.prepare(prompt, spans)
+    assert [one.name for one in blended.passes] == passes
+    assert blended.glance > 0
+    assert blended.decision == ("prefill" if "prefill" in passes[-1] else "accepted")
+
+
+def test_the_glance_changes_nothing_but_rounding():
+    plain, glancing = World(thresholds=ALWAYS), World(thresholds=Thresholds(1e9, 1e9, 1e9, begin_prefill=1e9))
+    results = []
+    for world in (plain, glancing):
+        prompt, spans = one_document(world, document=300)
+        results.append(world.prepare(prompt, spans)[0].logits_last)
+    assert torch.allclose(*results, atol=1e-4)
+
+
+def test_the_deviation_of_repaired_tokens_is_nought_where_the_donor_had_the_same_left_context():
+    world = World(thresholds=ALWAYS)
+    text = tokens_of(300, 5)
+    world.donate("d", text)
+    same, _ = world.prepare(text + tokens_of(20, 6), [Span("d", 0, 0, 300)])
+    assert same.signs.deviation < 1e-4
+    assert same.signs.moved < 1e-6
+    prompt, spans = one_document(world, document=300)
+    moved, _ = world.prepare(prompt, spans)
+    assert moved.signs.deviation > 0.01
+
+
+def test_weights_are_found_again_from_signs_that_follow_them():
+    rng = np.random.default_rng(3)
+    weights = (0.4, 1.5, 0.3, -1.0)
+    seen = []
+    for _ in range(60):
+        signs = Signs(*np.exp(rng.normal(-3, 1, 3)), rng.uniform(0, 5))
+        seen.append((signs, RiskModel({10: weights}).expected(10, signs)))
+    assert fitted(seen) == pytest.approx(weights, abs=0.05)
+
+
+def test_what_is_no_number_begins_with_the_worst():
+    table = Thresholds(1, 1, 1, begin_20=0.1, begin_40=0.2, begin_prefill=0.3)
+    assert [table.first_step(d) for d in (0.05, 0.1, 0.25, 0.3, math.nan)] == [10, 20, 40, None, None]
+    assert Thresholds(1, 1, 1).first_step(math.nan) == 10
+    assert not Thresholds(1, 1, 1).glances
+
+
+def test_calibration_with_enough_prompts_weighs_the_signs_and_no_prompt_judges_itself(tmp_path):
+    rng = np.random.default_rng(0)
+    pairs = []
+    for step, _ in itertools.product(STEPS, range(40)):
+        deviation = float(np.exp(rng.normal(-3, 1)))
+        signs = Signs(deviation, deviation, deviation, 1.0)
+        pairs.append(Pair(step, signs, deviation / 4, deviation * step / 40))
+    table = table_of(pairs, pool=MODEL.new_pool(64), model_name="made", prompts=40, tokens=1)
+    assert set(table.risk.weights) == set(STEPS)
+    for step in STEPS:
+        signs = Signs(0.05, 0.05, 0.05, 1.0)
+        assert table.expected(step, signs) == pytest.approx(0.05 * step / 40, rel=0.1)
+    assert table.begin_20 > 0.015 / 4  # where 10 % no longer passes, and not before
+    assert table.begin_prefill == pytest.approx(0.02 / 4, rel=0.5)
+    (tmp_path / "t.json").write_text(table.to_json())
+    assert Thresholds.read(tmp_path / "t.json") == table
+
+
 def test_an_unknown_model_gets_the_strict_default_and_a_bad_table_is_named(tmp_path):
     assert thresholds_for("nobody/knows") is DEFAULT
-    for text in ("[]", '{"schema": "other"}', '{"schema": "semblend.thresholds.v1", "kl_10": "x"}', "no json"):
+    for text in ("[]", '{"schema": "other"}', '{"schema": "semblend.thresholds.v2", "kl_10": "x"}', "no json"):
         (tmp_path / "t.json").write_text(text)
         with pytest.raises(ConfigError, match="cannot be read"):
             Thresholds.read(tmp_path / "t.json")

@@ -6,7 +6,9 @@ import argparse
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,13 +109,19 @@ def as_table(thresholds: Thresholds) -> str:
     from semblend.materialize.thresholds import STEPS
 
     by_step = thresholds.provenance["steps"]
+    begins = {10: 0.0, 20: thresholds.begin_20, 40: thresholds.begin_40}
     rows = []
     for step in STEPS:
         one = by_step[str(step)]
         passing = round(one["passing"] * one["pairs"])
-        rows.append((f"{step} %", f"{thresholds.after(step):.5f}", one["pairs"], passing, f"{one['false_safe']:.1%}"))
-    head = ("computed again", "KL threshold", "pairs", "pass", "damaged of those")
-    text = table(rows, head=head, right=(1, 2, 3, 4))
+        begin = "escalation only" if begins[step] == math.inf else f"{begins[step]:.4f}"
+        rows.append(
+            (f"{step} %", f"{thresholds.after(step):.5f}", begin, one["pairs"], passing, f"{one['false_safe']:.1%}")
+        )
+    head = ("computed again", "largest risk", "from deviation", "prompts", "pass", "damaged of those")
+    text = table(rows, head=head, right=(1, 2, 3, 4, 5))
+    if thresholds.begin_prefill < math.inf:
+        text += f"\nfrom deviation {thresholds.begin_prefill:.4f} on: a prefill at once"
     prompts, target = thresholds.provenance["prompts"], thresholds.provenance["false_safe_target"]
     if target and prompts < 1 / target:
         say(f"{prompts} prompts cannot tell {target:.0%} from none; measure {round(1 / target)} before serving with it")
@@ -150,7 +158,7 @@ class _Known:
     def add(self, key: str, pairs: list[Pair]) -> None:
         if self.path is None:
             return
-        record = {"key": key, "pairs": [[pair.step, pair.signal, pair.true_kl] for pair in pairs]}
+        record = {"key": key, "pairs": [asdict(pair) for pair in pairs]}
         try:
             with Path(self.path).open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(record) + "\n")
@@ -159,6 +167,7 @@ class _Known:
 
     def _read(self, path: Path) -> None:
         from semblend.materialize.calibrate import Pair
+        from semblend.materialize.risk import Signs
 
         text = path.read_text(encoding="utf-8")
         whole = text[: text.rfind("\n") + 1]  # a run that was killed may have left half a line
@@ -167,6 +176,6 @@ class _Known:
         for number, line in enumerate(whole.splitlines(), start=1):
             try:
                 record = json.loads(line)
-                self.pairs[record["key"]] = [Pair(int(s), float(kl), float(true)) for s, kl, true in record["pairs"]]
+                self.pairs[record["key"]] = [Pair(**{**one, "signs": Signs(**one["signs"])}) for one in record["pairs"]]
             except (ValueError, KeyError, TypeError):
                 raise InputError(f"{path}, line {number} is no measurement", hint="name another --pairs file") from None

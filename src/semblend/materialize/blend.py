@@ -3,8 +3,9 @@
     exact      nothing is taken from donors
     fast       donor KV is moved into place; gaps, the head of each span and the end of the prompt are computed
     balanced   fast, watching what the question attends to; then 10 % of the reused tokens, those it attends to most,
-               are computed again, and the next-token distributions before and after are compared. While they differ
-               by more than the model's threshold: 20 %, 40 % (attention x deviation at layer 1), then a full prefill
+               are computed again, and what that changed tells how far the answer would be from a cold one. While it is
+               more than the model's threshold: 20 %, 40 % (attention x deviation at layer 1), then a full prefill.
+               A glance at layer 1 says before the first repair with which of these to begin
 
 What a pass computes, and why that is enough. KV of a row depends on the tokens up to it. A pass writes new rows
 (gaps, or tokens chosen for repair); of the rows that earlier passes computed, those behind the first new row have
@@ -46,12 +47,15 @@ from semblend.materialize.probe import (
     next_token_kl,
 )
 from semblend.materialize.quality import Blended, OnPass, Pass, QualitySettings, Step, Target
+from semblend.materialize.risk import RepairedDeviation, Signs, entropy
 from semblend.materialize.splice import Move, splice
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.plan.selection import SELECTIONS, Positions, Scores, reused_positions, seams
 from semblend.span import Span
 
 log = logging.getLogger("semblend.materialize")
+GLANCE_TOKENS = 256
+"""The most attended donor tokens, whose deviation at layer 1 tells easy prompts from hard ones."""
 Mask = npt.NDArray[np.bool_]
 
 
@@ -74,11 +78,14 @@ class _Prompt:
     computed: Mask
     started: float = field(default_factory=time.perf_counter)
     passes: list[Pass] = field(default_factory=list)
-    logits: Tensor | None = None
+    first_tail: Tensor | None = None
+    tail: Tensor | None = None  # logits of the prompt's last tokens after the last pass, [rows, vocabulary]
     mass: npt.NDArray[np.floating[Any]] | None = None
     deviation: npt.NDArray[np.floating[Any]] | None = None
     canary: float | None = None
     risk: float | None = None
+    signs: Signs | None = None
+    glance: float | None = None
     escalations: int = 0
     repaired: int = 0  # chosen by steps of the gate; heads of spans and the prompt's end come on top
     load_ms: float = 0.0
@@ -227,7 +234,7 @@ class Blender:
     def _gate(self, prompt: _Prompt) -> str:
         """Repairs until the next-token distribution stands still, time is up, or all is computed."""
         settings = self.settings
-        for number, step in enumerate(settings.steps):
+        for number, step in enumerate(self._steps(prompt)):
             chosen = self._chosen(prompt, step)
             if not len(chosen):  # this step adds nothing to what is computed already
                 continue
@@ -239,10 +246,8 @@ class Blender:
                     return "over_budget"
                 break
             prompt.escalations += number > 0
-            last = step is settings.steps[-1]
-            watch = None if last else AttentionMass()
-            prompt.repaired += len(chosen)
-            prompt.risk = self._compute(prompt, f"repair {step.percent} %", rows, watch)
+            watch = None if step is settings.steps[-1] else AttentionMass()
+            prompt.risk = self._repair(prompt, step, chosen, rows, watch)
             if watch is not None:
                 prompt.mass = _array(watch.mass)
             if prompt.risk <= settings.thresholds.after(step.percent):
@@ -254,6 +259,39 @@ class Blender:
         prompt.escalations += 1
         self._prefill(prompt)
         return "prefill"
+
+    def _steps(self, prompt: _Prompt) -> tuple[Step, ...]:
+        """The steps that are worth their work, by how far off the donor KV is that the question attends to most."""
+        if not self.settings.thresholds.glances or prompt.mass is None:
+            return self.settings.steps
+        stale = prompt.stale
+        most = np.sort(stale[np.argsort(-prompt.mass[stale], kind="stable")[:GLANCE_TOKENS]])
+        if not len(most):
+            return ()
+        look = KvDeviation(layer=1)
+        self._forward(prompt, "glance", most, look, layers=1)
+        deviation = float(np.average(_array(look.relative), weights=prompt.mass[most] + 1e-12))
+        prompt.glance = deviation
+        first = self.settings.thresholds.first_step(deviation)
+        return () if first is None else tuple(step for step in self.settings.steps if step.percent >= first)
+
+    def _repair(
+        self, prompt: _Prompt, step: Step, chosen: Positions, rows: Positions, watch: AttentionMass | None
+    ) -> float:
+        """Computes the rows; returns the divergence from cold that an answer is expected to have now."""
+        mass, stale = prompt.mass, np.isin(rows, prompt.stale)
+        look = RepairedDeviation(watch)
+        prompt.repaired += len(chosen)
+        settled = self._compute(prompt, f"repair {step.percent} %", rows, look)
+        if prompt.tail is None or prompt.first_tail is None or mass is None:
+            raise _Refused(DeclineReason.ERROR, "a repair without a look before it")
+        prompt.signs = Signs(
+            next_token_kl(prompt.tail[-1], prompt.first_tail[-1]),
+            settled,
+            look.of(stale, mass[rows[stale]]),
+            entropy(prompt.tail[-1]),
+        )
+        return self.settings.thresholds.expected(step.percent, prompt.signs)
 
     def _chosen(self, prompt: _Prompt, step: Step) -> Positions:
         """The next tokens to repair, so that steps have chosen ``percent`` of the reused in all."""
@@ -300,18 +338,19 @@ class Blender:
         hidden = self._forward(prompt, name, rows, watch, layers=int(self.pool.k.shape[0]))
         if hidden is None:
             raise _Refused(DeclineReason.ERROR, f"the pass {name!r} ended early")
-        before, prompt.logits = prompt.logits, self.model.logits(hidden[-1:])[0]
-        if not bool(prompt.logits.isfinite().all()):
+        before, prompt.tail = prompt.tail, self.model.logits(hidden)
+        if not bool(prompt.tail.isfinite().all()):
             # NaN reaches rows before it too (0 x NaN behind a mask), so no further pass of ours can mend it.
             raise _Refused(DeclineReason.VALIDATION_FAILED, f"logits after the pass {name!r} are not numbers")
-        moved = 0.0 if before is None else next_token_kl(prompt.logits, before)
+        moved = 0.0 if before is None else next_token_kl(prompt.tail[-1], before[-1])
         prompt.computed[rows] = True
+        prompt.first_tail = prompt.tail if before is None else prompt.first_tail
         last = prompt.passes[-1]
         prompt.passes[-1] = Pass(
             last.name, last.rows, last.keys, last.layers, last.ms, None if before is None else moved
         )
         if prompt.on_pass is not None:
-            prompt.on_pass(prompt.passes[-1], prompt.logits)
+            prompt.on_pass(prompt.passes[-1], prompt.tail)
         return moved
 
     def _forward(
@@ -328,7 +367,7 @@ class Blender:
             except Enough:
                 hidden = None
         if hidden is not None:
-            hidden = hidden[-1:].clone()
+            hidden = hidden[-self._tail_rows(prompt) :].clone()
             float(hidden[0, 0])  # the clock must not stop before the device does
         ms = (time.perf_counter() - begun) * 1e3
         prompt.passes.append(Pass(name, len(rows), int((rows + 1).sum()), layers, ms))
@@ -336,6 +375,10 @@ class Blender:
             # Small passes are slower a row than large ones: the best rate seen foretells a large one.
             self._rows_per_ms = max(self._rows_per_ms * 0.98, len(rows) / max(ms, 1e-6))
         return hidden
+
+    def _tail_rows(self, prompt: _Prompt) -> int:
+        """Rows at the end that every pass computes: their next-token distributions can be compared."""
+        return max(1, min(self.settings.question_tokens, len(prompt.tokens) - prompt.exact))
 
     def _affordable(self, prompt: _Prompt, rows: int) -> bool:
         budget = self.settings.latency_budget_ms
@@ -348,11 +391,11 @@ class Blender:
         return int(doubtful[0]) if len(doubtful) else len(prompt.tokens)
 
     def _result(self, prompt: _Prompt, decision: str) -> Blended:
-        if prompt.logits is None:
+        if prompt.tail is None:
             raise _Refused(DeclineReason.ERROR, "nothing was computed")
         stale = prompt.stale
         return Blended(
-            logits_last=prompt.logits,
+            logits_last=prompt.tail[-1],
             exact_tokens=prompt.exact,
             reused_tokens=len(stale),
             recomputed_tokens=len(prompt.reused) - len(stale),
@@ -360,6 +403,8 @@ class Blender:
             exact_until=self._exact_until(prompt),
             decision=decision,
             risk=prompt.risk,
+            signs=prompt.signs,
+            glance=prompt.glance,
             escalations=prompt.escalations,
             canary=prompt.canary,
             load_ms=prompt.load_ms,

@@ -1,33 +1,38 @@
-"""Measures where the gate of a model may open: pairs of (signal, true damage), and the threshold that they allow.
+"""Measures where the gate of a model may open: what a repair shows, the true damage, and what follows from them.
 
-Every prompt is prepared once with a gate that never opens. Each repair gives a signal (how far it moved the next-token
-distribution), and the full prefill at the end gives the truth about it: the divergence of what would have been served
-from cold. A threshold is the largest signal below which at most a given share of prompts is damaged (*false-safe*).
+Every prompt is prepared cold, and once with each step alone. Each step gives signs (`semblend.materialize.risk`) and
+the divergence from cold of what would have been served. From all prompts: weights that turn signs into an expected
+divergence, the largest expected divergence at which few of the prompts that pass are damaged (*false-safe*), and the
+layer-1 deviations from which a small step is seldom enough.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from semblend.errors import InputError
 from semblend.materialize.blend import Blender
 from semblend.materialize.donor_kv import DonorKv
 from semblend.materialize.probe import Model, RowsOf, next_token_kl
-from semblend.materialize.quality import Pass, Placed, QualitySettings
+from semblend.materialize.quality import Blended, Placed, QualitySettings
+from semblend.materialize.risk import RiskModel, Signs, fitted
 from semblend.materialize.thresholds import STEPS, Thresholds
-from semblend.plan.reuse_plan import Decline, ReusePlan
+from semblend.plan.reuse_plan import DeclineReason, ReusePlan
 from semblend.span import Span
 
 HARM = 0.02
 """Nats of first-token divergence from cold that count as damage: about what an 8-bit KV cache costs, ten times over."""
 FALSE_SAFE = 0.02
-_NEVER = Thresholds(0.0, 0.0, 0.0)
+LEAST_TO_FIT = 24
+"""Fewer prompts cannot weigh four numbers: the gate then goes by how far the distribution still moves."""
+_FOLDS = 4
+_LOOK = Thresholds(1e9, 1e9, 1e9, begin_prefill=1e9)  # accepts everything, and glances at layer 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +46,14 @@ class CalibrationPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """After ``step`` percent: what the gate saw, and the true divergence from cold of what would be served."""
+    """After ``step`` percent: what could be seen, and the true divergence from cold of what would be served.
+
+    ``glance`` is what layer 1 showed before the repair.
+    """
 
     step: int
-    signal: float
+    signs: Signs
+    glance: float
     true_kl: float
 
 
@@ -89,7 +98,20 @@ def table_of(
     """The table that measured pairs allow; ``prompts`` and ``tokens`` say how much they were measured on."""
     if not pairs:
         raise InputError("no prompt could be measured", hint="give prompts that share at least 32 tokens with a donor")
-    chosen = {step: choose([p for p in pairs if p.step == step], harm=harm, false_safe=false_safe) for step in STEPS}
+    by_step = {step: [pair for pair in pairs if pair.step == step] for step in STEPS}
+    enough = min(map(len, by_step.values())) >= LEAST_TO_FIT
+    risk = RiskModel({step: fitted([(p.signs, p.true_kl) for p in by_step[step]]) for step in STEPS} if enough else {})
+    expected = {step: _expected(by_step[step], fit=enough) for step in STEPS}
+    chosen = {
+        step: choose(list(zip(expected[step], (p.true_kl for p in by_step[step]), strict=True)), harm, false_safe)
+        for step in STEPS
+    }
+    begins = {
+        name: begin(
+            [(p.glance, e <= chosen[step].threshold) for p, e in zip(by_step[step], expected[step], strict=True)]
+        )
+        for name, step in (("begin_20", 10), ("begin_40", 20), ("begin_prefill", 40))
+    }
     provenance = {
         "model": model_name,
         "date": datetime.now(UTC).date().isoformat(),
@@ -105,8 +127,21 @@ def table_of(
             for step, c in chosen.items()
         },
     }
-    values = {f"kl_{step}": choice.threshold for step, choice in chosen.items()}
-    return Thresholds(**values, provenance=provenance)
+    kl_10, kl_20, kl_40 = (chosen[step].threshold for step in STEPS)
+    return Thresholds(kl_10, kl_20, kl_40, **begins, risk=risk, provenance=provenance)
+
+
+def _expected(pairs: Sequence[Pair], *, fit: bool) -> list[float]:
+    """What the gate would expect of each prompt, weighed on the others: no prompt judges itself."""
+    if not fit:
+        return [pair.signs.settled for pair in pairs]
+    found = [0.0] * len(pairs)
+    for fold in range(_FOLDS):
+        others = [(p.signs, p.true_kl) for i, p in enumerate(pairs) if i % _FOLDS != fold]
+        model = RiskModel({0: fitted(others)})
+        for i in range(fold, len(pairs), _FOLDS):
+            found[i] = model.expected(0, pairs[i].signs)
+    return found
 
 
 def measure(
@@ -117,46 +152,71 @@ def measure(
     pool: Any,
     settings: QualitySettings | None = None,
 ) -> list[Pair]:
-    """One prompt through every step of the gate and a full prefill."""
+    """One prompt cold, and through every step of the gate alone."""
     donor_kv = DonorKv(0, 1 << 62)
     for number, donor in enumerate(prompt.donors):
         _donate(model, donor_kv, str(number), donor, rows_of, pool)
-    asked = replace(settings or QualitySettings(), mode="balanced", thresholds=_NEVER, latency_budget_ms=0.0)
-    seen: list[tuple[Pass, Tensor]] = []
+    base = replace(settings or QualitySettings(), thresholds=_LOOK, latency_budget_ms=0.0)
+    plan = ReusePlan(prompt.spans, len(prompt.tokens))
     blocks = pool.allocate(pool.blocks_for(len(prompt.tokens)))
+    pairs: list[Pair] = []
     try:
         target = Placed(prompt.tokens, pool.slots_of(blocks, 0, len(prompt.tokens)))
-        blender = Blender(model, pool, donor_kv, asked, rows_of=rows_of)
-        plan = ReusePlan(prompt.spans, len(prompt.tokens))
-        done = blender.prepare(target, plan, on_pass=lambda one, logits: seen.append((one, logits.clone())))
+
+        def prepared(asked: QualitySettings) -> Blended | None:
+            done = Blender(model, pool, donor_kv, asked, rows_of=rows_of).prepare(target, plan)
+            if isinstance(done, Blended):
+                return done
+            if done.reason is DeclineReason.BELOW_BREAK_EVEN:  # so would the gate: nothing to learn for it
+                return None
+            raise InputError(f"a calibration prompt was declined: {done.detail}", hint="check its spans")
+
+        exact = prepared(replace(base, mode="exact"))
+        cold = exact.logits_last if exact is not None else None
+        for step in (step for step in base.steps if step.percent in STEPS):
+            done = prepared(replace(base, mode="balanced", steps=(step,)))
+            if done is None or cold is None:
+                continue
+            if done.signs is not None and done.glance is not None and done.decision == "accepted":
+                pairs.append(Pair(step.percent, done.signs, done.glance, next_token_kl(cold, done.logits_last)))
     finally:
         pool.free(blocks)
-    if isinstance(done, Decline):
-        raise InputError(f"a calibration prompt was declined: {done.detail}", hint="check its spans")
-    cold = done.logits_last
-    return [
-        Pair(step, one.kl, next_token_kl(cold, logits))
-        for one, logits in seen
-        for step in STEPS
-        if one.name == f"repair {step} %" and one.kl is not None
-    ]
+    return pairs
 
 
-def choose(pairs: Sequence[Pair], *, harm: float, false_safe: float) -> Choice:
-    """The largest signal at which at most ``false_safe`` of the prompts that pass are damaged by more than ``harm``.
+def choose(pairs: Sequence[tuple[float, float]], harm: float, false_safe: float) -> Choice:
+    """The largest expected divergence at which at most ``false_safe`` of what passes is damaged by more than ``harm``.
 
-    >>> choose([Pair(10, .001, 0.), Pair(10, .5, .9)], harm=.02, false_safe=0.).threshold
+    >>> choose([(.001, 0.), (.5, .9)], harm=.02, false_safe=0.).threshold
     0.001
     """
     best = Choice(0.0, 0.0, 0.0, len(pairs))
     damaged = 0
-    ordered = sorted(pairs, key=lambda pair: pair.signal)
-    for passing, pair in enumerate(ordered, start=1):
-        damaged += pair.true_kl > harm
-        tied = passing < len(ordered) and ordered[passing].signal == pair.signal
+    ordered = sorted(pairs)
+    for passing, (expected, true) in enumerate(ordered, start=1):
+        damaged += true > harm
+        tied = passing < len(ordered) and ordered[passing][0] == expected
         if not tied and damaged <= false_safe * passing:
-            best = Choice(pair.signal, passing / len(pairs), damaged / passing, len(pairs))
+            best = Choice(expected, passing / len(pairs), damaged / passing, len(pairs))
     return best
+
+
+def begin(seen: Sequence[tuple[float, bool]]) -> float:
+    """The layer-1 deviation from which on fewer than half of the prompts passed a step: it need not be tried there.
+
+    >>> begin([(.01, True), (.02, True), (.05, False), (.06, False), (.07, False), (.08, False)])
+    0.05
+    >>> begin([(.01, True), (.02, True)])
+    inf
+    """
+    found, passed = math.inf, 0
+    for count, (deviation, passes) in enumerate(sorted(seen, reverse=True), start=1):
+        passed += passes
+        if count >= 4 and passed * 2 < count and not passes:
+            found = deviation
+        elif passed * 2 >= count:
+            break
+    return found
 
 
 def _donate(

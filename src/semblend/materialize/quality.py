@@ -10,6 +10,7 @@ from torch import Tensor
 
 from semblend.config import QUALITY_MODES
 from semblend.errors import InputError
+from semblend.materialize.risk import Signs
 from semblend.materialize.thresholds import DEFAULT, Thresholds
 from semblend.plan.selection import SELECTIONS
 
@@ -95,7 +96,8 @@ class Blended:
     """A prompt that is ready to be answered; the four kinds of tokens sum to the prompt.
 
     ``exact_until``: KV of positions before it is what a cold prefill computes; from it on it is an approximation and
-    must enter no exact cache. ``decision``: exact, fast, accepted, over_budget, prefill.
+    must enter no exact cache. ``decision``: exact, fast, accepted, over_budget, prefill. ``risk`` is the divergence
+    from cold, in nats, that ``signs`` let expect; ``glance`` is the layer-1 deviation seen before the first repair.
     """
 
     logits_last: Tensor
@@ -111,6 +113,8 @@ class Blended:
     load_ms: float
     compute_ms: float
     passes: tuple[Pass, ...]
+    signs: Signs | None = None
+    glance: float | None = None
 
     @property
     def approximate(self) -> bool:
@@ -119,4 +123,4 @@ class Blended:
 
 
 OnPass = Callable[[Pass, Tensor], None]
-"""Told after every pass with its logits; for calibration and benchmarks."""
+"""Told after every pass with the logits of the prompt's last tokens; for calibration and benchmarks."""

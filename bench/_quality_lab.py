@@ -64,7 +64,7 @@ def recipes(thresholds: Thresholds) -> tuple[Recipe, ...]:
 
     def fixed(percent: int, rule: str, seams: bool = True) -> QualitySettings:
         bare = {} if seams else {"first_seam_tokens": 0, "seam_tokens": 0}
-        return QualitySettings(thresholds=always, steps=(Step(percent, rule),), **bare)
+        return QualitySettings(thresholds=always, steps=(Step(percent, rule),), most_work=10, **bare)
 
     def product(percent: int) -> QualitySettings:
         return fixed(percent, "attended_and_deviating")
@@ -88,8 +88,8 @@ def recipes(thresholds: Thresholds) -> tuple[Recipe, ...]:
         Recipe("deep8-25", product(25), blender=DeeperBlender, extra=True),
         Recipe("oracle-40", product(40), blender=OracleBlender, extra=True),
         Recipe("rollout-40", product(40), blender=RolloutBlender, extra=True),
-        Recipe("stage", replace(balanced, thresholds=NEVER), stages=True, extra=True),
-        Recipe("lean stage", replace(balanced, thresholds=NEVER, refresh=False), stages=True, extra=True),
+        Recipe("stage", replace(balanced, thresholds=NEVER, most_work=10), stages=True, extra=True),
+        Recipe("lean stage", replace(balanced, thresholds=NEVER, refresh=False, most_work=10), stages=True, extra=True),
     )
 
 

@@ -10,6 +10,8 @@ import _report
 import numpy as np
 
 Row = dict[str, Any]
+LEAST_PROMPTS = 20
+"""Of a data set, for lines of its own."""
 HARM_KL, HARM_F1 = 0.1, 0.5
 """A request that the gate let pass with more divergence, or less agreement with cold, is a false safe."""
 
@@ -67,6 +69,8 @@ def false_safe(rows: Sequence[Row]) -> float:
 def _by_dataset(report: _report.Report, rows: Sequence[Row]) -> None:
     lines = []
     for dataset in _names(rows, "dataset"):
+        if len({row["case"] for row in rows if row["dataset"] == dataset}) < LEAST_PROMPTS:
+            continue
         for recipe in ("cold", "rerun", "fast", "attended-10", "balanced"):
             kept = [row for row in rows if (row["dataset"], row["recipe"]) == (dataset, recipe)]
             if kept:
@@ -132,5 +136,7 @@ def _signals(report: _report.Report, rows: Sequence[Row]) -> None:
                 recipe, len(kept), signal, spearman(seen, [row["kl_first"] for row in kept]),
                 spearman(seen, [row["kl"] for row in kept]), spearman(seen, [-row["f1"] for row in kept]),
             ])  # fmt: skip
+    if not lines:
+        return
     columns = ["after", "n", "signal", "rank of first-token KL", "of answer KL", "of 1 - F1"]
     report.table("Signals: Spearman against the true damage", columns, lines)

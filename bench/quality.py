@@ -16,6 +16,7 @@ Rows go to --jsonl as they come; a second run skips the cases that are there; --
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -39,11 +40,19 @@ def default_model() -> str:
     return str(found[0]) if found else ""
 
 
+def _lines(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
+    with opened as stream:
+        return stream.read().splitlines()
+
+
 def kept_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """The last row of every case, recipe and model; a line cut off by a kill is left out."""
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     for path in paths:
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        for line in _lines(path):
             try:
                 row = json.loads(line)
             except json.JSONDecodeError:

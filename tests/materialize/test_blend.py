@@ -168,7 +168,7 @@ def test_after_every_escalation_each_computed_row_is_what_the_model_computes_ove
     for steps in range(1, 4):
         plan_of = tuple(Step(percent, rule) for percent, rule in
                         ((10, "attended"), (20, "attended_and_deviating"), (40, "at_random")))[:steps]  # fmt: skip
-        world = World(steps=plan_of, thresholds=NEVER, over_budget="accept")
+        world = World(steps=plan_of, thresholds=NEVER, over_budget="accept", most_work=10)
         prompt, spans = one_document(world, head=20)
         blended, target = world.prepare(prompt, spans, exact=exact)
         assert blended.decision == "prefill"
@@ -189,7 +189,7 @@ def test_after_every_escalation_each_computed_row_is_what_the_model_computes_ove
 
 
 def test_gap_rows_before_the_first_repair_are_not_computed_again():
-    world = World(thresholds=ALWAYS)
+    world = World(thresholds=ALWAYS, most_work=10)
     prompt, spans = one_document(world, head=120)
     blended, _ = world.prepare(prompt, spans)
     fast, repair = blended.passes
@@ -200,7 +200,7 @@ def test_gap_rows_before_the_first_repair_are_not_computed_again():
 
 
 def test_each_step_adds_to_the_one_before_and_the_question_is_in_every_pass():
-    world = World(thresholds=NEVER)
+    world = World(thresholds=NEVER, most_work=10)
     prompt, spans = one_document(world, document=400)
     blended, target = world.prepare(prompt, spans)
     names = [one.name for one in blended.passes]
@@ -449,6 +449,17 @@ def test_a_glance_at_layer_1_tells_which_step_to_begin_with(begins, passes):
     assert [one.name for one in blended.passes] == passes
     assert blended.glance > 0
     assert blended.decision == ("prefill" if "prefill" in passes[-1] else "accepted")
+
+
+def test_no_repair_is_begun_that_would_make_a_refused_gate_cost_much_more_than_a_prefill():
+    world = World(thresholds=NEVER, most_work=0.5)
+    prompt, spans = one_document(world, document=400)
+    blended, _ = world.prepare(prompt, spans)
+    *before, last = blended.passes
+    assert last.name == "prefill"
+    assert sum(one.rows for one in before if one.layers > 1) <= 0.5 * last.rows
+    assert blended.decision == "prefill"
+    assert not blended.reused_tokens
 
 
 def test_the_glance_changes_nothing_but_rounding():

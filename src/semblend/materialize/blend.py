@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -49,6 +48,7 @@ from semblend.materialize.probe import (
 from semblend.materialize.quality import Blended, OnPass, Pass, QualitySettings, Step, Target
 from semblend.materialize.risk import RepairedDeviation, Signs, entropy
 from semblend.materialize.splice import Move, splice
+from semblend.materialize.work import Refused, Work
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.plan.selection import SELECTIONS, Positions, Scores, reused_positions, seams
 from semblend.span import Span
@@ -56,49 +56,6 @@ from semblend.span import Span
 log = logging.getLogger("semblend.materialize")
 GLANCE_TOKENS = 256
 """The most attended donor tokens, whose deviation at layer 1 tells easy prompts from hard ones."""
-Mask = npt.NDArray[np.bool_]
-
-
-class _Refused(Exception):  # noqa: N818  (control flow inside this module)
-    def __init__(self, reason: DeclineReason, detail: str) -> None:
-        super().__init__(detail)
-        self.decline = Decline(reason, detail)
-
-
-@dataclass(slots=True, eq=False)
-class _Prompt:
-    """One request while it is prepared. ``computed`` marks what passes of ours have computed so far."""
-
-    tokens: Tensor
-    context: Tensor
-    spans: tuple[Span, ...]
-    exact: int
-    on_pass: OnPass | None
-    reused: Positions
-    computed: Mask
-    started: float = field(default_factory=time.perf_counter)
-    passes: list[Pass] = field(default_factory=list)
-    first_tail: Tensor | None = None
-    tail: Tensor | None = None  # logits of the prompt's last tokens after the last pass, [rows, vocabulary]
-    mass: npt.NDArray[np.floating[Any]] | None = None
-    deviation: npt.NDArray[np.floating[Any]] | None = None
-    canary: float | None = None
-    risk: float | None = None
-    signs: Signs | None = None
-    glance: float | None = None
-    escalations: int = 0
-    repaired: int = 0  # chosen by steps of the gate; heads of spans and the prompt's end come on top
-    load_ms: float = 0.0
-
-    @property
-    def stale(self) -> Positions:
-        """Positions that still hold donor KV."""
-        found: Positions = self.reused[~self.computed[self.reused]]
-        return found
-
-    @property
-    def elapsed_ms(self) -> float:
-        return (time.perf_counter() - self.started) * 1e3
 
 
 class Blender:
@@ -126,7 +83,7 @@ class Blender:
         """Fills the slots of the whole prompt behind its exact prefix, or declines and leaves them undefined."""
         try:
             return self._prepare(sequence, plan, mode or self.settings.mode, on_pass)
-        except _Refused as refused:
+        except Refused as refused:
             return refused.decline
         except Exception as error:  # the border of reuse: whatever fails in here costs time, never the request
             log.warning("reuse failed, the prompt is computed cold: %s", error, exc_info=True)
@@ -134,7 +91,7 @@ class Blender:
 
     def _prepare(self, sequence: Target, plan: ReusePlan, mode: str, on_pass: OnPass | None) -> Blended:
         if mode not in QUALITY_MODES:
-            raise _Refused(DeclineReason.UNSUPPORTED_MODE, f"quality mode {mode!r} is unknown")
+            raise Refused(DeclineReason.UNSUPPORTED_MODE, f"quality mode {mode!r} is unknown")
         prompt = self._checked(sequence, plan, on_pass, spans=() if mode == "exact" else plan.spans)
         if not prompt.spans:
             self._prefill(prompt)
@@ -150,13 +107,13 @@ class Blender:
         prompt.mass = _array(watch.mass)
         return self._result(prompt, self._gate(prompt))
 
-    def _checked(self, sequence: Target, plan: ReusePlan, on_pass: OnPass | None, spans: tuple[Span, ...]) -> _Prompt:
+    def _checked(self, sequence: Target, plan: ReusePlan, on_pass: OnPass | None, spans: tuple[Span, ...]) -> Work:
         if sequence.slots is None:
-            raise _Refused(DeclineReason.VALIDATION_FAILED, "the prompt has no slots yet")
+            raise Refused(DeclineReason.VALIDATION_FAILED, "the prompt has no slots yet")
         tokens = torch.as_tensor(sequence.tokens, dtype=torch.long, device=self.pool.k.device)[: plan.prompt_tokens]
         context = sequence.slots[: plan.prompt_tokens].to(tokens.device)
         if not 0 <= plan.exact_tokens < plan.prompt_tokens == len(tokens) == len(context):
-            raise _Refused(
+            raise Refused(
                 DeclineReason.VALIDATION_FAILED,
                 f"a plan for {plan.prompt_tokens} tokens ({plan.exact_tokens} exact), {len(tokens)} tokens, "
                 f"{len(context)} slots",
@@ -164,13 +121,13 @@ class Blender:
         end = plan.exact_tokens
         for span in spans:
             if span.target_start < end or span.length < 1 or span.target_end > plan.prompt_tokens:
-                raise _Refused(DeclineReason.VALIDATION_FAILED, f"{span} does not lie in order inside the prompt")
+                raise Refused(DeclineReason.VALIDATION_FAILED, f"{span} does not lie in order inside the prompt")
             end = span.target_end
         reused = reused_positions(spans)
         computed = np.zeros(plan.prompt_tokens, dtype=bool)
-        return _Prompt(tokens, context, spans, plan.exact_tokens, on_pass, reused, computed)
+        return Work(tokens, context, spans, plan.exact_tokens, on_pass, reused, computed)
 
-    def _load(self, prompt: _Prompt) -> None:
+    def _load(self, prompt: Work) -> None:
         """Moves donor KV into the prompt's slots and checks, on a sample, that it is what its tokens ask for."""
         with ExitStack() as held:
             donors: dict[tuple[str, int], DonorTensors] = {}
@@ -180,7 +137,7 @@ class Blender:
                     continue
                 tensors = self.donor_kv.acquire(*key)
                 if tensors is None:
-                    raise _Refused(DeclineReason.STALE, f"donor {span.donor_id!r} generation {span.generation} is gone")
+                    raise Refused(DeclineReason.STALE, f"donor {span.donor_id!r} generation {span.generation} is gone")
                 held.callback(self.donor_kv.release, tensors)
                 donors[key] = tensors
             moves = [
@@ -197,7 +154,7 @@ class Blender:
             prompt.canary = self._canary(prompt)  # waits for the copies, so the donors may go
         prompt.load_ms = prompt.elapsed_ms
 
-    def _canary(self, prompt: _Prompt) -> float:
+    def _canary(self, prompt: Work) -> float:
         starts, ends = (
             torch.tensor([getattr(s, name) for s in prompt.spans]) for name in ("target_start", "target_end")
         )
@@ -207,13 +164,13 @@ class Blender:
         tolerance = self.settings.canary_tolerance
         tolerance = CANARY_TOLERANCE[self.pool.k.dtype] if tolerance is None else tolerance
         if error > tolerance:
-            raise _Refused(
+            raise Refused(
                 DeclineReason.VALIDATION_FAILED,
                 f"layer-0 KV from donors is off by {error:.3g} of its size, at most {tolerance:g} is rounding",
             )
         return error
 
-    def _first_rows(self, prompt: _Prompt) -> Positions:
+    def _first_rows(self, prompt: Work) -> Positions:
         """Gaps, the heads of spans, and the end of the prompt, whoever holds it: its attention is the question's."""
         wanted = np.ones(len(prompt.tokens), dtype=bool)
         wanted[: prompt.exact] = False
@@ -223,15 +180,15 @@ class Blender:
         wanted[max(prompt.exact, len(wanted) - max(1, self.settings.question_tokens)) :] = True
         return np.flatnonzero(wanted)
 
-    def _check_it_pays(self, prompt: _Prompt, first: Positions) -> None:
+    def _check_it_pays(self, prompt: Work, first: Positions) -> None:
         """Two passes at least: with many gaps behind the first donor token they cost more than a prefill."""
         again = int((first > prompt.reused[0]).sum())
         rows = len(first) + again + sum(round(s.percent / 100 * len(prompt.reused)) for s in self.settings.steps[:1])
         cold = len(prompt.tokens) - prompt.exact
         if rows >= cold:
-            raise _Refused(DeclineReason.BELOW_BREAK_EVEN, f"two passes compute {rows} rows, a prefill {cold}")
+            raise Refused(DeclineReason.BELOW_BREAK_EVEN, f"two passes compute {rows} rows, a prefill {cold}")
 
-    def _gate(self, prompt: _Prompt) -> str:
+    def _gate(self, prompt: Work) -> str:
         """Repairs until the next-token distribution stands still, time is up, or all is computed."""
         settings = self.settings
         for number, step in enumerate(self._steps(prompt)):
@@ -239,8 +196,8 @@ class Blender:
             if not len(chosen):  # this step adds nothing to what is computed already
                 continue
             rows = self._with_affected(prompt, chosen)
-            if len(rows) >= 0.9 * self._full_rows(prompt):
-                break  # a prefill costs the same and leaves nothing to doubt
+            if prompt.spent_rows + len(rows) > settings.most_work * self._full_rows(prompt):
+                break  # a prefill costs little more and leaves nothing to doubt
             if not self._affordable(prompt, len(rows)):
                 if settings.over_budget == "accept":
                     return "over_budget"
@@ -260,7 +217,7 @@ class Blender:
         self._prefill(prompt)
         return "prefill"
 
-    def _steps(self, prompt: _Prompt) -> tuple[Step, ...]:
+    def _steps(self, prompt: Work) -> tuple[Step, ...]:
         """The steps that are worth their work, by how far off the donor KV is that the question attends to most."""
         if not self.settings.thresholds.glances or prompt.mass is None:
             return self.settings.steps
@@ -276,7 +233,7 @@ class Blender:
         return () if first is None else tuple(step for step in self.settings.steps if step.percent >= first)
 
     def _repair(
-        self, prompt: _Prompt, step: Step, chosen: Positions, rows: Positions, watch: AttentionMass | None
+        self, prompt: Work, step: Step, chosen: Positions, rows: Positions, watch: AttentionMass | None
     ) -> float:
         """Computes the rows; returns the divergence from cold that an answer is expected to have now."""
         mass, stale = prompt.mass, np.isin(rows, prompt.stale)
@@ -284,7 +241,7 @@ class Blender:
         prompt.repaired += len(chosen)
         settled = self._compute(prompt, f"repair {step.percent} %", rows, look)
         if prompt.tail is None or prompt.first_tail is None or mass is None:
-            raise _Refused(DeclineReason.ERROR, "a repair without a look before it")
+            raise Refused(DeclineReason.ERROR, "a repair without a look before it")
         prompt.signs = Signs(
             next_token_kl(prompt.tail[-1], prompt.first_tail[-1]),
             settled,
@@ -293,7 +250,7 @@ class Blender:
         )
         return self.settings.thresholds.expected(step.percent, prompt.signs)
 
-    def _chosen(self, prompt: _Prompt, step: Step) -> Positions:
+    def _chosen(self, prompt: Work, step: Step) -> Positions:
         """The next tokens to repair, so that steps have chosen ``percent`` of the reused in all."""
         stale = prompt.stale
         count = min(len(stale), round(step.percent / 100 * len(prompt.reused)) - prompt.repaired)
@@ -306,7 +263,7 @@ class Blender:
         scores = Scores(stale, prompt.mass[stale], deviation, prompt.spans, self._served, count / len(stale))
         return SELECTIONS[step.rule](scores)
 
-    def _deviation(self, prompt: _Prompt, *, squared: bool) -> npt.NDArray[np.floating[Any]]:
+    def _deviation(self, prompt: Work, *, squared: bool) -> npt.NDArray[np.floating[Any]]:
         """Layer-1 deviation of all tokens that still are a donor's; zero elsewhere. Computes one layer."""
         look = KvDeviation(layer=1)
         self._forward(prompt, "deviation", prompt.stale, look, layers=1)
@@ -314,7 +271,7 @@ class Blender:
         found[prompt.stale] = _array(look.squared if squared else look.relative)
         return found
 
-    def _with_affected(self, prompt: _Prompt, chosen: Positions) -> Positions:
+    def _with_affected(self, prompt: Work, chosen: Positions) -> Positions:
         """``chosen``, and the computed rows behind its first: they attended to what now changes."""
         behind = prompt.computed.copy()
         if self.settings.refresh:
@@ -323,25 +280,25 @@ class Blender:
             behind[: int(np.flatnonzero(~behind)[-1]) + 1] = False  # the last run only: the question
         return np.union1d(chosen, np.flatnonzero(behind))
 
-    def _prefill(self, prompt: _Prompt) -> None:
+    def _prefill(self, prompt: Work) -> None:
         """Computes everything from the first donor token on."""
         rows = np.arange(len(prompt.tokens) - self._full_rows(prompt), len(prompt.tokens))
         self._compute(prompt, "prefill", rows, None)
 
-    def _full_rows(self, prompt: _Prompt) -> int:
+    def _full_rows(self, prompt: Work) -> int:
         # What lies before the first donor token attended to nothing of a donor, once the first pass has computed it.
         first = int(prompt.reused[0]) if len(prompt.reused) and prompt.passes else prompt.exact
         return len(prompt.tokens) - first
 
-    def _compute(self, prompt: _Prompt, name: str, rows: Positions, watch: Observer | None) -> float:
+    def _compute(self, prompt: Work, name: str, rows: Positions, watch: Observer | None) -> float:
         """Runs the rows through the model; returns how far the next-token distribution moved, in nats."""
         hidden = self._forward(prompt, name, rows, watch, layers=int(self.pool.k.shape[0]))
         if hidden is None:
-            raise _Refused(DeclineReason.ERROR, f"the pass {name!r} ended early")
+            raise Refused(DeclineReason.ERROR, f"the pass {name!r} ended early")
         before, prompt.tail = prompt.tail, self.model.logits(hidden)
         if not bool(prompt.tail.isfinite().all()):
             # NaN reaches rows before it too (0 x NaN behind a mask), so no further pass of ours can mend it.
-            raise _Refused(DeclineReason.VALIDATION_FAILED, f"logits after the pass {name!r} are not numbers")
+            raise Refused(DeclineReason.VALIDATION_FAILED, f"logits after the pass {name!r} are not numbers")
         moved = 0.0 if before is None else next_token_kl(prompt.tail[-1], before[-1])
         prompt.computed[rows] = True
         prompt.first_tail = prompt.tail if before is None else prompt.first_tail
@@ -353,9 +310,7 @@ class Blender:
             prompt.on_pass(prompt.passes[-1], prompt.tail)
         return moved
 
-    def _forward(
-        self, prompt: _Prompt, name: str, rows: Positions, watch: Observer | None, layers: int
-    ) -> Tensor | None:
+    def _forward(self, prompt: Work, name: str, rows: Positions, watch: Observer | None, layers: int) -> Tensor | None:
         """In chunks, ascending, so that each sees what the one before wrote; the question stays in one chunk."""
         begun, hidden = time.perf_counter(), None
         for start in range(0, max(1, len(rows) - QUESTION_ROWS), self.settings.chunk_tokens):
@@ -376,23 +331,23 @@ class Blender:
             self._rows_per_ms = max(self._rows_per_ms * 0.98, len(rows) / max(ms, 1e-6))
         return hidden
 
-    def _tail_rows(self, prompt: _Prompt) -> int:
+    def _tail_rows(self, prompt: Work) -> int:
         """Rows at the end that every pass computes: their next-token distributions can be compared."""
         return max(1, min(self.settings.question_tokens, len(prompt.tokens) - prompt.exact))
 
-    def _affordable(self, prompt: _Prompt, rows: int) -> bool:
+    def _affordable(self, prompt: Work, rows: int) -> bool:
         budget = self.settings.latency_budget_ms
         return not budget or prompt.elapsed_ms + rows / max(self._rows_per_ms, 1e-9) <= budget
 
-    def _exact_until(self, prompt: _Prompt) -> int:
+    def _exact_until(self, prompt: Work) -> int:
         if not len(prompt.reused) or prompt.passes[-1].name == "prefill":
             return len(prompt.tokens)
         doubtful = prompt.stale if self.settings.refresh else prompt.reused
         return int(doubtful[0]) if len(doubtful) else len(prompt.tokens)
 
-    def _result(self, prompt: _Prompt, decision: str) -> Blended:
+    def _result(self, prompt: Work, decision: str) -> Blended:
         if prompt.tail is None:
-            raise _Refused(DeclineReason.ERROR, "nothing was computed")
+            raise Refused(DeclineReason.ERROR, "nothing was computed")
         stale = prompt.stale
         return Blended(
             logits_last=prompt.tail[-1],
@@ -415,6 +370,6 @@ class Blender:
 
 def _array(values: Tensor | None) -> npt.NDArray[np.floating[Any]]:
     if values is None:
-        raise _Refused(DeclineReason.ERROR, "the observer saw nothing")
+        raise Refused(DeclineReason.ERROR, "the observer saw nothing")
     found: npt.NDArray[np.floating[Any]] = values.float().cpu().numpy()
     return found

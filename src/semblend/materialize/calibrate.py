@@ -156,7 +156,7 @@ def measure(
     donor_kv = DonorKv(0, 1 << 62)
     for number, donor in enumerate(prompt.donors):
         _donate(model, donor_kv, str(number), donor, rows_of, pool)
-    base = replace(settings or QualitySettings(), thresholds=_LOOK, latency_budget_ms=0.0)
+    base = replace(settings or QualitySettings(), thresholds=_LOOK, latency_budget_ms=0.0, most_work=math.inf)
     plan = ReusePlan(prompt.spans, len(prompt.tokens))
     blocks = pool.allocate(pool.blocks_for(len(prompt.tokens)))
     pairs: list[Pair] = []

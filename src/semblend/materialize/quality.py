@@ -47,6 +47,7 @@ class QualitySettings:
 
     ``latency_budget_ms`` (0: none) caps the whole preparation: a further repair that would not fit is not begun, and
     ``over_budget`` says what happens instead: "prefill" in full at once, or "accept" what is there and report its risk.
+    ``most_work``: no repair is begun that would bring all passes above this share of a prefill; the prefill is.
     ``refresh`` off leaves repaired tokens and gaps of earlier passes as they are: cheaper, and less exact.
     """
 
@@ -63,6 +64,7 @@ class QualitySettings:
         Step(40, "attended_and_deviating"),
     )
     refresh: bool = True
+    most_work: float = 0.7
     chunk_tokens: int = 8192
     canary_tolerance: float | None = None
 

@@ -43,9 +43,8 @@ def default_model() -> str:
 def _lines(path: Path) -> list[str]:
     if not path.exists():
         return []
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    with opened as stream:
-        return stream.read().splitlines()
+    data = path.read_bytes()
+    return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8").splitlines()
 
 
 def kept_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:

@@ -318,7 +318,7 @@ def test_calibrate_without_shared_text_says_what_it_needs(loads_tiny, tmp_path, 
 
 def test_serve_takes_thresholds_from_a_file_or_by_the_models_name(tmp_path):
     assert Launch(model="unheard-of").gate is DEFAULT
-    assert Launch(model="qwen2.5-coder-1.5b").gate.begin_prefill == 0.05
+    assert Launch(model="qwen2.5-coder-1.5b").gate.begin_prefill == 0.045
     path = tmp_path / "t.json"
     path.write_text(Thresholds(0.1, 0.2, 0.3).to_json())
     launch = Launch(model="tiny", pool_tokens=512, thresholds=str(path))

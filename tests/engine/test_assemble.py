@@ -60,6 +60,6 @@ def test_kv_that_does_not_fit_is_forgotten_by_the_library():
     donors = engine.reuse._blender.donor_kv
     assert donors is not None
     answer(engine, "first", 1)
-    donors._budget["host"] = 0  # type: ignore[attr-defined]
+    donors._books.budget["host"] = 0  # type: ignore[attr-defined]
     answer(engine, "second", 2)
     assert {donor.donor_id for donor in library.donors()} <= {"first"}

@@ -85,12 +85,73 @@ def test_groups_of_any_size_are_like_their_twin(heads: int) -> None:
 def test_small_tiles_and_small_decode_batches_change_nothing(
     elements: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "MASK_ELEMENTS", elements)
-    monkeypatch.setattr(attention, "DECODE_ROWS", elements)
-    pool = world(device=device)
-    assert_like_twin(pool, rows_at(pool, [0, 1, 5, 30, 31, 32, 33, 60]))
-    assert_like_twin(pool, rows_at(pool, range(30, 50)))
-    assert_like_twin(pool, Rows.join([rows_at(pool, [at]) for at in (3, 40, 17, 25)]))
+    for name in ("MASK_ELEMENTS", "DECODE_ROWS", "TILE_SCORES"):
+        monkeypatch.setattr(attention, name, elements)
+    for dtype in TOLERANCE:
+        pool = world(device=device, dtype=dtype)
+        assert_like_twin(pool, rows_at(pool, [0, 1, 5, 30, 31, 32, 33, 60]))
+        assert_like_twin(pool, rows_at(pool, range(30, 50)))
+        assert_like_twin(pool, Rows.join([rows_at(pool, [at]) for at in (3, 40, 17, 25)]))
+
+
+def test_more_rows_than_a_tile_takes_are_like_their_twin() -> None:
+    pool = world()
+    assert_like_twin(pool, rows_at(pool, range(1, 230)))
+    assert_like_twin(pool, rows_at(pool, [0, *range(90, 300, 2), *range(300, 340)], more=5))
+
+
+@given(
+    positions=st.sets(st.integers(0, 4000), min_size=1, max_size=300).map(sorted),
+    heads=st.integers(1, 40),
+    scores=st.sampled_from([1, 5000, 1 << 21]),
+)
+def test_tiles_hold_every_row_once_and_hide_exactly_what_it_must_not_see(
+    positions: list[int], heads: int, scores: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "TILE_SCORES", scores)
+        tiles = list(attention._cut(positions, torch.tensor(positions), heads))
+    assert [at for tile in tiles for at in range(tile.start, tile.end)] == list(range(len(positions)))
+    for tile in tiles:
+        held = positions[tile.start : tile.end]
+        assert (tile.seen, tile.reach) == (held[0] + 1, held[-1] + 1)
+        assert len(held) == 1 or len(held) * heads * tile.reach <= scores
+        assert len(held) <= attention.MOST_TILE_ROWS
+        hidden = [0] * len(held) if tile.mask is None else (tile.mask == -torch.inf).sum(1).tolist()
+        assert [tile.reach - count - 1 for count in hidden] == held
+        if tile.mask is not None:
+            assert bool(((tile.mask == 0) | (tile.mask == -torch.inf)).all())
+            assert bool((tile.mask[:, 1:] <= tile.mask[:, :-1]).all())  # what is hidden lies at the end
+
+
+@pytest.mark.parametrize("scores", [300, 1 << 21])
+def test_weights_that_are_shown_are_those_of_a_plain_softmax(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "TILE_SCORES", scores)
+    pool = world()
+    rows = rows_at(pool, [0, 1, 5, 6, 7, 20, 44, 67, 68, 69], more=3)
+    q = torch.randn(len(rows), 6, 16)
+    shown = torch.zeros(6, len(rows), 73)
+
+    def look(weights: Any, start: int) -> None:
+        shown[:, start : start + weights.shape[1], : weights.shape[2]] += weights
+
+    assert attention.shows_weights(q, rows)
+    out = attend(q, 1, rows, pool, look)
+    keys = pool.k[1, rows.segments[0].context].repeat_interleave(3, dim=1)
+    plain = torch.einsum("nhd,thd->hnt", q, keys) / 4.0
+    plain = plain.masked_fill(torch.arange(73) > rows.positions[:, None], -torch.inf).softmax(-1)
+    assert (shown - plain).abs().max() <= 2e-6
+    assert torch.equal(out, attend(q, 1, rows, pool))
+
+
+def test_no_weights_are_promised_where_none_are_computed() -> None:
+    pool = world()
+    whole, one, some = (rows_at(pool, at) for at in (range(20), [30], [3, 9]))
+    two = Rows.join([some, rows_at(pool, [4, 6])])
+    for rows in (whole, one, two):
+        assert not attention.shows_weights(torch.zeros(len(rows), 6, 16), rows)
+    assert not attention.shows_weights(torch.zeros(2, 6, 16, dtype=torch.bfloat16), some)
+    assert attention.shows_weights(torch.zeros(2, 6, 16), some)
 
 
 @settings(max_examples=60)

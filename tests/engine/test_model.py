@@ -10,8 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from semblend.engine.model import Model  # noqa: E402
+from semblend.engine.model import Model, Turn  # noqa: E402
 from semblend.engine.rows import Rows  # noqa: E402
+from semblend.materialize.rope import RopeSpec  # noqa: E402
 
 LENGTH = 75
 SMALL = {
@@ -163,6 +164,21 @@ def test_an_observer_sees_what_was_there_and_what_is_written(pair: Any, ids: Any
     context = pool.slots_of(pool.allocate(5), 0, LENGTH)
     ours.forward(Rows.of(ids, EVERY, context), pool, Looking())
     assert seen == [(when, layer) for layer in range(3) for when in ("before", "on")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(("style", "share"), [("half", 1), ("half", 2), ("interleaved", 1)])
+def test_a_turn_is_what_the_plain_rotation_gives(style: Any, share: int, dtype: Any) -> None:
+    some = RopeSpec.plain(32 // share, 1e4, style)
+    rope = RopeSpec(32, 32 // share, style, some.inv_freq, attention_factor=1.1)
+    positions = torch.tensor([0, 1, 7, 4000, 131_071])
+    x = torch.randn(5, 3, 40, generator=torch.Generator().manual_seed(1)).to(dtype)[..., :32]
+    want = rope.rotate(x, *rope.cos_sin(positions))
+    got = Turn.of(rope, positions)(x)
+    assert got.dtype == dtype
+    assert got.shape == want.shape
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 2e-3}.get(dtype, 1e-6)  # one rounding of the result
+    assert (got.double() - want.double()).abs().max() <= tolerance
 
 
 def test_bfloat16_stays_near_float32(pair: Any, ids: Any, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from semblend.engine.sampling import Sampling, make_generator
 from semblend.engine.scheduler import Scheduler
 from semblend.engine.settings_of_engine import EngineConfig
 from semblend.engine.stops import AnswerText, NoText
-from semblend.prompt import Prompt
+from semblend.prompt import Namespace, Prompt
 
 BLOCK = 4
 
@@ -172,3 +172,47 @@ def test_everything_ends_in_any_pool_and_no_block_is_left(asked, blocks, step_to
     assert not world.scheduler.running
     world.pool.check()
     assert world.pool.used_blocks == 0
+
+
+def twins(world: World, *names: str, tokens: int = 24) -> list[Sequence]:
+    """The same prompt under several names."""
+    made = []
+    for name in names:
+        made.append(world.add(name, tokens))
+        prompt = Prompt(range(tokens))
+        made[-1].prompt, made[-1].tokens = prompt, prompt.token_ids.tolist()
+    return made
+
+
+def test_of_equal_prompts_that_come_at_once_one_is_computed_and_the_others_find_it():
+    world = World(step_tokens=100)
+    first, *others = twins(world, "a", "b", "c")
+    world.add("other", 8)
+    assert world.step() == {"a": 24, "other": 8}  # who has nothing to wait for goes ahead
+    world.radix.insert(first.namespace.digest, first.tokens[:24], first.blocks[:6], exact_until=24)
+    assert world.step() == {"a": 1, "other": 1, "b": 4, "c": 4}
+    assert [one.exact_tokens for one in others] == [20, 20]
+
+
+def test_equal_prompts_of_different_namespaces_do_not_wait_for_each_other():
+    world = World(step_tokens=100)
+    _, other = twins(world, "a", "b")
+    other.prompt = Prompt(other.tokens, namespace=Namespace(tenant="t"))
+    assert world.step() == {"a": 24, "b": 24}
+
+
+def test_a_request_does_not_wait_for_a_short_shared_beginning():
+    world = World(step_tokens=100)
+    _, longer = twins(world, "a", "b")
+    tokens = [*longer.tokens[:8], *range(500, 530)]
+    longer.prompt, longer.tokens = Prompt(tokens), tokens
+    assert world.step() == {"a": 24, "b": 38}
+
+
+def test_a_twin_whose_first_is_gone_is_computed():
+    world = World(step_tokens=10)
+    first, second = twins(world, "a", "b")
+    assert world.step() == {"a": 10}
+    world.scheduler.remove(first)
+    assert world.step() == {"b": 10}
+    assert second.exact_tokens == 0

@@ -25,7 +25,7 @@ from semblend.confirm.receipt import Receipt  # noqa: E402
 from semblend.engine.fake import FakeEngine  # noqa: E402
 from semblend.engine.limits import Gate, ServerSettings  # noqa: E402
 from semblend.engine.live import ColdEstimate, strip  # noqa: E402
-from semblend.engine.server import create_app  # noqa: E402
+from semblend.engine.server import create_app, listen  # noqa: E402
 from semblend.engine.serving import ServingRequest  # noqa: E402
 from semblend.engine.tenants import Tenants, bearer  # noqa: E402
 from semblend.errors import CapacityError, ConfigError  # noqa: E402
@@ -320,8 +320,19 @@ MISTAKES: list[tuple[str, Any, int, str]] = [
     (CHAT, chat(top_logprobs=3), 400, "top_logprobs"),
     (CHAT, chat(tools=[{"type": "function"}]), 400, "tools is not supported"),
     (CHAT, chat(response_format={"type": "json_object"}), 400, "response_format is not supported"),
-    (CHAT, chat(logit_bias={"5": 1}), 400, "logit_bias"),
-    (CHAT, chat(presence_penalty=1), 400, "presence_penalty"),
+    (CHAT, chat(logit_bias=[5]), 400, "logit_bias"),
+    (CHAT, chat(logit_bias={"x": 1}), 400, "'x'"),
+    (CHAT, chat(logit_bias={"²": 1}), 400, "logit_bias"),
+    (CHAT, chat(logit_bias={"-5": 1}), 400, "logit_bias"),
+    (CHAT, chat(logit_bias={"99999999999": 1}), 400, "logit_bias"),
+    (CHAT, chat(logit_bias={"5": 101}), 400, "logit_bias.5"),
+    (CHAT, chat(logit_bias={"5": "much"}), 400, "logit_bias.5"),
+    (CHAT, chat(logit_bias={str(n): 1 for n in range(2000)}), 400, "2000 entries"),
+    (CHAT, chat(presence_penalty=2.5), 400, "presence_penalty"),
+    (CHAT, chat(frequency_penalty="x"), 400, "frequency_penalty"),
+    (CHAT, chat(repetition_penalty=0), 400, "repetition_penalty"),
+    (CHAT, chat(min_p=-0.1), 400, "min_p"),
+    (CHAT, chat(top_k=-2), 400, "top_k"),
     (CHAT, chat(semblend={"quality": "best"}), 400, "semblend.quality"),
     (CHAT, chat(semblend="fast"), 400, "semblend"),
     (CHAT, chat(cache_salt=5), 400, "cache_salt"),
@@ -329,7 +340,11 @@ MISTAKES: list[tuple[str, Any, int, str]] = [
     (CHAT, chat(max_completion_tokens=32_768), 400, "context"),
     (CHAT, [1, 2], 400, "object"),
     ("/v1/completions", {"prompt": ""}, 400, "prompt"),
-    ("/v1/completions", {"prompt": ["a", "b"]}, 400, "prompt"),
+    ("/v1/completions", {"prompt": []}, 400, "prompt"),
+    ("/v1/completions", {"prompt": ["a", ""]}, 400, "prompt"),
+    ("/v1/completions", {"prompt": ["a", 5]}, 400, "prompt"),
+    ("/v1/completions", {"prompt": [[1], "a", []]}, 400, "prompt"),
+    ("/v1/completions", {"prompt": ["a"] * 65}, 400, "65 prompts"),
     ("/v1/completions", {"prompt": [1, -2]}, 400, "index 1"),
     ("/v1/completions", {"prompt": [1, "a"]}, 400, "index 1"),
     ("/v1/completions", {"prompt": "a", "echo": True}, 400, "echo"),
@@ -353,6 +368,17 @@ def test_a_mistake_gets_openais_error_object_with_a_hint(path, body, status, nam
         assert named in error["message"]
         assert error["hint"]
         assert "Traceback" not in answer.text
+
+    run(test)
+
+
+def test_a_body_in_another_encoding_is_said_so():
+    async def test():
+        async with client(engine()) as http:
+            answer = await http.post(CHAT, content=b"\x1f\x8b", headers={"content-encoding": "gzip"})
+            assert answer.status_code == 415
+            assert "gzip" in answer.json()["error"]["message"]
+            assert (await http.head("/health")).status_code == 200  # as load balancers look
 
     run(test)
 
@@ -384,7 +410,8 @@ def test_harmless_values_of_what_we_lack_are_accepted():
 def test_an_unknown_path_and_a_wrong_method_get_the_same_shape():
     async def test():
         async with client(engine()) as http:
-            for answer, status in ((await http.get("/v2/chat"), 404), (await http.get(CHAT), 405)):
+            odd = ((await http.get("/v2/chat"), 404), (await http.get(CHAT), 405), (await http.post(f"{CHAT}/"), 404))
+            for answer, status in odd:
                 assert answer.status_code == status
                 assert answer.json()["error"]["message"]
 
@@ -814,6 +841,14 @@ def test_a_client_that_stops_reading_loses_its_place_when_its_time_is_over():
             _spin(lambda: gate.running == 1)
             _spin(lambda: gate.running == 0)
         assert len(fake.cancelled) == 1
+
+
+def test_an_address_that_cannot_be_listened_on_is_one_line_with_a_hint():
+    with listen("127.0.0.1", 0) as taken:
+        for host, port in (("127.0.0.1", taken.getsockname()[1]), ("127.0.0.1", 99_999), ("300.1.1.1", 80)):
+            with pytest.raises(ConfigError, match="cannot listen") as caught:
+                listen(host, port)
+            assert caught.value.hint
 
 
 def test_a_body_that_does_not_come_is_given_up():

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from semblend.errors import CapacityError, InputError, StoreError
 from semblend.materialize.donor_kv import DonorKv
+from semblend.materialize.rope import RopeSpec
 
 LAYERS, HEADS, DIM = 2, 1, 4
 TOKEN_BYTES = 2 * LAYERS * HEADS * DIM * 4
@@ -203,6 +204,7 @@ FULL_DISK = """
 import resource, sys, torch
 from types import SimpleNamespace
 from semblend.materialize.donor_kv import DonorKv
+from semblend.materialize.rope import RopeSpec
 told = []
 size = 2 * 2 * 64 * 4 * 4
 kv = DonorKv(0, size, sys.argv[1], budget_disk_bytes=1 << 20, on_evicted=lambda *gone: told.append(gone))
@@ -362,3 +364,157 @@ def test_a_callback_may_ask_the_store_itself():
     capture(kv, "a", 1)
     capture(kv, "b", 2)
     assert seen == [False]
+
+
+# -- locks, memory, rotations --------------------------------------------------------------------------------------
+
+
+class SlowDisk:
+    """Stands before a DiskTier: notes whether the books were locked, and holds a write until it is let go."""
+
+    def __init__(self, kv: DonorKv, *, hold: bool = False) -> None:
+        self._kv, self._inner = kv, kv._disk
+        self.locked: list[str] = []
+        self.writing, self.go = threading.Event(), threading.Event()
+        if not hold:
+            self.go.set()
+        kv._disk = self
+
+    def _note(self, verb: str) -> None:
+        if self._kv._lock.locked():
+            self.locked.append(verb)
+
+    def write(self, *given):
+        self._note("write")
+        self.writing.set()
+        assert self.go.wait(30)
+        return self._inner.write(*given)
+
+    def load(self, *given):
+        self._note("load")
+        return self._inner.load(*given)
+
+    def remove(self, file):
+        self._note("remove")
+        self._inner.remove(file)
+
+    def files(self):
+        self._note("files")
+        return self._inner.files()
+
+    def close(self):
+        self._inner.close()
+
+
+def test_no_file_is_touched_while_the_books_are_locked(tmp_path):
+    kv = DonorKv(0, 8 * TOKEN_BYTES, tmp_path, budget_disk_bytes=8 * TOKEN_BYTES)
+    disk = SlowDisk(kv)
+    for generation, donor in enumerate("abcdea", start=1):  # sink, fall out, be replaced
+        capture(kv, donor, generation)
+    held = kv.acquire("d", 4)  # rises from disk
+    kv.drop("d")
+    kv.release(held)
+    kv.drop("a")
+    kv.check()
+    assert disk.locked == []
+    kv.close()
+
+
+def test_nobody_waits_for_a_disk_that_is_written_to_by_another(tmp_path):
+    kv = DonorKv(0, 8 * TOKEN_BYTES, tmp_path, budget_disk_bytes=8 * TOKEN_BYTES)
+    capture(kv, "sinks", 1)
+    capture(kv, "stays", 2)
+    disk = SlowDisk(kv, hold=True)
+    writer = threading.Thread(target=capture, args=(kv, "new", 3))
+    writer.start()
+    assert disk.writing.wait(30)  # from here on every call below would wait for ever if it needed the disk
+    assert kv.holds("stays", 2)
+    assert kv.used_bytes["host"] <= 8 * TOKEN_BYTES
+    held = kv.acquire("stays", 2)
+    assert holds_value(held, 2.0)
+    kv.release(held)
+    assert kv.drop("stays")
+    assert kv.drop("sinks")  # the very donor that is on its way
+    disk.go.set()
+    writer.join(30)
+    assert kv.acquire("sinks", 1) is None
+    assert kv.holds("new", 3)
+    assert kv.used_bytes["disk"] == 0
+    kv.check()  # the file of the dropped donor is gone, too
+    kv.close()
+
+
+def test_who_wants_a_donor_that_is_on_its_way_gets_it_when_it_has_arrived(tmp_path):
+    kv = DonorKv(0, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=8 * TOKEN_BYTES)
+    capture(kv, "sinks", 1)
+    disk = SlowDisk(kv, hold=True)
+    writer = threading.Thread(target=capture, args=(kv, "new", 2))
+    writer.start()
+    assert disk.writing.wait(30)
+    found = []
+    reader = threading.Thread(target=lambda: found.append(kv.acquire("sinks", 1)))
+    reader.start()
+    disk.go.set()
+    writer.join(30)
+    reader.join(30)
+    assert holds_value(found[0], 1.0)
+    assert kv.holders == 1
+    kv.release(found[0])
+    assert kv.holders == 0
+    kv.check()
+    kv.close()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("cuda"), MemoryError("host"), RuntimeError("pinned")])
+def test_no_memory_for_a_copy_costs_that_donor_and_nothing_else(monkeypatch, error):
+    kv = DonorKv(0, 40 * TOKEN_BYTES)
+    capture(kv, "kept", 1)
+
+    def full(*given):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kv, "_host_buffer", full)
+        with pytest.raises(CapacityError, match="no memory"):
+            capture(kv, "new", 2)
+    kv.check()
+    held = kv.acquire("kept", 1)
+    assert holds_value(held, 1.0)
+    kv.release(held)
+    assert capture(kv, "new", 3).tier == "host"
+
+
+@pytest.mark.parametrize("error", [MemoryError("no"), RuntimeError("no"), KeyError("a bug")])
+def test_a_move_that_fails_in_any_way_leaves_the_books_in_order(tmp_path, monkeypatch, error):
+    told = []
+    kv = DonorKv(
+        4 * TOKEN_BYTES, 8 * TOKEN_BYTES, tmp_path, budget_disk_bytes=8 * TOKEN_BYTES, device_type="cpu",
+        on_evicted=lambda *gone: told.append(gone),
+    )  # fmt: skip
+    capture(kv, "a", 1)
+
+    def fails(*given):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kv, "_copied", fails)
+        try:
+            capture(kv, "b", 2)  # "a" would have to sink
+        except KeyError:
+            pass
+    kv.check()
+    assert kv.holders == 0
+    assert kv.holds("a", 1) or told[0][:2] == ("a", 1)
+    capture(kv, "c", 3)
+    kv.check()
+    kv.close()
+
+
+def test_a_donor_keeps_the_rotation_that_it_was_computed_with(tmp_path):
+    usual, longer = RopeSpec.plain(DIM), RopeSpec.plain(DIM, theta=20_000.0)
+    kv = DonorKv(0, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=8 * TOKEN_BYTES, rope=usual)
+    capture(kv, "a", 1)
+    kv.capture("b", 2, FakePool.filled(2.0), torch.arange(4), longer)  # and "a" goes to disk
+    assert kv.acquire("b", 2).rope == longer
+    assert kv.acquire("a", 1).rope == usual
+    kv.close()

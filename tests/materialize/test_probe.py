@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from semblend.engine.model import Model
 from semblend.engine.rows import Rows
 from semblend.engine.spec import ModelSpec
+from semblend.materialize import probe
 from semblend.materialize.probe import (
     CANARY_TOLERANCE,
     UNBOUNDED_RISK,
@@ -85,6 +86,44 @@ def test_only_the_last_run_asks_and_it_sees_nothing_behind_itself():
     model.forward(Rows.of(tokens[rows], rows, context), pool, watch)
     assert (watch.mass[30:] == 0).all()
     assert (watch.mass[:30] > 0).all()
+
+
+class OwnWeights(AttentionMass):
+    """Computes the weights itself, as it must where attention shows none."""
+
+    on_weights = None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [[0, 1, 2], [2, 3, 20, 28, 29], [0, *range(5, 300, 3), *range(330, 395)]])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_the_mass_is_the_same_whoever_computes_the_weights(dtype, rows, shuffled):
+    model, tokens = model_of(dtype), tokens_of(400)
+    pool = model.new_pool(500)
+    blocks = pool.allocate(pool.blocks_for(400))
+    context = pool.slots_of(blocks[::-1] if shuffled else blocks, 0, 400)
+    model.forward(Rows.of(tokens, torch.arange(400), context), pool)
+    at = torch.tensor(rows)
+    shared, own = AttentionMass(), OwnWeights()
+    for watch in (shared, own):
+        model.forward(Rows.of(tokens[at], at, context), pool, watch)
+    assert torch.allclose(shared.mass, own.mass, atol=1e-6)
+    assert own.mass.sum() == pytest.approx(3.0, abs=1e-4)
+    assert (own.mass[rows[-1] + 1 :] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("at_once", [1, 700, 1 << 26])
+def test_attention_in_parts_is_a_plain_softmax(dtype, at_once, monkeypatch):
+    monkeypatch.setattr(probe, "_SCORES_AT_ONCE", (at_once, at_once))
+    q, k = torch.randn(7, 6, 16).to(dtype), torch.randn(50, 2, 16).to(dtype)
+    total = torch.ones(60)
+    probe.add_attention(total, q, k)
+    scores = torch.einsum("nhd,thd->hnt", q.float(), k.float().repeat_interleave(3, dim=1)) / 4.0
+    hidden = torch.arange(50) > torch.arange(43, 50)[:, None]
+    want = scores.masked_fill(hidden, -torch.inf).softmax(-1).mean((0, 1))
+    assert torch.allclose(total[:50] - 1, want, atol=1e-6 if dtype == torch.float32 else 2e-3)
+    assert (total[50:] == 1).all()
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=40, unique=True).map(sorted), st.integers(1, 20))

@@ -177,3 +177,54 @@ def test_attention_over_shapes_that_do_not_fit_is_refused(change, words):
     }
     with pytest.raises(InputError, match=words):
         attend_plain(**(case | change), scale=1.0)
+
+
+# -- dynamic scaling: the rotation depends on the length of the prompt ---------------------------------------------
+
+DYNAMIC = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96, "max_position_embeddings": 64, "rope_theta": 10_000.0,
+    "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+}  # fmt: skip
+
+
+def keys_of_transformers(model, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of every layer, [layers, tokens, heads, dim]."""
+    with torch.no_grad():
+        cache = model(tokens[None], use_cache=True).past_key_values
+    layers = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+    return tuple(torch.stack([pair[part].transpose(0, 1) for pair in layers]) for part in range(2))
+
+
+@pytest.mark.parametrize(("donor_tokens", "target_tokens"), [(50, 60), (50, 120), (150, 60), (150, 100), (100, 180)])
+def test_keys_move_between_prompts_of_any_length_under_dynamic_scaling(donor_tokens, target_tokens):
+    transformers = pytest.importorskip("transformers", reason="the reference is transformers' model")
+    torch.manual_seed(0)
+    passage = torch.randint(0, 96, (30,))
+    donor_ids, target_ids = (torch.randint(0, 96, (size,)) for size in (donor_tokens, target_tokens))
+    donor_ids[7:37], target_ids[21:51] = passage, passage
+    # A fresh model each: transformers keeps the longest rotation it has seen.
+    (donor_k, donor_v), (target_k, target_v) = (
+        keys_of_transformers(dynamic_model(transformers), ids) for ids in (donor_ids, target_ids)
+    )
+    theirs, ours = (RopeSpec.from_hf_config(DYNAMIC, size) for size in (donor_tokens, target_tokens))
+    layout = KvLayout.ours(*(torch.zeros(2, 64, 2, 8) for _ in range(2)))
+    move = Move(DonorTensors(donor_k, donor_v, "d", 1, theirs), 7, 30, torch.arange(5, 35), 14)
+    assert splice([move], layout, ours) == 30
+    k, v = layout.gather(0, torch.arange(5, 35))
+    # Layer 0 depends on the token and its position alone; there a moved key is the computed one.
+    assert torch.allclose(k, target_k[0, 21:51], atol=1e-4)
+    assert torch.allclose(v, target_v[0, 21:51], atol=1e-5)
+
+
+def dynamic_model(transformers):
+    torch.manual_seed(1)
+    given = {name: value for name, value in DYNAMIC.items() if name not in ("model_type", "rope_theta", "rope_scaling")}
+    rope = {"rope_theta": 10_000.0, **DYNAMIC["rope_scaling"]}
+    config = transformers.LlamaConfig(**given, rope_parameters=rope, attn_implementation="eager")
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def test_other_frequencies_without_dynamic_scaling_are_another_model():
+    with pytest.raises(InputError, match="different rotary frequencies"):
+        splice([good(donor_rope=RopeSpec.plain(DIM, theta=5e5))], pool(), ROPE)

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     try:
         from semblend.engine.launch import Launch
-        from semblend.engine.server import create_app, serve
+        from semblend.engine.server import create_app, listen, serve
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
             f"the engine needs the package {error.name}", hint="pip install 'semblend-suite[local]'"
@@ -65,15 +65,17 @@ def run(args: argparse.Namespace) -> int:
     )
     settings = _server_settings(args)
     config = load_config(**({"quality": args.quality} if args.quality else {}))
-    say(f"loading {launch.path.name} on {launch.chosen_device}")
-    engine = launch.engine(config)
-    engine.start()
-    try:
-        say(f"{engine.model} is ready; dashboard and API, Ctrl-C stops it")
-        print(f"http://{args.host}:{args.port}", flush=True)
-        serve(create_app(engine, settings), args.host, args.port)
-    finally:
-        engine.close()
+    path = launch.path
+    with listen(args.host, args.port) as sock:  # a port that is taken must not cost the time to load a model
+        say(f"loading {path.name} on {launch.chosen_device}")
+        engine = launch.engine(config)
+        engine.start()
+        try:
+            say(f"{engine.model} is ready; dashboard and API, Ctrl-C stops it")
+            print(f"http://{args.host}:{sock.getsockname()[1]}", flush=True)
+            serve(create_app(engine, settings), sock)
+        finally:
+            engine.close()
     return 0
 
 

@@ -45,7 +45,12 @@ def assemble(
         library.forget(donor_id, reason="engine")
 
     donor_kv = DonorKv(
-        donor_device_bytes, donor_host_bytes, donor_dir, budget_disk_bytes=donor_disk_bytes, on_evicted=evicted
+        donor_device_bytes,
+        donor_host_bytes,
+        donor_dir,
+        budget_disk_bytes=donor_disk_bytes,
+        on_evicted=evicted,
+        rope=model.spec.rope,
     )
 
     def forgotten(eviction: Eviction) -> None:

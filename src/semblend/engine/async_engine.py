@@ -29,6 +29,8 @@ class AsyncEngine:
         self.engine = engine
         self._wake = threading.Event()
         self._closing = False
+        self._ended = False
+        self._lock = threading.Lock()
         self._calls: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._loop, name="semblend-engine", daemon=True)
 
@@ -41,6 +43,7 @@ class AsyncEngine:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
+        self._ended = True  # also where it was never started
 
     def submit(self, request: Request, listener: Callable[[Chunk], None]) -> None:
         """Queue a request; ``listener`` is called in the running event loop with each chunk."""
@@ -70,8 +73,6 @@ class AsyncEngine:
 
     def call_soon(self, verb: Callable[[Engine], T]) -> Future[T]:
         """`call` for threads without an event loop."""
-        if self._closing:
-            raise SemBlendError("the engine is closed", hint="start a new one")
         done: Future[T] = Future()
 
         def run() -> None:
@@ -80,7 +81,10 @@ class AsyncEngine:
             except BaseException as error:
                 done.set_exception(error)
 
-        self._calls.append(run)
+        with self._lock:  # what is appended here is run: the thread looks once more after it has set this
+            if self._ended:
+                raise SemBlendError("the engine is closed", hint="start a new one")
+            self._calls.append(run)
         self._wake.set()
         return done
 
@@ -113,6 +117,8 @@ class AsyncEngine:
                 self._step()
                 self._run_calls()
         self.engine.close()
+        with self._lock:
+            self._ended = True
         self._run_calls()
 
     def _step(self) -> None:

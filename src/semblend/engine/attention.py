@@ -3,17 +3,22 @@
 `attend` picks the cheapest way for each segment; `attend_plain` is its twin, a gather and a masked softmax
 in float32, which the tests hold it to.
 
-| rows of the segment        | CPU                              | CUDA                                   |
-|----------------------------|----------------------------------|----------------------------------------|
-| all from position 0        | causal SDPA                      | causal SDPA                            |
-| an unbroken later stretch  | SDPA, mask, in tiles of rows     | SDPA, causal from the lower right      |
-| one row (decode)           | SDPA without a mask              | all such segments in padded batches    |
-| scattered                  | SDPA, mask, in tiles of rows     | the Triton kernel, else as on the CPU  |
+| rows of the segment        | CPU                               | CUDA                                   |
+|----------------------------|-----------------------------------|----------------------------------------|
+| all from position 0        | causal SDPA                       | causal SDPA                            |
+| an unbroken later stretch  | tiles of rows                     | SDPA, causal from the lower right      |
+| one row (decode)           | SDPA without a mask               | the same; of many: in padded batches   |
+| scattered                  | tiles of rows                     | the Triton kernel, else as on the CPU  |
+
+Tiles. Rows ascend by position, so neighbours see nearly the same keys: all of a tile's rows see those up to its first
+row, and only the few between its first and its last row need a mask. In float32 a tile is two plain matrix products
+around a softmax, in one buffer that stays in the cache; half precision goes through SDPA, which sums in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -23,27 +28,60 @@ from torch.nn.functional import scaled_dot_product_attention
 from semblend.engine.paged_kv import KvPool
 from semblend.engine.rows import Extent, Rows, Segment
 
-# A tile's mask holds at most this many elements (as float32, 16 MiB): memory stays bounded at any length.
+# Scores of a tile: 8 MiB in float32. Measured with 9 heads over 4,096 keys: half of it, or twice, is slower.
+TILE_SCORES = 1 << 21
+MOST_TILE_ROWS = 64
+# A tile's last row sees at most this many times the keys of its first: further ones would be computed in vain.
+MOST_GROWTH = 1.5
+# An SDPA tile's mask holds at most this many elements (as float32, 16 MiB): memory stays bounded at any length.
 MASK_ELEMENTS = 1 << 22
-MOST_TILE_ROWS = 256
+MOST_MASKED_ROWS = 256
 # Padded decode batches gather at most this many K rows at once.
 DECODE_ROWS = 1 << 19
 
 
-def attend(q: Tensor, layer: int, rows: Rows, pool: KvPool) -> Tensor:
-    """``q[n, heads, head_dim]`` -> ``[n, heads * head_dim]``; the rows' K and V are already in the pool."""
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows ``[start, end)`` of a segment: all see ``seen`` keys, the last sees ``reach``.
+
+    ``mask`` is ``[rows, reach - seen]``, to be added to the scores behind ``seen``; None where nothing is hidden.
+    """
+
+    start: int
+    end: int
+    seen: int
+    reach: int
+    mask: Tensor | None
+
+
+OnWeights = Callable[[Tensor, int], None]
+"""Told ``weights[heads, some rows, keys]`` and the first of these rows; read at once, for the buffer is used again."""
+
+
+def attend(q: Tensor, layer: int, rows: Rows, pool: KvPool, on_weights: OnWeights | None = None) -> Tensor:
+    """``q[n, heads, head_dim]`` -> ``[n, heads * head_dim]``; the rows' K and V are already in the pool.
+
+    ``on_weights`` hears the weights of all rows; only where `shows_weights` says that there are any.
+    """
     n, heads, head_dim = q.shape
-    out = torch.empty_like(q)
+    if len(rows.segments) == 1:
+        return _attend_segment(q, layer, rows, 0, pool, on_weights).reshape(n, heads * head_dim)
+    out = q.new_empty(n, heads, head_dim)
     decoding: list[int] = []
     for at, (segment, extent) in enumerate(zip(rows.segments, rows.extents, strict=True)):
         if extent.rows == 1 and q.is_cuda:
             decoding.append(at)
             continue
         span = slice(segment.start, segment.end)
-        _attend_segment(q[span], out[span], layer, rows, segment, extent, pool)
+        out[span] = _attend_segment(q[span], layer, rows, at, pool)
     if decoding:
         _decode_batches(q, out, layer, rows, decoding, pool)
     return out.view(n, heads * head_dim)
+
+
+def shows_weights(q: Tensor, rows: Rows) -> bool:
+    """Whether `attend` computes weights that one can look at: one sequence that goes in tiles of plain products."""
+    return len(rows.segments) == 1 and _goes_in_tiles(q, rows.extents[0])
 
 
 def attend_plain(q: Tensor, layer: int, rows: Rows, pool: KvPool) -> Tensor:
@@ -62,22 +100,29 @@ def attend_plain(q: Tensor, layer: int, rows: Rows, pool: KvPool) -> Tensor:
     return out.view(n, heads * head_dim)
 
 
+def _goes_in_tiles(q: Tensor, extent: Extent) -> bool:
+    whole = extent.unbroken and extent.first == 0
+    return q.dtype == torch.float32 and q.device.type == "cpu" and extent.rows > 1 and not whole
+
+
 def _attend_segment(
-    q: Tensor, out: Tensor, layer: int, rows: Rows, segment: Segment, extent: Extent, pool: KvPool
-) -> None:
+    q: Tensor, layer: int, rows: Rows, at: int, pool: KvPool, on_weights: OnWeights | None = None
+) -> Tensor:
+    """``[n, heads, head_dim]`` of the rows of segment ``at``."""
+    segment, extent = rows.segments[at], rows.extents[at]
     if q.is_cuda and not extent.unbroken and (kernel := _kernel()) is not None:
         positions, context = rows.positions[segment.start : segment.end], segment.context[: extent.reach]
-        out.copy_(kernel(q, positions, context, pool.k[layer], pool.v[layer], q.shape[2] ** -0.5))
-        return
+        return kernel(q, positions, context, pool.k[layer], pool.v[layer], q.shape[2] ** -0.5)
     k, v = _context_kv(layer, segment, extent, pool)
+    if _goes_in_tiles(q, extent):
+        return _in_tiles(q, k, v, rows, at, on_weights)
     if extent.rows == 1:
-        _one_row(q, out, k, v)
-    elif extent.unbroken and extent.first == 0:
-        out.copy_(_sdpa(q, k, v, is_causal=True))
-    elif extent.unbroken and q.is_cuda:
-        out.copy_(_lower_right(q, k, v))
-    else:
-        _masked_tiles(q, out, k, v, rows, segment)
+        return _one_row(q, k, v)
+    if extent.unbroken and extent.first == 0:
+        return _sdpa(q, k, v, is_causal=True)
+    if extent.unbroken and q.is_cuda:
+        return _lower_right(q, k, v)
+    return _masked_tiles(q, k, v, rows, segment)
 
 
 def _context_kv(layer: int, segment: Segment, extent: Extent, pool: KvPool) -> tuple[Tensor, Tensor]:
@@ -109,12 +154,12 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, is_cau
     return out.permute(2, 0, 1, 3).reshape(n, heads, d)
 
 
-def _one_row(q: Tensor, out: Tensor, k: Tensor, v: Tensor) -> None:
+def _one_row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The last position sees all: no mask, and the group's heads are the queries of one KV head."""
     kv_heads, d = k.shape[1], k.shape[2]
     folded = q.view(1, kv_heads, -1, d)
     seen = scaled_dot_product_attention(folded, k.transpose(0, 1)[None], v.transpose(0, 1)[None])
-    out.copy_(seen.reshape(out.shape))
+    return seen.reshape(q.shape)
 
 
 def _lower_right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -127,18 +172,73 @@ def _lower_right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return seen[0].transpose(0, 1)
 
 
-def _masked_tiles(q: Tensor, out: Tensor, k: Tensor, v: Tensor, rows: Rows, segment: Segment) -> None:
-    """Tiles of rows, each over the positions that its last row can see."""
+def _in_tiles(q: Tensor, k: Tensor, v: Tensor, rows: Rows, at: int, on_weights: OnWeights | None = None) -> Tensor:
+    """Two matrix products a tile, all heads of a KV head together, its keys read once for the whole group."""
+    n, heads, d = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    tiles, buffer = _tiles(rows, at, heads)
+    asked = (q * d**-0.5).view(n, kv_heads, group, d).permute(1, 2, 0, 3)
+    keys, values = k.permute(1, 2, 0), v.transpose(0, 1)
+    out = q.new_empty(n, kv_heads, group, d)
+    for tile in tiles:
+        count, reach = tile.end - tile.start, tile.reach
+        shape = (kv_heads, group * count, reach)
+        scores = buffer[: kv_heads * group * count * reach].view(shape)
+        torch.bmm(asked[:, :, tile.start : tile.end].reshape(*shape[:2], d), keys[..., :reach], out=scores)
+        if tile.mask is not None:
+            scores.view(kv_heads, group, count, reach)[..., tile.seen :].add_(tile.mask)
+        torch.softmax(scores, -1, out=scores)
+        if on_weights is not None:
+            on_weights(scores.view(heads, count, reach), tile.start)
+        found = torch.bmm(scores, values[:, :reach]).view(kv_heads, group, count, d)
+        out[tile.start : tile.end] = found.permute(2, 0, 1, 3)
+    return out.view(n, heads, d)
+
+
+def _tiles(rows: Rows, at: int, heads: int) -> tuple[list[Tile], Tensor]:
+    """The tiles of a segment and a buffer for the largest; made once a pass and kept by the rows."""
+    kept: dict[tuple[int, int], tuple[list[Tile], Tensor]] = rows.__dict__.setdefault("_tiles", {})
+    if (at, heads) not in kept:
+        segment = rows.segments[at]
+        hosts = rows.host_positions[segment.start : segment.end]
+        tiles = list(_cut(hosts.tolist(), hosts, heads))
+        most = max((tile.end - tile.start) * tile.reach for tile in tiles)
+        kept[at, heads] = tiles, torch.empty(most * heads)
+    return kept[at, heads]
+
+
+def _cut(positions: Sequence[int], hosts: Tensor, heads: int) -> Iterator[Tile]:
+    """Neighbours go together while they are few, their scores fit, and they see about the same."""
+    start = 0
+    for end in range(1, len(positions) + 1):
+        seen, count = positions[start] + 1, end - start
+        if end < len(positions):
+            reach = positions[end] + 1
+            fits = (count + 1) * heads * reach <= TILE_SCORES and count < MOST_TILE_ROWS
+            if fits and reach <= MOST_GROWTH * seen + MOST_TILE_ROWS:
+                continue
+        reach = positions[end - 1] + 1
+        hidden = torch.arange(seen, reach) > hosts[start:end, None]
+        mask = torch.zeros(count, reach - seen).masked_fill_(hidden, float("-inf")) if reach > seen else None
+        yield Tile(start, end, seen, reach, mask)
+        start = end
+
+
+def _masked_tiles(q: Tensor, k: Tensor, v: Tensor, rows: Rows, segment: Segment) -> Tensor:
+    """SDPA over tiles of rows, each over the positions that its last row can see."""
     n = q.shape[0]
+    out = q.new_empty(q.shape)
     positions = rows.positions[segment.start : segment.end]
     hosts = rows.host_positions[segment.start : segment.end]
     index = torch.arange(k.shape[0], device=q.device)
-    step = max(1, min(MOST_TILE_ROWS, MASK_ELEMENTS // k.shape[0]))
+    step = max(1, min(MOST_MASKED_ROWS, MASK_ELEMENTS // k.shape[0]))
     for start in range(0, n, step):
         end = min(n, start + step)
         reach = int(hosts[end - 1]) + 1
         mask = index[:reach] <= positions[start:end, None]
         out[start:end] = _sdpa(q[start:end], k[:reach], v[:reach], mask=mask)
+    return out
 
 
 def _decode_batches(q: Tensor, out: Tensor, layer: int, rows: Rows, decoding: list[int], pool: KvPool) -> None:

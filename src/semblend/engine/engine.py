@@ -257,7 +257,13 @@ class Engine:
                 log.exception("request %s failed", sequence.request_id)
                 self._fail([sequence], error)
         for sequence, _ in results:  # copies and books, after everyone has heard their token
-            self._settle(sequence)
+            try:
+                self._settle(sequence)
+            except Exception as error:  # whoever has ended must still be let go, or its blocks are lost
+                log.exception("request %s could not be settled", sequence.request_id)
+                self._fail([sequence], error)
+                if sequence.blocks and sequence.finish is not None:
+                    self._retire(sequence, sequence.finish)
 
     def _advance(self, sequence: Sequence, sampled: Sampled) -> None:
         """Append the token and say it."""
@@ -267,8 +273,14 @@ class Engine:
         matched = None
         if sequence.finish is FinishReason.STOP:
             matched = sampled.token if sequence.text.matched is None else sequence.text.matched
-        chunk = Chunk(sequence.request_id, sampled.token, text, sampled.logprobs, sequence.finish, receipt, matched)
-        self._say(sequence, chunk)
+        runs = self.reuse.recomputed(sequence) if receipt is not None else ()
+        self._say(
+            sequence,
+            Chunk(
+                sequence.request_id, sampled.token, text, sampled.logprobs, sequence.finish, receipt, matched,
+                recomputed=runs,
+            ),
+        )  # fmt: skip
 
     def _settle(self, sequence: Sequence) -> None:
         """Keep what later requests can use, and let go of a sequence that has ended."""
@@ -344,6 +356,12 @@ class Engine:
                 f"token id {highest} is outside the model's vocabulary of {self.model.spec.vocab}",
                 hint="tokenize with the model's own tokenizer",
             )
+        foreign = [token for token, _ in request.sampling.logit_bias if token >= self.model.spec.vocab]
+        if foreign:
+            raise InputError(
+                f"logit_bias names token {foreign[0]}, and the model's vocabulary has {self.model.spec.vocab}",
+                hint="name token ids of this model's tokenizer",
+            )
 
     def _sequence(self, request: Request, stream: Stream) -> Sequence:
         arrival = next(self._arrivals)
@@ -373,4 +391,4 @@ _generated = itertools.count()
 
 
 def _draw(sequence: Sequence) -> Draw:
-    return Draw(sequence.request.sampling, sequence.generator, sequence.tokens)
+    return Draw(sequence.request.sampling, sequence.generator, sequence.tokens, sequence.prompt_tokens)

@@ -17,7 +17,7 @@ from semblend.engine.tenants import Identity
 from semblend.wire.answer import Chunk, semblend_object
 
 MOST_REQUESTS = 200
-MOST_RANGES = 600
+MOST_RANGES = 1200
 MOST_TENANTS = 1000
 Ranges = tuple[tuple[int, int], ...]
 
@@ -107,7 +107,7 @@ class Entry:
             "quality": self.quality,
             "error": self.error,
             "semblend": None if self.receipt is None else semblend_object(self.receipt),
-            "places_known": bool(self.recomputed) or not (self.receipt and self.receipt.recomputed_tokens),
+            "places_known": self.receipt is None or places_known(self.receipt, self.recomputed),
             "strip": [] if self.receipt is None else strip(self.receipt, self.recomputed),
         }
         return body | {"tenant": self.tenant} if with_tenant else body
@@ -241,9 +241,7 @@ def strip(receipt: Receipt, recomputed: Ranges = ()) -> list[list[Any]]:
     ...               prompt_tokens=9, exact_tokens=4, prefill_tokens=5))
     [[0, 4, 'exact', None], [4, 9, 'prefill', None]]
     """
-    ranges = recomputed or _by_share(receipt)
-    if len(ranges) + 2 * len(receipt.spans) > MOST_RANGES:
-        ranges = _by_share(receipt)
+    ranges = recomputed if places_known(receipt, recomputed) else _by_share(receipt)
     donors = {donor: number for number, donor in enumerate(receipt.donor_ids)}
     parts: list[list[Any]] = []
 
@@ -262,6 +260,12 @@ def strip(receipt: Receipt, recomputed: Ranges = ()) -> list[list[Any]]:
         paint(span.target_end, "reused", donors[span.donor_id])
     paint(receipt.prompt_tokens, "prefill")
     return parts
+
+
+def places_known(receipt: Receipt, recomputed: Ranges) -> bool:
+    """Whether a strip can show where tokens were recomputed, and not only how many: told, and not too many to draw."""
+    told = sum(end - start for start, end in recomputed) == receipt.recomputed_tokens
+    return told and len(recomputed) + 2 * len(receipt.spans) <= MOST_RANGES
 
 
 def _by_share(receipt: Receipt) -> Ranges:

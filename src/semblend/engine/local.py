@@ -112,6 +112,7 @@ class LocalEngine:
             finish_reason=None if chunk.finish is None else str(chunk.finish),
             matched=chunk.matched,
             receipt=chunk.receipt if index == 0 else None,
+            recomputed=chunk.recomputed if index == 0 else (),
         )
 
     def _logprob(self, token: int, found: Logprobs) -> Logprob:
@@ -171,6 +172,11 @@ def _request(request: ServingRequest) -> Request:
             temperature=wanted.temperature,
             top_p=wanted.top_p,
             top_k=wanted.top_k,
+            min_p=wanted.min_p,
+            repetition_penalty=wanted.repetition_penalty,
+            frequency_penalty=wanted.frequency_penalty,
+            presence_penalty=wanted.presence_penalty,
+            logit_bias=wanted.logit_bias,
             seed=wanted.seed,
             logprobs=wanted.logprobs,
             ignore_eos=wanted.ignore_eos,

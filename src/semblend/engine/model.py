@@ -1,11 +1,15 @@
 """Llama, Qwen2 and Qwen3 as one plain function over rows and a paged KV pool.
 
 The three families differ in two places: Qwen2 adds a bias to q, k and v, Qwen3 normalises q and k.
+
+A few rows on a GPU cost what their kernel launches cost, so a layer is written in few operations: q and k turn
+together, and a residual is added by the matrix product that precedes it.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -13,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
-from semblend.engine.attention import attend
+from semblend.engine.attention import attend, shows_weights
 from semblend.engine.paged_kv import KvPool
 from semblend.engine.rows import Rows
 from semblend.engine.spec import ModelSpec
 from semblend.engine.weights import LayerWeights, Weights, load_weights
+from semblend.materialize.rope import RopeSpec
 
 
 class Observer(Protocol):
@@ -27,7 +32,38 @@ class Observer(Protocol):
         """The rows' new K and V, while the pool still holds what was there before."""
 
     def on_layer(self, layer: int, q: Tensor, rows: Rows, pool: KvPool) -> None:
-        """The rows' queries; the pool already holds their K and V."""
+        """The rows' queries; the pool already holds their K and V.
+
+        Not called for an observer with a method ``on_weights(weights, first_row, rows)`` where attention shows weights.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The rotary embedding of one pass's rows: what `RopeSpec.rotate` computes, in a third of its operations.
+
+    Where the first half of a head turns against the second, ``x * cos + halves of x swapped * sin`` is the whole turn,
+    the sines of the first half negated. Other rotations go the plain way.
+    """
+
+    rope: RopeSpec
+    cos: Tensor
+    sin: Tensor
+    swaps: bool
+
+    @classmethod
+    def of(cls, rope: RopeSpec, positions: Tensor) -> Turn:
+        cos, sin = rope.cos_sin(positions)  # float32: a turn in less would be off
+        if rope.style != "half" or rope.rotary_dim != rope.head_dim:
+            return cls(rope, cos, sin, swaps=False)
+        return cls(rope, torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None], swaps=True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Queries or keys ``x[n, heads, head_dim]`` at their rows' positions; always a new tensor."""
+        if not self.swaps:
+            return self.rope.rotate(x, self.cos, self.sin)
+        # x may be half precision; the cosines and sines are not, so products and sums are made in float32.
+        return (x * self.cos).addcmul_(x.roll(x.shape[-1] // 2, -1), self.sin).to(x.dtype)
 
 
 class Model:
@@ -75,17 +111,15 @@ class Model:
         """
         spec, weights = self.spec, self.weights
         hidden = embedding(rows.tokens, weights.embedding)
-        cos, sin = spec.rope.cos_sin(rows.positions)  # float32: `rotate` works in it
+        turn = Turn.of(spec.rope, rows.positions)
         for layer, w in enumerate(weights.layers):
-            q, k, v = self._project(w, self._norm(hidden, w.attention_norm), cos, sin)
+            q, k, v = self._project(w, self._norm(hidden, w.attention_norm), turn)
             if observer is not None:
                 observer.before_write(layer, k, v, rows, pool)
             pool.write(layer, rows.slots, k, v)
-            if observer is not None:
-                observer.on_layer(layer, q, rows, pool)
-            hidden = hidden + linear(attend(q, layer, rows, pool), w.output)
+            hidden.addmm_(self._attended(layer, q, rows, pool, observer), w.output.t())
             gate, up = linear(self._norm(hidden, w.mlp_norm), w.gate_up).chunk(2, dim=-1)
-            hidden = hidden + linear(silu(gate) * up, w.down)
+            hidden.addmm_(silu(gate).mul_(up), w.down.t())
         return hidden
 
     @torch.inference_mode()
@@ -93,13 +127,23 @@ class Model:
         """Next-token logits of chosen rows, ``[m, hidden] -> [m, vocab]``, float32."""
         return linear(self._norm(hidden, self.weights.norm), self.weights.head).float()
 
-    def _project(self, w: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, w: LayerWeights, x: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
         spec = self.spec
         heads = linear(x, w.qkv, w.qkv_bias).view(len(x), -1, spec.head_dim)
-        q, k, v = torch.split(heads, [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
+        turning, v = heads[:, : -spec.kv_heads], heads[:, -spec.kv_heads :]
         if w.q_norm is not None and w.k_norm is not None:
-            q, k = self._norm(q, w.q_norm), self._norm(k, w.k_norm)
-        return spec.rope.rotate(q, cos, sin), spec.rope.rotate(k, cos, sin), v
+            q, k = turning[:, : spec.heads], turning[:, spec.heads :]
+            return turn(self._norm(q, w.q_norm)), turn(self._norm(k, w.k_norm)), v
+        turned = turn(turning)
+        return turned[:, : spec.heads], turned[:, spec.heads :], v
+
+    def _attended(self, layer: int, q: Tensor, rows: Rows, pool: KvPool, observer: Observer | None) -> Tensor:
+        told = getattr(observer, "on_weights", None)  # what attention computes anyway, nobody need compute again
+        if told is not None and shows_weights(q, rows):
+            return attend(q, layer, rows, pool, lambda weights, start: told(weights, start, rows))
+        if observer is not None:
+            observer.on_layer(layer, q, rows, pool)
+        return attend(q, layer, rows, pool)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, list(weight.shape), weight, self.spec.norm_eps)  # sums in float32 whatever the dtype

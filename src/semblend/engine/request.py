@@ -98,7 +98,8 @@ class Chunk:
     """One step of an answer. The last one has ``finish``; the one after prefill has the ``receipt``.
 
     ``token`` is None where an answer ends without one: cancelled or failed, and ``detail`` says why. ``matched`` is
-    the stop string or the token that ended it.
+    the stop string or the token that ended it. ``recomputed`` comes with the receipt: the runs ``[start, end)`` of the
+    prompt that a donor held and that were computed again, where the blender tells them.
     """
 
     request_id: str
@@ -109,6 +110,7 @@ class Chunk:
     receipt: Receipt | None = None
     matched: str | int | None = None
     detail: str = ""
+    recomputed: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

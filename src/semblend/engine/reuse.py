@@ -103,6 +103,11 @@ class Reuse:
                 self._failed("confirm", sequence, error)
         return receipt
 
+    def recomputed(self, sequence: Sequence) -> tuple[tuple[int, int], ...]:
+        """Runs of the prompt that a donor held and that were computed again; empty where the blender does not tell."""
+        blended: Blended | None = sequence.blended
+        return blended.recomputed_runs if blended else ()
+
     def capture(self, sequence: Sequence) -> None:
         """Keep the prompt's KV as a donor, if all of it is exact and enough of it is new."""
         donors = self.donor_kv

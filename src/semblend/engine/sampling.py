@@ -2,12 +2,14 @@
 
 A drawn token is the one at which the cumulative probability passes a uniform number. Each request has its own stream
 of uniform numbers, so its tokens depend on its seed and its logits alone: not on its neighbours, not on how often it
-was preempted. The order is the usual one: repetition penalty, temperature, top-k, top-p, min-p, draw.
+was preempted. The order is the usual one: bias, repetition penalty, frequency and presence penalty, temperature, top-k,
+top-p, min-p, draw.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -23,8 +25,10 @@ class Sampling:
     """How a request's tokens are chosen and when they end.
 
     ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``repetition_penalty`` above 1 makes
-    tokens of the prompt and the answer less likely to come again. ``logprobs``: None for none, n for the chosen
-    token's and the n best ones', as the model gave them (before penalty, temperature and filters).
+    tokens of the prompt and the answer less likely to come again. ``frequency_penalty`` (for each time) and
+    ``presence_penalty`` (once) are taken from the logit of a token that the answer holds already. ``logit_bias`` adds
+    to the logits of tokens. ``logprobs``: None for none, n for the chosen token's and the n best ones', as the model
+    gave them (before bias, penalties, temperature and filters).
 
     >>> Sampling(temperature=-1)
     Traceback (most recent call last):
@@ -37,6 +41,9 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     logprobs: int | None = None
     ignore_eos: bool = False
@@ -46,6 +53,11 @@ class Sampling:
         _number("top_p", self.top_p, 0, 1, "1 is off", above=True)
         _number("min_p", self.min_p, 0, 1, "0 is off")
         _number("repetition_penalty", self.repetition_penalty, 0, 100, "1 is off", above=True)
+        _number("frequency_penalty", self.frequency_penalty, -2, 2, "0 is off")
+        _number("presence_penalty", self.presence_penalty, -2, 2, "0 is off")
+        for token, bias in self.logit_bias:
+            _whole("a token of logit_bias", token, 0, (1 << 31) - 1, "token ids are 0 or more")
+            _number("a value of logit_bias", bias, -100, 100, "-100 bans a token")
         _whole("max_tokens", self.max_tokens, 1, 1 << 31, "ask for at least one token")
         _whole("top_k", self.top_k, 0, 1 << 31, "0 is off")
         if self.seed is not None:
@@ -62,6 +74,11 @@ class Sampling:
         """Whether the distribution is cut, so that it has to be sorted."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
+    @property
+    def bends(self) -> bool:
+        """Whether the logits are changed before anything is chosen, by greed or by chance."""
+        return bool(self.logit_bias or self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty)
+
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
@@ -73,11 +90,15 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One row of a batch: its settings, its stream of random numbers, the tokens a penalty applies to."""
+    """One row of a batch: its settings, its stream of random numbers, the tokens a penalty applies to.
+
+    The first ``prompt_tokens`` of ``seen`` are the prompt, the others the answer so far.
+    """
 
     sampling: Sampling
     generator: torch.Generator
     seen: Sequence[int] = ()
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,16 +177,29 @@ def _pick(weights: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 
 
 def _penalised(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    rows = [i for i, draw in enumerate(draws) if draw.sampling.repetition_penalty != 1 and draw.seen]
+    rows = [i for i, draw in enumerate(draws) if draw.sampling.bends]
     if not rows:
         return logits
     logits = logits.clone()
     for row in rows:
-        penalty = draws[row].sampling.repetition_penalty
-        seen = torch.tensor(sorted(set(draws[row].seen)), device=logits.device)
-        values = logits[row, seen]
-        logits[row, seen] = torch.where(values > 0, values / penalty, values * penalty)
+        _bend(logits[row], draws[row])
     return logits
+
+
+def _bend(row: torch.Tensor, draw: Draw) -> None:
+    """Bias and penalties of one row, in place."""
+    wanted = draw.sampling
+    if wanted.logit_bias:
+        tokens, biases = zip(*dict(wanted.logit_bias).items(), strict=True)
+        row[list(tokens)] += torch.tensor(biases, dtype=row.dtype, device=row.device)
+    if wanted.repetition_penalty != 1 and draw.seen:
+        seen = torch.tensor(sorted(set(draw.seen)), device=row.device)
+        values, penalty = row[seen], wanted.repetition_penalty
+        row[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    said = Counter(draw.seen[draw.prompt_tokens :]) if wanted.frequency_penalty or wanted.presence_penalty else None
+    if said:
+        less = [wanted.frequency_penalty * times + wanted.presence_penalty for times in said.values()]
+        row[list(said)] -= torch.tensor(less, dtype=row.dtype, device=row.device)
 
 
 def _logprobs(logits: torch.Tensor, chosen: torch.Tensor, draws: Sequence[Draw]) -> dict[int, Logprobs]:

@@ -4,6 +4,10 @@ A step has a budget of tokens. Running answers come first, one token each, so th
 then prompts that are under way, a chunk each; then waiting requests are admitted, oldest first, while there is
 budget and room. A request that does not fit is not overtaken by a younger one that would.
 
+A request whose beginning is just being computed for another one waits until that is done, and then finds it in the
+exact cache: of many equal prompts that come at once, one is computed. Younger requests may go ahead meanwhile; since
+the tokens it waits for are being computed before any of its own could be, it loses one step at most.
+
 Room is made by evicting the exact cache. When an answer needs a block and there is none left, the youngest running
 sequence gives up its blocks and goes back to the head of the queue; it will be recomputed, and continues with the
 same tokens. The oldest therefore always gets on, and because no sequence is longer than the pool, everything ends.
@@ -15,10 +19,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from semblend.engine.paged_kv import KvPool
 from semblend.engine.radix import RadixCache
 from semblend.engine.request import QueueFull, Sequence
 from semblend.engine.settings_of_engine import EngineConfig
+
+MOST_OVERTAKEN = 16
+"""So many waiting requests may be passed over in a step because another computes their beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +157,10 @@ class Scheduler:
         """Give the oldest waiting sequence blocks for all its tokens, exact ones where the cache has them."""
         if len(self.running) >= self._config.max_running:
             return None
-        sequence = self.waiting[0]
+        place = self._next()
+        if place is None:
+            return None
+        sequence = self.waiting[place]
         known = self._radix.match(sequence.namespace.digest, sequence.tokens[:-1])  # the last one is always computed
         for block in known:
             self._pool.share(block)
@@ -157,13 +169,36 @@ class Scheduler:
         if not self._make_room(needed + len(self.running)):
             self._pool.free(known)
             return None
-        self.waiting.popleft()
+        del self.waiting[place]
         sequence.blocks = known + self._pool.allocate(needed)
         sequence.computed = len(known) * self._pool.block_tokens
         if sequence.receipt is None:
             sequence.exact_tokens = sequence.computed
         self.running.append(sequence)
         return sequence
+
+    def _next(self) -> int | None:
+        """The place in line of the oldest request that has nothing to wait for; looks at the first few only."""
+        computing = [
+            one
+            for one in self.running
+            if one.in_prefill and one.receipt is None and one.exact_until >= one.prompt_tokens
+        ]
+        for place in range(min(len(self.waiting), MOST_OVERTAKEN + 1)):
+            if not any(self._worth_waiting(self.waiting[place], ahead) for ahead in computing):
+                return place
+        return None
+
+    def _worth_waiting(self, sequence: Sequence, ahead: Sequence) -> bool:
+        """Whether ``ahead`` computes at least half of what ``sequence`` would have to compute."""
+        if sequence.namespace.digest != ahead.namespace.digest:
+            return False
+        size = self._pool.block_tokens
+        usable = min(_common_prefix(sequence, ahead), len(sequence.tokens) - 1) // size * size
+        if 2 * usable < len(sequence.tokens):  # cheap, and most pairs end here
+            return False
+        known = len(self._radix.match(sequence.namespace.digest, sequence.tokens[:-1])) * size
+        return usable > known and 2 * (usable - known) >= len(sequence.tokens) - known
 
     def _make_room(self, n_blocks: int) -> bool:
         missing = n_blocks - self._pool.free_blocks
@@ -181,6 +216,13 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self._pool.free(sequence.blocks)
         sequence.drop_kv()
+
+
+def _common_prefix(one: Sequence, other: Sequence) -> int:
+    """How many tokens two prompts begin with alike."""
+    length = min(one.prompt_tokens, other.prompt_tokens)
+    differ = np.flatnonzero(one.prompt.token_ids[:length] != other.prompt.token_ids[:length])
+    return int(differ[0]) if len(differ) else length
 
 
 def _piece(sequence: Sequence, budget: int) -> Piece:

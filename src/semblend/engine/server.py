@@ -11,13 +11,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from semblend.errors import MissingDependencyError, SemBlendError
+from semblend.errors import ConfigError, MissingDependencyError, SemBlendError
 
 try:
     from fastapi import FastAPI, Request
@@ -60,10 +61,12 @@ def create_app(engine: ServingEngine, settings: ServerSettings | None = None) ->
     gate = Gate(settings.max_running, settings.max_waiting, settings.retry_after_s)
     routes = Routes(Service(engine, settings, gate))
     app = FastAPI(title="SemBlend", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
+    app.router.redirect_slashes = False  # a redirect would be the one answer that is not JSON
     for endpoint in ENDPOINTS:
         app.add_api_route(endpoint.path, routes.answering(endpoint), methods=["POST"], response_model=None)
     for method, path, route in routes.table():
-        app.add_api_route(path, route, methods=[method], response_model=None)
+        methods = ["GET", "HEAD"] if method == "GET" else [method]  # load balancers look with HEAD
+        app.add_api_route(path, route, methods=methods, response_model=None)
     for error in (SemBlendError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(error, _on_error)
     app.add_middleware(CountResponses, counts=routes.responses, paths=frozenset(routes.paths()))
@@ -71,11 +74,25 @@ def create_app(engine: ServingEngine, settings: ServerSettings | None = None) ->
     return app
 
 
-def serve(app: FastAPI, host: str = "127.0.0.1", port: int = 8000) -> None:
+def serve(app: FastAPI, sock: socket.socket) -> None:
     """Run until interrupted. Forwarded-for headers are not believed: the peer's address decides who is a front."""
     import uvicorn
 
-    uvicorn.run(app, host=host, port=port, proxy_headers=False, log_level="warning", timeout_graceful_shutdown=5)
+    config = uvicorn.Config(app, proxy_headers=False, log_level="warning", timeout_graceful_shutdown=5)
+    uvicorn.Server(config).run(sockets=[sock])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that clients can reach from now on; `ConfigError` where the address is taken or not ours."""
+    if not 0 <= port <= 65_535:  # the resolver would take it modulo that
+        raise ConfigError(f"cannot listen on {host}:{port}: no such port", hint="0 to 65535; 0 takes a free one")
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}", hint="choose another host or port"
+        ) from None
 
 
 class Routes:
@@ -260,4 +277,4 @@ def _donor(donor: Donor, identity: Identity) -> dict[str, Any]:
     return body | {"tenant": donor.namespace.tenant} if identity.admin else body
 
 
-__all__ = ["ServerSettings", "ServingEngine", "create_app", "serve"]
+__all__ = ["ServerSettings", "ServingEngine", "create_app", "listen", "serve"]

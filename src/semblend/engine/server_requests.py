@@ -9,31 +9,28 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from semblend.engine.limits import Gate, ServerSettings, refuse_foreign_page
-from semblend.engine.live import Entry, LiveBoard
-from semblend.engine.serving import ServingEngine, ServingRequest
+from semblend.engine.live import LiveBoard
+from semblend.engine.server_call import Asked, Call, Together
+from semblend.engine.serving import ServingEngine
 from semblend.engine.tenants import Identity, bearer
-from semblend.prompt import Prompt
-from semblend.wire.answer import Answer, Chunk, Head, Reply, Spent
-from semblend.wire.chat import ChatReply, ChatRequest
-from semblend.wire.completions import CompletionReply, CompletionRequest
-from semblend.wire.errors import ApiError, as_api_error
-from semblend.wire.generate import GenerateReply, GenerateRequest
+from semblend.wire.answer import Chunk
+from semblend.wire.chat import ChatRequest
+from semblend.wire.completions import CompletionRequest
+from semblend.wire.errors import ApiError
+from semblend.wire.generate import GenerateRequest
 
 log = logging.getLogger("semblend.server")
-T = TypeVar("T")
-Asked = ChatRequest | CompletionRequest | GenerateRequest
 CLIENT_LEFT = 499
 LAST_WORDS_S = 5.0
 
@@ -78,11 +75,18 @@ class Service:
         asked = endpoint.parse(await read_json(request, self.settings), most_n=self.settings.max_n)
         self.check_model(asked.model)
         # Ids are ours, never the caller's: they name donors, and one tenant must not replace another's.
-        call = Call(self, request, asked, identity, endpoint, f"{endpoint.prefix}{uuid.uuid4().hex}")
+        id = f"{endpoint.prefix}{uuid.uuid4().hex}"
+        call: Call | Together
+        if isinstance(asked, CompletionRequest) and len(asked.prompts) > 1:
+            alone = [replace(asked, prompts=(prompt,)) for prompt in asked.prompts]
+            calls = [Call(self, request, one, identity, endpoint.path, f"{id}.{n}") for n, one in enumerate(alone)]
+            call = Together(id, calls, request.receive)
+        else:
+            call = Call(self, request, asked, identity, endpoint.path, id)
         if asked.stream:
             return EventStream(call)
         async with call.admitted() as chunks:
-            answers = _answers(asked.sampling.n)
+            answers = call.answers()
             async for chunk in chunks:
                 answers[chunk.index].add(chunk)
             body = call.reply().whole(answers, call.spent(answers))
@@ -100,147 +104,10 @@ class Service:
             )
 
 
-class Call:
-    """One request on its way through the server."""
-
-    def __init__(
-        self, service: Service, request: Request, asked: Asked, identity: Identity, endpoint: Endpoint, id: str
-    ) -> None:
-        self.id = id
-        self.asked = asked
-        self.started = time.perf_counter()
-        self._service = service
-        self._request = request
-        self._identity = identity
-        self._created = int(time.time())
-        self._entry = Entry(id, identity.tenant, endpoint.path, asked.reuse.quality)
-        self._gone: asyncio.Task[None] | None = None
-
-    @asynccontextmanager
-    async def admitted(self) -> AsyncIterator[AsyncIterator[Chunk]]:
-        """A place at the gate and the engine's chunks; both are given back however the block ends."""
-        service, entry = self._service, self._service.board.opened(self._entry)
-        self._gone = asyncio.create_task(_until_gone(self._request.receive))
-        inside = False
-        try:
-            await self.unless_gone(service.gate.enter())
-            inside = True
-            request = await self._prepared()
-            service.board.admitted(entry, len(request.prompt))
-            async with aclosing(self._chunks(request)) as chunks:
-                yield chunks
-            service.board.closed(entry, "done")
-        except (ClientDisconnect, asyncio.CancelledError, GeneratorExit):
-            service.board.closed(entry, "cancelled")
-            raise
-        except Exception as error:
-            told = as_api_error(error)
-            service.board.closed(entry, "failed", str(told))
-            if told.status >= 500 and not isinstance(error, ApiError):
-                log.exception("request %s failed", self.id)
-            raise told from error
-        finally:
-            self._gone.cancel()
-            service.engine.cancel(self.id)
-            if inside:
-                service.gate.leave()
-
-    async def _chunks(self, request: ServingRequest) -> AsyncGenerator[Chunk, None]:
-        pieces = self._service.engine.submit(request)
-        unfinished = set(range(self.asked.sampling.n))
-        try:
-            while (chunk := await self.unless_gone(_next(pieces))) is not None:
-                if chunk.finish_reason not in (None, "stop", "length"):
-                    raise ApiError(500, f"the engine ended the answer: {chunk.finish_reason}", hint="try again")
-                if chunk.finish_reason is not None:
-                    unfinished.discard(chunk.index)
-                self._service.board.heard(self._entry, chunk)
-                yield chunk
-        finally:
-            close = getattr(pieces, "aclose", None)
-            if close is not None:
-                await close()
-        if unfinished:
-            raise ApiError(500, "the engine ended before the answer did", hint="try again")
-
-    async def _prepared(self) -> ServingRequest:
-        asked, engine = self.asked, self._service.engine
-        token_ids = await self.unless_gone(asyncio.to_thread(self._token_ids))
-        if not isinstance(token_ids, tuple):
-            token_ids = tuple(token_ids)
-        prompt = Prompt(token_ids, namespace=engine.namespace(self._identity.tenant, asked.reuse.salt))
-        limit = self._output_limit(len(prompt))
-        return ServingRequest(
-            request_id=self.id,
-            prompt=prompt,
-            sampling=replace(asked.sampling, max_tokens=limit),
-            quality=asked.reuse.quality,
-            reuse=asked.reuse.reuse,
-        )
-
-    def _token_ids(self) -> Sequence[int]:
-        """In a thread: a long text takes a tokenizer longer than other requests should wait."""
-        asked, engine = self.asked, self._service.engine
-        if isinstance(asked, ChatRequest):
-            return engine.encode_chat(asked.messages)
-        if isinstance(asked.prompt, str):
-            return engine.encode(asked.prompt)
-        highest = max(asked.prompt)
-        if highest >= engine.vocab:
-            raise ApiError(400, f"token id {highest} is not in the vocabulary", hint=f"ids are below {engine.vocab}")
-        return asked.prompt
-
-    def _output_limit(self, prompt_tokens: int) -> int:
-        room = self._service.engine.max_context - prompt_tokens
-        wanted = self.asked.sampling.max_tokens
-        if prompt_tokens == 0:
-            raise ApiError(400, "the prompt has no tokens", hint="send some text")
-        if room < 1 or (wanted or 1) > room:
-            asked = f"{prompt_tokens} tokens of prompt and {wanted or 1} of answer"
-            raise ApiError(
-                400,
-                f"{asked} are more than the context of {self._service.engine.max_context}",
-                hint=f"ask for at most {room} tokens" if room > 0 else "send a shorter prompt",
-                param="messages" if isinstance(self.asked, ChatRequest) else "prompt",
-                code="context_length_exceeded",
-            )
-        return min(room, self._service.settings.default_output_tokens) if wanted is None else wanted
-
-    async def unless_gone(self, work: Awaitable[T]) -> T:
-        """The work's result, unless the client hangs up or the time is over first; then the work is stopped."""
-        assert self._gone is not None
-        left = self._service.settings.request_timeout_s - (time.perf_counter() - self.started)
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait({task, self._gone}, timeout=max(left, 0), return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            if self._gone.done():
-                raise ClientDisconnect
-            raise ApiError(504, "the request took too long", hint="ask for fewer tokens", code="timeout")
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait({task})
-
-    def reply(self) -> Reply:
-        asked, logprobs = self.asked, self.asked.sampling.logprobs is not None
-        head = Head(self.id, self._created, self._service.engine.model)
-        if isinstance(asked, ChatRequest):
-            return ChatReply(head, logprobs, asked.include_usage)
-        if isinstance(asked, CompletionRequest):
-            return CompletionReply(head, logprobs, asked.include_usage)
-        return GenerateReply(replace(head, id=asked.rid or head.id), self._entry.prompt_tokens, logprobs)
-
-    def spent(self, answers: Sequence[Answer]) -> Spent:
-        output = sum(len(answer.token_ids) for answer in answers)
-        return Spent(self._entry.prompt_tokens, output, self._entry.receipt, time.perf_counter() - self.started)
-
-
 class EventStream(Response):
     """Server-sent events. The first token decides the status, so that an early failure is a plain error answer."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call | Together) -> None:
         super().__init__(media_type="text/event-stream")
         self._call = call
         self._open = False
@@ -263,7 +130,7 @@ class EventStream(Response):
 
     async def _stream(self, chunks: AsyncIterator[Chunk], send: Send) -> None:
         call, reply = self._call, None
-        answers = _answers(call.asked.sampling.n)
+        answers = call.answers()
         async for chunk in chunks:
             if reply is None:
                 reply = call.reply()
@@ -311,6 +178,9 @@ async def read_json(request: Request, settings: ServerSettings) -> Any:
 
 
 async def _read(request: Request, limit: int) -> bytearray:
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise ApiError(415, f"the body is encoded as {encoding[:40]!r}", hint="send it as it is")
     too_large = ApiError(413, f"the body is larger than {limit} bytes", hint="send less", code="body_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
@@ -329,16 +199,3 @@ def error_response(error: ApiError) -> JSONResponse:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
-
-
-def _answers(n: int) -> list[Answer]:
-    return [Answer(index) for index in range(n)]
-
-
-async def _next(pieces: AsyncIterator[Chunk]) -> Chunk | None:
-    return await anext(pieces, None)
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

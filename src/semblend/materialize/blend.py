@@ -365,6 +365,7 @@ class Blender:
             load_ms=prompt.load_ms,
             compute_ms=sum(one.ms for one in prompt.passes),
             passes=tuple(prompt.passes),
+            recomputed_runs=_runs(prompt.reused[prompt.computed[prompt.reused]]),
         )
 
 
@@ -373,3 +374,11 @@ def _array(values: Tensor | None) -> npt.NDArray[np.floating[Any]]:
         raise Refused(DeclineReason.ERROR, "the observer saw nothing")
     found: npt.NDArray[np.floating[Any]] = values.float().cpu().numpy()
     return found
+
+
+def _runs(positions: Positions) -> tuple[tuple[int, int], ...]:
+    """Ascending positions as half-open runs."""
+    if not len(positions):
+        return ()
+    cuts = np.flatnonzero(np.diff(positions) != 1) + 1
+    return tuple((int(part[0]), int(part[-1]) + 1) for part in np.split(positions, cuts))

@@ -40,7 +40,7 @@ class KvFile:
 
 
 class DiskTier:
-    """Writes, maps and removes donor files. Not thread-safe: its owner holds the lock."""
+    """Writes, maps and removes donor files. One thread at a time may write or load; any may remove."""
 
     def __init__(self, folder: str | Path) -> None:
         parent = Path(folder).expanduser()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ CANARY_TOLERANCE: Mapping[torch.dtype, float] = MappingProxyType(
 """Largest relative error of a layer-0 key or value that still is rounding; measured, see decision 0021."""
 
 _CHECK_EVERY = 16
-_SCORES_AT_ONCE = 1 << 26
+_SCORES_AT_ONCE = (1 << 26, 1 << 21)  # on a GPU, and on a CPU, where they should stay in the cache
 
 
 class Observer(Protocol):
@@ -35,7 +36,11 @@ class Observer(Protocol):
         """The rows' K and V are computed; the pool still holds what was there before."""
 
     def on_layer(self, layer: int, q: Tensor, rows: Any, pool: Any) -> None:
-        """The rows' K and V are in the pool; attention comes next."""
+        """The rows' K and V are in the pool; attention comes next.
+
+        An observer of attention weights may have a method ``on_weights`` too, see `AttentionMass`: it is called in
+        place of this one, once or more a layer, where the weights of all rows are computed in any case.
+        """
 
 
 class Model(Protocol):
@@ -74,14 +79,28 @@ class AttentionMass:
         """Nothing to see yet."""
 
     def on_layer(self, layer: int, q: Tensor, rows: Any, pool: Any) -> None:
-        if rows is not self._rows:  # once a pass: asking a GPU for positions costs a wait
-            self._rows, self._asking = rows, question_rows(rows.positions, self.most_rows)
-        context = rows.segments[-1].context
-        reach = context[: int(rows.positions[-1]) + 1] if q.device.type == "cpu" else context
-        weights = _attention(q[-self._asking :], pool.k[layer].index_select(0, reach), rows.positions[-self._asking :])
+        mass = self._begun(rows, q.device)
+        extent = rows.extents[-1]
+        if extent.slots_from is None:
+            keys = pool.k[layer].index_select(0, rows.segments[-1].context[: extent.reach])
+        else:
+            keys = pool.k[layer, extent.slots_from : extent.slots_from + extent.reach]
+        add_attention(mass, q[-self._asking :], keys)
+
+    def on_weights(self, weights: Tensor, start: int, rows: Any) -> None:
+        """The same, where attention has computed the weights already: ``[heads, some rows from start on, keys]``."""
+        mass = self._begun(rows, weights.device)
+        heads, count, reach = weights.shape
+        before = max(0, len(rows) - self._asking - start)  # rows of this part that do not belong to the question
+        if before < count:
+            mass[:reach].add_(weights[:, before:].sum((0, 1)), alpha=1 / (self._asking * heads))
+
+    def _begun(self, rows: Any, device: torch.device) -> Tensor:
+        if rows is not self._rows:  # once a pass, and from the host's copy: asking a GPU for positions costs a wait
+            self._rows, self._asking = rows, question_rows(rows.host_positions, self.most_rows)
         if self.mass is None:
-            self.mass = torch.zeros(len(context), device=q.device)
-        self.mass[: len(reach)] += weights
+            self.mass = torch.zeros(len(rows.segments[-1].context), device=device)
+        return self.mass
 
 
 class KvDeviation:
@@ -198,22 +217,34 @@ def next_token_kl(now: Tensor, before: Tensor) -> float:
     return max(0.0, risk) if math.isfinite(risk) else UNBOUNDED_RISK
 
 
-def _attention(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
-    """Mean over rows and heads of the attention weights on every position: ``[len(k)]``, sums to 1."""
+def add_attention(total: Tensor, q: Tensor, k: Tensor) -> None:
+    """Adds to ``total`` the mean over rows and heads of the attention that ``q`` pays to every key; it sums to 1.
+
+    ``q[n, heads, d]`` are the last n positions of ``k[t, kv_heads, d]``: all rows see all keys before them, and only
+    the square of the rows themselves needs a mask. Weights are float32 whatever the dtype.
+    """
     rows, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
+    kv_heads, scale = k.shape[1], head_dim**-0.5
+    exact = q.dtype == torch.float32  # in half precision a scaled query would be rounded once more
+    asked = (q * scale if exact else q).view(rows, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
     keys = k.permute(1, 2, 0)
-    total = torch.zeros(len(k), device=q.device)
-    index = torch.arange(len(k), device=q.device)
-    step = max(1, _SCORES_AT_ONCE // (heads * len(k)))
+    step = max(1, _SCORES_AT_ONCE[q.device.type == "cpu"] // (heads * len(k)))
     for start in range(0, rows, step):
-        part = q[start : start + step]
-        grouped = part.view(len(part), kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
-        scores = (grouped.reshape(kv_heads, -1, head_dim) @ keys).float().mul_(head_dim**-0.5)
-        hidden = index > positions[start : start + step, None]
-        scores = scores.view(heads, len(part), -1).masked_fill_(hidden, -torch.inf)
-        total += scores.softmax(-1).sum((0, 1))
-    return total / (rows * heads)
+        count = min(step, rows - start)
+        reach = len(k) - rows + start + count
+        part = asked[:, :, start : start + count].reshape(kv_heads, -1, head_dim)
+        scores = torch.bmm(part, keys[..., :reach])
+        if not exact:
+            scores = scores.float().mul_(scale)
+        square = scores.view(heads, count, reach)[..., -count:]
+        square += _ahead(count, q.device)
+        total[:reach].add_(scores.softmax(-1).sum((0, 1)), alpha=1 / (rows * heads))
+
+
+@lru_cache(maxsize=16)
+def _ahead(count: int, device: torch.device) -> Tensor:
+    """Minus infinity where a row would look ahead of itself, ``[count, count]``; the same in every layer."""
+    return torch.full((count, count), -torch.inf, device=device).triu_(1)
 
 
 def _pairs(x: Tensor, style: str, rotary_dim: int) -> Tensor:

@@ -115,6 +115,8 @@ class Blended:
     load_ms: float
     compute_ms: float
     passes: tuple[Pass, ...]
+    recomputed_runs: tuple[tuple[int, int], ...] = ()
+    """Runs ``[start, end)`` of the prompt that a donor held and that were computed again."""
     signs: Signs | None = None
     glance: float | None = None
 

@@ -8,10 +8,9 @@ it refuses what does not fit before a byte is written, so that a bad plan costs 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,38 +20,44 @@ from semblend.materialize.layout import KvLayout
 from semblend.materialize.rope import RopeSpec
 
 
-class HoldsKv(Protocol):
-    """Whatever owns a donor's keys and values, ``[layers, n, kv_heads, head_dim]`` each."""
-
-    @property
-    def k(self) -> Tensor: ...
-
-    @property
-    def v(self) -> Tensor: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class DonorTensors:
-    """Keys and values of a donor's tokens, ``[layers, n, kv_heads, head_dim]`` each; row i is the donor's token i."""
+    """Keys and values of a donor's tokens, ``[layers, n, kv_heads, head_dim]`` each; row i is the donor's token i.
+
+    ``rope`` is the rotation that the keys have, where it was recorded. Read the tensors, never write them.
+    """
 
     k: Tensor
     v: Tensor
+    donor_id: str = ""
+    generation: int = 0
+    rope: RopeSpec | None = None
+
+    @property
+    def tokens(self) -> int:
+        return int(self.k.shape[1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
     """``length`` tokens of a donor, from ``donor_start``, go to ``target_slots``, ``shift`` positions further.
 
-    ``donor_rope`` is the rotation that the donor was computed with; models with dynamic frequencies need it.
-    Target slots of all moves of a call are different from each other: nobody promises which of two writes wins.
+    ``donor_rope`` is the rotation that the donor was computed with, the donor's own word where it is None; models with
+    dynamic frequencies need it. Target slots of all moves of a call are different from each other: nobody promises
+    which of two writes wins.
     """
 
-    donor: HoldsKv
+    donor: DonorTensors
     donor_start: int
     length: int
     target_slots: Tensor
     shift: int
     donor_rope: RopeSpec | None = None
+
+    @property
+    def rope(self) -> RopeSpec | None:
+        """The rotation of the donor's keys, as far as it is known."""
+        return self.donor_rope or self.donor.rope
 
 
 def splice(moves: Sequence[Move], layout: KvLayout, rope: RopeSpec, *, check_slots: bool = True) -> int:
@@ -61,7 +66,7 @@ def splice(moves: Sequence[Move], layout: KvLayout, rope: RopeSpec, *, check_slo
     ``check_slots=False`` skips reading slot numbers back from a GPU (one wait); the caller then vouches for them.
     """
     check_moves(moves, layout, rope, check_slots=check_slots)
-    moves = [move for move in moves if move.length]
+    moves = [_turned(move, rope) for move in moves if move.length]
     if moves:
         if layout.device.type == "cuda" and _triton_is_here():
             from semblend.materialize.kernels import splice_moves
@@ -82,6 +87,25 @@ def splice_plain(moves: Sequence[Move], layout: KvLayout, rope: RopeSpec) -> Non
             layout.scatter(layer, move.target_slots, rope.relocate(k, move.shift), v)
 
 
+def _turned(move: Move, rope: RopeSpec) -> Move:
+    """The same move with keys in the target's rotation, where the donor's frequencies are others.
+
+    Dynamic scaling slows all frequencies once a prompt is longer than the model was trained for, so two long prompts
+    rotate differently. Row i of a donor stands at position i and has turned by ``i * theirs``; turning it further by
+    ``i * (ours - theirs)`` gives the key that our frequencies have there. Costs a copy of the rows that move.
+    """
+    theirs = move.rope
+    if theirs is None or theirs.inv_freq == rope.inv_freq:
+        return move
+    rows = slice(move.donor_start, move.donor_start + move.length)
+    difference = replace(
+        rope, inv_freq=tuple(ours - other for ours, other in zip(rope.inv_freq, theirs.inv_freq, strict=True))
+    )
+    at = torch.arange(rows.start, rows.stop, device=move.donor.k.device)[:, None]
+    keys = torch.stack([difference.relocate(layer[rows], at) for layer in move.donor.k])
+    return Move(DonorTensors(keys, move.donor.v[:, rows]), 0, move.length, move.target_slots, move.shift, rope)
+
+
 def on_device(move: Move, device: torch.device) -> Move:
     """The same move with the donor's rows on ``device``, token rows adjacent, keys and values alike in strides.
 
@@ -96,7 +120,7 @@ def on_device(move: Move, device: torch.device) -> Move:
     for target, source in zip(staged, (k, v), strict=True):
         for layer in range(k.shape[0]):
             target[layer].copy_(source[layer, rows], non_blocking=True)
-    return Move(DonorTensors(*staged), 0, move.length, move.target_slots, move.shift, move.donor_rope)
+    return Move(DonorTensors(staged[0], staged[1]), 0, move.length, move.target_slots, move.shift, move.rope)
 
 
 def check_moves(moves: Sequence[Move], layout: KvLayout, rope: RopeSpec, *, check_slots: bool = True) -> None:
@@ -110,7 +134,7 @@ def check_moves(moves: Sequence[Move], layout: KvLayout, rope: RopeSpec, *, chec
         _check_donor(donor, layout)
     for move in moves:
         _check_move(move)
-        if reason := rope.cannot_follow(move.donor_rope):
+        if reason := _cannot_follow(rope, move.rope):
             raise InputError(f"the donor cannot be moved: {reason}", hint="prefill these tokens instead")
     if check_slots and moves:
         slots = torch.cat([move.target_slots.to(layout.device) for move in moves])
@@ -120,7 +144,14 @@ def check_moves(moves: Sequence[Move], layout: KvLayout, rope: RopeSpec, *, chec
                 raise InputError(f"target slots {low}..{high} of {layout.slots}", hint="slots are rows of the pool")
 
 
-def _check_donor(donor: HoldsKv, layout: KvLayout) -> None:
+def _cannot_follow(rope: RopeSpec, donor: RopeSpec | None) -> str | None:
+    """Two dynamic rotations of one model may differ in their frequencies, and in nothing else."""
+    if donor is not None and rope.dynamic and donor.dynamic and len(donor.inv_freq) == len(rope.inv_freq):
+        donor = replace(donor, inv_freq=rope.inv_freq)
+    return rope.cannot_follow(donor)
+
+
+def _check_donor(donor: DonorTensors, layout: KvLayout) -> None:
     k, v = donor.k, donor.v
     if k.dim() != 4 or k.shape != v.shape:
         raise InputError(

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from semblend.confirm.fields import JsonObject
 from semblend.confirm.receipt import Receipt
 
 IMPOSSIBLE = -9999.0
+MOST_RUNS = 2048
+"""A prompt whose recomputed tokens lie in more runs than this says only how many they are."""
+
+Runs = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ class Chunk:
     finish_reason: str | None = None
     matched: str | int | None = None
     receipt: Receipt | None = None
-    recomputed: tuple[tuple[int, int], ...] = ()
+    recomputed: Runs = ()
 
 
 @dataclass(slots=True)
@@ -77,16 +81,38 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What a request took: tokens in and out, and the engine's receipt (None where it gave none)."""
+    """What a request took: tokens in and out, and the engine's receipt (None where it gave none).
+
+    A request of several prompts has one of these in ``parts`` for each.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     receipt: Receipt | None
     seconds: float = 0.0
+    recomputed: Runs = ()
+    parts: tuple[Spent, ...] = ()
+
+    @classmethod
+    def together(cls, parts: Sequence[Spent]) -> Spent:
+        """The sum over several prompts.
+
+        >>> Spent.together([Spent(10, 2, None), Spent(5, 1, None)]).usage()["total_tokens"]
+        18
+        """
+        return cls(
+            sum(part.prompt_tokens for part in parts),
+            sum(part.completion_tokens for part in parts),
+            None,
+            max(part.seconds for part in parts),
+            parts=tuple(parts),
+        )
 
     @property
     def cached_tokens(self) -> int:
         """Tokens that were not computed: exact prefix hits and donor KV that was moved."""
+        if self.parts:
+            return sum(part.cached_tokens for part in self.parts)
         return 0 if self.receipt is None else self.receipt.exact_tokens + self.receipt.reused_tokens
 
     def usage(self) -> JsonObject:
@@ -102,12 +128,16 @@ class Spent:
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
-    def semblend(self) -> JsonObject | None:
-        """The receipt's short form that goes with every answer."""
-        return None if self.receipt is None else semblend_object(self.receipt)
+    def semblend(self) -> JsonObject | list[Any] | None:
+        """The receipt's short form that goes with every answer; a list of them for several prompts."""
+        if self.parts:
+            return [part.semblend() for part in self.parts]
+        return None if self.receipt is None else semblend_object(self.receipt, self.recomputed)
 
 
-def semblend_object(receipt: Receipt) -> JsonObject:
+def semblend_object(receipt: Receipt, recomputed: Runs = ()) -> JsonObject:
+    """``recomputed`` is null where the places are not known, which is not the same as none."""
+    told = len(recomputed) <= MOST_RUNS and sum(end - start for start, end in recomputed) == receipt.recomputed_tokens
     return {
         "outcome": str(receipt.outcome),
         "mode": receipt.mode,
@@ -115,6 +145,7 @@ def semblend_object(receipt: Receipt) -> JsonObject:
         "reused_tokens": receipt.reused_tokens,
         "recomputed_tokens": receipt.recomputed_tokens,
         "prefill_tokens": receipt.prefill_tokens,
+        "recomputed": [list(run) for run in recomputed] if told else None,
         "donors": list(receipt.donor_ids),
         "risk": receipt.risk,
         "escalations": receipt.escalations,

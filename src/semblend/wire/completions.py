@@ -22,32 +22,41 @@ from semblend.wire.sampling import (
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for this endpoint."""
+MOST_PROMPTS = 64
+Asked = str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """``prompt`` is a text, or token ids."""
+    """Each of ``prompts`` is a text, or token ids; ``sampling.n`` answers are wanted to each."""
 
     model: str
-    prompt: str | tuple[int, ...]
+    prompts: tuple[Asked, ...]
     sampling: Sampling
     reuse: ReuseOptions
     stream: bool = False
     include_usage: bool = False
+
+    @property
+    def prompt(self) -> Asked:
+        """The only prompt, or the first."""
+        return self.prompts[0]
 
     @classmethod
     def parse(cls, body: Any, *, most_n: int) -> CompletionRequest:
         """
         >>> CompletionRequest.parse({"prompt": [1, 2, 3]}, most_n=1).prompt
         (1, 2, 3)
+        >>> CompletionRequest.parse({"prompt": ["a", "b"]}, most_n=1).prompts
+        ('a', 'b')
         """
         fields = Fields(body)
-        prompt = _prompt(fields)
+        prompts = _prompts(fields)
         refuse_absent_options(fields)
         stream = fields.flag("stream")
         return cls(
             model=fields.text("model"),
-            prompt=prompt,
+            prompts=prompts,
             sampling=parse_sampling(
                 fields,
                 max_tokens=fields.integer("max_tokens", DEFAULT_MAX_TOKENS, 1, MOST_TOKENS),
@@ -60,16 +69,19 @@ class CompletionRequest:
         )
 
 
-def _prompt(fields: Fields) -> str | tuple[int, ...]:
+def _prompts(fields: Fields) -> tuple[Asked, ...]:
     given = fields.raw("prompt")
-    if isinstance(given, list) and given and isinstance(given[0], (str, list)):
-        if len(given) > 1:
-            fields.refuse("prompt", f"holds {len(given)} prompts", "send one prompt a request; they are batched here")
-        given = given[0]
+    several = isinstance(given, list) and bool(given) and isinstance(given[0], (str, list))
+    if several and len(given) > MOST_PROMPTS:
+        fields.refuse("prompt", f"holds {len(given)} prompts, more than {MOST_PROMPTS}", "send several requests")
+    return tuple(_prompt(fields, one) for one in (given if several else [given]))
+
+
+def _prompt(fields: Fields, given: Any) -> Asked:
     if isinstance(given, str) and given:
         return fields.checked_text("prompt", given)
     if not isinstance(given, list) or not given:
-        fields.refuse("prompt", "is empty or not text", "send a non-empty string, or a list of token ids")
+        fields.refuse("prompt", "is empty or not text", "send a non-empty string, a list of token ids, or several")
     return fields.token_ids("prompt", given)
 
 

@@ -10,6 +10,7 @@ from semblend.wire.fields import Fields, shown
 
 MOST_STOPS = 16
 MOST_TOP_LOGPROBS = 20
+MOST_BIASES = 1024
 MOST_TOKENS = 1 << 20
 _SEEDS = 2**63 - 1
 
@@ -26,11 +27,6 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "web_search_options": (),
     "reasoning_effort": ("none",),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
     "min_tokens": (0,),
     "min_new_tokens": (0,),
     "suffix": ("",),
@@ -62,6 +58,11 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -116,8 +117,13 @@ def parse_sampling(fields: Fields, *, max_tokens: int | None, logprobs: int | No
     return Sampling(
         max_tokens=max_tokens,
         temperature=fields.number("temperature", 1.0, 0.0, 2.0),
-        top_p=_positive(fields, "top_p"),
+        top_p=_positive(fields, "top_p", 1.0, "leaves no token to draw: temperature 0 takes the likeliest token"),
         top_k=max(top_k, 0),
+        min_p=fields.number("min_p", 0.0, 0.0, 1.0),
+        repetition_penalty=_positive(fields, "repetition_penalty", 2.0, "divides by nothing: 1 is off"),
+        frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
+        presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
+        logit_bias=_biases(fields),
         seed=fields.integer("seed", None, -_SEEDS - 1, _SEEDS),
         stop=fields.texts("stop", MOST_STOPS),
         stop_token_ids=fields.token_ids("stop_token_ids"),
@@ -127,8 +133,27 @@ def parse_sampling(fields: Fields, *, max_tokens: int | None, logprobs: int | No
     )
 
 
-def _positive(fields: Fields, name: str) -> float:
-    value = fields.number(name, 1.0, 0.0, 1.0)
+def _positive(fields: Fields, name: str, high: float, problem: str) -> float:
+    value = fields.number(name, 1.0, 0.0, high)
     if value == 0.0:
-        fields.refuse(name, "is 0, which leaves no token to draw", "send temperature 0 for the likeliest token")
+        fields.refuse(name, f"is 0, which {problem}", "leave it out for 1.0")
     return value
+
+
+def _biases(fields: Fields) -> tuple[tuple[int, float], ...]:
+    """``{"token id": bias}``; JSON has only strings as keys."""
+    given = fields.raw("logit_bias")
+    if given is None:
+        return ()
+    if not isinstance(given, dict):
+        fields.refuse("logit_bias", f"is {shown(given)}, not an object", 'send {"token id": bias}')
+    if len(given) > MOST_BIASES:
+        fields.refuse("logit_bias", f"has {len(given)} entries, more than {MOST_BIASES}", "send fewer")
+    biases = Fields(given, fields.path("logit_bias."))
+    found = []
+    for name in given:
+        # isdecimal knows digits of every script; a token id has ours
+        if not (name.isascii() and name.isdecimal() and len(name) <= 10 and int(name) < 2**31):
+            fields.refuse("logit_bias", f"names the token {shown(name)}", "keys are token ids in decimal digits")
+        found.append((int(name), biases.number(name, 0.0, -100.0, 100.0)))
+    return tuple(found)

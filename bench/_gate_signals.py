@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from semblend.materialize.blend import Blender
-from semblend.materialize.probe import KvDeviation
 from semblend.materialize.quality import Pass, Step
 
 TAIL = 16
@@ -119,23 +118,6 @@ class OracleBlender(WatchedBlender):
         values = np.zeros(len(prompt.tokens))
         values[prompt.stale] = found.cpu().numpy()
         return values
-
-
-class DeepBlender(WatchedBlender):
-    """Computes all tokens through the first layers, which are exact then, and ranks by the deviation above them."""
-
-    depth = 4
-
-    def _deviation(self, prompt: Any, *, squared: bool) -> Any:  # noqa: ARG002
-        look = KvDeviation(layer=self.depth)
-        self._forward(prompt, "deviation", prompt.stale, look, layers=self.depth)
-        found = np.zeros(len(prompt.tokens))
-        found[prompt.stale] = look.relative.float().cpu().numpy()
-        return found
-
-
-class DeeperBlender(DeepBlender):
-    depth = 8
 
 
 class RolloutBlender(WatchedBlender):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _gate_signals import DeepBlender, DeeperBlender, OracleBlender, RolloutBlender, WatchedBlender
+from _gate_signals import OracleBlender, RolloutBlender, WatchedBlender
 from _quality_cases import Case
 from torch import Tensor
 
@@ -84,8 +84,8 @@ def recipes(thresholds: Thresholds) -> tuple[Recipe, ...]:
         Recipe("attended-20", fixed(20, "attended"), extra=True),
         Recipe("product-10", product(10), blender=WatchedBlender, extra=True),
         Recipe("product-60", product(60), blender=WatchedBlender, extra=True),
-        Recipe("deep4-25", product(25), blender=DeepBlender, extra=True),
-        Recipe("deep8-25", product(25), blender=DeeperBlender, extra=True),
+        Recipe("deep4-25", replace(product(25), first_layers=4), extra=True),
+        Recipe("deep8-25", replace(product(25), first_layers=8), extra=True),
         Recipe("oracle-40", product(40), blender=OracleBlender, extra=True),
         Recipe("rollout-40", product(40), blender=RolloutBlender, extra=True),
         Recipe("stage", replace(balanced, thresholds=NEVER, most_work=10), stages=True, extra=True),

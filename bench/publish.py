@@ -29,9 +29,11 @@ Result = dict[str, Any]
 def source(result: Result) -> str:
     """Which command, which machine, when."""
     made = result["provenance"]
+    count = result.get("args", {}).get("threads", 1)
+    threads = "one thread" if count == 1 else f"{count} threads"
     commit = f", commit `{made['git_sha'][:10]}`" if made["git_sha"] else ""  # a copy without its repository has none
     return (
-        f"`{made['command']}`, {made['date'][:10]}, {made['cpu_model']}, {made['cpu_cores']} cores, one thread, "
+        f"`{made['command']}`, {made['date'][:10]}, {made['cpu_model']}, {made['cpu_cores']} cores, {threads}, "
         f"Python {made['python']}{commit}."
     )
 

@@ -49,6 +49,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--vllm-json", default=None, help="what bench/_ttft_vllm.py wrote, to print beside")
     parser.add_argument("--again", action="store_true", help="measure cells anew that an earlier run has finished")
+    parser.add_argument("--finished-only", action="store_true", help="measure nothing, show the cells that are there")
     parser.add_argument("--out", default="bench/results/ttft.json")
     args = parser.parse_args()
     args.tier = args.tier or (["device"] if args.device == "cuda" else ["host"])
@@ -98,6 +99,8 @@ def measured(args: argparse.Namespace, cells_file: Path) -> list[dict[str, Any]]
         for tier in args.tier:
             key = key_of(args, length, tier)
             cell = next((one["cell"] for one in known if one["key"] == key), None)
+            if cell is None and args.finished_only:
+                continue
             if cell is None:
                 model = model or _ttft_cells.load(args.model, args.device)
                 cell = measure(args, model, length, tier)

@@ -443,12 +443,26 @@ def test_calibration_measures_signals_against_cold_and_survives_a_file(tmp_path)
     ],
 )
 def test_a_glance_at_layer_1_tells_which_step_to_begin_with(begins, passes):
-    world = World(thresholds=Thresholds(1e9, 1e9, 1e9, **begins))
+    world = World(thresholds=Thresholds(1e9, 1e9, 1e9, **begins), most_work=10)
     prompt, spans = one_document(world, document=400)
     blended, _ = world.prepare(prompt, spans)
     assert [one.name for one in blended.passes] == passes
     assert blended.glance > 0
     assert blended.decision == ("prefill" if "prefill" in passes[-1] else "accepted")
+
+
+def test_the_first_layers_of_all_tokens_can_be_computed_and_are_cold_then():
+    step = (Step(20, "attended_and_deviating"),)
+    world = World(thresholds=ALWAYS, steps=step, first_layers=2, most_work=10)
+    prompt, spans = one_document(world, document=300)
+    cold = world.slots(len(prompt))
+    world.cold(prompt, cold)
+    blended, target = world.prepare(prompt, spans)
+    assert [one.layers for one in blended.passes if one.name == "deviation"] == [2]
+    pool = world.pool
+    for layer in range(2):
+        assert torch.allclose(pool.k[layer, target.slots], pool.k[layer, cold], atol=1e-4)
+    assert not torch.allclose(pool.k[3, target.slots], pool.k[3, cold], atol=1e-4)
 
 
 def test_no_repair_is_begun_that_would_make_a_refused_gate_cost_much_more_than_a_prefill():

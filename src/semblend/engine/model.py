@@ -40,7 +40,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The rotary embedding of one pass's rows: what `RopeSpec.rotate` computes, in a third of its operations.
+    """The rotary embedding of one pass's rows: what `RopeSpec.rotate` computes, in fewer operations.
 
     Where the first half of a head turns against the second, ``x * cos + halves of x swapped * sin`` is the whole turn,
     the sines of the first half negated. Other rotations go the plain way.

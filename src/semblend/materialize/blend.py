@@ -196,7 +196,7 @@ class Blender:
             if not len(chosen):  # this step adds nothing to what is computed already
                 continue
             rows = self._with_affected(prompt, chosen)
-            if prompt.spent_rows + len(rows) > settings.most_work * self._full_rows(prompt):
+            if prompt.spent_rows(len(self.pool.k)) + len(rows) > settings.most_work * self._full_rows(prompt):
                 break  # a prefill costs little more and leaves nothing to doubt
             if not self._affordable(prompt, len(rows)):
                 if settings.over_budget == "accept":
@@ -264,9 +264,10 @@ class Blender:
         return SELECTIONS[step.rule](scores)
 
     def _deviation(self, prompt: Work, *, squared: bool) -> npt.NDArray[np.floating[Any]]:
-        """Layer-1 deviation of all tokens that still are a donor's; zero elsewhere. Computes one layer."""
-        look = KvDeviation(layer=1)
-        self._forward(prompt, "deviation", prompt.stale, look, layers=1)
+        """Deviation above the first layers of all tokens that still are a donor's; zero elsewhere."""
+        depth = min(self.settings.first_layers, len(self.pool.k) - 1)
+        look = KvDeviation(layer=depth)
+        self._forward(prompt, "deviation", prompt.stale, look, layers=depth)
         found = np.zeros(len(prompt.tokens))
         found[prompt.stale] = _array(look.squared if squared else look.relative)
         return found
@@ -326,7 +327,7 @@ class Blender:
             float(hidden[0, 0])  # the clock must not stop before the device does
         ms = (time.perf_counter() - begun) * 1e3
         prompt.passes.append(Pass(name, len(rows), int((rows + 1).sum()), layers, ms))
-        if layers > 1:
+        if layers == len(self.pool.k):
             # Small passes are slower a row than large ones: the best rate seen foretells a large one.
             self._rows_per_ms = max(self._rows_per_ms * 0.98, len(rows) / max(ms, 1e-6))
         return hidden

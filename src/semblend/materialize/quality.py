@@ -48,6 +48,8 @@ class QualitySettings:
     ``latency_budget_ms`` (0: none) caps the whole preparation: a further repair that would not fit is not begun, and
     ``over_budget`` says what happens instead: "prefill" in full at once, or "accept" what is there and report its risk.
     ``most_work``: no repair is begun that would bring all passes above this share of a prefill; the prefill is.
+    ``first_layers``: where deviation is measured, all reused tokens are computed through so many layers first, which are
+    exact then (`semblend.plan.layers.LayerSchedule.leading`); 1 only looks.
     ``refresh`` off leaves repaired tokens and gaps of earlier passes as they are: cheaper, and less exact.
     """
 
@@ -65,6 +67,7 @@ class QualitySettings:
     )
     refresh: bool = True
     most_work: float = 0.7
+    first_layers: int = 1
     chunk_tokens: int = 8192
     canary_tolerance: float | None = None
 
@@ -73,6 +76,8 @@ class QualitySettings:
             raise InputError(f"quality mode {self.mode!r} is unknown", hint="one of " + ", ".join(QUALITY_MODES))
         if self.over_budget not in ("prefill", "accept"):
             raise InputError(f"over_budget={self.over_budget!r} is unknown", hint="prefill or accept")
+        if self.first_layers < 1:
+            raise InputError(f"first_layers={self.first_layers} is too few", hint="1 or more")
         for step in self.steps:
             if step.rule not in SELECTIONS or not 0 < step.percent <= 100:
                 raise InputError(f"{step} cannot be followed", hint="rules: " + ", ".join(SELECTIONS))

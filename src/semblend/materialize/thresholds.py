@@ -128,6 +128,19 @@ KNOWN: Mapping[str, Thresholds] = {
             "note": "documents, edits, passages, code, summaries; one H200, bfloat16; half of the documents",
         },
     ),
+    "smollm2-135m": Thresholds(
+        0.0096,
+        0.0134,
+        0.0092,
+        risk=RiskModel(
+            {10: (-0.247, 1.517, 0.875, -6.234), 20: (0.31, 1.55, 0.413, -2.42), 40: (0.552, 1.755, 0.161, -1.171)}
+        ),
+        provenance={
+            "date": "2026-11-15",
+            "prompts": 60,
+            "note": "semblend calibrate on its built-in texts of about 1,000 tokens; CPU, float32, Q4_1 dequantised",
+        },
+    ),
 }
 """By a part of the model's name, lower case."""
 

@@ -58,10 +58,9 @@ class Work:
         found: Positions = self.reused[~self.computed[self.reused]]
         return found
 
-    @property
-    def spent_rows(self) -> int:
-        """Rows that went through all layers so far."""
-        return sum(one.rows for one in self.passes if one.layers > 1)
+    def spent_rows(self, layers: int) -> float:
+        """Rows that went through all ``layers`` so far; parts of a pass count as such."""
+        return sum(one.rows * one.layers for one in self.passes) / layers
 
     @property
     def elapsed_ms(self) -> float:

@@ -34,6 +34,15 @@ class LayerSchedule:
         dropped = set(self.recompute)
         return tuple(i for i in range(self.layers) if i not in dropped)
 
+    @property
+    def leading(self) -> int:
+        """How many of the first layers are computed without a gap: what can be computed without a donor's hidden states.
+
+        >>> LayerSchedule(12, (0, 1, 2, 10, 11)).leading
+        3
+        """
+        return next((i for i in range(self.layers) if i not in self.recompute), self.layers)
+
     @classmethod
     def none(cls, layers: int) -> LayerSchedule:
         return cls(layers, ())

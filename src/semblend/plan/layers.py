@@ -36,7 +36,7 @@ class LayerSchedule:
 
     @property
     def leading(self) -> int:
-        """How many of the first layers are computed without a gap: what can be computed without a donor's hidden states.
+        """How many layers from the first on have no gap: those need no hidden states of a donor.
 
         >>> LayerSchedule(12, (0, 1, 2, 10, 11)).leading
         3

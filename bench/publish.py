@@ -31,6 +31,8 @@ def source(result: Result) -> str:
     made = result["provenance"]
     count = result.get("args", {}).get("threads", 1)
     threads = "one thread" if count == 1 else f"{count} threads"
+    if measured_on := result.get("args", {}).get("measured_on"):
+        return f"Measured on {measured_on}, {made['date'][:10]}; printed by `{made['command']}`."
     commit = f", commit `{made['git_sha'][:10]}`" if made["git_sha"] else ""  # a copy without its repository has none
     return (
         f"`{made['command']}`, {made['date'][:10]}, {made['cpu_model']}, {made['cpu_cores']} cores, {threads}, "
@@ -84,7 +86,35 @@ def peers(result: Result) -> str:
     return f"{found['title']}.\n\n{format_table(names, rows)}\n\n{source(result)}"
 
 
-SHORT: dict[str, Callable[[Result], str]] = {"speed": speed, "recall": recall, "peers": peers}
+def ttft(result: Result) -> str:
+    """Beside vLLM, donors on the device."""
+    table = find(result, "Beside vLLM")
+    kept = {**table, "rows": [row for row in table["rows"] if row[table["columns"].index("tier")] == "device"]}
+    wanted = ["tokens", "vLLM cold", "vLLM exact hit", "cold", "fast", "balanced", "vLLM cold / fast"]
+    return f"{table['title']}.\n\n{columns(kept, wanted)}\n\n{source(result)}"
+
+
+def quality(result: Result) -> str:
+    """What is computed and what is kept, a line for each setting."""
+    rows = []
+    for table in result["tables"]:
+        if "F1 vs cold" not in table["columns"] or table["columns"][0] != "recipe":
+            continue
+        at = {name: table["columns"].index(name) for name in ("n", "FLOPs", "KL answer", "F1 vs cold")}
+        lines = {row[0]: row for row in table["rows"]}
+        shown = [lines[name] for name in ("fast", "balanced", "rerun")]
+        rows.append([
+            table["title"], shown[1][at["n"]], *(row[at["FLOPs"]] for row in shown[:2]),
+            *(str(row[at["KL answer"]]).split(" ")[0] for row in shown[:2]),
+            *(str(row[at["F1 vs cold"]]).split(" ")[0] for row in shown),
+        ])  # fmt: skip
+    names = ["setting", "prompts", "FLOPs, fast", "balanced", "KL, fast", "balanced", "F1, fast", "balanced", "rerun"]
+    return f"{format_table(names, rows)}\n\n{source(result)}"
+
+
+SHORT: dict[str, Callable[[Result], str]] = {
+    "speed": speed, "recall": recall, "peers": peers, "ttft_h200": ttft, "quality_h200": quality,
+}  # fmt: skip
 
 
 def filled(page: str) -> str:

@@ -76,6 +76,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=0.0, help="begin no case after this long; 0: no limit")
     parser.add_argument("--tables-only", nargs="+", default=None, metavar="JSONL", help="run nothing, read these")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--measured-on", default="", help="the machine, where tables are printed on another")
     args = parser.parse_args()
     if not args.model and not args.tables_only:
         _report.fail("no model found", hint="pass --model, or `semblend models pull smollm2-135m`")

@@ -51,6 +51,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="measure cells anew that an earlier run has finished")
     parser.add_argument("--finished-only", action="store_true", help="measure nothing, show the cells that are there")
     parser.add_argument("--out", default="bench/results/ttft.json")
+    parser.add_argument("--measured-on", default="", help="the machine, where tables are printed on another")
     args = parser.parse_args()
     args.tier = args.tier or (["device"] if args.device == "cuda" else ["host"])
     args.lengths = args.lengths or LENGTHS[args.device]

@@ -48,7 +48,7 @@ class QualitySettings:
     ``latency_budget_ms`` (0: none) caps the whole preparation: a further repair that would not fit is not begun, and
     ``over_budget`` says what happens instead: "prefill" in full at once, or "accept" what is there and report its risk.
     ``most_work``: no repair is begun that would bring all passes above this share of a prefill; the prefill is.
-    ``first_layers``: where deviation is measured, all reused tokens are computed through so many layers first, and these
+    ``first_layers``: where deviation is measured, all reused tokens are computed through so many layers, and these
     are exact then (`semblend.plan.layers.LayerSchedule.leading`); 1 only looks.
     ``refresh`` off leaves repaired tokens and gaps of earlier passes as they are: cheaper, and less exact.
     """

@@ -29,9 +29,9 @@ Result = dict[str, Any]
 def source(result: Result) -> str:
     """Which command, which machine, when."""
     made = result["provenance"]
-    count = result.get("args", {}).get("threads", 1)
+    count = result.get("arguments", {}).get("threads", 1)
     threads = "one thread" if count == 1 else f"{count} threads"
-    if measured_on := result.get("args", {}).get("measured_on"):
+    if measured_on := result.get("arguments", {}).get("measured_on"):
         return f"Measured on {measured_on}, {made['date'][:10]}; printed by `{made['command']}`."
     commit = f", commit `{made['git_sha'][:10]}`" if made["git_sha"] else ""  # a copy without its repository has none
     return (

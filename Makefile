@@ -56,6 +56,8 @@ unit: setup
 
 docs: setup
 	$(BIN)/python -m semblend.reference docs/reference
+	$(BIN)/python -m sembench.reference docs/reference
+	$(BIN)/python -m sembench.metric_reference docs/METRICS.md
 
 bench: setup
 	$(BIN)/python bench/run_all.py

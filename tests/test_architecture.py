@@ -27,7 +27,7 @@ LAYERS = [
     {""},  # semblend/__init__
     {"tokenization", "chat", "logs", "wire"},
     {"materialize", "models"},
-    {"engine"},
+    {"engine", "integration"},
     {"estimate", "explorer", "demo"},
     {"commands"},
     {"cli"},
@@ -39,9 +39,10 @@ PACKAGES = ["semblend", "semantickv", "sembench"]  # bottom up
 
 HEAVY = {
     "numba": {"*.kernels"},
-    "torch": {"fingerprint.embedder_models", "materialize.*", "engine.*", "demo.runner"},
+    "torch": {"fingerprint.embedder_models", "materialize.*", "engine.*", "demo.runner", "integration.*"},
     "triton": {"*.kernels"},
     "transformers": set(),
+    "vllm": {"integration.vllm.*"},
     "gguf": {"engine.*"},
     "sentence_transformers": {"fingerprint.embedder_models"},
     "onnxruntime": {"fingerprint.*"},
@@ -124,9 +125,13 @@ def test_heavy_dependencies_stay_home(module):
 def test_heavy_dependencies_and_kernels_are_imported_late(module):
     if module.endswith("kernels"):
         return
-    at_home = {"torch"} if module.startswith(("materialize.", "engine.", "demo.runner")) else set()  # about tensors
+    at_home = (
+        {"torch"} if module.startswith(("materialize.", "engine.", "demo.runner", "integration.")) else set()
+    )  # about tensors
     if module.startswith(("engine.server", "wire.")):
         at_home |= {"fastapi", "pydantic"}
+    if module == "integration.vllm.connector_v1":  # vLLM imports it, nobody else
+        at_home |= {"vllm"}
     for name, line in imports(SEMBLEND[module], top_only=True):
         assert name.split(".")[0] not in HEAVY.keys() - at_home, f"semblend.{module}:{line} imports {name} at the top"
         assert not name.endswith(".kernels"), f"semblend.{module}:{line} imports kernels at the top"

@@ -349,18 +349,22 @@ def test_our_own_distribution_and_others_are_not_refused(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize("package", [semantickv, sembench])
-def test_the_other_packages_say_honestly_that_they_have_no_commands_yet(package: SimpleNamespace) -> None:
+def test_the_other_packages_tell_their_version_and_refuse_a_command_they_do_not_have(package: SimpleNamespace) -> None:
     name = package.__name__
     assert package.__version__ == semblend.__version__
     assert run("--version", module=name).stdout == f"{name} {semblend.__version__}\n"
-    helped = run("--help", module=name)
-    assert helped.returncode == 0
-    assert f"contains no {name} commands yet" in helped.stdout
+    assert run("--help", module=name).returncode == 0
     refused = run("run-everything", "--fast", module=name)
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert "has no command 'run-everything'" in refused.stderr
+    assert "'run-everything'" in refused.stderr
     assert "hint: " in refused.stderr
     assert run(module=name).returncode == 2
+
+
+def test_sembench_lists_its_commands() -> None:
+    helped = set(run("--help", module="sembench").stdout.split())
+    assert {"build", "run-offline", "run-live-sglang", "run-live-gateway", "run-load", "report", "compare"} <= helped
+    assert {"summarize-engine-events", "collect-k8s-engine-events", "assert-result-gates"} <= helped
 
 
 def test_the_parser_is_public_and_names_every_command() -> None:

@@ -1,37 +1,116 @@
-"""The ``sembench`` command: in this version it only tells what is there."""
+"""The ``sembench`` command: is it true.
+
+Standard output is data, standard error is talk. Exit codes: 0 done, 1 a gate failed, 2 usage, 130 interrupted.
+A command is a module of `sembench.commands` with ``add(subparsers)`` and ``run(args) -> int``; it is imported only
+when it is asked for, or when help lists them all.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import io
+import os
 import sys
+import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
+from semblend._foreign import refuse_foreign_distribution
 from semblend._version import __version__
+from semblend.errors import SemBlendError
 
-DESCRIPTION = """Did reuse really help, and did it do no harm.
+COMMANDS = (
+    "build", "audit_manifest", "checksum_manifest", "freeze", "verify_frozen", "run_offline",
+    "verify_endpoint", "calibrate_noise_floor", "run_live_sglang", "run_live_gateway", "run_load", "merge_results",
+    "engine_snapshot", "engine_window", "summarize_engine_events", "collect_k8s_engine_events", "assert_result_gates",
+    "compare", "report",
+)  # fmt: skip
+INTERRUPTED = 130
+BROKEN_PIPE = 141
 
-This version contains no sembench commands yet. What is there today is the library and the
-command semblend: semblend estimate shows what reuse would save on logged prompts, semblend explore
-opens the explorer, semblend explain tells why a prompt would or would not be reused."""
+
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong flag the way every other mistake is reported."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\nhint: {self.prog} --help shows how it is used\n")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sembench", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def module_of(command: str) -> str:
+    return f"sembench.commands.{command}"
+
+
+def build_parser(only: str | None = None) -> Parser:
+    """The whole command line, or that of one command; docs/reference is generated from it."""
+    parser = Parser(prog="sembench", description="Did reuse really help, and did it do no harm.")
     parser.add_argument("--version", action="version", version=f"sembench {__version__}")
+    _add_debug(parser)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    for name in COMMANDS if only is None else (only,):
+        module = importlib.import_module(module_of(name))
+        module.add(subparsers)
+        sub = subparsers.choices[name.replace("_", "-")]
+        _add_debug(sub)
+        sub.set_defaults(run=module.run)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print help without arguments; refuse anything that this version can't do."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = build_parser()
-    known, unknown = parser.parse_known_args(arguments)
-    del known  # --help and --version have left already
-    if unknown:
-        print(f"error: sembench {__version__} has no command {unknown[0]!r}", file=sys.stderr)
-        print("hint: see sembench --help for what this version contains", file=sys.stderr)
+    """Run a command and return its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # an answer may hold what the terminal cannot show
+    words = list(sys.argv[1:] if argv is None else argv)
+    first = next((word for word in words if not word.startswith("-")), "").replace("-", "_")
+    parser = build_parser(first if first in COMMANDS else None)
+    try:
+        args = parser.parse_args(words)
+        if args.command is None:
+            parser.print_help(sys.stderr)
+            return 2
+        return _run(args)
+    except SystemExit as leaving:  # argparse leaves this way after --help and after a wrong flag
+        return leaving.code if isinstance(leaving.code, int) else 2
+
+
+def _add_debug(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+    )
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        refuse_foreign_distribution()
+        code: int = args.run(args)
+        if sys.stdout is not None:  # None where the caller closed it
+            sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader has left (head, less); pointing stdout elsewhere keeps the interpreter quiet at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        return _report(error, debug=getattr(args, "debug", False))
+
+
+def _report(error: Exception, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error, file=sys.stderr)
+    if isinstance(error, SemBlendError):
+        message, hint, code = error.message, error.hint, error.exit_code
     else:
-        parser.print_help(sys.stderr)
-    return 2
+        message = f"{type(error).__name__}: {error}"
+        hint, code = "this should not happen; run again with --debug and report what it shows", 1
+    print(f"error: {message}", file=sys.stderr)
+    if hint:
+        print(f"hint: {hint}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

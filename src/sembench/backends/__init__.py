@@ -1,0 +1,1 @@
+"""The servers that a live run can speak to. A backend translates; it counts nothing and decides nothing."""

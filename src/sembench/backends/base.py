@@ -1,0 +1,153 @@
+"""The words between the live loop and a server: what is asked, what came back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Protocol
+
+from sembench.http_client import Exchange, JsonObject
+
+ROUTE_HEADERS = ("x-semantic-route", "x-gateway-route", "x-route")
+SEMANTIC_WORDS = ("semantic_placement", "semantic")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One prompt on its way out. ``salt`` puts it into a cache of its own where the server knows salts."""
+
+    text: str
+    max_tokens: int
+    request_id: str
+    tenant: str = ""
+    template: str = ""
+    salt: str = ""
+    top_logprobs: int | None = None
+    reuse: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """What a router says of its choice, in headers. Placement is where a request ran, never what it reused."""
+
+    header: str | None = None
+    endpoint_id: str | None = None
+    outcome: str | None = None
+    semantic_score: float | None = None
+    total_score: float | None = None
+    reason: str | None = None
+    worker_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a server said, in one shape for all servers; None where it did not say.
+
+    ``cached_tokens`` is the total that usage reports. ``cached_exact`` and ``cached_semantic`` are its parts, where the
+    server splits it. ``receipt`` is the ``semblend`` object as it came. ``ids`` are all names that the request had.
+    """
+
+    text: str = ""
+    ttft_ms: float | None = None
+    latency_ms: float | None = None
+    inter_token_ms: tuple[float, ...] = ()
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    token_ids: tuple[int, ...] = ()
+    tokens: tuple[str, ...] = ()
+    token_logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[Mapping[str, float], ...] = ()
+    finish_reason: str | None = None
+    receipt: JsonObject | None = None
+    cached_tokens: int | None = None
+    cached_exact: int | None = None
+    cached_semantic: int | None = None
+    engine_ttft_ms: float | None = None
+    queue_time_ms: float | None = None
+    ids: tuple[str, ...] = ()
+    route: Route = field(default_factory=Route)
+    error: str | None = None
+    connection_failed: bool = False
+
+    @property
+    def output_units(self) -> Sequence[object]:
+        """What divergence is measured on: token ids, else token texts, else words of the text."""
+        return self.token_ids or self.tokens or tuple(self.text.split())
+
+
+class Backend(Protocol):
+    """A kind of server."""
+
+    name: str
+
+    async def ask(self, call: Call, *, donor: bool = False) -> Answer:
+        """Send a prompt; ``donor`` ones go to the place where donors are primed."""
+
+    async def flush(self) -> str | None:
+        """Empty every cache. None, or what went wrong."""
+
+    async def model_names(self) -> tuple[Sequence[str], str | None]:
+        """The models that the server says it has, and what went wrong."""
+
+
+def timing(exchange: Exchange, has_text: Callable[[JsonObject], bool]) -> tuple[float | None, tuple[float, ...]]:
+    """Time to the first event with text, and the times between such events."""
+    times = [at for event, at in zip(exchange.events, exchange.arrivals_ms, strict=True) if has_text(event)]
+    if not times:
+        return None, ()
+    return times[0], tuple(later - earlier for earlier, later in pairwise(times))
+
+
+def route_of(headers: Mapping[str, str]) -> Route:
+    """Routing words from response headers.
+
+    >>> route_of({"x-semantic-route": "semantic_placement", "x-semantic-score": "0.9"}).outcome
+    'semantic_placement'
+    """
+    said = next((headers[name] for name in ROUTE_HEADERS if headers.get(name)), None)
+    return Route(
+        header=said,
+        endpoint_id=_first(headers, "x-semantic-endpoint", "x-route-endpoint", "x-replica-id", "x-upstream"),
+        outcome=_outcome(_first(headers, "x-semantic-placement", "x-route-outcome"), said),
+        semantic_score=_number(_first(headers, "x-semantic-score", "x-route-semantic-score")),
+        total_score=_number(_first(headers, "x-route-score", "x-route-total-score")),
+        reason=_first(headers, "x-route-reason", "x-semantic-reason"),
+        worker_id=_first(headers, "x-worker-id", "x-semantic-endpoint", "x-replica-id"),
+    )
+
+
+def _outcome(placement: str | None, route: str | None) -> str | None:
+    """x-semantic-placement is a yes, a no or a word; else the route's own word counts."""
+    if placement is not None:
+        plain = placement.strip().lower()
+        if plain in ("1", "true", "yes", "semantic"):
+            return "semantic_placement"
+        return "cold_fallback" if plain in ("0", "false", "no", "none") else plain
+    if route is None:
+        return None
+    word = route.split(";")[0].strip().lower().replace("-", "_")
+    return "semantic_placement" if word in SEMANTIC_WORDS else word
+
+
+def _first(headers: Mapping[str, str], *names: str) -> str | None:
+    return next((headers[name] for name in names if headers.get(name)), None)
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
+
+
+def count(value: Any) -> int | None:
+    """A token count as JSON gives it; None for anything that is not a whole number of 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < 0:
+        return None
+    return int(value)
+
+
+def milliseconds(seconds: Any) -> float | None:
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    return 1000.0 * seconds if is_number else None

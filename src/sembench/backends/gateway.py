@@ -1,0 +1,154 @@
+"""Any OpenAI-compatible gateway: ``/v1/chat/completions``, streamed. Donors may be primed at a worker behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sembench.backends.base import Answer, Call, count, milliseconds, route_of, timing
+from sembench.http_client import Exchange, JsonObject, get_json, post_empty, post_stream
+
+if TYPE_CHECKING:
+    import httpx
+
+CHAT = "/v1/chat/completions"
+
+
+class GatewayBackend:
+    """``donor_url`` empty: donors go through the gateway as recipients do."""
+
+    name = "gateway"
+
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        gateway_url: str,
+        model: str,
+        *,
+        donor_url: str = "",
+        reset_urls: Sequence[str] = (),
+        keys: Mapping[str, str] | None = None,
+        tokenizer: str = "",
+    ) -> None:
+        self._client = client
+        self._gateway = gateway_url
+        self._donor = donor_url or gateway_url
+        self._model = model
+        self._resets = tuple(reset_urls)
+        self._keys = dict(keys or {})
+        self._tokenizer = tokenizer or model
+
+    async def ask(self, call: Call, *, donor: bool = False) -> Answer:
+        url = (self._donor if donor else self._gateway) + CHAT
+        exchange = await post_stream(self._client, url, body_of(call, self._model), self._headers_of(call))
+        return answer_of(exchange, call)
+
+    async def flush(self) -> str | None:
+        return await post_empty(self._client, self._resets)
+
+    async def model_names(self) -> tuple[Sequence[str], str | None]:
+        listed, error = await get_json(self._client, f"{self._gateway}/v1/models")
+        if error is not None or not isinstance(listed, dict):
+            return (), error or "the list of models is not an object"
+        return [str(card.get("id")) for card in listed.get("data", [])], None
+
+    def _headers_of(self, call: Call) -> dict[str, str]:
+        headers = {
+            "X-Request-Id": call.request_id,
+            "x-tenant-id": call.tenant,
+            "x-tokenizer-id": self._tokenizer,
+            "x-chat-template-id": call.template,
+        }
+        key = self._keys.get(call.tenant) or self._keys.get("")
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        return {name: value for name, value in headers.items() if value}
+
+
+def body_of(call: Call, model: str) -> JsonObject:
+    body: JsonObject = {
+        "model": model,
+        "messages": [{"role": "user", "content": call.text}],
+        "max_tokens": call.max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if call.top_logprobs is not None:
+        body |= {"logprobs": True, "top_logprobs": call.top_logprobs}
+    if call.salt:
+        body["cache_salt"] = call.salt
+    if not call.reuse:
+        body["semblend"] = {"reuse": False}
+    return body
+
+
+def answer_of(exchange: Exchange, call: Call) -> Answer:
+    ttft, gaps = timing(exchange, lambda event: bool(_piece(event)))
+    usage = _last(exchange.events, "usage")
+    details = usage.get("prompt_tokens_details")
+    details = details if isinstance(details, dict) else {}
+    receipt = _last(exchange.events, "semblend")
+    timings = _last(exchange.events, "timings") or _last(exchange.events, "metrics")
+    logprobs = [row for event in exchange.events for row in _logprobs(event)]
+    finish = [choice.get("finish_reason") for event in exchange.events for choice in _choices(event)]
+    return Answer(
+        text="".join(_piece(event) for event in exchange.events),
+        ttft_ms=ttft,
+        latency_ms=exchange.latency_ms,
+        inter_token_ms=gaps,
+        prompt_tokens=count(usage.get("prompt_tokens")),
+        output_tokens=count(usage.get("completion_tokens")),
+        tokens=tuple(str(row.get("token")) for row in logprobs),
+        token_logprobs=tuple(float(row.get("logprob", 0.0)) for row in logprobs),
+        top_logprobs=tuple(
+            {str(one.get("token")): float(one.get("logprob", 0.0)) for one in row.get("top_logprobs") or ()}
+            for row in logprobs
+        ),
+        finish_reason=next((str(one) for one in reversed(finish) if one), None),
+        receipt=receipt or None,
+        cached_tokens=count(details.get("cached_tokens")),
+        cached_exact=count(details.get("exact_tokens")),
+        cached_semantic=count(details.get("semantic_tokens", details.get("fuzzy_tokens"))),
+        engine_ttft_ms=milliseconds(timings.get("time_to_first_token")),
+        queue_time_ms=milliseconds(timings.get("queue_time")),
+        ids=_names(exchange, call),
+        route=route_of(exchange.headers),
+        error=exchange.error or (None if exchange.events else "an empty answer"),
+        connection_failed=exchange.connection_failed,
+    )
+
+
+def _choices(event: JsonObject) -> list[JsonObject]:
+    choices = event.get("choices")
+    return [one for one in choices if isinstance(one, dict)] if isinstance(choices, list) else []
+
+
+def _piece(event: JsonObject) -> str:
+    """The text of an event; an answer that came in one piece has a message instead of a delta."""
+    said = []
+    for choice in _choices(event)[:1]:
+        part = choice.get("delta") or choice.get("message")
+        if isinstance(part, dict):
+            said.append(str(part.get("content") or part.get("reasoning_content") or ""))
+    return "".join(said)
+
+
+def _logprobs(event: JsonObject) -> list[JsonObject]:
+    rows: list[JsonObject] = []
+    for choice in _choices(event)[:1]:
+        told = choice.get("logprobs")
+        if isinstance(told, dict) and isinstance(told.get("content"), list):
+            rows.extend(row for row in told["content"] if isinstance(row, dict))
+    return rows
+
+
+def _last(events: Sequence[JsonObject], name: str) -> dict[str, Any]:
+    return next((event[name] for event in reversed(events) if isinstance(event.get(name), dict)), {})
+
+
+def _names(exchange: Exchange, call: Call) -> tuple[str, ...]:
+    first = exchange.events[0].get("id") if exchange.events else None
+    return tuple(
+        dict.fromkeys(str(one) for one in (exchange.headers.get("x-request-id"), first, call.request_id) if one)
+    )

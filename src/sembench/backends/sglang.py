@@ -1,0 +1,117 @@
+"""SGLang's native shape: ``/generate`` and ``/flush_cache``. The embedded server speaks it too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sembench.backends.base import Answer, Call, count, milliseconds, route_of, timing
+from sembench.http_client import Exchange, JsonObject, get_json, post_empty, post_stream
+
+if TYPE_CHECKING:
+    import httpx
+
+
+class SglangBackend:
+    """Donors and recipients go to the same server."""
+
+    name = "sglang"
+
+    def __init__(self, client: httpx.AsyncClient, base_url: str, *, keys: Mapping[str, str] | None = None) -> None:
+        self._client = client
+        self._base = base_url
+        self._keys = dict(keys or {})
+
+    async def ask(self, call: Call, *, donor: bool = False) -> Answer:
+        del donor
+        exchange = await post_stream(self._client, f"{self._base}/generate", body_of(call), self._headers_of(call))
+        return answer_of(exchange, call)
+
+    async def flush(self) -> str | None:
+        return await post_empty(self._client, [f"{self._base}/flush_cache"])
+
+    async def model_names(self) -> tuple[Sequence[str], str | None]:
+        listed, error = await get_json(self._client, f"{self._base}/v1/models")
+        if error is None and isinstance(listed, dict):
+            return [str(card.get("id")) for card in listed.get("data", [])], None
+        info, error = await get_json(self._client, f"{self._base}/get_model_info")
+        return ([str(info.get("model_path"))], None) if isinstance(info, dict) else ((), error)
+
+    def _headers_of(self, call: Call) -> dict[str, str]:
+        headers = {"X-Request-Id": call.request_id}
+        if call.tenant:
+            headers["x-tenant-id"] = call.tenant
+        key = self._keys.get(call.tenant) or self._keys.get("")
+        return headers | ({"Authorization": f"Bearer {key}"} if key else {})
+
+
+def body_of(call: Call) -> JsonObject:
+    """The request. ``rid`` is our id, so that the engine's log and ours can be joined."""
+    body: JsonObject = {
+        "text": call.text,
+        "sampling_params": {"temperature": 0, "max_new_tokens": call.max_tokens, "ignore_eos": True},
+        "stream": True,
+        "rid": call.request_id,
+    }
+    if call.top_logprobs is not None:
+        body |= {"return_logprob": True, "top_logprobs_num": call.top_logprobs, "return_text_in_logprobs": True}
+    if call.salt:
+        body["cache_salt"] = call.salt
+    if not call.reuse:
+        body["semblend"] = {"reuse": False}
+    return body
+
+
+def answer_of(exchange: Exchange, call: Call) -> Answer:
+    """SGLang repeats the text so far with each event, so the last one holds everything."""
+    ttft, gaps = timing(exchange, lambda event: bool(event.get("text") or event.get("output_ids")))
+    last: JsonObject = exchange.events[-1] if exchange.events else {}
+    meta = last.get("meta_info")
+    meta = meta if isinstance(meta, dict) else {}
+    details = meta.get("cached_tokens_details")
+    details = details if isinstance(details, dict) else {}
+    receipt = last.get("semblend")
+    finish = meta.get("finish_reason")
+    drawn = _rows(meta.get("output_token_logprobs"))
+    return Answer(
+        text=str(last.get("text") or ""),
+        ttft_ms=ttft,
+        latency_ms=exchange.latency_ms,
+        inter_token_ms=gaps,
+        prompt_tokens=count(meta.get("prompt_tokens")),
+        output_tokens=count(meta.get("completion_tokens")),
+        token_ids=_ids(last.get("output_ids")) or tuple(int(row[1]) for row in drawn),
+        tokens=tuple(_name(row) for row in drawn),
+        token_logprobs=tuple(float(row[0]) for row in drawn),
+        top_logprobs=tuple(
+            {_name(row): float(row[0]) for row in _rows(position)} for position in meta.get("output_top_logprobs") or ()
+        ),
+        finish_reason=str(finish.get("type")) if isinstance(finish, dict) else finish,
+        receipt=receipt if isinstance(receipt, dict) else None,
+        cached_tokens=count(meta.get("cached_tokens")),
+        cached_exact=count(details.get("exact", details.get("device"))),
+        cached_semantic=count(details.get("fuzzy")),
+        queue_time_ms=milliseconds(meta.get("queue_time")),
+        ids=_names(exchange.headers.get("x-request-id"), meta.get("id"), call.request_id),
+        route=route_of(exchange.headers),
+        error=exchange.error or (None if exchange.events else "an empty answer"),
+        connection_failed=exchange.connection_failed,
+    )
+
+
+def _rows(value: Any) -> list[Sequence[Any]]:
+    """Rows of [logprob, token id, text or null]."""
+    rows = value if isinstance(value, list) else []
+    return [row for row in rows if isinstance(row, list) and len(row) >= 2 and row[0] is not None]
+
+
+def _name(row: Sequence[Any]) -> str:
+    return str(row[2]) if len(row) > 2 and row[2] is not None else f"#{row[1]}"
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    return tuple(value) if isinstance(value, list) and all(isinstance(one, int) for one in value) else ()
+
+
+def _names(*names: Any) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(str(name) for name in names if name))

@@ -1,0 +1,100 @@
+"""Blocks of tokens by hash, as engines keep them: on a grid by content, on a grid by prefix, and at any offset.
+
+Hashes are 64 bits of a polynomial over mixed token ids, computed for a whole prompt at once. Two different blocks of a
+store of a million share one with a chance of about one in forty million.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from semblend.prompt import TokenArray
+
+HashArray = npt.NDArray[np.uint64]
+_ODD = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def _mixed(values: HashArray) -> HashArray:
+    """SplitMix64's finalizer: neighbours become strangers."""
+    mixed = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def _powers(count: int) -> HashArray:
+    powers = np.empty(count, dtype=np.uint64)
+    value = 1
+    for at in range(count):
+        powers[at] = value
+        value = value * _ODD & _MASK
+    return powers
+
+
+def _salted(tokens: TokenArray) -> HashArray:
+    return _mixed(tokens.astype(np.uint64) + np.uint64(_ODD))
+
+
+def content_hashes(tokens: TokenArray, block_size: int) -> HashArray:
+    """One hash for each full block on the grid, whatever stands before it.
+
+    >>> import numpy as np
+    >>> a, b = content_hashes(np.array([1, 2, 1, 2], dtype=np.int32), 2)
+    >>> bool(a == b)
+    True
+    """
+    blocks = len(tokens) // block_size
+    grid = _salted(tokens[: blocks * block_size]).reshape(blocks, block_size)
+    return _mixed((grid * _powers(block_size)).sum(axis=1, dtype=np.uint64))
+
+
+def prefix_hashes(tokens: TokenArray, block_size: int) -> HashArray:
+    """One hash for each full block on the grid together with all before it, as vLLM chains them.
+
+    >>> import numpy as np
+    >>> a, b = prefix_hashes(np.array([1, 2, 1, 2], dtype=np.int32), 2)
+    >>> bool(a == b)
+    False
+    """
+    grid = content_hashes(tokens, block_size)
+    if not len(grid):
+        return grid
+    places = np.arange(1, len(grid) + 1, dtype=np.uint64)
+    return _mixed(np.cumsum(_mixed(grid + places * np.uint64(_ODD)), dtype=np.uint64))
+
+
+def rolling_hashes(tokens: TokenArray, block_size: int) -> HashArray:
+    """The content hash of the block that starts at each position."""
+    if len(tokens) < block_size:
+        return np.empty(0, dtype=np.uint64)
+    windows = np.lib.stride_tricks.sliding_window_view(_salted(tokens), block_size)
+    total = np.zeros(len(windows), dtype=np.uint64)
+    for at, power in enumerate(_powers(block_size)):  # one column at a time: the windows are never written out
+        total += windows[:, at] * power
+    return _mixed(total)
+
+
+class HashSet:
+    """Many 64-bit hashes, asked for in whole arrays; sorted when first asked after an addition."""
+
+    def __init__(self) -> None:
+        self._parts: list[HashArray] = []
+        self._sorted: HashArray = np.empty(0, dtype=np.uint64)
+
+    def add(self, hashes: HashArray) -> None:
+        self._parts.append(hashes)
+
+    def holds(self, hashes: HashArray) -> npt.NDArray[np.bool_]:
+        """For each hash, whether it was added."""
+        if self._parts:
+            self._sorted = np.unique(np.concatenate([self._sorted, *self._parts]))
+            self._parts = []
+        if not len(self._sorted):
+            return np.zeros(len(hashes), dtype=np.bool_)
+        places = np.minimum(np.searchsorted(self._sorted, hashes), len(self._sorted) - 1)
+        found: npt.NDArray[np.bool_] = self._sorted[places] == hashes
+        return found
+
+    def clear(self) -> None:
+        self._parts, self._sorted = [], np.empty(0, dtype=np.uint64)

@@ -1,0 +1,246 @@
+"""What is asked: one case is a recipient prompt, the donors that came before it, and the answer it should get.
+
+A manifest is JSON Lines, one case a line, keys sorted (``sembench.manifest.v1``). Reading streams: a manifest of
+any size costs the memory of one case. Two metadata keys make wrong KV visible in an answer: ``planted_fact`` is what
+only the recipient's own text says, ``donor_fact`` is what the donor's text says in its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sembench.files import file_sha256, open_text, replacing
+from semblend.errors import InputError
+
+MANIFEST_VERSION = "sembench.manifest.v1"
+BENCHMARK_VERSION = "sembench.2026.11"
+
+BASE_PROMPT = "base_prompt"
+LEADING_EVIDENCE_DONOR = "leading_evidence_donor"
+SEGMENT_DONOR = "segment_donor"
+UNRELATED_BASE_PROMPT = "unrelated_base_prompt"
+DECOY_DONOR = "decoy_donor"
+
+BadLine = Callable[[InputError], None]
+
+
+@dataclass(frozen=True, slots=True)
+class DonorPrompt:
+    """An earlier prompt whose KV the backend may still hold."""
+
+    donor_id: str
+    text: str
+    label: str = BASE_PROMPT
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One line of a manifest.
+
+    ``source_id`` names the document that the recipient is about: intervals are clustered by it, since cases cut from
+    one document are not independent. A ``negative_control`` shares nothing with any donor and must stay cold.
+    """
+
+    item_id: str
+    dataset: str
+    source_id: str
+    transform: str
+    donor_prompts: tuple[DonorPrompt, ...]
+    recipient_prompt: str
+    input: str = ""
+    answers: tuple[str, ...] = ()
+    negative_control: bool = False
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    benchmark_version: str = BENCHMARK_VERSION
+
+    @property
+    def planted_fact(self) -> str | None:
+        """What only the recipient's own text says."""
+        return _text_or_none(self.metadata.get("planted_fact"))
+
+    @property
+    def donor_fact(self) -> str | None:
+        """What the donor's text says in its place: an answer that holds it read somebody else's KV."""
+        return _text_or_none(self.metadata.get("donor_fact"))
+
+
+def item_id(*parts: object) -> str:
+    """16 hex digits that stand for the parts, in order.
+
+    >>> item_id("qasper", 3, "rag_reorder")
+    '0f22359642de9722'
+    """
+    return hashlib.sha256("\x1f".join(str(part) for part in parts).encode("utf-8")).hexdigest()[:16]
+
+
+def manifest_sha256(path: str | Path) -> str:
+    """SHA-256 of the manifest's bytes: a result that carries it says which work was done."""
+    return file_sha256(path)
+
+
+# -- writing -------------------------------------------------------------------------------------------------------
+
+
+def case_to_json(case: Case) -> dict[str, Any]:
+    return {
+        "item_id": case.item_id,
+        "dataset": case.dataset,
+        "source_id": case.source_id,
+        "transform": case.transform,
+        "donor_prompts": [
+            {"donor_id": d.donor_id, "text": d.text, "label": d.label, "metadata": dict(d.metadata)}
+            for d in case.donor_prompts
+        ],
+        "recipient_prompt": case.recipient_prompt,
+        "input": case.input,
+        "answers": list(case.answers),
+        "negative_control": case.negative_control,
+        "metadata": dict(case.metadata),
+        "benchmark_version": case.benchmark_version,
+    }
+
+
+def case_line(case: Case) -> str:
+    """The case as a manifest holds it, without the line feed."""
+    return json.dumps(case_to_json(case), sort_keys=True, ensure_ascii=False)
+
+
+def write_manifest(path: str | Path, cases: Iterable[Case]) -> int:
+    """Write the cases as they come; the file appears whole or not at all. Returns how many."""
+    count = 0
+    with replacing(path) as stream:
+        for case in cases:
+            stream.write(case_line(case) + "\n")
+            count += 1
+    return count
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+def read_manifest(path: str | Path, *, on_bad: BadLine | None = None) -> Iterator[Case]:
+    """The cases of a manifest, one at a time. A line that can't be used names file, line and field.
+
+    With ``on_bad`` such a line is handed to it and left out (``--skip-bad``); without, it raises.
+    """
+    seen: set[str] = set()
+    with open_text(path) as stream:
+        for number, line in _numbered(stream, path):
+            if not line.strip():
+                continue
+            try:
+                case = case_from_json(_parsed(line, path, number), where=f"{path} line {number}")
+                if case.item_id in seen:
+                    raise _bad(f"{path} line {number}", "item_id", f"{case.item_id!r} was already used above")
+            except InputError as error:
+                if on_bad is None:
+                    raise
+                on_bad(error)
+                continue
+            seen.add(case.item_id)
+            yield case
+
+
+def case_from_json(value: Any, *, where: str = "case") -> Case:
+    """A case from parsed JSON; ``where`` is what an error message calls its place."""
+    if not isinstance(value, dict):
+        raise InputError(f"{where} holds {_kind(value)}, not an object", hint="one JSON object a line")
+    donors = _field(value, "donor_prompts", list, where)
+    answers = _field(value, "answers", list, where)
+    for at, answer in enumerate(answers):
+        if not isinstance(answer, str):
+            raise _bad(where, f"answers[{at}]", f"is {_kind(answer)}, not a string")
+    recipient = _field(value, "recipient_prompt", str, where)
+    if not recipient:
+        raise _bad(where, "recipient_prompt", "is empty")
+    return Case(
+        item_id=_named(value, "item_id", where),
+        dataset=_field(value, "dataset", str, where),
+        source_id=_named(value, "source_id", where),
+        transform=_named(value, "transform", where),
+        donor_prompts=tuple(_donor(donor, f"{where}, donor_prompts[{at}]") for at, donor in enumerate(donors)),
+        recipient_prompt=recipient,
+        input=_field(value, "input", str, where),
+        answers=tuple(answers),
+        negative_control=_field(value, "negative_control", bool, where),
+        metadata=_field(value, "metadata", dict, where),
+        benchmark_version=_field(value, "benchmark_version", str, where),
+    )
+
+
+def _donor(value: Any, where: str) -> DonorPrompt:
+    if not isinstance(value, dict):
+        raise InputError(f"{where} is {_kind(value)}, not an object", hint="see docs/METRICS.md for the schema")
+    text = _field(value, "text", str, where)
+    if not text:
+        raise _bad(where, "text", "is empty")
+    return DonorPrompt(
+        donor_id=_named(value, "donor_id", where),
+        text=text,
+        label=_field({"label": BASE_PROMPT, **value}, "label", str, where),
+        metadata=_field({"metadata": {}, **value}, "metadata", dict, where),
+    )
+
+
+def _numbered(stream: Iterable[str], path: str | Path) -> Iterator[tuple[int, str]]:
+    lines, number = iter(stream), 0
+    while True:
+        number += 1
+        try:
+            line = next(lines)
+        except StopIteration:
+            return
+        except UnicodeDecodeError:
+            raise InputError(f"{path} line {number} or below is not UTF-8", hint="write the file again") from None
+        except (EOFError, zlib.error, OSError) as error:  # a packed file that was cut off
+            raise InputError(
+                f"{path} ends early after line {number - 1}: {error}", hint="fetch or build it again"
+            ) from None
+        yield number, line
+
+
+def _parsed(line: str, path: str | Path, number: int) -> Any:
+    try:
+        return json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        why = error.msg if isinstance(error, json.JSONDecodeError) else "too deeply nested"
+        hint = "the file is cut off: build it again" if not line.endswith("\n") else "one JSON object a line"
+        raise InputError(f"{path} line {number} is not JSON: {why}", hint=hint) from None
+
+
+def _field(value: Mapping[str, Any], name: str, kind: type, where: str) -> Any:
+    if name not in value:
+        raise _bad(where, name, "is missing")
+    found = value[name]
+    if not isinstance(found, kind):
+        raise _bad(where, name, f"is {_kind(found)}, not {_KINDS[kind]}")
+    return found
+
+
+def _named(value: Mapping[str, Any], name: str, where: str) -> str:
+    found: str = _field(value, name, str, where)
+    if not found:
+        raise _bad(where, name, "is empty")
+    return found
+
+
+def _bad(where: str, name: str, what: str) -> InputError:
+    return InputError(f"{where}: field {name} {what}", hint="see docs/METRICS.md for the schema, or use --skip-bad")
+
+
+_KINDS = {str: "a string", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else _KINDS.get(type(value), type(value).__name__)
+
+
+def _text_or_none(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None

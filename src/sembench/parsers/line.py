@@ -1,0 +1,192 @@
+"""What stands before the message in a log line: process, time, level, source. The level counts only there.
+
+Engines write prompts and answers into their logs, and those may hold anything: the word ERROR, a traceback, even
+a line that claims reuse. So a level is believed only at its own place, and a message only from its first letter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from semblend.errors import InputError
+
+
+class Level(Enum):
+    """How serious a record is; lines without a level are plain."""
+
+    PLAIN = 0
+    WARNING = 1
+    ERROR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One line, taken apart.
+
+    ``header`` is all that stands before the message; lines that share a header with a level belong to one record.
+    ``rank`` is the tensor-parallel rank of the process, where the line tells it. A line that ``opens_record`` has a
+    time or a level of its own; others continue the record before them.
+    """
+
+    number: int
+    text: str
+    header: str
+    level: Level
+    message: str
+    rank: int | None = None
+    opens_record: bool = False
+    timed: bool = False
+
+    @property
+    def repeats_rank_zero(self) -> bool:
+        """Tensor-parallel ranks do the same work and print the same lines; rank 0 speaks for all of them."""
+        return bool(self.rank)
+
+    @property
+    def opens_traceback(self) -> bool:
+        return self.message.endswith("Traceback (most recent call last):")
+
+
+_CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d+)?"
+_DATE_TIME = rf"\d{{4}}[-/]\d\d[-/]\d\d[ T]{_CLOCK}(?:Z|[+-]\d\d:?\d\d)?"
+_PREFIX = re.compile(
+    rf"""
+    \([A-Za-z][\w.-]*(?:\ [\w=.-]+)*\ pid=\d+[^)]*\)\ ?    # (EngineCore_DP0 pid=12): vLLM tells the process
+    | \[{_DATE_TIME}(?:\ [A-Z]+\d+)*\]\s*                 # [2026-08-01 23:40:01 DP0 TP0]: SGLang, LMCache
+    | \[\d\d/\d\d/\d{{4}}-{_CLOCK}\]\s*                   # [06/22/2026-18:00:00]: TensorRT-LLM
+    | {_DATE_TIME}(?:\s*[-|]\s*|\s+)                      # 2026-08-01 23:40:01,123 - : Python logging, containers
+    | LMCache\s+(?=[A-Z]+:)                               # the logger's name before its level
+    | \[TRT-LLM\]\s*
+    | \[RANK\ \d+\]\s*
+    | std(?:out|err)\ [FP]\ (?=.)                          # the container runtime, in a log file of the node
+    """,
+    re.VERBOSE,
+)
+_WORDS = "TRACE|DEBUG|INFO|NOTICE|WARNING|WARN|ERROR|CRITICAL|FATAL"
+_LEVEL = re.compile(
+    rf"""
+    (?P<word>{_WORDS})(?:
+        :\s*                                              # uvicorn, LMCache, logging.basicConfig
+      | \s+\d\d-\d\d\ {_CLOCK}\ \[[^\]\s]+\]\s?           # INFO 08-21 10:29:12 [core.py:12]: vLLM
+      | \s*[-|]\s+
+      | \s+(?=\[|SemBlend\ )                              # our own line has neither colon nor time
+    )
+    | \[(?P<bracket>{_WORDS})\]\s*
+    | \[(?P<letter>[TVDIWEF])\]\s*                        # TensorRT-LLM
+    | (?P<glog>[IWEF])\d{{4}}\ {_CLOCK}\s+\d+\s+[^\]\s]+\]\s*
+    """,
+    re.VERBOSE,
+)
+_TIMED = re.compile(_CLOCK)
+_SPACED_WORD = re.compile(rf"(?P<word>{_WORDS})\s+")
+_RANK = re.compile(r"TP[_ ]?(\d+)\b|\brank=(\d+)|\[RANK (\d+)\]")
+_SERIOUS = {"ERROR", "CRITICAL", "FATAL", "E", "F"}
+_WARNING = {"WARNING", "WARN", "W"}
+
+
+def read_line(number: int, text: str) -> LogLine:
+    """Take one line apart.
+
+    >>> read_line(1, "(APIServer pid=7) ERROR 08-21 10:29:12 [core.py:12] it broke").level
+    <Level.ERROR: 2>
+    >>> read_line(2, "(APIServer pid=7) INFO 08-21 10:29:12 [core.py:12] prompt: 'ERROR it broke'").level
+    <Level.PLAIN: 0>
+    """
+    text = text.rstrip("\r\n")
+    at = 0
+    while (prefix := _PREFIX.match(text, at)) is not None:
+        at = prefix.end()
+    # A word and a space are a level only behind a time; at the start of a line they may be anyone's sentence.
+    timed = _TIMED.search(text[:at]) is not None
+    found = _LEVEL.match(text, at) or (_SPACED_WORD.match(text, at) if timed else None)
+    word = next((value for value in found.groupdict().values() if value), "") if found else ""
+    end = found.end() if found else at
+    header = text[:end]
+    rank = _RANK.search(header)
+    return LogLine(
+        number=number,
+        text=text,
+        header=header,
+        level=_level(word),
+        message=text[end:],
+        rank=int(next(group for group in rank.groups() if group)) if rank else None,
+        opens_record=timed or found is not None,
+        timed=_TIMED.search(header) is not None,
+    )
+
+
+def _level(word: str) -> Level:
+    if word.upper() in _SERIOUS:
+        return Level.ERROR
+    return Level.WARNING if word.upper() in _WARNING else Level.PLAIN
+
+
+def json_object(line: LogLine, where: str, *, audit: bool = True) -> dict[str, Any] | None:
+    """The object that a line of an audit stream is, or None for a line that is no record.
+
+    In an ``audit`` a record that is cut or damaged is refused: an audit with holes proves nothing. In a log, where
+    anything may open a brace, it is just text.
+    """
+    if not line.message.startswith('{"'):
+        return None
+    try:
+        value = json.loads(line.message)
+    except (ValueError, RecursionError):
+        if not audit:
+            return None
+        raise InputError(
+            f"{where}, line {line.number}: not a whole JSON object",
+            hint="the line was cut or edited; --skip-bad counts such lines and goes on",
+        ) from None
+    return value if isinstance(value, dict) else None
+
+
+def level_of_object(value: dict[str, Any]) -> Level:
+    """The level that a JSON log record states about itself."""
+    for name in ("level", "levelname", "severity"):
+        if isinstance(value.get(name), str):
+            return _level(value[name])
+    return Level.PLAIN
+
+
+def count_of(value: dict[str, Any], name: str, where: str, number: int, default: int = 0) -> int:
+    """A whole number ≥ 0 of an audit record; anything else names its line and field."""
+    found = value.get(name)
+    if found is None:
+        return default
+    if isinstance(found, bool):
+        return int(found)
+    if isinstance(found, int) and found >= 0:
+        return found
+    raise InputError(
+        f"{where}, line {number}, field {name}: {json.dumps(found)[:60]} is not a count",
+        hint="a count is a whole number, 0 or more; --skip-bad goes on without the line",
+    )
+
+
+_FIELD = re.compile(r"(?:^|[\s,])(\w+)=(.*?)(?=[\s,]+\w+=|$)")
+
+
+def fields_of(text: str) -> dict[str, str]:
+    """The ``name=value`` pairs of a message; a value runs to the next name, the first of two equal names counts.
+
+    >>> fields_of("donor_id=a,b similarity=0.97 reason=too short latency_ms=3")
+    {'donor_id': 'a,b', 'similarity': '0.97', 'reason': 'too short', 'latency_ms': '3'}
+    """
+    pairs: dict[str, str] = {}
+    for name, value in _FIELD.findall(text):
+        pairs.setdefault(name, value.rstrip())
+    return pairs
+
+
+def number_in(pairs: dict[str, str], *names: str) -> int | None:
+    """The first of ``names`` that holds digits, thousands separators allowed."""
+    for name in names:
+        digits = re.match(r"[\d,]*\d", pairs.get(name, ""))
+        if digits:
+            return int(digits[0].replace(",", ""))
+    return None

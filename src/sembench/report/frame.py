@@ -1,0 +1,89 @@
+"""What plots share: a figure with its numbers, and a frame with one row a transform."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sembench.report.svg import Drawing, Scale
+from sembench.report.view import Point
+from sembench.report.words import milliseconds, times, title_of
+
+WIDE, NARROW = 900.0, 360.0
+DOTS = 600  # more than that is a smear, and a heavy page
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A plot for the page: two drawings, a legend of (class, words), a caption and the numbers behind it."""
+
+    name: str
+    title: str
+    drawings: tuple[str, str]
+    legend: tuple[tuple[str, str], ...]
+    caption: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+Draw = Callable[[float], Drawing]
+
+
+def both(draw: Draw, label: str) -> tuple[str, str]:
+    return draw(WIDE).render(label), draw(NARROW).render(label)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The frame of a plot with one row a transform: names beside the rows, or above them where it is narrow."""
+
+    names: Sequence[str]
+    width: float
+    row: float
+    axis: float = 34.0
+    top: float = 8.0
+    right: float = 64.0
+
+    @property
+    def narrow(self) -> bool:
+        return self.width < 500
+
+    @property
+    def left(self) -> float:
+        return 4.0 if self.narrow else 190.0
+
+    @property
+    def pitch(self) -> float:
+        return self.row + (18.0 if self.narrow else 0.0)
+
+    def drawing(self) -> Drawing:
+        return Drawing(self.width, self.top + self.pitch * len(self.names) + self.axis)
+
+    def scale(self, low: float, high: float, *, log: bool = False) -> Scale:
+        return Scale(low, high, self.left, self.width - self.right, log)
+
+    def middle(self, at: int) -> float:
+        return self.top + self.pitch * at + (18.0 if self.narrow else 0.0) + self.row / 2
+
+    def name_rows(self, drawing: Drawing) -> None:
+        for at, name in enumerate(self.names):
+            if self.narrow:
+                drawing.text(self.left, self.middle(at) - self.row / 2 - 3, title_of(name), "name")
+            else:
+                drawing.text(self.left - 12, self.middle(at) + 4, title_of(name), "name", "end")
+
+    def x_axis(self, drawing: Drawing, scale: Scale, show: Callable[[float], str], words: str) -> None:
+        bottom = self.top + self.pitch * len(self.names) + 2
+        for tick in scale.ticks(3 if self.narrow else 5):
+            drawing.line(scale(tick), self.top, scale(tick), bottom, "grid")
+            drawing.text(scale(tick), bottom + 14, show(tick), "tick", "middle")
+        drawing.text(scale.end, bottom + 29, words, "axis", "end")
+
+
+def pair_words(point: Point) -> str:
+    confirmed = "unknown" if point.confirmed_tokens is None else f"{point.confirmed_tokens:,}"
+    return (
+        f"{point.item_id} ({title_of(point.transform)}), {point.prompt_tokens:,} tokens: cold "
+        f"{milliseconds(point.cold_ms)}, warm {milliseconds(point.warm_ms)}, {times(point.speedup)}, "
+        f"confirmed tokens {confirmed}"
+    )

@@ -1,0 +1,180 @@
+"""One HTML page that needs nothing but itself: it opens from a disk, without network and without scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from sembench.report import story
+from sembench.report.charts import FIGURES
+from sembench.report.frame import Figure
+from sembench.report.style import STYLE
+from sembench.report.svg import Drawing
+from sembench.report.view import View, Worst
+from sembench.report.words import DASH, milliseconds, number, title_of
+
+ENGINE_HEAD = ("engine", "lines", "donors", "hits", "materializations", "tokens", "errors")
+WORST_HEAD = ("request", "why", "transform", "prompt", "confirmed", "cold", "warm", "F1", "KL")
+_ANSWER_CHARS = 400
+
+
+def html_page(view: View, title: str, summaries: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The whole report."""
+    figures = [found for figure in FIGURES if (found := figure(view)) is not None]
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="when">{escape(_subtitle(view))}</p>',
+        f'<p class="verdict">{_kept(story.headline(view))}</p>',
+        _tiles(view),
+        *(_figure(figure) for figure in figures),
+        _worst(view.worst),
+        _engines(summaries),
+        _absent(view),
+        _provenance(view),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body><main>\n"
+        + "\n".join(part for part in body if part)
+        + "\n</main></body></html>\n"
+    )
+
+
+def _subtitle(view: View) -> str:
+    result = view.result
+    run, config = result.run or {}, result.config
+    words = [
+        str(run.get("engine") or config.get("mode") or "sembench"),
+        str(config.get("model") or config.get("planner") or ""),
+        f"{view.aggregate.get('request_count') or 0:,} requests",
+        f"{view.aggregate.get('source_count') or 0:,} documents",
+        result.created_at_utc.replace("T", " ").replace("+00:00", "").removesuffix("Z")[:16] + " UTC",
+    ]
+    return " · ".join(word for word in words if word)
+
+
+def _kept(words: str) -> str:
+    """Escaped, with a number and its percent sign on one line."""
+    return escape(words).replace(" %", "&nbsp;%")
+
+
+def _tiles(view: View) -> str:
+    cells = (
+        f'<li class="tile {tile.tone}"><b>{escape(tile.value)}</b>'
+        f"<span>{_kept(tile.label)}</span><span>{_kept(tile.detail)}</span></li>"
+        for tile in story.tiles(view)
+    )
+    return f'<ul class="tiles">{"".join(cells)}</ul>'
+
+
+def _figure(figure: Figure) -> str:
+    legend = "".join(f"<li>{_swatch(kind)}{escape(words)}</li>" for kind, words in figure.legend)
+    wide, narrow = figure.drawings
+    return (
+        f'<h2 id="{figure.name}">{escape(figure.title)}</h2>\n<figure><ul class="legend">{legend}</ul>'
+        f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
+        f"<figcaption>{escape(figure.caption)}</figcaption></figure>"
+        f"<details><summary>The numbers</summary>{table(figure.head, figure.rows)}</details>"
+    )
+
+
+def _swatch(kind: str) -> str:
+    drawing = Drawing(14, 14)
+    if kind in ("ceiling", "limit"):
+        drawing.line(0, 7, 14, 7, kind)
+    elif kind.startswith(("rung-", "band")):
+        drawing.bar(0, 2, 14, 10, kind)
+    elif kind == "warm":
+        drawing.diamond(7, 7, 5, kind)
+    else:
+        drawing.dot(7, 7, 5, kind)
+    return drawing.render("").replace('role="img" aria-label=""', 'aria-hidden="true"')
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, classes: Mapping[int, str] | None = None) -> str:
+    """A table in a box that scrolls by itself; numbers stand right."""
+    kinds = classes or {}
+    kept = [tuple(row) for row in rows]
+    numeric = {at for at in range(len(head)) if at and at not in kinds and _mostly_numbers([row[at] for row in kept])}
+
+    def cell(at: int, words: str) -> str:
+        kind = kinds.get(at) or ("num" if at in numeric else "")
+        shown = escape(words)
+        if kind == "key":  # a long name may break where a person would break it
+            shown = shown.replace("_", "_<wbr>").replace(".", ".<wbr>")
+        return f'<td class="{kind}">{shown}</td>' if kind else f"<td>{shown}</td>"
+
+    top = "".join(
+        f'<th scope="col"{" class=num" if at in numeric else ""}>{escape(word)}</th>' for at, word in enumerate(head)
+    )
+    body = "".join(f"<tr>{''.join(cell(at, words) for at, words in enumerate(row))}</tr>" for row in kept)
+    return f'<div class="scroll" tabindex="0"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _mostly_numbers(cells: Sequence[str]) -> bool:
+    told = [cell for cell in cells if cell != DASH]
+    return bool(told) and all(cell[:1].isdigit() or cell[:1] in "-+" for cell in told)
+
+
+def _worst(rows: Sequence[Worst]) -> str:
+    head = '<h2 id="worst">Requests to look at</h2>'
+    if not rows:
+        return f"{head}<p>Nothing stands out: no error, contradiction, false safe or slow-down.</p>"
+    shown = table(WORST_HEAD, [worst_row(row) for row in rows], classes={1: "why"})
+    answers = "".join(_answers(row) for row in rows if row.record.output_text)
+    return (
+        f"{head}<p class=soft>The gravest first.</p>{shown}<details><summary>Their answers</summary>{answers}</details>"
+    )
+
+
+def worst_row(row: Worst) -> tuple[str, ...]:
+    record, cold = row.record, row.cold
+    return (
+        record.item_id,
+        "; ".join(row.reasons),
+        title_of(record.transform),
+        number(record.prompt_tokens),
+        number(record.backend_confirmed_tokens),
+        DASH if cold is None or cold.ttft_ms is None else milliseconds(cold.ttft_ms),
+        DASH if record.ttft_ms is None else milliseconds(record.ttft_ms),
+        number(record.cold_f1, 2),
+        number(record.cold_kl_topk, 4),
+    )
+
+
+def _answers(row: Worst) -> str:
+    def quoted(words: str | None) -> str:
+        return f'<p class="answer">{escape((words or "")[:_ANSWER_CHARS])}</p>'
+
+    cold = f"<p class=soft>cold</p>{quoted(row.cold.output_text)}" if row.cold else ""
+    return f"<h3>{escape(row.record.item_id)}</h3>{cold}<p class=soft>warm</p>{quoted(row.record.output_text)}"
+
+
+def _engines(summaries: Sequence[Mapping[str, Any]]) -> str:
+    if not summaries:
+        return ""
+    caveats = {str(summary.get("caveat")) for summary in summaries if summary.get("caveat")}
+    notes = "".join(f"<p class=soft>{escape(words)}</p>" for words in sorted(caveats))
+    return f'<h2 id="engines">What the engines logged</h2>{table(ENGINE_HEAD, story.engine_rows(summaries))}{notes}'
+
+
+def _absent(view: View) -> str:
+    lines = story.absent(view)
+    if not lines:
+        return ""
+    items = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    return f'<h2 id="absent">Not measured</h2><div class="missing">{items}</div>'
+
+
+def _provenance(view: View) -> str:
+    rows = story.provenance(view)
+    first = [row for row in rows if not row[0].startswith(("config.", "engine.", "environment."))]
+    rest = [row for row in rows if row not in first]
+
+    def shown(part: Sequence[tuple[str, str]]) -> str:
+        return table(("what", "value"), part, classes={0: "key", 1: "value"})
+
+    more = f"<details><summary>Settings, engine and machine</summary>{shown(rest)}</details>" if rest else ""
+    return f'<h2 id="provenance">Where this comes from</h2>{shown(first)}{more}'

@@ -1,0 +1,143 @@
+"""A few SVG elements, two scales and their ticks: enough for honest plots without a plotting library.
+
+Colours are CSS classes, so that one drawing serves light, dark and paper.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Literal, TypeVar
+
+T = TypeVar("T")
+Anchor = Literal["start", "middle", "end"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Maps values of ``low..high`` to pixels of ``start..end``, evenly or by ratio."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        """The pixel of a value; values outside are drawn at the edge.
+
+        >>> Scale(0, 10, 100, 200)(5)
+        150.0
+        >>> round(Scale(1, 100, 0, 200, log=True)(10))
+        100
+        """
+        low, high, at = self.low, self.high, min(max(value, self.low), self.high)
+        if self.log:
+            low, high, at = math.log(low), math.log(high), math.log(at)
+        share = (at - low) / (high - low) if high > low else 0.5
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self, about: int = 5) -> list[float]:
+        return _log_ticks(self.low, self.high, about) if self.log else nice_ticks(self.low, self.high, about)
+
+
+def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Round numbers inside ``low..high``.
+
+    >>> nice_ticks(0, 1, 5)
+    [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    """
+    if not high > low:
+        return [low]
+    step = 10 ** math.floor(math.log10((high - low) / about))
+    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= about + 0.5)
+    first = math.ceil(low / step - 1e-9)
+    return [round(at * step, 12) for at in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _log_ticks(low: float, high: float, about: int) -> list[float]:
+    if high / low < 4:  # over so little the ratio is nearly even, and round numbers read better
+        return nice_ticks(low, high, about)
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for factors in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
+        found = [factor * 10.0**decade for decade in decades for factor in factors]
+        found = [round(tick, 12) for tick in found if low * 0.999 <= tick <= high * 1.001]
+        if len(found) >= min(about, 3):
+            return found
+    return found
+
+
+def doublings(low: float, high: float, most: int = 7) -> list[float]:
+    """Powers of two inside ``low..high``, thinned where there are many, or round numbers where there are few.
+
+    Prompt lengths come in doublings.
+
+    >>> doublings(900, 9000)
+    [1024, 2048, 4096, 8192]
+    """
+    found = [2**power for power in range(31) if low <= 2**power <= high]
+    return list(thinned(found, most)) if len(found) >= 3 else nice_ticks(low, high, 4)
+
+
+def thinned(items: Sequence[T], most: int) -> Sequence[T]:
+    """Every n-th item, so that at most ``most`` are left."""
+    return items[:: 1 + (len(items) - 1) // most] if items else items
+
+
+def padded(values: Sequence[float], *, log: bool = False) -> tuple[float, float]:
+    """The range of the values with a little air, never empty.
+
+    >>> padded([2.0, 2.0])
+    (1.9, 2.1)
+    """
+    low, high = min(values), max(values)
+    if log:
+        margin = max((high / low) ** 0.06, 1.1)
+        return low / margin, high * margin
+    margin = (high - low) * 0.06 or abs(low) * 0.05 or 1.0
+    return low - margin, high + margin
+
+
+@dataclass
+class Drawing:
+    """An SVG in the making. Coordinates are pixels of the view box."""
+
+    width: float
+    height: float
+    parts: list[str] = field(default_factory=list)
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
+        self.parts.append(f'<line x1="{_n(x1)}" y1="{_n(y1)}" x2="{_n(x2)}" y2="{_n(y2)}" class="{kind}"/>')
+
+    def bar(self, x: float, y: float, width: float, height: float, kind: str, hover: str = "") -> None:
+        self._add(
+            "rect", f'x="{_n(x)}" y="{_n(y)}" width="{_n(max(width, 0))}" height="{_n(height)}" rx="2"', kind, hover
+        )
+
+    def dot(self, x: float, y: float, radius: float, kind: str, hover: str = "") -> None:
+        self._add("circle", f'cx="{_n(x)}" cy="{_n(y)}" r="{_n(radius)}"', kind, hover)
+
+    def diamond(self, x: float, y: float, radius: float, kind: str, hover: str = "") -> None:
+        """A second shape, for those who do not see the colour."""
+        r = radius * 1.25
+        path = f"M{_n(x)} {_n(y - r)}L{_n(x + r)} {_n(y)}L{_n(x)} {_n(y + r)}L{_n(x - r)} {_n(y)}Z"
+        self._add("path", f'd="{path}"', kind, hover)
+
+    def text(self, x: float, y: float, words: str, kind: str = "label", anchor: Anchor = "start") -> None:
+        self.parts.append(f'<text x="{_n(x)}" y="{_n(y)}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>')
+
+    def render(self, label: str) -> str:
+        """The element; ``label`` is what a screen reader says in its place."""
+        body = "".join(self.parts)
+        size = f'viewBox="0 0 {_n(self.width)} {_n(self.height)}" width="{_n(self.width)}" height="{_n(self.height)}"'
+        return f'<svg {size} role="img" aria-label="{escape(label)}">{body}</svg>'
+
+    def _add(self, tag: str, shape: str, kind: str, hover: str) -> None:
+        inner = f"<title>{escape(hover)}</title>" if hover else ""
+        self.parts.append(f'<{tag} {shape} class="{kind}">{inner}</{tag}>')
+
+
+def _n(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")

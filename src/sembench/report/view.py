@@ -1,0 +1,220 @@
+"""What a report shows, taken from a result: plain numbers, ready to be drawn or written.
+
+Everything is computed again from the requests, as the gates do; a result without requests shows its own aggregate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sembench.aggregate import FALSE_SAFE_F1, FALSE_SAFE_KL, aggregate, by_transform, measured
+from sembench.paired import Pair, paired, pairs_of
+from sembench.result import RequestRecord, Result
+from sembench.statistics import bootstrap_mean, bootstrap_median, mean, median, percentile
+
+RUNGS: tuple[tuple[str, str], ...] = (
+    ("exact", "exact_block_hit_rate"),
+    ("candidate", "semantic_candidate_block_rate"),
+    ("eligible", "semantic_eligible_block_rate"),
+    ("confirmed", "backend_confirmed_block_rate"),
+)
+WORST = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A number with its 95 % interval and how many requests it stands on."""
+
+    value: float | None
+    ci: Sequence[float] | None = None
+    n: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One pair: a prompt's length and its two times."""
+
+    item_id: str
+    transform: str
+    prompt_tokens: int
+    cold_ms: float
+    warm_ms: float
+    confirmed_tokens: int | None
+    cluster: str
+
+    @property
+    def speedup(self) -> float:
+        return self.cold_ms / self.warm_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Closeness:
+    """How near the warm answers of a transform lie to the cold ones, and both to the gold answer."""
+
+    transform: str
+    f1: Estimate
+    gold_cold: float | None
+    gold_warm: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """A request that a person should look at, and why."""
+
+    record: RequestRecord
+    cold: RequestRecord | None
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Everything that the page, the Markdown and the plots read."""
+
+    result: Result
+    aggregate: Mapping[str, Any]
+    by_transform: Mapping[str, Mapping[str, Any]]
+    paired: Mapping[str, Any]
+    points: tuple[Point, ...]
+    negatives: tuple[Point, ...]
+    negative_records: tuple[RequestRecord, ...]
+    closeness: tuple[Closeness, ...]
+    kl: tuple[tuple[str, str, float], ...]
+    rerun_f1: Estimate
+    worst: tuple[Worst, ...]
+
+    def estimate(self, name: str) -> Estimate:
+        """A metric of the aggregate, else of the pairs, with its interval."""
+        for source in (self.aggregate, self.paired):
+            if source.get(name) is not None:
+                n = source.get(f"{name}_n", source.get(f"{name.removesuffix('_median')}_n"))
+                return Estimate(source[name], source.get(f"{name}_ci"), n)
+        return Estimate(None)
+
+
+def view_of(result: Result) -> View:
+    """The view of a result file."""
+    records = result.requests
+    pairs = [pair for pair in pairs_of(records) if not pair.errored and not pair.contaminated]
+    judged = measured(records)
+    return View(
+        result=result,
+        aggregate=aggregate(records) if records else result.aggregate,
+        by_transform=by_transform(records) if records else result.by_transform,
+        paired=(paired(records) if pairs else None) or result.paired or {},
+        points=tuple(point for pair in pairs if not pair.cold.negative_control for point in _point(pair)),
+        negatives=tuple(point for pair in pairs if pair.cold.negative_control for point in _point(pair)),
+        negative_records=tuple(record for record in judged if record.negative_control),
+        closeness=_closeness(pairs, judged),
+        kl=tuple(
+            (record.item_id, record.transform, record.cold_kl_topk)
+            for record in judged
+            if record.cold_kl_topk is not None and record.backend_confirmed_tokens
+        ),
+        rerun_f1=_mean([record for record in records if record.arm == "rerun"], "cold_f1"),
+        worst=_worst(judged, {pair.warm.item_id: pair.cold for pair in pairs}),
+    )
+
+
+def speedup_of(points: Sequence[Point]) -> Estimate:
+    """The median speed-up of some pairs, with documents drawn whole."""
+    values, clusters = [point.speedup for point in points], [point.cluster for point in points]
+    return Estimate(median(values), bootstrap_median(clusters, values), len(values))
+
+
+def noise_band(view: View) -> tuple[float, float] | None:
+    """The spread of cold against cold again: a speed-up inside it is none."""
+    low, high = view.paired.get("rerun_ttft_ratio_p05"), view.paired.get("rerun_ttft_ratio_p95")
+    return None if low is None or high is None else (low, high)
+
+
+def grouped(points: Sequence[Point]) -> dict[str, list[Point]]:
+    groups: dict[str, list[Point]] = {}
+    for point in points:
+        groups.setdefault(point.transform, []).append(point)
+    return groups
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    return percentile(values, share) or 0.0
+
+
+def _point(pair: Pair) -> list[Point]:
+    cold, warm = pair.cold, pair.warm
+    if (
+        cold.ttft_ms is None
+        or warm.ttft_ms is None
+        or cold.prompt_tokens is None
+        or min(cold.ttft_ms, warm.ttft_ms) <= 0
+    ):
+        return []
+    confirmed = warm.backend_confirmed_tokens
+    return [
+        Point(cold.item_id, cold.transform, cold.prompt_tokens, cold.ttft_ms, warm.ttft_ms, confirmed, pair.cluster)
+    ]
+
+
+def _closeness(pairs: Sequence[Pair], judged: Sequence[RequestRecord]) -> tuple[Closeness, ...]:
+    """By transform; where nothing was paired, only the gold scores of what was run."""
+    colds: dict[str, list[RequestRecord]] = {}
+    for pair in pairs:
+        colds.setdefault(pair.cold.transform, []).append(pair.cold)
+    warms: dict[str, list[RequestRecord]] = {}
+    for record in judged:
+        warms.setdefault(record.transform, []).append(record)
+    found = [
+        Closeness(
+            name,
+            _mean(group, "cold_f1"),
+            _mean(colds.get(name, ()), "quality_score").value,
+            _mean(group, "quality_score").value,
+        )
+        for name, group in warms.items()
+    ]
+    return tuple(row for row in found if row.f1.value is not None or row.gold_warm is not None)
+
+
+def _mean(records: Sequence[RequestRecord], attribute: str) -> Estimate:
+    known = [(float(value), r.cluster) for r in records if (value := getattr(r, attribute)) is not None]
+    values = [value for value, _ in known]
+    return Estimate(mean(values), bootstrap_mean([name for _, name in known], values), len(values))
+
+
+def _worst(judged: Sequence[RequestRecord], colds: Mapping[str, RequestRecord]) -> tuple[Worst, ...]:
+    """The gravest first: wrong in itself before merely far, far before slow."""
+    ranked = []
+    for record in judged:
+        cold = colds.get(record.item_id)
+        weight, reasons = _gravity(record, cold)
+        if reasons:
+            ranked.append((weight, record.item_id, Worst(record, cold, tuple(reasons))))
+    return tuple(row for _, _, row in sorted(ranked, key=lambda row: (-row[0], row[1]))[:WORST])
+
+
+def _gravity(record: RequestRecord, cold: RequestRecord | None) -> tuple[float, list[str]]:
+    confirmed = record.backend_confirmed_tokens or 0
+    findings: list[tuple[float, str]] = []
+    if record.cross_tenant and confirmed:
+        findings.append((1000, "reuse across tenants"))
+    if record.donor_fact_answered:
+        findings.append((900, "states the donor's fact"))
+    if record.negative_control and confirmed:
+        findings.append((800, "reuse on an unrelated pair"))
+    findings += [(700, line) for line in record.contradictions]
+    if record.wrong_tokens:
+        findings.append((600, f"{record.wrong_tokens} tokens called equal are not"))
+    if record.error is not None:
+        findings.append((500, f"error: {record.error}"))
+    kl, f1 = record.cold_kl_topk, record.cold_f1
+    if confirmed and kl is not None and kl > FALSE_SAFE_KL:
+        findings.append((300 + min(kl, 50), f"false safe: KL {kl:.3f}"))
+    if confirmed and f1 is not None and f1 < FALSE_SAFE_F1:
+        findings.append((300 + 50 * (1 - f1), f"false safe: F1 {f1:.2f} against cold"))
+    if record.quality_pass is False and (cold is None or cold.quality_pass):
+        findings.append((100, "fails against the gold answer" + (", cold passed" if cold else "")))
+    if cold is not None and cold.ttft_ms and record.ttft_ms and record.ttft_ms > cold.ttft_ms * 1.1:
+        findings.append(
+            (10 + min(record.ttft_ms / cold.ttft_ms, 80), f"{record.ttft_ms / cold.ttft_ms:.2f}× slower than cold")
+        )
+    return sum(weight for weight, _ in findings), [words for _, words in findings]

@@ -1,0 +1,218 @@
+"""How good an answer is: against the gold answers, and against what the same prompt said cold.
+
+Every score lies in [0, 1] and higher is better, except `kl_topk` (nats, 0 is equal), `first_divergence` (a position)
+and `ppl_ratio` (1 is equal). None means that there was nothing to compare, which is not zero.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+QUALITY_THRESHOLD = 0.60
+
+_ARTICLES = frozenset({"a", "an", "the"})
+_STOP_WORDS = (
+    _ARTICLES
+    | frozenset(
+        ("and", "or", "of", "to", "in", "on", "at", "by", "for", "with", "from", "as", "is", "are", "was", "were", "be")
+    )
+    | frozenset(("been", "it", "its", "this", "that", "these", "those"))
+)
+# Scripts that write no spaces count by character: a whole sentence would be one word otherwise.
+_WORD = re.compile(r"[぀-ヿ㐀-䶿一-鿿가-힣]|[^\W_぀-ヿ㐀-䶿一-鿿가-힣]+")
+_SUFFIXES = ("ingly", "edly", "ing", "ies", "ed", "es", "ly", "s")
+_SHORTEST_STEM = 3
+
+TopLogprobs = Sequence[Mapping[str, float]]
+
+
+def words(text: str) -> list[str]:
+    """Lower-cased words without punctuation and articles.
+
+    >>> words("The Ferry, at 9:30!")
+    ['ferry', 'at', '9', '30']
+    """
+    plain = unicodedata.normalize("NFKC", text).casefold()
+    return [word for word in _WORD.findall(plain) if word not in _ARTICLES]
+
+
+def token_f1(prediction: str, reference: str) -> float:
+    """Harmonic mean of the precision and the recall of words, each counted as often as it occurs.
+
+    >>> round(token_f1("at nine sharp", "nine"), 2)
+    0.5
+    """
+    return _f1(words(prediction), words(reference))
+
+
+def exact_match(prediction: str, reference: str) -> float:
+    """1.0 where both say the same words in the same order."""
+    return float(words(prediction) == words(reference))
+
+
+def rouge_l(prediction: str, reference: str) -> float:
+    """F-measure of the longest common subsequence of words.
+
+    >>> rouge_l("the ferry leaves at nine", "ferry leaves at nine")
+    1.0
+    """
+    said, wanted = words(prediction), words(reference)
+    if not said or not wanted:
+        return float(said == wanted)
+    common = _longest_common_subsequence(said, wanted)
+    return 2 * common / (len(said) + len(wanted))
+
+
+def edit_similarity(prediction: str, reference: str) -> float:
+    """1 - Levenshtein distance / longer length, over characters: the measure for code.
+
+    >>> edit_similarity("return x", "return y")
+    0.875
+    """
+    if not prediction and not reference:
+        return 1.0
+    return 1.0 - _levenshtein(prediction, reference) / max(len(prediction), len(reference))
+
+
+def answer_recall(prediction: str, answers: Sequence[str]) -> float | None:
+    """The quality score: the largest share of a gold answer's words that the prediction contains, stemmed lightly.
+
+    >>> answer_recall("It was registered in Bergen.", ["registering in Bergen", "Oslo"])
+    1.0
+    """
+    said = Counter(_stem(word) for word in words(prediction))
+    best: float | None = None
+    for answer in answers:
+        wanted = Counter(_stem(word) for word in _content_words(answer))
+        if not wanted:
+            continue
+        share = sum((said & wanted).values()) / sum(wanted.values())
+        best = share if best is None else max(best, share)
+    return best
+
+
+def best_of(score: Callable[[str, str], float], prediction: str, answers: Sequence[str]) -> float | None:
+    """The best score against any gold answer; None where there is none."""
+    return max((score(prediction, answer) for answer in answers), default=None)
+
+
+def says(text: str, fact: str) -> bool:
+    """Whether the words of ``fact`` stand in ``text`` one after the other.
+
+    >>> says("The code is KX-42, sir", "kx 42"), says("KX-421", "KX-42")
+    (True, False)
+    """
+    wanted, said = words(fact), words(text)
+    return bool(wanted) and any(
+        said[start : start + len(wanted)] == wanted for start in range(len(said) - len(wanted) + 1)
+    )
+
+
+def first_divergence(cold: Sequence[object], warm: Sequence[object]) -> int | None:
+    """Position of the first token that differs; None where both are the same to the end.
+
+    >>> first_divergence([1, 2, 3], [1, 2, 4]), first_divergence([1], [1, 2]), first_divergence([1], [1])
+    (2, 1, None)
+    """
+    for position, (left, right) in enumerate(zip(cold, warm, strict=False)):
+        if left != right:
+            return position
+    return None if len(cold) == len(warm) else min(len(cold), len(warm))
+
+
+def kl_topk(cold: TopLogprobs, warm: TopLogprobs, same_until: int | None = None) -> float | None:
+    """Mean KL(cold || warm) in nats over the positions that both answered from the same context.
+
+    Only the likeliest tokens are known; what is left of the mass counts as one further token, so the value is a lower
+    bound. Positions behind ``same_until`` (the first differing token) continue different texts and say nothing.
+    """
+    count = min(len(cold), len(warm))
+    if same_until is not None:
+        count = min(count, same_until + 1)
+    parts = [_kl(cold[at], warm[at]) for at in range(count) if cold[at] and warm[at]]
+    return float(np.mean(parts)) if parts else None
+
+
+def ppl_ratio(cold: Sequence[float], warm: Sequence[float], same_until: int | None = None) -> float | None:
+    """Perplexity of the warm answer over the cold one's, on the tokens that both said (log-probabilities in).
+
+    >>> round(ppl_ratio([-1.0, -1.0], [-1.5, -1.5]), 3)
+    1.649
+    """
+    count = min(len(cold), len(warm)) if same_until is None else min(len(cold), len(warm), same_until)
+    if count == 0:
+        return None
+    return math.exp(min(float(np.mean(cold[:count])) - float(np.mean(warm[:count])), 700.0))
+
+
+def _f1(said: Sequence[str], wanted: Sequence[str]) -> float:
+    if not said or not wanted:
+        return float(list(said) == list(wanted))
+    common = sum((Counter(said) & Counter(wanted)).values())
+    return 2 * common / (len(said) + len(wanted))
+
+
+def _content_words(text: str) -> list[str]:
+    """Words that carry the answer; an answer of stop words alone ("it is") keeps them."""
+    found = words(text)
+    return [word for word in found if word not in _STOP_WORDS] or found
+
+
+def _stem(word: str) -> str:
+    for suffix in _SUFFIXES:
+        if word.endswith(suffix) and len(word) - len(suffix) >= _SHORTEST_STEM:
+            return word[: -len(suffix)]
+    return word[:-1] if word.endswith("e") and len(word) > _SHORTEST_STEM + 1 else word
+
+
+def _longest_common_subsequence(left: Sequence[str], right: Sequence[str]) -> int:
+    """Bit-parallel: one integer holds a row of the table."""
+    places: dict[str, int] = {}
+    for at, word in enumerate(left):
+        places[word] = places.get(word, 0) | 1 << at
+    row, full = 0, (1 << len(left)) - 1
+    for word in right:
+        union = row | places.get(word, 0)
+        shifted = row << 1 | 1
+        row = union & ~(union - shifted) & full
+    return row.bit_count()
+
+
+def _levenshtein(left: str, right: str) -> int:
+    if len(left) < len(right):
+        left, right = right, left
+    previous = np.arange(len(right) + 1)
+    codes = np.frombuffer(right.encode("utf-32-le"), dtype=np.uint32)
+    steps = np.arange(len(right) + 1)
+    for at, character in enumerate(left, start=1):
+        replaced = previous[:-1] + (codes != ord(character))
+        current = np.concatenate(([at], np.minimum(replaced, previous[1:] + 1)))
+        # insertions run along the row: a running minimum of value - position, position added back
+        previous = np.minimum.accumulate(current - steps) + steps
+    return int(previous[-1])
+
+
+def _kl(cold: Mapping[str, float], warm: Mapping[str, float]) -> float:
+    floor = 1e-9
+    rest_cold = max(1.0 - sum(math.exp(value) for value in cold.values()), 0.0)
+    shared = {token: math.exp(warm[token]) for token in cold if token in warm}
+    rest_warm = max(1.0 - sum(math.exp(value) for value in warm.values()), floor)
+    # What warm's list does not name is at most as likely as its last entry, and no likelier than what is left.
+    unknown = min(min((math.exp(value) for value in warm.values()), default=floor), rest_warm)
+    total, rest = 0.0, max(1.0 - sum(shared.values()), floor)
+    for token, value in cold.items():
+        share = math.exp(value)
+        other = shared.get(token)
+        if other is None:
+            other = max(unknown, floor)
+            rest = max(rest - other, floor)
+        total += share * (value - math.log(max(other, floor)))
+    if rest_cold > floor:
+        total += rest_cold * (math.log(rest_cold) - math.log(rest))
+    return max(total, 0.0)

@@ -1,0 +1,245 @@
+"""`SemBlendConnectorV1`: what vLLM loads. A facade: every hook is one call into a half, and none of them raises.
+
+vLLM makes one object in the scheduler's process and one in each worker's; a half exists only where its role is. A hook
+that fails says so in the log and in an event, and answers as if there were no connector.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from semblend.confirm.metrics import make_metrics
+from semblend.errors import SemBlendError
+from semblend.integration.vllm import metrics as telemetry
+from semblend.integration.vllm.model_access import StockModel, model_of_caller
+from semblend.integration.vllm.orders import Orders, Report
+from semblend.integration.vllm.scheduler_half import SchedulerHalf
+from semblend.integration.vllm.settings import connector_settings
+from semblend.integration.vllm.start import engine_facts, make_semblend, quality_settings, refusal
+from semblend.integration.vllm.worker_half import WorkerHalf
+
+log = logging.getLogger("vllm.semblend")
+Answer = TypeVar("Answer")
+
+
+@dataclass
+class OrdersMetadata(KVConnectorMetadata):
+    """A step's orders on their way to the workers."""
+
+    orders: Orders
+
+
+@dataclass
+class ReportMetadata(KVConnectorWorkerMetadata):
+    """A step's reports on their way to the scheduler."""
+
+    report: Report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, ReportMetadata), "all ranks run the same connector"
+        return ReportMetadata(self.report.merged(other.report))
+
+
+@dataclass
+class SemBlendStats(KVConnectorStats):
+    """What our metrics were told, as data that crosses processes."""
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        return SemBlendStats(data=telemetry.merged(self.data, other.data))
+
+    def reduce(self) -> dict[str, int | float]:
+        return telemetry.summary(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class SemBlendPromMetrics(KVConnectorPromMetrics):
+    """In the API server: counts into the registry that vLLM exposes."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._metrics = make_metrics(True)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        del engine_idx
+        telemetry.replay(transfer_stats_data, self._metrics)
+
+
+class SemBlendConnectorV1(KVConnectorBase_V1):
+    """Non-prefix KV reuse in stock vLLM; see `semblend.integration.vllm`."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._settings = connector_settings(self._kv_transfer_config.kv_connector_extra_config or {})
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        self._tally: telemetry.Tally | None = None
+        self._served: list[str] = []  # told back even where there is no worker half, or receipts would wait forever
+        if role is KVConnectorRole.SCHEDULER:
+            # vLLM reads this after it has made us. Its default fails requests whose blocks a connector could not fill.
+            self._kv_transfer_config.kv_load_failure_policy = "recompute"
+            semblend, self._tally = make_semblend(self._settings)
+            facts = engine_facts(vllm_config, kv_cache_config, vllm.__version__)
+            self._scheduler = SchedulerHalf(facts, self._settings, semblend)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a donor that was not captured is a donor less, no more
+
+    # -- scheduler -------------------------------------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._scheduler is not None:
+            self._scheduler.manager = kv_cache_manager
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        half = self._half
+        tokens = self._safely("lookup", lambda: half.matched(request, num_computed_tokens), 0, request)
+        return tokens, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        # Not guarded: were this to fail after a claim, the load would be lost and the blocks hold nothing.
+        self._half.allocated(request, list(blocks.get_block_ids()[0]), num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        half, everything = self._half, (0, num_external_tokens)
+        told = self._safely("sources", lambda: half.hit_sources(request.request_id, num_external_tokens), everything)
+        reused, computed = told
+        sources = {CacheHitSource.HOST: reused, CacheHitSource.EXTERNAL_UNSPECIFIED: computed}
+        return {source: tokens for source, tokens in sources.items() if tokens}
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return OrdersMetadata(self._half.orders(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        found = getattr(connector_output, "kv_connector_worker_meta", None)
+        if isinstance(found, ReportMetadata):
+            self._safely("report", lambda: self._half.reported(found.report), None)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        del block_ids
+        receipt = self._safely("receipt", lambda: self._half.finished(request.request_id), None)
+        if receipt is None or not self._settings.receipts:
+            return False, None
+        return False, {"semblend": receipt.to_dict()}
+
+    def reset_cache(self) -> bool | None:
+        return self._safely("reset", lambda: self._half.reset(), False)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        data = self._tally.take() if self._tally is not None else {}
+        return SemBlendStats(data=data) if data else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return SemBlendStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **named: Any) -> KVConnectorPromMetrics:
+        return SemBlendPromMetrics(*args, *named.values())
+
+    # -- worker ----------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        config, caches = self._vllm_config, self._kv_cache_config
+        if refusal(config, caches, vllm.__version__) is not None:
+            return  # the scheduler half has said so
+        try:
+            model = StockModel(model_of_caller(), config, caches, kv_caches, self._quiet)
+            self._worker = WorkerHalf(
+                model,
+                quality_settings(self._settings, config),
+                host_bytes=self._settings.donor_host_bytes,
+                device_bytes=self._settings.donor_device_bytes,
+            )
+        except SemBlendError as error:  # without a worker half nothing is captured, so nothing is ever claimed
+            log.warning("SemBlend reuses nothing in this engine: %s", error)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        del forward_context, kwargs
+        if self._worker is not None:
+            self._worker.load(self._orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are complete before the forward pass begins."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Donors are captured whole, after the forward pass."""
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.capture(self._orders)
+        else:
+            self._served += self._orders.served
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_invalid_blocks() if self._worker is not None else set()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        if self._worker is not None:
+            report = self._worker.take_report()
+        else:
+            report, self._served = Report(served=self._served) if self._served else None, []
+        return None if report is None else ReportMetadata(report)
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.semblend.close()
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _half(self) -> SchedulerHalf:
+        assert self._scheduler is not None, "vLLM calls scheduler hooks on the scheduler's object only"
+        return self._scheduler
+
+    @property
+    def _orders(self) -> Orders:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, OrdersMetadata), "made by build_connector_meta"
+        return metadata.orders
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """While our own passes run, vLLM must not call back for their layers."""
+        kept = self._get_connector_metadata()
+        self.clear_connector_metadata()
+        try:
+            yield
+        finally:
+            self.bind_connector_metadata(kept)
+
+    def _safely(self, where: str, work: Callable[[], Answer], instead: Answer, request: Any = None) -> Answer:
+        """The border to vLLM's scheduler: a failure of ours costs reuse, never the request."""
+        try:
+            return work()
+        except Exception as error:
+            request_id = getattr(request, "request_id", "")
+            log.warning("SemBlend: %s failed for %s", where, request_id, exc_info=True)
+            self._half.failed(where, f"{type(error).__name__}: {error}", request_id)
+            if request is not None:
+                self._half.give_up(request)
+            return instead

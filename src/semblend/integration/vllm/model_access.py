@@ -1,0 +1,155 @@
+"""The stock model and its cache, reached from inside a connector, as our blender wants them.
+
+vLLM hands a connector the cache tensors and nothing else. The model is found where the call comes from: the runner that
+registers its caches holds it. It is then called as the runner calls it, on the rows we choose, inside a forward context
+of our own: one pseudo request for each unbroken run of positions, all with the prompt's block table. To the attention
+backend that is ordinary chunked prefill. Watching a pass is done by hooks on the attention modules, put on for that
+pass only, so that compiled graphs never see them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from semblend.errors import SemBlendError
+from semblend.integration.adapter import EngineRows, ModelSpec, PagedPool
+from semblend.integration.vllm.cache_layout import IndexedLayout, probed
+from semblend.materialize.layout import KvLayout
+from semblend.materialize.rope import RopeSpec
+
+Quiet = Callable[[], Any]
+"""Makes a context in which the connector's own layer hooks do nothing."""
+
+
+def model_of_caller() -> Any:
+    """The ``model`` of the runner that called our hook, however many frames up it is."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(getattr(owner, "model", None), torch.nn.Module):
+            return owner.model  # type: ignore[union-attr]
+        frame = frame.f_back
+    raise SemBlendError("the model runner was not found among the callers", hint="is this vLLM version supported?")
+
+
+class StockModel:
+    """The engine's own model over rows of one prompt; a `Stack` of `semblend.integration.adapter`."""
+
+    def __init__(self, model: Any, vllm_config: Any, kv_cache_config: Any, caches: Mapping[str, Tensor], quiet: Quiet):
+        group = kv_cache_config.kv_cache_groups[0]
+        self._model, self._config, self._quiet = model, vllm_config, quiet
+        self._names = [name for name in group.layer_names if name in caches]
+        self._caches = [caches[name] for name in self._names]
+        self._kv_spec = group.kv_cache_spec
+        self._builder: Any = None
+        self.block_tokens: int = group.kv_cache_spec.block_size
+        self.device: torch.device = self._caches[0].device
+        self.spec = ModelSpec(RopeSpec.from_hf_config(rope_config(vllm_config)))
+
+    @property
+    def layers(self) -> list[Any]:
+        """The attention modules, bottom up."""
+        known = self._config.compilation_config.static_forward_context
+        return [known[name] for name in self._names]
+
+    def layout(self) -> KvLayout | IndexedLayout:
+        """Where KV lies; asks the backend, so its builder must exist."""
+        self._made_builder()
+        layer = self.layers[0]
+
+        def write(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
+            layer.impl.do_kv_cache_update(layer, k, v, cache, slots)
+
+        return probed(self._caches, self.block_tokens, layer.num_kv_heads, layer.head_size, write)
+
+    @torch.inference_mode()
+    def forward(self, rows: EngineRows, pool: PagedPool, observer: Any = None) -> Tensor:
+        from vllm.forward_context import set_forward_context
+
+        metadata = self._made_builder().build(0, self._common(rows))
+        by_layer = dict.fromkeys(self._names, metadata)
+        slots = dict.fromkeys(self._names, rows.slots)
+        with (
+            self._quiet(),
+            self._watched(rows, pool, observer),
+            set_forward_context(by_layer, self._config, num_tokens=len(rows), slot_mapping=slots, skip_compiled=True),
+        ):
+            hidden: Tensor = self._model(
+                input_ids=rows.tokens.to(torch.int32),
+                positions=rows.positions,
+                intermediate_tensors=None,
+                inputs_embeds=None,
+            )
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        found: Tensor = self._model.compute_logits(hidden)
+        return found
+
+    def _made_builder(self) -> Any:
+        if self._builder is None:
+            backend = self.layers[0].get_attn_backend()
+            make = backend.get_builder_cls()
+            self._builder = make(self._kv_spec, self._names, self._config, self.device)
+        return self._builder
+
+    def _common(self, rows: EngineRows) -> Any:
+        """One pseudo request a run: its queries are the run, its context everything before the run's end."""
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        lengths = torch.tensor([end - start for start, end in rows.runs], dtype=torch.int32)
+        starts = torch.cat((torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)))
+        ends = torch.tensor([end for _, end in rows.runs], dtype=torch.int32)
+        blocks = rows.context[:: self.block_tokens] // self.block_tokens
+        table = blocks.to(torch.int32).repeat(len(lengths), 1).contiguous()
+        return CommonAttentionMetadata(
+            query_start_loc=starts.to(self.device),
+            query_start_loc_cpu=starts,
+            seq_lens=ends.to(self.device),
+            num_reqs=len(lengths),
+            num_actual_tokens=len(rows),
+            max_query_len=int(lengths.max()),
+            max_seq_len=int(ends.max()),
+            block_table_tensor=table,
+            slot_mapping=rows.slots,
+            causal=True,
+            positions=rows.positions,
+            seq_lens_cpu_upper_bound=ends,
+        )
+
+    @contextmanager
+    def _watched(self, rows: EngineRows, pool: PagedPool, observer: Any) -> Iterator[None]:
+        """An observer's two calls a layer: before attention (KV not written yet), and after it (written)."""
+        with ExitStack() as hooks:
+            if observer is not None:
+                for number, layer in enumerate(self.layers):
+                    for handle in _hooks(number, layer, rows, pool, observer):
+                        hooks.callback(handle.remove)
+            yield
+
+
+def _hooks(number: int, layer: Any, rows: EngineRows, pool: PagedPool, observer: Any) -> tuple[Any, Any]:
+    def before(_: Any, args: tuple[Tensor, ...]) -> None:
+        _, key, value = args[:3]
+        shape = (-1, layer.num_kv_heads, layer.head_size)
+        observer.before_write(number, key.view(shape), value.view(shape), rows, pool)
+
+    def after(_: Any, args: tuple[Tensor, ...], __: Any) -> None:
+        observer.on_layer(number, args[0].view(-1, layer.num_heads, layer.head_size), rows, pool)
+
+    return layer.register_forward_pre_hook(before), layer.register_forward_hook(after)
+
+
+def rope_config(vllm_config: Any) -> dict[str, Any]:
+    """The model's configuration as our rotation reads it."""
+    config = vllm_config.model_config.hf_text_config
+    found: dict[str, Any] = config.to_dict()
+    return found

@@ -1,0 +1,109 @@
+"""What the scheduler half tells the worker half each step, and what comes back. Plain values: they cross processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from semblend.plan.reuse_plan import DeclineReason
+from semblend.span import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Fill positions ``exact_tokens`` … ``claim_end`` of a prompt that lies in ``block_ids``.
+
+    ``tokens`` and ``spans`` reach to ``plan_tokens``: in mode balanced that is one further than the claim, because the
+    gate wants the next-token distribution. Generations in ``spans`` are the worker's.
+    """
+
+    request_id: str
+    tokens: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    exact_tokens: int
+    claim_end: int
+    spans: tuple[Span, ...]
+    mode: str
+
+    @property
+    def plan_tokens(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """Copy the KV of a prompt that was computed exactly, after this step's forward pass."""
+
+    donor_id: str
+    generation: int
+    tokens: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Orders:
+    """One step. ``served``: requests whose prompt is complete with this step; they come back in the report."""
+
+    loads: list[Load] = field(default_factory=list)
+    captures: list[Capture] = field(default_factory=list)
+    drops: list[tuple[str, int]] = field(default_factory=list)
+    served: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.loads or self.captures or self.drops or self.served)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What became of a `Load`; tokens add up to ``plan_tokens`` of it.
+
+    ``reason`` is set when no donor KV is in the prompt: the worker computed all of it then, or, when ``failed``, could
+    not and vLLM computes it.
+    """
+
+    request_id: str
+    exact_tokens: int = 0
+    reused_tokens: int = 0
+    recomputed_tokens: int = 0
+    prefill_tokens: int = 0
+    risk: float | None = None
+    escalations: int = 0
+    canary: float | None = None
+    load_ms: float | None = None
+    compute_ms: float | None = None
+    reason: DeclineReason | None = None
+    detail: str = ""
+    failed: bool = False
+
+
+@dataclass(slots=True)
+class Report:
+    """One step of one rank, or of several when merged: a donor counts as captured when every rank has it."""
+
+    loaded: dict[str, Loaded] = field(default_factory=dict)
+    captured: set[tuple[str, int]] = field(default_factory=set)
+    not_captured: set[tuple[str, int]] = field(default_factory=set)
+    evicted: set[tuple[str, int]] = field(default_factory=set)
+    served: list[str] = field(default_factory=list)
+    errors: list[tuple[str, str, str]] = field(default_factory=list)
+    donor_bytes: dict[str, int] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.loaded or self.captured or self.not_captured or self.evicted or self.served or self.errors)
+
+    def merged(self, other: Report) -> Report:
+        """Both ranks' word: the worse load, the donors that both hold."""
+        loaded = dict(self.loaded)
+        for request_id, theirs in other.loaded.items():
+            ours = loaded.get(request_id)
+            loaded[request_id] = theirs if ours is None or theirs.reused_tokens < ours.reused_tokens else ours
+        missing = self.not_captured | other.not_captured | (self.captured ^ other.captured)
+        used = {tier: self.donor_bytes.get(tier, 0) + size for tier, size in other.donor_bytes.items()}
+        return Report(
+            loaded,
+            (self.captured & other.captured) - missing,
+            missing,
+            self.evicted | other.evicted,
+            list(dict.fromkeys((*self.served, *other.served))),
+            self.errors + other.errors,
+            {**self.donor_bytes, **used},
+        )

@@ -1,0 +1,42 @@
+"""What a request asks of us, and whether it is of a kind that we can serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from semblend.config import QUALITY_MODES
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """``kv_transfer_params={"semblend": {"opt_out": true, "quality": "fast"}}`` of a request."""
+
+    opt_out: bool = False
+    quality: str | None = None
+
+
+def asked_for(request: Any) -> Asked:
+    """What the request says about itself; anything unknown in there is ignored, it must not fail an answer."""
+    given = (getattr(request, "kv_transfer_params", None) or {}).get("semblend")
+    if not isinstance(given, dict):
+        return Asked()
+    quality = given.get("quality")
+    return Asked(given.get("opt_out") is True, quality if quality in QUALITY_MODES else None)
+
+
+def declined_request(request: Any) -> str | None:
+    """Why this request is computed without us, in one line; None for plain text generation."""
+    if getattr(request, "pooling_params", None) is not None:
+        return "a pooling request has no next token to check"
+    if getattr(request, "prompt_embeds", None) is not None:
+        return "prompt embeddings have no tokens to compare"
+    if getattr(request, "mm_features", None):
+        return "multimodal tokens stand for inputs that token ids do not show"
+    if getattr(request, "lora_request", None) is not None:
+        return "a LoRA adapter is bound to the rows of vLLM's own batch"
+    if getattr(request, "skip_reading_prefix_cache", False):
+        return "the request wants every token computed (prompt logprobs)"
+    if getattr(request, "resumable", False):
+        return "a streaming-input session grows while it runs"
+    return None

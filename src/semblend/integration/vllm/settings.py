@@ -1,0 +1,73 @@
+"""Settings of the connector: every SEMBLEND_* setting, and a few that only an engine's worker has.
+
+All of them may stand in ``kv_connector_extra_config``, under the name of the setting (``quality``) or of its variable
+(``SEMBLEND_QUALITY``). They win over the environment, which wins over the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from semblend.config import GIB, SETTINGS, SemBlendConfig, load_config
+from semblend.errors import ConfigError
+
+
+def _setting(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorSettings:
+    """How the connector behaves; ``config`` holds what the library reads."""
+
+    config: SemBlendConfig = field(default_factory=SemBlendConfig)
+    donor_host_bytes: int = _setting(4 * GIB, "Host memory for donor KV, per rank.")
+    donor_device_bytes: int = _setting(0, "Accelerator memory for donor KV, per rank; 0 = host only.")
+    donor_min_new_tokens: int = _setting(
+        32, "A prompt of which fewer tokens were computed (the rest was an exact hit) is not kept as a donor."
+    )
+    latency_budget_ms: float = _setting(
+        0.0, "A request's whole preparation may take this long; then it is prefilled at once. 0 = no limit."
+    )
+    thresholds: str = _setting("", "File of quality thresholds (`semblend calibrate`); empty = by the model's name.")
+    receipts: bool = _setting(True, "Put the receipt into kv_transfer_params of the response.")
+
+    def __post_init__(self) -> None:
+        for name in ("donor_host_bytes", "donor_device_bytes", "donor_min_new_tokens", "latency_budget_ms"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+                raise ConfigError(f"{name}={value!r} is not a number of 0 or more", hint="see docs/guides/vllm.md")
+        if not isinstance(self.receipts, bool) or not isinstance(self.thresholds, str):
+            raise ConfigError("receipts is true or false, thresholds is a path", hint="see docs/guides/vllm.md")
+
+
+def connector_settings(extra: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> ConnectorSettings:
+    """The settings from ``kv_connector_extra_config`` over environment and file.
+
+    >>> connector_settings({"SEMBLEND_QUALITY": "fast", "min_span_tokens": 64}, {}).config.quality
+    'fast'
+    """
+    variables = {setting.variable: setting for setting in SETTINGS}
+    names = {setting.name for setting in SETTINGS}
+    own = {f.name for f in fields(ConnectorSettings)} - {"config"}
+    library: dict[str, Any] = {}
+    connector: dict[str, Any] = {}
+    for key, value in extra.items():
+        name = variables[key].name if key in variables else key
+        if name in names:
+            library[name] = _parsed(name, value)
+        elif name in own:
+            connector[name] = value
+        else:
+            raise ConfigError(f"unknown setting {key!r} in kv_connector_extra_config", hint="see docs/guides/vllm.md")
+    return ConnectorSettings(config=load_config(environ, **library), **connector)
+
+
+def _parsed(name: str, value: Any) -> Any:
+    """A string as a variable would hold it becomes the setting's type; JSON's own types stay."""
+    if not isinstance(value, str):
+        return value
+    variable = next(setting.variable for setting in SETTINGS if setting.name == name)
+    return getattr(load_config({variable: value}), name)

@@ -1,0 +1,92 @@
+"""Start-up: what the engine is, whether we can work in it, and the objects of each half."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from semblend.confirm.events import Event
+from semblend.confirm.log_lines import format_line
+from semblend.confirm.sinks import CallbackSink
+from semblend.facade import SemBlend
+from semblend.integration.vllm.metrics import Tally
+from semblend.integration.vllm.model_access import rope_config
+from semblend.integration.vllm.scheduler_half import EngineFacts
+from semblend.integration.vllm.settings import ConnectorSettings
+from semblend.integration.vllm.versions import Evidence, support
+from semblend.materialize.quality import QualitySettings
+from semblend.materialize.rope import refusal as rope_refusal
+from semblend.materialize.thresholds import Thresholds, thresholds_for
+from semblend.prompt import Namespace
+
+log = logging.getLogger("vllm.semblend")
+
+
+def engine_facts(vllm_config: Any, kv_cache_config: Any, version: str) -> EngineFacts:
+    """What does not change while this engine runs; its ``refusal`` is logged once, here."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    why = refusal(vllm_config, kv_cache_config, version)
+    if why:
+        log.warning("SemBlend reuses nothing in this engine: %s", why)
+    namespace = Namespace(
+        model=str(model.model),
+        revision=str(model.revision or ""),
+        tokenizer=str(model.tokenizer or ""),
+        kv_dtype=f"{model.dtype}/{cache.cache_dtype}",
+        rope=str(rope_config(vllm_config).get("rope_parameters") or ""),
+    )
+    hashed = getattr(cache, "hash_block_size", None) or cache.block_size
+    return EngineFacts(version, namespace, int(cache.block_size), int(hashed), why)
+
+
+def refusal(vllm_config: Any, kv_cache_config: Any, version: str) -> str | None:
+    """Why this engine cannot be served, in one line; None when it can."""
+    row = support(version)
+    parallel, groups = vllm_config.parallel_config, kv_cache_config.kv_cache_groups
+    if row.evidence is Evidence.NONE:
+        return row.note
+    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size != 1:
+        return "tensor and pipeline parallel engines are not supported yet: every rank must decide alike"
+    if getattr(parallel, "decode_context_parallel_size", 1) != 1:
+        return "context parallel engines keep a prompt's KV on several ranks"
+    if vllm_config.lora_config is not None:
+        return "LoRA binds adapters to the rows of vLLM's own batch, which our passes are not part of"
+    if vllm_config.speculative_config is not None:
+        return "a draft model has KV of its own, which donors do not hold"
+    if len(groups) != 1 or not _full_attention(groups[0].kv_cache_spec):
+        return "the model does not have one kind of full attention in all layers"
+    if str(vllm_config.cache_config.cache_dtype) not in ("auto", "float32", "float16", "bfloat16", "half"):
+        return f"a KV cache of type {vllm_config.cache_config.cache_dtype} cannot be moved"
+    return rope_refusal(rope_config(vllm_config))
+
+
+def _full_attention(spec: Any) -> bool:
+    windowed = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+    return type(spec).__name__ == "FullAttentionSpec" and not windowed
+
+
+def make_semblend(settings: ConnectorSettings) -> tuple[SemBlend, Tally]:
+    """The library, telling vLLM's log and, by way of vLLM, its metrics endpoint."""
+    tally = Tally()
+    semblend = SemBlend(settings.config, sinks=[CallbackSink(_log_line)], metrics=tally)
+    semblend.warm_up()
+    return semblend, tally
+
+
+def quality_settings(settings: ConnectorSettings, vllm_config: Any) -> QualitySettings:
+    """The gate's settings; a pass of ours is never larger than what vLLM has measured memory for."""
+    model = str(vllm_config.model_config.model)
+    thresholds = Thresholds.read(settings.thresholds) if settings.thresholds else thresholds_for(model)
+    return QualitySettings(
+        mode=settings.config.quality,
+        thresholds=thresholds,
+        latency_budget_ms=settings.latency_budget_ms,
+        seam_tokens=settings.config.seam_tokens,
+        chunk_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
+    )
+
+
+def _log_line(event: Event) -> None:
+    line = format_line(event, "vllm")
+    if line is not None:
+        log.info("%s", line)

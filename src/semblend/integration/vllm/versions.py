@@ -1,0 +1,42 @@
+"""Which vLLM versions this connector knows, and how it knows them. One table, read at start-up and by the docs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Evidence(StrEnum):
+    """How a version was looked at."""
+
+    RUN = "run"
+    STATIC = "static"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """One row of the table."""
+
+    version: str
+    evidence: Evidence
+    note: str
+
+
+SUPPORTED: tuple[Support, ...] = (
+    Support("0.32", Evidence.RUN, "tests/engines/vllm on a CPU, model runner V1, float32"),
+)
+
+
+def support(version: str) -> Support:
+    """The row of a version such as ``0.32.0+cpu``; evidence ``none`` where there is none.
+
+    >>> support("0.32.1").evidence, support("0.19.0").evidence
+    (<Evidence.RUN: 'run'>, <Evidence.NONE: 'none'>)
+    """
+    minor = ".".join(version.split("+")[0].split(".")[:2])
+    for row in SUPPORTED:
+        if row.version == minor:
+            return row
+    known = ", ".join(row.version for row in SUPPORTED)
+    return Support(minor, Evidence.NONE, f"vLLM {version} was never looked at; known: {known}")

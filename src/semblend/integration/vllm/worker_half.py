@@ -1,0 +1,180 @@
+"""The half that lives beside vLLM's worker: it copies donor KV out, and brings it back to other positions.
+
+    load      donor KV into the request's blocks, then what has to be computed, by the stock model, watched by the gate.
+              Whatever goes wrong, the request's blocks are filled by a plain pass over all its tokens; and if that
+              fails too, vLLM is told that the blocks are invalid and computes them itself
+    capture   after the step's forward pass: exact prompts become donors, in host memory, under a byte budget
+
+Nothing raises. What failed stands in the report.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from semblend.integration.adapter import EngineRows, Layout, PagedBlender, PagedPool, Stack, slots_of
+from semblend.integration.vllm.orders import Capture, Load, Loaded, Orders, Report
+from semblend.materialize.donor_kv import DonorKv
+from semblend.materialize.quality import Blended, Placed, QualitySettings
+from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
+
+log = logging.getLogger("vllm.semblend")
+
+
+class Engine(Stack, Protocol):
+    """A `Stack` that knows its pages."""
+
+    @property
+    def block_tokens(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    def layout(self) -> Layout: ...
+
+
+class WorkerHalf:
+    """See the module. The layout is asked for at the first use: the backend is not ready before."""
+
+    def __init__(self, engine: Engine, quality: QualitySettings, *, host_bytes: int, device_bytes: int = 0) -> None:
+        self._engine = engine
+        self._quality = quality
+        self.donor_kv = DonorKv(
+            device_bytes,
+            host_bytes,
+            on_evicted=self._on_evicted,
+            device_type=engine.device.type,
+            rope=engine.spec.rope,
+        )
+        self._pool: PagedPool | None = None
+        self._blenders: dict[str, PagedBlender] = {}
+        self._report = Report()
+        self._invalid: set[int] = set()
+
+    def load(self, orders: Orders) -> None:
+        """Before the step's forward pass."""
+        for donor_id, generation in orders.drops:
+            if self.donor_kv.holds(donor_id, generation):
+                self.donor_kv.drop(donor_id)
+        orders.drops = []  # a step calls us once before and, without loads, once after its forward pass
+        for load in orders.loads:
+            self._report.loaded[load.request_id] = self._loaded(load)
+        orders.loads = []
+
+    def capture(self, orders: Orders) -> None:
+        """After the step's forward pass."""
+        for order in orders.captures:
+            key = (order.donor_id, order.generation)
+            try:
+                self._captured(order)
+                self._report.captured.add(key)
+            except Exception as error:  # a donor less; the answer goes on
+                self._report.not_captured.add(key)
+                self._failed("capture", error, order.donor_id)
+        if orders.captures:
+            self._report.donor_bytes = dict(self.donor_kv.used_bytes)
+        self._report.served.extend(orders.served)
+        orders.captures, orders.served = [], []
+
+    def take_report(self) -> Report | None:
+        """What happened since the last call; None where nothing did."""
+        report, self._report = self._report, Report()
+        return report or None
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Blocks that neither donors nor a pass of ours could fill: vLLM computes them."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def close(self) -> None:
+        self.donor_kv.close()
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    @property
+    def pool(self) -> PagedPool:
+        if self._pool is None:
+            self._pool = PagedPool(self._engine.layout())
+        return self._pool
+
+    def _blender(self, mode: str) -> PagedBlender:
+        """In mode fast only vLLM needs the end of the prompt; the gate of mode balanced looks at it."""
+        if mode not in self._blenders:
+            quality = replace(self._quality, question_tokens=1) if mode == "fast" else self._quality
+            self._blenders[mode] = PagedBlender(self._engine, self.pool, self.donor_kv, quality)
+        return self._blenders[mode]
+
+    def _loaded(self, load: Load) -> Loaded:
+        try:
+            context = slots_of(load.block_ids, self._engine.block_tokens, load.plan_tokens, self._engine.device)
+            plan = ReusePlan(load.spans, load.plan_tokens, load.exact_tokens)
+            blended = self._blender(load.mode).prepare(Placed(list(load.tokens), context), plan, mode=load.mode)
+        except Exception as error:  # the blender itself does not raise; what is around it may
+            self._failed("materialize", error, load.request_id)
+            blended = Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}")
+        if isinstance(blended, Blended):
+            return _told(load, blended)
+        if blended.reason is DeclineReason.ERROR:
+            self._report.errors.append(("materialize", blended.detail, load.request_id))
+        return self._computed(load, blended)
+
+    def _computed(self, load: Load, why: Decline) -> Loaded:
+        """No donor KV after all: compute every claimed token, as vLLM would have."""
+        started = time.perf_counter()
+        failed = False
+        try:
+            context = slots_of(load.block_ids, self._engine.block_tokens, load.claim_end, self._engine.device)
+            tokens = torch.tensor(load.tokens[: load.claim_end], device=self._engine.device)
+            for start in range(load.exact_tokens, load.claim_end, self._quality.chunk_tokens):
+                at = torch.arange(
+                    start, min(start + self._quality.chunk_tokens, load.claim_end), device=self._engine.device
+                )
+                self._engine.forward(EngineRows.of(tokens[at], at, context), self.pool)
+        except Exception as error:  # the last resort is vLLM's own recomputation
+            failed = True
+            first = load.exact_tokens // self._engine.block_tokens
+            self._invalid.update(load.block_ids[first : -(-load.claim_end // self._engine.block_tokens)])
+            self._failed("fallback", error, load.request_id)
+        return Loaded(
+            load.request_id,
+            exact_tokens=load.exact_tokens,
+            prefill_tokens=load.plan_tokens - load.exact_tokens,
+            compute_ms=(time.perf_counter() - started) * 1e3,
+            reason=why.reason,
+            detail=why.detail,
+            failed=failed,
+        )
+
+    def _captured(self, order: Capture) -> None:
+        slots = slots_of(order.block_ids, self._engine.block_tokens, order.tokens, self._engine.device)
+        self.donor_kv.capture(order.donor_id, order.generation, self.pool, slots)
+
+    def _on_evicted(self, donor_id: str, generation: int, reason: str) -> None:
+        log.debug("donor %s left the worker: %s", donor_id, reason)
+        self._report.evicted.add((donor_id, generation))
+
+    def _failed(self, where: str, error: BaseException, request_id: str) -> None:
+        message = f"{type(error).__name__}: {error}".splitlines()[0]
+        log.warning("SemBlend: %s failed for %s: %s", where, request_id, message, exc_info=True)
+        self._report.errors.append((where, message, request_id))
+
+
+def _told(load: Load, blended: Blended) -> Loaded:
+    all_computed = blended.reused_tokens == 0
+    return Loaded(
+        load.request_id,
+        exact_tokens=blended.exact_tokens,
+        reused_tokens=blended.reused_tokens,
+        recomputed_tokens=blended.recomputed_tokens,
+        prefill_tokens=blended.prefill_tokens,
+        risk=blended.risk,
+        escalations=blended.escalations,
+        canary=blended.canary,
+        load_ms=blended.load_ms,
+        compute_ms=blended.compute_ms,
+        reason=DeclineReason.QUALITY_RISK if all_computed else None,
+        detail=f"all {blended.recomputed_tokens} donor tokens were computed after all" if all_computed else "",
+    )

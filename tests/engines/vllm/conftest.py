@@ -1,0 +1,196 @@
+"""One real vLLM engine on a CPU for all tests here, and eyes on both halves of the connector in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MODEL = os.environ.get("SEMBLEND_TEST_VLLM_MODEL", "")
+MODULE = "semblend.integration.vllm.connector_v1"
+POISON = 1000.0
+WORDS = [
+    "amber",
+    "basin",
+    "cedar",
+    "delta",
+    "ember",
+    "flint",
+    "grove",
+    "harbor",
+    "island",
+    "jungle",
+    "kettle",
+    "lantern",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = None
+    if importlib.util.find_spec("vllm") is None:
+        reason = "vLLM is not installed here: .ci/engines/vllm-cpu makes its environment and runs these tests"
+    elif not MODEL or not Path(MODEL, "config.json").exists():
+        reason = "SEMBLEND_TEST_VLLM_MODEL names no model folder: .ci/engines/vllm-cpu writes one"
+    for item in items:
+        if reason and Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+class World:
+    """The engine, its connector's two halves, and what was seen of them."""
+
+    def __init__(self, llm: Any) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        self.llm = llm
+        self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        self.connector = self.scheduler.connector
+        self.half = self.connector._half
+        self.worker_connector = get_kv_transfer_group()
+        self.worker = self.worker_connector._worker
+        self.tokenizer = llm.get_tokenizer()
+        self.kv: dict[str, list[Any]] = {}
+        self.loads: list[Any] = []
+        self.events: list[Any] = []
+        self.kv_events: list[Any] = []
+        self._real = {"load": self.worker.load, "capture": self.worker.capture}
+        self._stats = self.connector.get_kv_connector_stats
+
+    # -- prompts ---------------------------------------------------------------------------------------------------
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def document(self, seed: int, items: int = 48) -> list[int]:
+        rng = random.Random(seed)
+        return self.ids("\n" + " ".join(f"{rng.choice(WORDS)} {rng.randint(10, 99)}" for _ in range(items)) + ".\n")
+
+    def instruction(self, number: int) -> list[int]:
+        text = f"<|im_start|>system\nYou are assistant number {number}. " + "Be brief. " * (number % 7)
+        return self.ids(text + "<|im_end|>\n<|im_start|>user\n")
+
+    def question(self, text: str = "What is the first word?") -> list[int]:
+        return self.ids(f"{text}<|im_end|>\n<|im_start|>assistant\n")
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def ask(self, *prompts: list[int], tokens: int = 4, salt: str | None = None, **asked: Any) -> list[Any]:
+        from vllm import SamplingParams
+
+        extra = {"kv_transfer_params": {"semblend": asked}} if asked else None
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra)
+        given = [{"prompt_token_ids": p} | ({"cache_salt": salt} if salt else {}) for p in prompts]
+        return list(self.llm.generate(given, params, use_tqdm=False))
+
+    def receipt(self, output: Any) -> dict[str, Any]:
+        found: dict[str, Any] = output.kv_transfer_params["semblend"]
+        return found
+
+    def cold(self, prompt: list[int], **asked: Any) -> Any:
+        """Computed by vLLM alone: nothing of ours, nothing from its prefix cache, and nothing kept of it."""
+        self.forget_prefixes()
+        (output,) = self.ask(prompt, opt_out=True, **asked)
+        self.forget_prefixes()
+        return output
+
+    def forget_prefixes(self) -> None:
+        assert self.scheduler.kv_cache_manager.reset_prefix_cache()
+
+    def kv_of(self, output: Any) -> list[Any]:
+        """KV of the whole prompt when its prefill was done, a (keys, values) pair for each layer."""
+        names = [name for name in self.kv if name.startswith(f"{output.request_id}-")]
+        return self.kv[names[-1]]
+
+    # -- eyes ------------------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        from semblend.integration.adapter import slots_of
+
+        def load(orders: Any) -> None:
+            layout = self.worker.pool.layout
+            for order in orders.loads:
+                self.loads.append(order)
+                # Freed blocks may still hold the right KV, which would prove nothing.
+                slots = slots_of(order.block_ids, 32, len(order.block_ids) * 32)[order.exact_tokens :]
+                for layer in range(layout.layers):
+                    k, v = layout.gather(layer, slots)
+                    layout.scatter(layer, slots, k.fill_(POISON), v.fill_(POISON))
+            self._real["load"](orders)
+
+        def capture(orders: Any) -> None:
+            for request_id in orders.served:
+                record = self.half._records[request_id]
+                slots = slots_of(record.block_ids, 32, len(record.prompt))
+                layout = self.worker.pool.layout
+                self.kv[request_id] = [layout.gather(layer, slots) for layer in range(layout.layers)]
+            self._real["capture"](orders)
+
+        self.worker.load, self.worker.capture = load, capture
+
+    def start(self) -> None:
+        """Everything as at the beginning; then the eyes open."""
+        from semblend.confirm.sinks import CallbackSink, EventStream
+
+        self.half.reset()
+        self.forget_prefixes()
+        self.worker.load, self.worker.capture = self._real["load"], self._real["capture"]
+        self.half.semblend.config = dataclasses.replace(self.half.semblend.config, discovery_only=False)
+        stream = EventStream([CallbackSink(self.events.append)])
+        self.half.semblend.events = self.half.semblend._report._stream = stream
+        for seen in (self.kv, self.loads, self.events, self.kv_events):
+            seen.clear()
+        self.ask(self.ids("flush the drops"), tokens=1, opt_out=True)
+        self.forget_prefixes()
+        self.kv_events.clear()
+        self.events.clear()
+        self.watch()
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[World]:
+    from vllm import LLM
+    from vllm.config import KVEventsConfig, KVTransferConfig
+
+    llm = LLM(
+        model=MODEL,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_batched_tokens=512,
+        kv_cache_memory_bytes=160 << 20,
+        max_num_seqs=4,
+        block_size=32,
+        enable_prefix_caching=True,
+        disable_log_stats=False,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="SemBlendConnectorV1",
+            kv_connector_module_path=MODULE,
+            kv_role="kv_both",
+            kv_connector_extra_config={"quality": "fast", "donor_host_bytes": 256 << 20},
+        ),
+    )
+    world = World(llm)
+    manager = world.scheduler.kv_cache_manager
+    take = manager.take_events
+
+    def taken() -> Any:
+        found = take()
+        world.kv_events.extend(found or ())
+        return found
+
+    manager.take_events = taken
+    yield world
+    llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture
+def world(engine: World) -> World:
+    engine.start()
+    return engine

@@ -1,0 +1,268 @@
+"""What the connector must never do to a real vLLM: pollute its exact cache, cross a wall, fail a request."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+def worst(ours, theirs):
+    return max(
+        float((a - b).abs().max())
+        for pair, other in zip(ours, theirs, strict=True)
+        for a, b in zip(pair, other, strict=True)
+    )
+
+
+def shifted(world, seed, **asked):
+    """A donor, and a prompt that shares its document; what vLLM alone computes for the latter."""
+    document = world.document(seed)
+    target = world.instruction(5) + document + world.question()
+    cold = world.cold(target)
+    world.ask(world.instruction(1) + document + world.question(), **asked)
+    return target, cold
+
+
+def stored(world):
+    """The tokens of every block that KV events announced."""
+    return [
+        tuple(event.token_ids[i * event.block_size : (i + 1) * event.block_size])
+        for event in world.kv_events
+        if type(event).__name__ == "BlockStored"
+        for i in range(len(event.block_hashes))
+    ]
+
+
+def test_approximate_kv_never_enters_the_prefix_cache(world):
+    target, cold = shifted(world, 21)
+    (approximate,) = world.ask(target, tokens=40)  # long enough to fill blocks of the answer too
+    assert world.receipt(approximate)["reused_tokens"] > 0
+    assert worst(world.kv_of(approximate), world.kv_of(cold)) > 1e-3, "it is an approximation"
+    (later,) = world.ask(target, opt_out=True)  # vLLM alone, with its prefix cache on
+    first = world.receipt(approximate)["spans"][0]["target_start"]
+    assert later.num_cached_tokens <= first
+    assert worst(world.kv_of(later), world.kv_of(cold)) == 0.0
+    assert later.outputs[0].token_ids == cold.outputs[0].token_ids
+    answer = target + list(approximate.outputs[0].token_ids)
+    (further,) = world.ask(answer, opt_out=True)
+    assert further.num_cached_tokens <= len(target)
+
+
+def test_without_our_two_locks_the_same_check_fails(world, monkeypatch):
+    from semblend.integration.vllm import scheduler_half
+
+    monkeypatch.setattr(scheduler_half, "salt", lambda request, first: None)
+    monkeypatch.setattr(scheduler_half, "withdraw", lambda *rest: None)
+    target, cold = shifted(world, 21)
+    world.ask(target, tokens=40)
+    (later,) = world.ask(target, opt_out=True)
+    assert later.num_cached_tokens > len(target) // 2
+    assert worst(world.kv_of(later), world.kv_of(cold)) > 1e-3
+
+
+@pytest.mark.parametrize("lock", ["salt", "withdraw"])
+def test_each_of_the_two_locks_alone_is_enough(world, monkeypatch, lock):
+    from semblend.integration.vllm import scheduler_half
+
+    if lock == "salt":
+        monkeypatch.setattr(scheduler_half, "withdraw", lambda *rest: None)
+    else:
+        real = scheduler_half.salt
+        monkeypatch.setattr(scheduler_half, "salt", lambda request, first: real(request, 1 << 40))
+    target, cold = shifted(world, 22)
+    (approximate,) = world.ask(target, tokens=40)
+    assert world.receipt(approximate)["reused_tokens"] > 0
+    (later,) = world.ask(target, opt_out=True)
+    assert later.num_cached_tokens <= world.receipt(approximate)["spans"][0]["target_start"]
+    assert worst(world.kv_of(later), world.kv_of(cold)) == 0.0
+
+
+def test_kv_events_announce_no_approximate_block(world):
+    target, _ = shifted(world, 23)
+    world.kv_events.clear()
+    (output,) = world.ask(target, tokens=40)
+    first = world.receipt(output)["spans"][0]["target_start"]
+    sequence = target + list(output.outputs[0].token_ids)
+    blocks = [tuple(sequence[i : i + 32]) for i in range(0, len(sequence) - 31, 32)]
+    announced = stored(world)
+    assert set(announced) <= set(blocks[: first // 32])
+    world.cold(target)
+    assert set(blocks[first // 32 : len(target) // 32]) <= set(stored(world)), "exact blocks are announced as ever"
+
+
+def test_a_reused_prompt_never_becomes_a_donor(world):
+    target, _ = shifted(world, 24)
+    before = {donor.donor_id for donor in world.half.semblend.donors()}
+    (output,) = world.ask(target)
+    assert world.receipt(output)["reused_tokens"] > 0
+    assert {donor.donor_id for donor in world.half.semblend.donors()} == before
+
+
+@pytest.mark.parametrize(("donor", "asking"), [("a", "b"), ("a", None), (None, "b")])
+def test_a_donor_never_crosses_a_cache_salt(world, donor, asking):
+    document = world.document(25)
+    world.ask(world.instruction(1) + document + world.question(), salt=donor)
+    (foreign,) = world.ask(world.instruction(2) + document + world.question(), salt=asking)
+    assert world.receipt(foreign)["reused_tokens"] == 0
+    assert world.receipt(foreign)["reason"] == "nothing_shared"
+    (own,) = world.ask(world.instruction(3) + document + world.question(), salt=donor)
+    assert world.receipt(own)["reused_tokens"] > 0
+
+
+def test_a_request_may_opt_out(world):
+    target, cold = shifted(world, 26)
+    (output,) = world.ask(target, opt_out=True)
+    assert world.receipt(output)["reason"] == "disabled"
+    assert output.outputs[0].token_ids == cold.outputs[0].token_ids
+    assert not world.loads
+
+
+def test_discovery_only_changes_nothing_but_telemetry(world):
+    world.half.semblend.config = dataclasses.replace(world.half.semblend.config, discovery_only=True)
+    target, cold = shifted(world, 27)
+    (output,) = world.ask(target)
+    receipt = world.receipt(output)
+    assert receipt["outcome"] == "semantic_discovery_only"
+    assert output.num_cached_tokens == 0
+    assert worst(world.kv_of(output), world.kv_of(cold)) == 0.0
+    assert any(event.kind == "lookup" and event.fields["reusable_tokens"] for event in world.events)
+    (again,) = world.ask(target, opt_out=True)
+    assert again.num_cached_tokens == (len(target) - 1) // 32 * 32, "exact KV stays in the prefix cache"
+
+
+def test_a_donor_that_the_worker_lost_is_computed_instead(world):
+    target, cold = shifted(world, 28)
+    for donor in world.half.semblend.donors():
+        world.worker.donor_kv.drop(donor.donor_id)
+    (output,) = world.ask(target)
+    receipt = world.receipt(output)
+    assert (receipt["outcome"], receipt["reason"]) == ("backend_declined_reuse", "stale")
+    # The prompt went through our own passes, all of it a gap, in blocks that were poisoned before.
+    claimed = world.loads[-1].claim_end
+    ours = [(k[:claimed], v[:claimed]) for k, v in world.kv_of(output)]
+    theirs = [(k[:claimed], v[:claimed]) for k, v in world.kv_of(cold)]
+    assert worst(ours, theirs) < 1e-3
+    assert output.outputs[0].token_ids == cold.outputs[0].token_ids
+
+
+def test_a_pass_over_gaps_alone_is_bitwise_equal_to_cold(world, monkeypatch):
+    """The whole prompt as one gap: same rows, same kernel, same bits."""
+    target, cold = shifted(world, 28)
+    for donor in world.half.semblend.donors():
+        world.worker.donor_kv.drop(donor.donor_id)
+    monkeypatch.setattr(world.half, "_end_of", lambda record, plan: len(record.prompt))
+    monkeypatch.setattr(world.half, "matched", _one_less(world.half.matched))
+    (output,) = world.ask(target, tokens=1)
+    assert world.loads[-1].claim_end == len(target)
+    assert worst(world.kv_of(output), world.kv_of(cold)) == 0.0
+
+
+def _one_less(matched):
+    """Our passes compute the last token too; vLLM still computes it again."""
+
+    def wrapped(request, local):
+        return max(0, matched(request, local) - 1)
+
+    return wrapped
+
+
+def test_wrong_donor_kv_is_caught_by_the_canary(world):
+    target, cold = shifted(world, 29)
+    for donor in world.half.semblend.donors():
+        held = world.worker.donor_kv.acquire(donor.donor_id, world.half._held[donor.donor_id])
+        held.k[0, 60:80] = torch.roll(held.k[0, 60:80], 1, dims=0)
+        world.worker.donor_kv.release(held)
+    (output,) = world.ask(target)
+    assert world.receipt(output)["reason"] == "validation_failed"
+    assert output.outputs[0].token_ids == cold.outputs[0].token_ids
+
+
+def broken(*args, **named):
+    raise RuntimeError("broken on purpose")
+
+
+@pytest.mark.parametrize("part", ["_blender", "pool.layout.scatter"])
+def test_a_failing_worker_never_fails_a_request(world, monkeypatch, part):
+    target, cold = shifted(world, 30)
+    if part == "_blender":
+        monkeypatch.setattr(world.worker, "_blender", broken)
+    else:
+        from semblend.materialize import blend
+
+        monkeypatch.setattr(blend, "splice", broken)
+    (output,) = world.ask(target)
+    assert output.outputs[0].token_ids == cold.outputs[0].token_ids
+    assert world.receipt(output)["reason"] == "error"
+    assert any(event.kind == "error" and "on purpose" in event.fields["message"] for event in world.events)
+
+
+def test_when_our_own_passes_fail_too_vllm_computes_the_blocks(world, monkeypatch):
+    target, cold = shifted(world, 31)
+    monkeypatch.setattr(world.worker._engine, "forward", broken)
+    (output,) = world.ask(target)
+    assert output.outputs[0].token_ids == cold.outputs[0].token_ids
+    receipt = world.receipt(output)
+    assert receipt["outcome"] == "backend_declined_reuse"
+    assert receipt["reused_tokens"] == 0
+    assert any(event.kind == "error" and event.fields["where"] == "fallback" for event in world.events)
+    monkeypatch.undo()
+    (later,) = world.ask(target, opt_out=True)
+    assert worst(world.kv_of(later), world.kv_of(cold)) == 0.0
+
+
+@pytest.mark.parametrize("hook", ["matched", "reported", "finished"])
+def test_a_failing_scheduler_half_never_fails_a_request(world, monkeypatch, hook):
+    target, cold = shifted(world, 32)
+    monkeypatch.setattr(world.half, hook, broken)
+    world.worker.load, world.worker.capture = world._real["load"], world._real["capture"]
+    (output,) = world.ask(target, tokens=1)
+    assert output.outputs[0].token_ids[:1] == cold.outputs[0].token_ids[:1]
+    assert any(event.kind == "error" for event in world.events)
+
+
+def test_a_capture_that_fails_costs_a_donor_and_nothing_else(world, monkeypatch):
+    monkeypatch.setattr(world.worker.donor_kv, "capture", broken)
+    (output,) = world.ask(world.instruction(1) + world.document(33) + world.question())
+    assert len(output.outputs[0].token_ids) == 4
+    assert world.half.semblend.donors() == ()
+
+
+def test_donors_stay_within_their_bytes_and_evicted_ones_are_forgotten(world):
+    for seed in range(40, 48):
+        world.ask(world.instruction(1) + world.document(seed, 100) + world.question(), tokens=1)
+    used = world.worker.donor_kv.used_bytes["host"]
+    assert used <= 256 << 20
+    assert len(world.half.semblend.donors()) == len(world.worker.donor_kv)
+    assert world.half._held.keys() == {donor.donor_id for donor in world.half.semblend.donors()}
+
+
+def test_resetting_the_connector_drops_every_donor(world):
+    target, _ = shifted(world, 34)
+    assert world.connector.reset_cache()
+    (output,) = world.ask(target)
+    assert world.receipt(output)["reused_tokens"] == 0
+    assert len(world.worker.donor_kv) == 1, "the prompt just served; the one from before is gone"
+
+
+def test_what_vllm_counts_and_what_receipts_say_adds_up(world):
+    target, _ = shifted(world, 35)
+    stats = world.scheduler.connector_prefix_cache_stats
+    before = world.half.semblend.totals().tokens
+    (output,) = world.ask(target)
+    receipt = world.receipt(output)
+    after = world.half.semblend.totals().tokens
+    assert {kind: after[kind] - before[kind] for kind in after} == {
+        kind: receipt[f"{kind}_tokens"] for kind in ("exact", "reused", "recomputed", "prefill")
+    }
+    claim = output.num_cached_tokens - receipt["exact_tokens"]
+    held, computed = 0, 0
+    for span in receipt["spans"]:
+        held += span["length"]
+    computed = claim - held
+    assert receipt["reused_tokens"] + receipt["recomputed_tokens"] == held
+    assert computed >= 0
+    assert stats is not None

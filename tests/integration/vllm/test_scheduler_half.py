@@ -1,0 +1,379 @@
+"""The scheduler's half without vLLM: claims, books, receipts, over stand-ins for requests and steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from types import SimpleNamespace
+
+import pytest
+
+from semblend import Namespace, SemBlend, SemBlendConfig
+from semblend.confirm.sinks import MemorySink
+from semblend.integration.vllm.hash_chain import restore, salt
+from semblend.integration.vllm.orders import Loaded, Report
+from semblend.integration.vllm.scheduler_half import EngineFacts, SchedulerHalf
+from semblend.integration.vllm.settings import ConnectorSettings
+from semblend.plan.reuse_plan import DeclineReason
+
+BLOCK = 16
+DOCUMENT = list(range(1000, 1200))
+
+
+class FakeRequest:
+    """What the half reads of vLLM's request; hashes are made from the ones before, as there."""
+
+    def __init__(self, name, tokens, salt=None, **rest):
+        self.request_id, self.prompt_token_ids, self.cache_salt = name, list(tokens), salt
+        self.lora_request = self.prompt_embeds = self.pooling_params = self.kv_transfer_params = None
+        self.mm_features, self.arrival_time = [], 0.0
+        self.skip_reading_prefix_cache = self.resumable = False
+        self.said = []
+        vars(self).update(rest)
+        self.block_hashes = []
+        self._block_hasher = self.hashed
+        self.update_block_hashes()
+
+    @staticmethod
+    def hashed(self):
+        tokens, made, chain = self.prompt_token_ids + self.said, [], list(self.block_hashes)
+        for start in range(len(chain) * BLOCK, len(tokens) - BLOCK + 1, BLOCK):
+            parent = chain[-1] if chain else b""
+            chain.append(hashlib.sha256(repr((parent, tokens[start : start + BLOCK])).encode()).digest())
+            made.append(chain[-1])
+        return made
+
+    def update_block_hashes(self):
+        self.block_hashes.extend(self._block_hasher(self))
+
+    def say(self, count):
+        self.said += range(5000, 5000 + count)
+        self.update_block_hashes()
+
+
+class World:
+    """A scheduler's half and the calls that vLLM makes to it."""
+
+    def __init__(self, refusal=None, **config):
+        self.sink = MemorySink()
+        settings = ConnectorSettings(config=SemBlendConfig(quality="fast", metrics=False, embedder="none", **config))
+        semblend = SemBlend(settings.config, sinks=[self.sink])
+        facts = EngineFacts("0.32.0", Namespace(model="m"), BLOCK, BLOCK, refusal)
+        self.half = SchedulerHalf(facts, settings, semblend, clock=lambda: 1.0)
+        self.blocks = 0
+
+    def step(self, new=(), cached=(), preempted=()):
+        """``new``: (request, computed, scheduled); ``cached``: (request id, computed, scheduled, new block ids)."""
+        scheduled = {request.request_id: count for request, _, count in new} | {row[0]: row[2] for row in cached}
+        return self.half.orders(
+            SimpleNamespace(
+                scheduled_new_reqs=[
+                    SimpleNamespace(req_id=request.request_id, num_computed_tokens=computed)
+                    for request, computed, _ in new
+                ],
+                scheduled_cached_reqs=SimpleNamespace(
+                    req_ids=[row[0] for row in cached],
+                    num_computed_tokens=[row[1] for row in cached],
+                    new_block_ids=[(list(row[3]),) if row[3] else None for row in cached],
+                    resumed_req_ids=set(),
+                ),
+                num_scheduled_tokens=scheduled,
+                preempted_req_ids=set(preempted),
+            )
+        )
+
+    def admit(self, request, local=0, tokens=None):
+        """From the waiting queue into a step; returns the claim and the step's orders."""
+        claimed = self.half.matched(request, local)
+        computed = local + claimed
+        count = len(request.prompt_token_ids) - computed if tokens is None else tokens
+        needed = -(-(computed + count) // BLOCK)
+        self.half.allocated(request, list(range(self.blocks, self.blocks + needed)), claimed)
+        self.blocks += needed
+        return claimed, self.step(new=[(request, computed, count)])
+
+    def served(self, orders, **loaded):
+        """The worker did all of it."""
+        report = Report(served=list(orders.served))
+        report.captured = {(c.donor_id, c.generation) for c in orders.captures}
+        for load in orders.loads:
+            reused = sum(span.length for span in load.spans)
+            told = {"reused_tokens": reused, "prefill_tokens": load.plan_tokens - reused, **loaded}
+            report.loaded[load.request_id] = Loaded(load.request_id, **told)
+        self.half.reported(report)
+
+    def donor(self, name="donor", lead=40, **rest):
+        request = FakeRequest(name, [*range(lead), *DOCUMENT], **rest)
+        _, orders = self.admit(request)
+        self.served(orders)
+        self.half.finished(name)
+        return request
+
+    def errors(self):
+        return [event for event in self.sink.events if event.kind == "error"]
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+def target(name="target", lead=17, **rest):
+    return FakeRequest(name, [*range(2000, 2000 + lead), *DOCUMENT, *range(3000, 3010)], **rest)
+
+
+def test_a_prompt_becomes_a_donor_only_when_the_worker_has_its_kv(world):
+    request = FakeRequest("donor", [*range(40), *DOCUMENT])
+    _, orders = world.admit(request)
+    assert [capture.tokens for capture in orders.captures] == [240]
+    assert world.half.matched(target("early"), 0) == 0
+    world.served(orders)
+    assert world.half.matched(target(), 0) == 217
+
+
+def test_a_donor_that_one_rank_could_not_keep_is_not_registered(world):
+    _, orders = world.admit(FakeRequest("donor", [*range(40), *DOCUMENT]))
+    key = (orders.captures[0].donor_id, orders.captures[0].generation)
+    world.half.reported(Report(captured={key}).merged(Report(not_captured={key})))
+    assert world.half.semblend.donors() == ()
+
+
+def test_mode_fast_claims_to_the_end_of_the_last_span_and_balanced_up_to_the_last_token(world):
+    world.donor()
+    assert world.half.matched(target("fast"), 0) == 17 + 200
+    asked = {"semblend": {"quality": "balanced"}}
+    assert world.half.matched(target("balanced", kv_transfer_params=asked), 0) == 17 + 200 + 10 - 1
+
+
+def test_the_order_to_load_names_the_blocks_and_the_workers_generation(world):
+    world.donor("other")
+    world.donor("donor")
+    _, orders = world.admit(target())
+    (load,) = orders.loads
+    assert (load.exact_tokens, load.claim_end, len(load.block_ids)) == (0, 217, -(-227 // BLOCK))
+    assert [span.generation for span in load.spans] == [world.half._held[load.spans[0].donor_id]]
+
+
+def test_exact_tokens_are_not_claimed_again(world):
+    world.donor()
+    request = target()
+    claimed, orders = world.admit(request, local=64)
+    assert claimed == 217 - 64
+    assert orders.loads[0].spans[0].target_start == 64
+
+
+def test_reuse_is_counted_from_the_workers_word_only(world):
+    world.donor()
+    request = target()
+    _, orders = world.admit(request)
+    world.served(orders, reused_tokens=150, recomputed_tokens=50, prefill_tokens=17)
+    receipt = world.half.finished("target")
+    assert (receipt.reused_tokens, receipt.recomputed_tokens, receipt.prefill_tokens) == (150, 50, 27)
+    assert world.half.semblend.totals().tokens["reused"] == 150
+
+
+def test_a_request_that_ends_before_the_report_gets_its_receipt_when_it_comes(world):
+    world.donor()
+    _, orders = world.admit(target())
+    assert world.half.finished("target") is None
+    world.served(orders)
+    assert world.half.semblend.totals().tokens["reused"] == 200
+    assert world.half._records == {}
+
+
+def test_a_backends_decline_keeps_its_reason(world):
+    world.donor()
+    _, orders = world.admit(target())
+    world.served(orders, reused_tokens=0, prefill_tokens=217, reason=DeclineReason.STALE, detail="gone")
+    receipt = world.half.finished("target")
+    assert (receipt.outcome, receipt.reason) == ("backend_declined_reuse", "stale")
+
+
+def test_a_reused_prompt_is_never_captured(world):
+    world.donor()
+    _, orders = world.admit(target())
+    assert orders.served == ["target"]
+    assert orders.captures == []
+
+
+def test_hashes_from_the_first_approximate_block_on_are_the_requests_own(world):
+    world.donor()
+    request, twin = target(lead=40), target("twin", lead=40)
+    world.admit(request)
+    request.say(40)
+    twin.say(40)
+    same = [ours == theirs for ours, theirs in zip(request.block_hashes, twin.block_hashes, strict=True)]
+    assert same == [True] * (40 // BLOCK) + [False] * (len(same) - 40 // BLOCK)
+
+
+def test_a_block_that_fills_up_later_is_salted_too():
+    """The approximate tokens begin in the last, unfinished block of the prompt: its hash does not exist yet."""
+    request, twin = (FakeRequest(name, range(40)) for name in ("target", "twin"))
+    salted = salt(request, 2)
+    request.say(40)
+    twin.say(40)
+    assert request.block_hashes[:2] == twin.block_hashes[:2]
+    assert len(request.block_hashes) == len(twin.block_hashes) == 5
+    assert not set(request.block_hashes[2:]) & set(twin.block_hashes[2:])
+    restore(request, salted)
+    assert request.block_hashes == twin.block_hashes
+    request.say(16)
+    twin.say(16)
+    assert request.block_hashes == twin.block_hashes
+
+
+def test_a_request_that_gets_no_blocks_has_its_own_hashes_back_and_asks_no_second_lookup(world):
+    world.donor()
+    request = target()
+    before = list(request.block_hashes)
+    for _ in range(3):
+        assert world.half.matched(request, 0) == 217
+        assert request.block_hashes != before
+        world.step()
+        assert request.block_hashes == before
+        assert world.half.semblend._claims == {}
+    lookups = [event for event in world.sink.events if event.kind == "lookup" and event.request_id == "target"]
+    assert len(lookups) == 1
+
+
+def test_a_waiting_request_looks_again_when_a_new_donor_is_there(world):
+    waiting = target("waiting")
+    assert world.half.matched(waiting, 0) == 0
+    world.donor()
+    assert world.half.matched(waiting, 0) == 217
+
+
+def test_a_preempted_request_starts_over_without_donors_under_its_own_hashes(world):
+    world.donor()
+    request = target()
+    before = list(request.block_hashes)
+    world.admit(request)
+    world.step(preempted=["target"])
+    assert request.block_hashes == before
+    assert world.half.matched(request, 0) == 0
+    assert world.half.semblend._claims == {}
+
+
+def test_chunks_of_a_long_prompt_are_captured_with_all_their_blocks(world):
+    request = FakeRequest("donor", [*range(40), *DOCUMENT])
+    _, first = world.admit(request, tokens=100)
+    assert first.captures == []
+    second = world.step(cached=[("donor", 100, 140, range(70, 78))])
+    (capture,) = second.captures
+    assert capture.block_ids == (*range(7), *range(70, 78))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("lora_request", SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="p")),
+        ("mm_features", ["image"]),
+        ("prompt_embeds", "tensor"),
+        ("pooling_params", "embed"),
+        ("skip_reading_prefix_cache", True),
+        ("resumable", True),
+    ],
+)
+def test_kinds_of_requests_that_we_cannot_serve_are_declined_with_a_reason(world, kind, value):
+    world.donor()
+    claimed, orders = world.admit(target(**{kind: value}))
+    assert claimed == 0
+    assert orders.captures == []
+    world.served(orders)
+    assert world.half.finished("target").reason == "unsupported_mode"
+
+
+def test_an_engine_that_we_cannot_serve_keeps_no_donors():
+    world = World(refusal="tensor parallel")
+    world.donor()
+    assert world.half.semblend.donors() == ()
+    assert world.half.matched(target(), 0) == 0
+
+
+@pytest.mark.parametrize(("donor", "asking"), [("a", "b"), ("a", None), (None, "b")])
+def test_a_donor_never_crosses_a_cache_salt(world, donor, asking):
+    world.donor(salt=donor)
+    assert world.half.matched(target("foreign", salt=asking), 0) == 0
+    assert world.half.matched(target("own", salt=donor), 0) > 0
+
+
+def test_discovery_only_claims_nothing_and_still_tells():
+    world = World(discovery_only=True)
+    world.donor()
+    request = target()
+    before = list(request.block_hashes)
+    claimed, orders = world.admit(request)
+    world.served(orders)
+    assert claimed == 0
+    assert request.block_hashes == before
+    assert world.half.finished("target").outcome == "semantic_discovery_only"
+
+
+def test_an_evicted_donor_is_dropped_at_the_worker_and_the_other_way_round(world):
+    world.donor("one")
+    _, orders = world.admit(FakeRequest("two", range(9000, 9200)))
+    world.served(orders)
+    world.half.semblend.forget("one")
+    assert [donor_id for donor_id, _ in world.step().drops] == ["one"]
+    world.half.reported(Report(evicted={("two", world.half._held["two"])}))
+    assert world.half.semblend.donors() == ()
+
+
+def test_a_late_word_about_a_donor_that_was_reset_drops_it(world):
+    _, orders = world.admit(FakeRequest("donor", [*range(40), *DOCUMENT]))
+    world.half.reset()
+    world.served(orders)
+    assert world.half.semblend.donors() == ()
+    assert [donor_id for donor_id, _ in world.step().drops] == ["donor"]
+
+
+def test_an_aborted_request_releases_its_donors(world):
+    world.donor()
+    world.half.matched(target(), 0)
+    world.half.finished("target")
+    assert world.half.semblend._claims == {}
+    assert world.half._records == {}
+
+
+def test_the_hit_is_split_into_what_donors_hold_and_what_we_compute(world):
+    world.donor()
+    claimed, _ = world.admit(target())
+    assert world.half.hit_sources("target", claimed) == (200, 17)
+
+
+def test_a_plan_whose_two_passes_cost_more_than_a_prefill_is_declined_before_the_claim():
+    world = World()
+    world.donor()
+    pieces = [
+        token for i in range(4) for token in [*DOCUMENT[i * 50 : i * 50 + 32], *range(7000 + i * 90, 7090 + i * 90)]
+    ]
+    asked = {"semblend": {"quality": "balanced"}}
+    claimed, orders = world.admit(FakeRequest("target", pieces, kv_transfer_params=asked))
+    assert claimed == 0
+    world.served(orders)
+    assert world.half.finished("target").reason == "below_break_even"
+
+
+def test_memory_of_requests_stays_flat(world):
+    world.donor()
+    for number in range(200):
+        _, orders = world.admit(target(f"target-{number}"))
+        world.served(orders)
+        world.half.finished(f"target-{number}")
+    assert not world.half._records
+    assert not world.half._on_the_way
+    assert world.half.semblend.totals().requests["backend_materialized_reuse"] == 200
+
+
+def test_settings_of_the_library_may_stand_in_the_connectors_configuration():
+    from semblend.errors import ConfigError
+    from semblend.integration.vllm.settings import connector_settings
+
+    settings = connector_settings({"quality": "fast", "donor_host_bytes": 5}, {"SEMBLEND_MIN_SPAN_TOKENS": "64"})
+    assert (settings.config.quality, settings.config.min_span_tokens, settings.donor_host_bytes) == ("fast", 64, 5)
+    assert connector_settings({"SEMBLEND_DISCOVERY_ONLY": "1"}, {}).config.discovery_only
+    with pytest.raises(ConfigError, match="unknown setting 'qualty'"):
+        connector_settings({"qualty": "fast"}, {})
+    with pytest.raises(ConfigError, match="donor_host_bytes"):
+        connector_settings({"donor_host_bytes": -1}, {})
+    assert dataclasses.asdict(settings)["receipts"] is True

@@ -1,0 +1,246 @@
+"""The worker's half without vLLM, over the fake engine: what it writes, what it refuses, what it reports."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from semblend.integration.adapter import EngineRows, FakeStack, PagedPool, slots_of
+from semblend.integration.vllm.cache_layout import IndexedLayout, StridedLayout, probed
+from semblend.integration.vllm.metrics import Tally, merged, replay
+from semblend.integration.vllm.orders import Capture, Load, Orders
+from semblend.integration.vllm.versions import SUPPORTED, Evidence, support
+from semblend.integration.vllm.worker_half import WorkerHalf
+from semblend.materialize.layout import KvLayout
+from semblend.materialize.quality import QualitySettings
+from semblend.span import Span
+
+BLOCK = 16
+DOCUMENT = list(range(100, 180))
+
+
+class FakeEngine(FakeStack):
+    block_tokens = BLOCK
+    device = torch.device("cpu")
+    layout_asked = 0
+
+    def __init__(self):
+        made = FakeStack.make(slots=64 * BLOCK)
+        super().__init__(made.layout, made.spec)
+        self.kept = made.layout
+
+    def cold(self, tokens, blocks):
+        at = torch.arange(len(tokens))
+        context = slots_of(blocks, BLOCK, len(tokens))
+        self.forward(EngineRows.of(torch.tensor(tokens), at, context), PagedPool(self.kept))
+        return [self.kept.gather(layer, context) for layer in range(self.kept.layers)]
+
+
+class Worker:
+    """A worker's half on the fake engine; blocks 0–19 belong to a donor, 20–39 to the prompt, 40–59 to a cold twin."""
+
+    def __init__(self, **settings):
+        engine = self.engine = FakeEngine()
+        quality = QualitySettings(mode="fast", first_seam_tokens=4, seam_tokens=4, **settings)
+        stack = _WithLayout(engine)
+        self.half = WorkerHalf(stack, quality, host_bytes=1 << 24)
+
+    def donor(self, tokens):
+        self.engine.cold(tokens, range(20))
+        blocks = tuple(range(-(-len(tokens) // BLOCK)))
+        self.half.capture(Orders(captures=[Capture("d", 1, len(tokens), blocks)], served=["d"]))
+        return self.half.take_report()
+
+    def load(self, tokens, spans, exact=0, mode="fast"):
+        order = Load("r", tuple(tokens), tuple(range(20, 40)), exact, len(tokens), tuple(spans), mode)
+        self.half.load(Orders(loads=[order]))
+        return self.half.take_report().loaded["r"]
+
+    def kv(self, tokens):
+        context = slots_of(range(20, 40), BLOCK, len(tokens))
+        return [self.engine.kept.gather(layer, context) for layer in range(self.engine.kept.layers)]
+
+
+class _WithLayout:
+    """The fake stack's layout is an attribute; an engine is asked for it."""
+
+    def __init__(self, engine):
+        self._engine, self.block_tokens, self.device, self.spec = engine, BLOCK, engine.device, engine.spec
+        self.broken = False
+
+    def layout(self):
+        return self._engine.kept
+
+    def forward(self, rows, pool, observer=None):
+        if self.broken:
+            raise RuntimeError("broken on purpose")
+        return self._engine.forward(rows, pool, observer)
+
+    def logits(self, hidden):
+        return self._engine.logits(hidden)
+
+
+@pytest.fixture
+def worker():
+    return Worker()
+
+
+def test_a_capture_is_reported_with_what_it_takes(worker):
+    report = worker.donor([1, 2, 3, *DOCUMENT])
+    assert report.captured == {("d", 1)}
+    assert report.served == ["d"]
+    assert report.donor_bytes["host"] == worker.half.donor_kv.used_bytes["host"] > 0
+
+
+def test_moved_kv_is_exact_where_context_does_not_matter(worker):
+    worker.donor([1, 2, 3, *DOCUMENT])
+    tokens = [7, 8, 9, 10, 11, *DOCUMENT, 12]
+    loaded = worker.load(tokens, [Span("d", 3, 5, len(DOCUMENT), generation=1)])
+    cold = worker.engine.cold(tokens, range(40, 60))
+    assert loaded.reason is None
+    assert loaded.reused_tokens + loaded.recomputed_tokens == len(DOCUMENT)
+    assert loaded.prefill_tokens == 6
+    ours = worker.kv(tokens)
+    torch.testing.assert_close(ours[0], cold[0], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(ours[1][0], cold[1][0], atol=1e-4), "above layer 0 it is an approximation"
+
+
+def test_only_gaps_seams_and_the_end_are_computed(worker):
+    worker.donor([1, 2, 3, *DOCUMENT])
+    tokens = [7, 8, 9, 10, 11, *DOCUMENT, 12]
+    worker.engine.passes.clear()
+    worker.load(tokens, [Span("d", 3, 5, len(DOCUMENT), generation=1)])
+    assert worker.engine.passes[-1] == [*range(9), len(tokens) - 1]
+
+
+@pytest.mark.parametrize("generation", [0, 2])
+def test_a_replaced_donor_is_refused_and_the_prompt_computed_exactly(worker, generation):
+    worker.donor([1, 2, 3, *DOCUMENT])
+    tokens = [7, 8, *DOCUMENT]
+    loaded = worker.load(tokens, [Span("d", 3, 2, len(DOCUMENT), generation=generation)])
+    assert loaded.reason == "stale"
+    assert (loaded.reused_tokens, loaded.prefill_tokens, loaded.failed) == (0, len(tokens), False)
+    for ours, cold in zip(worker.kv(tokens), worker.engine.cold(tokens, range(40, 60)), strict=True):
+        assert torch.equal(ours[0], cold[0])
+        assert torch.equal(ours[1], cold[1])
+
+
+def test_wrong_donor_kv_is_refused_and_the_prompt_computed(worker):
+    worker.donor([1, 2, 3, *DOCUMENT])
+    tokens = [7, 8, *reversed(DOCUMENT)]
+    loaded = worker.load(tokens, [Span("d", 3, 2, len(DOCUMENT), generation=1)])
+    assert loaded.reason == "validation_failed"
+    assert torch.equal(worker.kv(tokens)[2][0], worker.engine.cold(tokens, range(40, 60))[2][0])
+
+
+def test_when_no_pass_works_the_blocks_are_called_invalid(worker):
+    worker.donor([1, 2, 3, *DOCUMENT])
+    worker.half._engine.broken = True
+    order = Load("r", (7, 8, *DOCUMENT), tuple(range(20, 40)), 0, 82, (Span("d", 3, 2, 80, generation=1),), "fast")
+    worker.half.load(Orders(loads=[order]))
+    report = worker.half.take_report()
+    assert report.loaded["r"].failed
+    assert worker.half.take_invalid_blocks() == set(range(20, 26))
+    assert worker.half.take_invalid_blocks() == set()
+    assert any("on purpose" in message for _, message, _ in report.errors)
+
+
+def test_evicted_donors_are_told(worker):
+    worker.half.donor_kv._books.budget["host"] = 2 * worker.donor(DOCUMENT).donor_bytes["host"] - 1
+    worker.engine.cold(DOCUMENT, range(20))
+    worker.half.capture(Orders(captures=[Capture("e", 2, 80, tuple(range(5)))]))
+    report = worker.half.take_report()
+    assert report.captured == {("e", 2)}
+    assert report.evicted == {("d", 1)}
+
+
+def transposed_writer(block, heads, dim):
+    """As on a CPU: keys of a head transposed, then its values."""
+
+    def write(k, v, cache, slots):
+        for row, slot in enumerate(slots.tolist()):
+            page = cache[slot // block].reshape(heads, 2, block * dim)
+            page[:, 0].view(heads, dim, block)[:, :, slot % block] = k[row]
+            page[:, 1].view(heads, block, dim)[:, slot % block] = v[row]
+
+    return write
+
+
+def tiled_writer(block, heads, dim):
+    """No stride describes it: dimensions are stored in a scattered order."""
+    order = torch.randperm(dim, generator=torch.Generator().manual_seed(0))
+
+    def write(k, v, cache, slots):
+        for row, slot in enumerate(slots.tolist()):
+            page = cache[slot // block].view(2, block, heads, dim)
+            page[0, slot % block], page[1, slot % block] = k[row][:, order], v[row][:, order]
+
+    return write
+
+
+def plain_writer(block, heads, dim):
+    def write(k, v, cache, slots):
+        for row, slot in enumerate(slots.tolist()):
+            page = cache[slot // block].view(block, heads, 2, dim)
+            page[slot % block, :, 0], page[slot % block, :, 1] = k[row], v[row]
+
+    return write
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("writer", "kind"), [(plain_writer, KvLayout), (transposed_writer, StridedLayout), (tiled_writer, IndexedLayout)]
+)
+def test_the_layout_is_what_the_backends_writer_does(writer, kind, dtype):
+    blocks, block, heads, dim = 5, 16, 3, 8
+    caches = [torch.zeros(blocks, heads, block, 2 * dim, dtype=dtype) for _ in range(2)]
+    write = writer(block, heads, dim)
+    layout = probed(caches, block, heads, dim, write)
+    assert type(layout) is kind
+    slots = torch.tensor([3, 70, 17, 40])
+    k, v = torch.randn(2, 4, heads, dim).to(dtype)
+    write(k, v, caches[1], slots)
+    found_k, found_v = layout.gather(1, slots)
+    assert torch.equal(found_k, k)
+    assert torch.equal(found_v, v)
+    layout.scatter(0, slots, k, v)
+    assert torch.equal(caches[0], caches[1])
+    assert (layout.layers, layout.slots, layout.kv_heads, layout.head_dim) == (2, 80, heads, dim)
+
+
+def test_a_backend_that_changes_what_it_stores_is_refused():
+    from semblend.errors import InputError
+
+    def halved(k, v, cache, slots):
+        plain_writer(16, 3, 8)(k / 2, v, cache, slots)
+
+    with pytest.raises(InputError, match="changes or drops"):
+        probed([torch.zeros(5, 3, 16, 16)], 16, 3, 8, halved)
+
+
+def test_metrics_cross_processes_as_plain_data():
+    import json
+
+    from prometheus_client import CollectorRegistry
+
+    from semblend.confirm.metrics import PrometheusMetrics
+    from semblend.plan.reuse_plan import DeclineReason
+
+    tally, registry = Tally(), CollectorRegistry()
+    tally.lookup(0.001)
+    tally.declined(DeclineReason.TOO_SHORT)
+    tally.donors(2, 100, "host")
+    first = tally.take()
+    tally.donors(3, 150, "host")
+    data = json.loads(json.dumps(merged(first, tally.take())))
+    replay(data, PrometheusMetrics(registry))
+    assert registry.get_sample_value("semblend_lookup_seconds_count") == 1
+    assert registry.get_sample_value("semblend_declines_total", {"reason": "too_short"}) == 1
+    assert registry.get_sample_value("semblend_donor_bytes", {"tier": "host"}) == 150
+    assert tally.take() == {}
+
+
+def test_versions_that_nobody_looked_at_are_named_so():
+    assert support("0.32.0+cpu").evidence is Evidence.RUN
+    assert support("1.0.0").evidence is Evidence.NONE
+    assert all(row.note for row in SUPPORTED)

@@ -1,6 +1,6 @@
-"""What a cache should keep, and where a request should go.
+"""What a cache should keep: a simulator with true prefix semantics, recorded and made-up traffic, and advice.
 
-This version ships the name and the command; the simulator, the replay and the router come with later ones.
+Everything that this package reports is simulated; `semblend` reuses KV, `sembench` measures it.
 """
 
 from semblend._version import __version__

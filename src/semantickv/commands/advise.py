@@ -1,0 +1,65 @@
+"""``semantickv advise``: which policy and how much memory for this traffic. Simulated."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from semantickv import advise_page
+from semantickv.advise import advise
+from semantickv.capacity import DTYPE_BYTES, KV_SHAPES, kv_bytes_per_token
+from semantickv.commands import trace_flags
+from semantickv.experiment_files import new_folder
+from semantickv.policies import POLICIES
+from semblend.commands.output import print_json, say
+from semblend.errors import InputError
+
+ABOUT = """Hit rate against memory for all policies on your own trace, the knee, what reuse at any position would
+add, and what it would save: one page to print. Everything on it is simulated."""
+
+
+def add(subparsers: Any) -> None:
+    parser = subparsers.add_parser("advise", help="which policy, how much memory: one page", description=ABOUT)
+    trace_flags.add_trace(parser)
+    parser.add_argument("--policies", nargs="+", metavar="NAME", help="policies to compare (default: all)")
+    parser.add_argument("--model", choices=sorted(KV_SHAPES), default="qwen2.5-7b", help="whose KV fills the memory")
+    parser.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bf16", help="of that KV (%(default)s)")
+    parser.add_argument("--gib", nargs="+", type=float, metavar="GIB", help="sizes to try (default: ten, chosen)")
+    parser.add_argument("--hour-cost", type=float, metavar="PRICE", help="price of an hour of prefill, any currency")
+    trace_flags.add_latency(parser)
+    parser.add_argument("--seed", type=int, default=0, help="for policies that draw (default: %(default)s)")
+    parser.add_argument("--output-dir", default="outputs/advise", metavar="DIR", help="parent (default: %(default)s)")
+    parser.add_argument("--output-name", default="advice", metavar="NAME", help="end of the folder's name")
+    parser.add_argument("--json", action="store_true", help="print the advice as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    for name in args.policies or ():
+        if name not in POLICIES:
+            raise InputError(f"unknown policy {name!r}", hint="one of " + ", ".join(POLICIES))
+    trace = trace_flags.read(args)
+    latency, _, _ = trace_flags.latency(args, trace)
+    sizes = None
+    if args.gib:
+        sizes = [int(gib * 2**30) // kv_bytes_per_token(args.model, args.dtype) for gib in args.gib]
+    advice = advise(
+        trace,
+        policies=args.policies,
+        latency=latency,
+        model=args.model,
+        dtype=args.dtype,
+        sizes=sizes,
+        hour_cost=args.hour_cost,
+        seed=args.seed,
+        progress=say,
+    )
+    folder = new_folder(args.output_dir, args.output_name)
+    advise_page.write(advice, folder)
+    if args.json:
+        print_json(advice.as_json())
+    else:
+        print(f"{advise_page.headline(advice)} (simulated)")
+        print(advise_page.lead(advice))
+        print(advise_page.elsewhere(advice))
+    say(f"wrote {folder / 'advice.html'}")
+    return 0

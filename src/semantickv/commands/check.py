@@ -1,0 +1,71 @@
+"""``semantickv check``: is everything here that the other commands need."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from semantickv.capacity import Capacity
+from semantickv.experiments import CONFIG_FOLDER, SIX, load
+from semantickv.policies import POLICIES
+from semantickv.simulator import simulate
+from semantickv.workloads import workload
+from semblend.commands.output import table
+
+ABOUT = "Check packages, policies and experiment configurations without running the experiments; exit 1 if one fails."
+
+
+def add(subparsers: Any) -> None:
+    parser = subparsers.add_parser("check", help="check the installation in a second", description=ABOUT)
+    parser.add_argument("--config-dir", default=str(CONFIG_FOLDER), metavar="DIR", help="default: %(default)s")
+
+
+def run(args: argparse.Namespace) -> int:
+    checks: list[tuple[str, Callable[[], str]]] = [
+        ("policies", _policies),
+        ("simulator", _simulator),
+        ("configurations", lambda: _configurations(Path(args.config_dir))),
+        ("plots", lambda: _package("matplotlib")),
+        ("YAML", lambda: _package("yaml")),
+        ("compiled simulator", lambda: _package("numba")),
+    ]
+    rows, failed = [], 0
+    for name, check in checks:
+        try:
+            rows.append(("ok", name, check()))
+        except Exception as error:  # whatever is wrong is what this command is there to tell
+            failed += 1
+            rows.append(("FAILED", name, str(error)))
+    print(table(rows, head=("", "what", "found")))
+    return 1 if failed else 0
+
+
+def _policies() -> str:
+    missing = [name for name in SIX if name not in POLICIES]
+    if missing:
+        raise LookupError(f"no policy {', '.join(missing)}")
+    return f"{len(POLICIES)} policies"
+
+
+def _simulator() -> str:
+    trace = workload(["repeated_system"], sessions=2, requests=2, seed=0)
+    done = simulate(trace, "lru", Capacity.tokens(10_000))
+    if done.block_hits != 3:
+        raise ArithmeticError(f"3 of 8 blocks should hit, {done.block_hits} did")
+    return "3 of 8 blocks hit, as they should (simulated)"
+
+
+def _configurations(folder: Path) -> str:
+    found = sorted(folder.glob("*.yaml"))
+    if not found:
+        raise LookupError(f"no .yaml under {folder}")
+    return ", ".join(load(path).experiment_id for path in found)
+
+
+def _package(name: str) -> str:
+    if find_spec(name) is None:
+        raise LookupError(f"the package {name} is not installed: pip install 'semblend-suite[lab]'")
+    return name

@@ -1,0 +1,79 @@
+"""``semantickv collect``: record OpenAI-compatible traffic as a redacted trace."""
+
+from __future__ import annotations
+
+import argparse
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from semantickv import settings
+from semantickv.classification import Classifier, load_rules
+from semantickv.collecting_proxy import CollectingProxy
+from semantickv.collection import Collector, TraceWriter
+from semantickv.mock_traffic import collect_mock
+from semantickv.segmentation import Segmenter
+from semblend.commands.output import say
+from semblend.errors import InputError
+
+ABOUT = """Record traffic as a trace for replay and advise. With --upstream, a small proxy forwards every request as it
+is and writes one line for each; with --mock, made-up traffic is written. No text is kept without --keep-text."""
+
+
+def add(subparsers: Any) -> None:
+    parser = subparsers.add_parser("collect", help="record OpenAI-compatible traffic as a trace", description=ABOUT)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--upstream", metavar="URL", help="server to forward to (or SEMANTICKV_UPSTREAM_BASE_URL)")
+    source.add_argument("--mock", action="store_true", help="made-up traffic on a made-up clock; every line says so")
+    parser.add_argument("--host", default="127.0.0.1", help="where the proxy listens (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8010, help="its port, 0 for any (default: %(default)s)")
+    parser.add_argument("--requests", type=int, metavar="N", help="stop after N (default: 50 with --mock, else never)")
+    parser.add_argument("--seed", type=int, default=7, help="of the made-up traffic (default: %(default)s)")
+    parser.add_argument("--keep-text", action="store_true", help="write the prompts' text into the trace")
+    parser.add_argument("--rules", metavar="FILE", help="TOML file with more classification rules")
+    parser.add_argument("--output-dir", metavar="DIR", help="folder of the trace (default: outputs/live_traces)")
+    parser.add_argument("--output-name", default="trace", metavar="NAME", help="end of the file's name")
+    parser.add_argument("--output", metavar="FILE", help="the trace's whole path, in place of the two above")
+
+
+def run(args: argparse.Namespace) -> int:
+    upstream = args.upstream or ("" if args.mock else settings.variable("SEMANTICKV_UPSTREAM_BASE_URL"))
+    if not upstream and not args.mock:
+        raise InputError("collect needs --upstream or --mock", hint="--upstream http://127.0.0.1:8001")
+    if args.requests is not None and args.requests < 1:
+        raise InputError("--requests must be at least 1")
+    redact = settings.flag("SEMANTICKV_REDACT_TEXT", True) and not args.keep_text
+    key = settings.variable("SEMANTICKV_HASH_KEY")
+    path = _path(args)
+    if args.mock and path.exists():
+        raise InputError(f"{path} is there already", hint="pass another --output: made-up traffic is not appended")
+    with TraceWriter(path) as writer:
+        if args.mock:
+            collect_mock(writer, requests=args.requests or 50, seed=args.seed, redact=redact, key=key)
+        else:
+            classifier = Classifier().with_rules(load_rules(args.rules)) if args.rules else Classifier()
+            _proxy(args, upstream, Collector(writer, Segmenter(classifier, key=key), redact))
+    print(path)
+    say(f"{writer.written} requests recorded" + (" (mock: made up)" if args.mock else ""))
+    return 0
+
+
+def _proxy(args: argparse.Namespace, upstream: str, collector: Collector) -> None:
+    timeout_s = settings.number("SEMANTICKV_PROXY_TIMEOUT_SECONDS", 600.0)
+    server = CollectingProxy(upstream, collector, host=args.host, port=args.port, timeout_s=timeout_s)
+    say(f"listening on {server.address}, forwarding to {upstream}; stop with Ctrl-C")
+    server.timeout = 0.2
+    try:
+        while args.requests is None or collector.writer.written < args.requests:
+            server.handle_request()  # one thread each; the timeout lets the count be looked at
+    except KeyboardInterrupt:
+        say("stopping")
+    finally:
+        server.server_close()
+
+
+def _path(args: argparse.Namespace) -> Path:
+    if args.output:
+        return Path(args.output)
+    folder = args.output_dir or settings.variable("SEMANTICKV_TRACE_OUTPUT_DIR") or "outputs/live_traces"
+    return Path(folder) / f"{datetime.now(UTC).strftime('%Y%m%d_%H%M%S')}_{args.output_name}.jsonl"

@@ -1,0 +1,106 @@
+"""``semantickv experiment``: run the configured experiments and write their files. Simulated."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from semantickv import experiment_files
+from semantickv.experiments import CONFIG_FOLDER, Experiment, Outcome, load
+from semantickv.experiments import run as simulate_experiment
+from semantickv.latency import against
+from semblend.commands.output import print_json, say, table
+from semblend.errors import InputError
+
+ABOUT = (
+    "Run experiments on made-up workloads: several policies, block mode and prefix mode, files and plots. Simulated."
+)
+
+
+def add(subparsers: Any) -> None:
+    parser = subparsers.add_parser("experiment", help="run experiments from YAML configurations", description=ABOUT)
+    parser.add_argument(
+        "what", choices=("run", "all"), help="run: those of --config; all: every file of --config-dir, with a summary"
+    )
+    parser.add_argument(
+        "--config", action="append", default=[], metavar="FILE",
+        help="a YAML file, or the name of one in --config-dir, or 'all'; may be given several times",
+    )  # fmt: skip
+    parser.add_argument("--config-dir", default=str(CONFIG_FOLDER), metavar="DIR", help="default: %(default)s")
+    parser.add_argument(
+        "--output-dir", metavar="DIR", help="parent of the result folders (default: the configuration's)"
+    )
+    parser.add_argument("--policies", nargs="+", metavar="NAME", help="other policies than the configuration's")
+    parser.add_argument("--seed", type=int, help="another seed than the configuration's")
+    parser.add_argument("--no-plots", action="store_true", help="write no pictures")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    everything = args.what == "all" or "all" in args.config
+    experiments = [_changed(load(path), args) for path in _configs(args, everything)]
+    done: list[tuple[Outcome, Path]] = []
+    for experiment in experiments:
+        say(f"{experiment.experiment_id}: simulating {len(experiment.policies)} policies")
+        outcome = simulate_experiment(experiment)
+        folder = experiment_files.new_folder(experiment.output_dir, experiment.experiment_id)
+        experiment_files.write(outcome, folder, pictures=not args.no_plots)
+        done.append((outcome, folder))
+    if everything:
+        parent = Path(args.output_dir or experiments[0].output_dir)
+        experiment_files.write_aggregate([outcome for outcome, _ in done], parent)
+        say(f"wrote {parent / 'aggregate_summary.csv'} and .md")
+    _report(done, as_json=args.json)
+    return 0
+
+
+def _configs(args: argparse.Namespace, everything: bool) -> list[str | Path]:
+    named = [config for config in args.config if config != "all"]
+    if not everything:
+        if not named:
+            raise InputError("experiment run needs --config", hint="--config configs/experiments/NAME.yaml, or all")
+        return [path if Path(path).exists() else Path(args.config_dir) / f"{path}.yaml" for path in named]
+    if named:
+        raise InputError("--config and all exclude each other", hint="name files, or run all of them")
+    found: list[str | Path] = sorted(Path(args.config_dir).glob("*.yaml"))
+    if not found:
+        raise InputError(f"{args.config_dir} holds no .yaml files", hint="pass --config-dir")
+    return found
+
+
+def _changed(experiment: Experiment, args: argparse.Namespace) -> Experiment:
+    changes: dict[str, Any] = {}
+    if args.output_dir:
+        changes["output_dir"] = args.output_dir
+    if args.policies:
+        changes["policies"] = tuple(args.policies)
+    if args.seed is not None:
+        changes["seed"] = args.seed
+    return replace(experiment, **changes)
+
+
+def _report(done: list[tuple[Outcome, Path]], *, as_json: bool) -> None:
+    if as_json:
+        print_json([outcome.as_json() | {"folder": str(folder)} for outcome, folder in done])
+        return
+    rows = []
+    for outcome, _ in done:
+        for mode, records in outcome.records.items():
+            for record in records:
+                gain = against(records, record["policy"])
+                rows.append(
+                    (
+                        outcome.experiment.experiment_id,
+                        mode,
+                        record["policy"],
+                        f"{record['block_hit_rate']:.2%}",
+                        f"{record['avg_ttft_ms']:.2f}",
+                        "" if gain is None else f"{gain:+.2%}",
+                    )
+                )
+    head = ("experiment", "mode", "policy", "block hits", "avg TTFT ms (simulated)", "against LRU")
+    print(table(rows, head=head, right=(3, 4, 5)))
+    for _, folder in done:
+        say(f"wrote {folder}")

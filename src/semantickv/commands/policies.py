@@ -1,0 +1,24 @@
+"""``semantickv policies``: the policies by name."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from semantickv.policies import POLICIES
+from semblend.commands.output import print_json, table
+
+ABOUT = "List the eviction policies that replay, experiment and advise know."
+
+
+def add(subparsers: Any) -> None:
+    parser = subparsers.add_parser("policies", help="list the eviction policies", description=ABOUT)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.json:
+        print_json([{"policy": name, "summary": policy.summary} for name, policy in POLICIES.items()])
+    else:
+        print(table([(name, policy.summary) for name, policy in POLICIES.items()], head=("policy", "what goes first")))
+    return 0

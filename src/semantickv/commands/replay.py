@@ -1,0 +1,96 @@
+"""``semantickv replay``: one trace, several policies, and what each would have saved. Simulated."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+from semantickv.capacity import DTYPE_BYTES, KV_SHAPES, Capacity
+from semantickv.commands import trace_flags
+from semantickv.experiment_files import new_folder
+from semantickv.latency import against
+from semantickv.replay import CHAINED_NOTE, DEFAULT_POLICIES, calibration_lines, replay, write
+from semblend.commands.output import print_json, say, table
+from semblend.errors import InputError
+
+ABOUT = """Replay a trace (our JSONL, Mooncake, Bailian or Azure; plain or gzip) through several cache policies. The
+cache holds metadata and times follow a straight line: everything reported is simulated."""
+
+
+def add(subparsers: Any) -> None:
+    parser = subparsers.add_parser("replay", help="replay a trace through several policies", description=ABOUT)
+    trace_flags.add_trace(parser)
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--cache-token-budget", type=int, metavar="N", help="size of the cache in tokens")
+    size.add_argument("--cache-block-budget", type=int, metavar="N", help="size of the cache in blocks")
+    size.add_argument("--cache-gib", type=float, metavar="GIB", help="size of the cache in GiB of --model's KV")
+    parser.add_argument("--model", choices=sorted(KV_SHAPES), default="qwen2.5-7b", help="whose KV --cache-gib counts")
+    parser.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bf16", help="of that KV (%(default)s)")
+    parser.add_argument(
+        "--policies", nargs="+", default=list(DEFAULT_POLICIES), metavar="NAME",
+        help=f"policies to compare (default: {' '.join(DEFAULT_POLICIES)}); see semantickv policies",
+    )  # fmt: skip
+    parser.add_argument(
+        "--mode", choices=("prefix", "block"), default="prefix",
+        help="prefix: a block hits if all before it hit; block: each by itself (%(default)s)",
+    )  # fmt: skip
+    trace_flags.add_latency(parser)
+    parser.add_argument("--seed", type=int, default=0, help="for policies that draw (default: %(default)s)")
+    parser.add_argument("--output-dir", default="outputs/traces", metavar="DIR", help="parent (default: %(default)s)")
+    parser.add_argument("--output-name", default="replay", metavar="NAME", help="end of the folder's name")
+    parser.add_argument("--no-plots", action="store_true", help="write no pictures")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    capacity = _capacity(args)
+    if "/" in args.output_name or not args.output_name:
+        raise InputError(f"--output-name {args.output_name!r} is no name", hint="the folder goes into --output-dir")
+    trace = trace_flags.read(args)
+    latency, fitted, seen = trace_flags.latency(args, trace)
+    result = replay(trace, capacity, args.policies, mode=args.mode, latency=latency, seed=args.seed)
+    result = replace(result, calibration=fitted, observed=seen)
+    folder = new_folder(args.output_dir, args.output_name)
+    write(result, folder, pictures=not args.no_plots)
+    if args.json:
+        print_json(result.as_json())
+    else:
+        _print(result.records)
+    if trace.chained and args.mode == "block":
+        say(CHAINED_NOTE)
+    for line in calibration_lines(fitted) if fitted else ():
+        say(f"calibration {line}")
+    say(f"wrote {folder}")
+    return 0
+
+
+def _capacity(args: argparse.Namespace) -> Capacity:
+    for name in ("cache_token_budget", "cache_block_budget", "cache_gib"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < 2**62:
+            raise InputError(f"--{name.replace('_', '-')} {value} must be above 0")
+    if args.cache_gib is not None:
+        return Capacity.bytes(int(args.cache_gib * 2**30), args.model, args.dtype)
+    if args.cache_block_budget is not None:
+        return Capacity.blocks(args.cache_block_budget)
+    return Capacity.tokens(args.cache_token_budget)
+
+
+def _print(records: list[dict[str, Any]]) -> None:
+    rows = []
+    for record in records:
+        gain = against(records, record["policy"])
+        rows.append(
+            (
+                record["policy"],
+                f"{record['block_hit_rate']:.2%}",
+                f"{record['token_hit_rate']:.2%}",
+                f"{record['tokens_saved']:,}",
+                f"{record['evictions']:,}",
+                f"{record['avg_ttft_ms']:.2f}",
+                "" if gain is None else f"{gain:+.2%}",
+            )
+        )
+    head = ("policy", "block hits", "token hits", "tokens saved", "evictions", "avg TTFT ms (simulated)", "against LRU")
+    print(table(rows, head=head, right=(1, 2, 3, 4, 5, 6)))

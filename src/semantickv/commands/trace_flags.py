@@ -1,0 +1,68 @@
+"""Flags that commands over traces share, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+
+from semantickv.calibration import Calibration, Observations, calibrate, observations
+from semantickv.latency import LatencyModel
+from semantickv.trace import Trace
+from semblend.commands.output import say
+from semblend.errors import InputError
+
+FORMATS = ("auto", "semantickv", "mooncake", "bailian", "azure")
+
+
+def add_trace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trace", required=True, metavar="FILE", help="trace to read, plain or gzip")
+    parser.add_argument("--format", choices=FORMATS, default="auto", help="its format (default: %(default)s)")
+    parser.add_argument("--block-tokens", type=int, metavar="N", help="tokens of a block where the format does not say")
+    parser.add_argument("--skip-bad", action="store_true", help="skip bad lines and count them")
+    parser.add_argument("--sort", action="store_true", help="sort the requests by time of arrival")
+    parser.add_argument("--max-requests", type=int, metavar="N", help="use the first N requests only")
+
+
+def add_latency(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--base-ms", type=float, metavar="MS", help="base time to first token (default: 80)")
+    parser.add_argument("--ms-per-uncached-token", type=float, metavar="MS", help="time of a computed token (0.08)")
+    parser.add_argument(
+        "--calibrate-from-trace", action="store_true", help="fit both to the times that the trace observed"
+    )
+
+
+def read(args: argparse.Namespace) -> Trace:
+    """The trace that the flags name."""
+    trace = Trace.read(args.trace, args.format, block_tokens=args.block_tokens, skip_bad=args.skip_bad, sort=args.sort)
+    if args.max_requests is not None:
+        if args.max_requests < 1:
+            raise InputError("--max-requests must be at least 1")
+        trace = trace.head(args.max_requests)
+    if trace.skipped:
+        say(f"skipped {trace.skipped} bad lines of {args.trace}")
+    return trace
+
+
+def latency(args: argparse.Namespace, trace: Trace) -> tuple[LatencyModel, Calibration | None, Observations | None]:
+    """The latency line: calibrated, given, or the default."""
+    given = args.base_ms is not None or args.ms_per_uncached_token is not None
+    if args.calibrate_from_trace:
+        if given:
+            raise InputError(
+                "--calibrate-from-trace and a given latency exclude each other",
+                hint="drop --base-ms and --ms-per-uncached-token",
+            )
+        seen = observations(args.trace, trace)
+        fitted = calibrate(seen)
+        return fitted.model, fitted, seen
+    default = LatencyModel()
+    if not given:
+        return default, None, None
+    return (
+        LatencyModel(
+            default.base_ttft_ms if args.base_ms is None else args.base_ms,
+            default.token_latency_ms if args.ms_per_uncached_token is None else args.ms_per_uncached_token,
+            "given",
+        ),
+        None,
+        None,
+    )

@@ -1,0 +1,94 @@
+"""``semantickv workload``: write made-up or text-based traffic as a trace."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from semantickv.arrivals import PROCESSES, Arrivals
+from semantickv.experiments import describe
+from semantickv.text_workloads import BLOCK_TOKENS, TEXT_WORKLOADS, TextSource, text_workload
+from semantickv.trace import Trace, TraceRequest
+from semantickv.workloads import FAMILIES, workload
+from semblend.commands.output import check_target, print_json, say
+from semblend.errors import InputError
+
+ABOUT = """Write a trace: one of the made-up families, or real text (chats, agents, rag) from --data-dir with drawn
+arrivals. Traces hold hashes and lengths, no text."""
+
+
+def add(subparsers: Any) -> None:
+    parser = subparsers.add_parser("workload", help="write a trace of made-up or text-based traffic", description=ABOUT)
+    parser.add_argument("family", choices=(*TEXT_WORKLOADS, *FAMILIES), help="which traffic")
+    parser.add_argument("--output", required=True, metavar="FILE", help="trace to write (.jsonl or .jsonl.gz)")
+    parser.add_argument("--data-dir", metavar="DIR", help="folder with chat, agent_traces and rag, for real text")
+    parser.add_argument("--sessions", type=int, metavar="N", help="sessions (default: 50, or all of the text)")
+    parser.add_argument("--requests", type=int, default=6, metavar="N", help="requests of a made-up session (6)")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--arrivals", choices=PROCESSES, default="poisson", help="default: %(default)s")
+    parser.add_argument("--rate", type=float, default=0.5, help="sessions a second (default: %(default)s)")
+    parser.add_argument("--think-s", type=float, default=20.0, help="mean pause in a session (default: %(default)s)")
+    parser.add_argument("--burstiness", type=float, default=0.3, help="below 1 comes in bursts (gamma arrivals)")
+    parser.add_argument("--block-tokens", type=int, default=BLOCK_TOKENS, help="longest block of text (%(default)s)")
+    parser.add_argument("--tenants", type=int, default=1, help="tenants of a made-up family (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    check_target(args.output)
+    arrivals = Arrivals(args.arrivals, rate=args.rate, think_s=args.think_s, burstiness=args.burstiness)
+    if args.sessions is not None and args.sessions < 1:
+        raise InputError("--sessions must be at least 1")
+    if args.family in TEXT_WORKLOADS:
+        if not args.data_dir:
+            raise InputError(f"{args.family} is real text and needs --data-dir", hint="a folder with chat, rag, ...")
+        if args.block_tokens < 8:
+            raise InputError("--block-tokens must be at least 8")
+        source = TextSource(Path(args.data_dir), args.seed, args.sessions, arrivals, args.block_tokens)
+        trace = text_workload(args.family, source)
+    else:
+        trace = workload([args.family], sessions=args.sessions or 50, requests=args.requests, seed=args.seed,
+                         arrivals=arrivals, tenants=args.tenants)  # fmt: skip
+    write_trace(trace, args.output)
+    print_json(describe(trace))
+    say(f"wrote {args.output}")
+    return 0
+
+
+def write_trace(trace: Trace, path: str) -> None:
+    """The trace as JSON Lines; a name that ends in .gz is packed."""
+    try:
+        with _opened(path) as stream:
+            for line in _lines(trace):
+                stream.write(line + "\n")
+    except OSError as error:
+        raise InputError(
+            f"cannot write {path}: {error.strerror}", hint="check the folder and its permissions"
+        ) from None
+
+
+def _opened(path: str) -> IO[str]:
+    return gzip.open(path, "wt", encoding="utf-8") if path.endswith(".gz") else Path(path).open("w", encoding="utf-8")
+
+
+def _lines(trace: Trace) -> Iterator[str]:
+    for request in trace.requests():
+        yield json.dumps(_line(request), separators=(",", ":"))
+
+
+def _line(request: TraceRequest) -> dict[str, Any]:
+    blocks = zip(request.block_ids, request.block_tokens, request.block_types, strict=True)
+    line: dict[str, Any] = {
+        "request_id": request.request_id,
+        "timestamp_ms": round(request.arrival_s * 1000, 3),
+        "session_id": request.session,
+        "tenant_id": request.tenant,
+        "output_tokens": request.output_tokens,
+        "blocks": [
+            {"content_hash": number, "semantic_type": kind, "token_count": tokens} for number, tokens, kind in blocks
+        ],
+    }
+    return line if request.ttft_ms is None else line | {"observed_ttft_ms": request.ttft_ms}

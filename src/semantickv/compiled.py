@@ -1,0 +1,54 @@
+"""The door to the compiled loops: makes their arrays, calls them, hands back counts. Imports numba when called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from semantickv.capacity import Capacity
+from semantickv.forest import Forest
+from semantickv.plain import Counts
+from semantickv.policies.registry import Policy
+
+
+def run_compiled(forest: Forest, policy: Policy, capacity: Capacity, warm_up: int, options: dict[str, Any]) -> Counts:
+    """Run the compiled twin of a policy."""
+    trace = forest.trace
+    counts = Counts.zeros(len(trace), len(trace.type_names))
+    tally = np.zeros((len(trace), 3), np.int32)
+    fact = np.column_stack((forest.parent, forest.sizes(capacity.unit), forest.tokens, forest.types.astype(np.int32)))
+    meta = _meta(forest, capacity, warm_up, options)
+    tape = (trace.starts, forest.node, trace.tokens)
+    family, _, kind = (policy.kernel or "").partition(":")
+    if family == "priority":
+        from semantickv import kernels_priority as priority
+
+        few = forest.nodes if kind == "TINY" else 0
+        weights = np.array([options["type_weights"].get(name, 1.0) for name in trace.type_names])
+        next_use = forest.next_use if policy.offline else np.zeros(0, np.int32)
+        chosen = getattr(priority, kind), policy.bypass
+        asked = np.zeros((few, 2), np.int64)
+        priority.run_priority(
+            *chosen, *tape, next_use, fact, meta, weights, asked, tally, counts.used_share, counts.evicted
+        )
+        if kind == "STATIC":
+            counts.weights = dict(options["type_weights"])
+    elif family == "queues":
+        from semantickv import kernels_queues as queues
+
+        queues.run_queues(getattr(queues, kind), *tape, fact, meta, tally, counts.used_share, counts.evicted)
+    counts.hit_blocks, counts.hit_tokens, counts.regret = tally[:, 0], tally[:, 1], tally[:, 2]
+    return counts
+
+
+def _meta(forest: Forest, capacity: Capacity, warm_up: int, options: dict[str, Any]) -> npt.NDArray[np.int64]:
+    from semantickv import kernels
+
+    meta = np.zeros(16, np.int64)
+    meta[kernels.CAPACITY], meta[kernels.WARM_UP] = capacity.size, warm_up
+    meta[kernels.PREFIX] = forest.mode == "prefix"
+    meta[kernels.HAND] = -1
+    meta[kernels.WINDOW] = int(options["window"])
+    return meta

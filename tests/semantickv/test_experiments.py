@@ -1,0 +1,138 @@
+"""Experiments: the configurations that ship, the files that are promised, and numbers that follow from the workload."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from semantickv import experiment_files
+from semantickv.experiments import MODES, SIX, Experiment, load, parse, run
+from semantickv.latency import LatencyModel, against
+from semblend.errors import InputError
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs" / "experiments").glob("*.yaml"))
+FILES = {
+    "results.json", "metrics.csv", "summary.md", "policy_comparison_avg_ttft.png", "policy_comparison_hit_rate.png",
+    "tokens_saved_by_policy.png", "evictions_by_semantic_type.png", "adaptive_weights_over_time.png",
+    "memory_utilization_over_time.png",
+}  # fmt: skip
+SMALL = Experiment("small", ("low_memory_rag_stress",), sessions=6, requests=5, capacity_tokens=2700, seed=1)
+TABLE = {
+    "experiment_id": "x",
+    "workload_families": ["repeated_system"],
+    "num_sessions": 2,
+    "requests_per_session": 2,
+    "cache_capacity_tokens": 500,
+}
+
+
+def test_the_five_families_ship_with_their_seeds_and_sizes() -> None:
+    found = {
+        one.experiment_id: (one.seed, one.sessions, one.requests, one.capacity_tokens) for one in map(load, CONFIGS)
+    }
+    assert found == {
+        "low_memory_rag_stress": (101, 36, 7, 2700),
+        "shared_system_prompt_high_reuse": (202, 48, 6, 220),
+        "tool_agent_session_reuse": (303, 34, 8, 360),
+        "legal_review_long_context": (404, 28, 6, 1900),
+        "workload_shift_static_vs_adaptive": (505, 44, 6, 2700),
+    }
+    assert all(one.policies == SIX and one.modes == MODES for one in map(load, CONFIGS))
+
+
+def test_lru_in_block_mode_lands_where_the_source_text_has_it() -> None:
+    """The workloads were given the dimensions that the published figures imply; LRU needs no tuning."""
+    for path in CONFIGS:
+        experiment = replace(load(path), policies=("lru",), modes=("block",))
+        record = run(experiment, over_time=False).records["block"][0]
+        published = experiment_files.PUBLISHED[experiment.experiment_id]
+        assert record["avg_ttft_ms"] == pytest.approx(published["lru"], rel=0.03)
+        assert record["block_hit_rate"] == pytest.approx(published["lru_hits"], abs=0.04)
+
+
+def test_an_experiment_gives_the_same_numbers_every_time() -> None:
+    assert run(SMALL).as_json() == run(SMALL).as_json()
+
+
+def test_prefix_mode_never_hits_more_than_block_mode_where_everything_fits() -> None:
+    roomy = replace(SMALL, capacity_tokens=10**6, policies=("lru",))
+    records = run(roomy, over_time=False).records
+    assert records["prefix"][0]["token_hit_rate"] <= records["block"][0]["token_hit_rate"]
+
+
+def test_all_files_are_written_and_say_that_they_are_simulated(tmp_path: Path) -> None:
+    outcome = run(SMALL)
+    experiment_files.write(outcome, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == FILES
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["simulated"] is True
+    assert set(results["modes"]) == {"block", "prefix"}
+    assert "simulated" in (tmp_path / "summary.md").read_text().splitlines()[0]
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").open(encoding="utf-8")))
+    assert len(rows) == 2 * len(SIX)
+    assert {row["simulated"] for row in rows} == {"True"}
+
+
+def test_time_saved_follows_from_tokens_saved() -> None:
+    record = run(replace(SMALL, policies=("lru",)), over_time=False).records["block"][0]
+    trace, latency = SMALL.trace(), SMALL.latency
+    computed = int(trace.request_tokens.sum()) - record["tokens_saved"]
+    expected = latency.base_ttft_ms + latency.token_latency_ms * computed / len(trace)
+    assert record["avg_ttft_ms"] == pytest.approx(expected)
+
+
+def test_the_aggregate_holds_every_experiment_and_the_published_gain(tmp_path: Path) -> None:
+    outcomes = [run(replace(load(path), sessions=4), over_time=False) for path in CONFIGS]
+    experiment_files.write_aggregate(outcomes, tmp_path)
+    text = (tmp_path / "aggregate_summary.md").read_text()
+    assert "+35.66%" in text
+    assert "+19.86%" in text
+    rows = list(csv.DictReader((tmp_path / "aggregate_summary.csv").open(encoding="utf-8")))
+    assert len(rows) == len(CONFIGS) * 2 * len(SIX)
+
+
+def test_two_results_of_one_second_get_two_folders(tmp_path: Path) -> None:
+    assert len({experiment_files.new_folder(tmp_path, "x") for _ in range(3)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"num_sessions": 0}, "num_sessions"),
+        ({"num_sessions": "many"}, "num_sessions"),
+        ({"seed": -1}, "seed"),
+        ({"cache_capacity_tokens": None}, "cache_capacity_tokens"),
+        ({"workload_families": ["nothing"]}, "workload_families"),
+        ({"workload_families": "repeated_system"}, "workload_families"),
+        ({"modes": ["sideways"]}, "modes"),
+        ({"colour": "red"}, "colour"),
+        ({"arrivals": {"process": "weekly"}}, "arrivals"),
+        ({"arrivals": {"speed": 3}}, "arrivals"),
+        ({"base_ttft_ms": -3}, "base_ttft_ms"),
+        ({"token_latency_ms": "fast"}, "token_latency_ms"),
+        ({"experiment_id": "../x"}, "experiment_id"),
+    ],
+)
+def test_a_bad_field_of_a_configuration_is_named(change: dict[str, object], field: str) -> None:
+    assert parse(TABLE).sessions == 2
+    with pytest.raises(InputError, match=field):
+        parse(TABLE | change)
+
+
+def test_a_file_that_is_not_there_or_no_yaml_is_told(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot read"):
+        load(tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [1")
+    with pytest.raises(InputError, match="not YAML"):
+        load(tmp_path / "bad.yaml")
+
+
+def test_a_negative_latency_is_refused_and_a_missing_baseline_gives_no_gain() -> None:
+    with pytest.raises(InputError):
+        LatencyModel(-1.0, 0.1)
+    assert against([{"policy": "fifo", "avg_ttft_ms": 3.0}], "fifo") is None

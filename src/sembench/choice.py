@@ -12,17 +12,25 @@ from sembench.cases import BadLine, Case, read_manifest
 from semblend.errors import InputError
 
 
+NEGATIVE = "negative_control"
+
+
 def turns(transforms: Iterable[str], most: int) -> list[int]:
     """Positions of at most ``most`` items, one of each transform in turn, in their own order.
 
-    Each transform begins at another of its items, or else a short run would be about one document only.
+    Each transform begins at another of its items, or else a short run would be about one document only. Negative
+    controls come second, so that no run of two or more is without one.
 
     >>> turns(["a", "b", "a", "b", "c"], 3), turns(["a", "a", "a", "b"], 3)
     ([0, 3, 4], [0, 1, 3])
+    >>> turns(["a", "b", "negative_control"], 2)
+    [0, 2]
     """
-    places: dict[str, list[int]] = {}
+    found: dict[str, list[int]] = {}
     for at, transform in enumerate(transforms):
-        places.setdefault(transform, []).append(at)
+        found.setdefault(transform, []).append(at)
+    order = sorted(found, key=lambda name: 0.5 if name == NEGATIVE else list(found).index(name))
+    places = {name: found[name] for name in order}
     chosen: list[int] = []
     for depth in range(max((len(group) for group in places.values()), default=0)):
         for number, group in enumerate(places.values()):

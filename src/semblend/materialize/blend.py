@@ -181,11 +181,14 @@ class Blender:
         return np.flatnonzero(wanted)
 
     def _check_it_pays(self, prompt: Work, first: Positions) -> None:
-        """Two passes at least: with many gaps behind the first donor token they cost more than a prefill."""
+        """Two passes at least: with many gaps behind the first donor token they cost nearly as much as a prefill.
+
+        And they may be in vain. So the bound is that of all repairs, not the whole prefill.
+        """
         again = int((first > prompt.reused[0]).sum())
         rows = len(first) + again + sum(round(s.percent / 100 * len(prompt.reused)) for s in self.settings.steps[:1])
         cold = len(prompt.tokens) - prompt.exact
-        if rows >= cold:
+        if rows >= min(1.0, self.settings.most_work) * cold:
             raise Refused(DeclineReason.BELOW_BREAK_EVEN, f"two passes compute {rows} rows, a prefill {cold}")
 
     def _gate(self, prompt: Work) -> str:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from semantickv.capacity import Capacity, kv_bytes_per_token
 from semantickv.experiments import describe
 from semantickv.forest import Forest, plant
-from semantickv.latency import LatencyModel
+from semantickv.latency import BOUNDS, LatencyModel
+from semantickv.mrc import curve
 from semantickv.policies import POLICIES
 from semantickv.simulator import Simulated, simulate
 from semantickv.trace import Trace
@@ -25,8 +26,7 @@ NOISE = 0.005
 """Hit rates that differ by less than this are called equal: half a point."""
 SIZES = 10
 GIB = 2**30
-BOUNDS: Final = ("belady", "belady_bypass")
-MOST_ACCESSES = 20_000_000  # accesses times sizes times policies beyond which the trace is cut to its first part
+MOST_ACCESSES = 60_000_000  # accesses times sizes times policies beyond which curves come from samples: about a minute
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class Point:
     token_hit_rate: float
     block_hit_rate: float
     tokens_saved: int
+    error: float = 0.0  # standard error of the rates where they come from samples
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +55,7 @@ class Advice:
     knee: int  # index into the sizes
     hours: float
     at_knee: Simulated
-    used_requests: int
+    rate: float = 1.0  # share of the blocks that were simulated
     hour_cost: float | None = None
 
     @property
@@ -102,7 +103,7 @@ class Advice:
         return float(self.facts["prompt_tokens"]) / max(1, int(self.facts["requests"]))
 
     def as_json(self) -> dict[str, Any]:
-        def curve(points: Sequence[Point]) -> list[dict[str, float]]:
+        def listed(points: Sequence[Point]) -> list[dict[str, float]]:
             return [
                 {
                     "tokens": point.tokens,
@@ -110,6 +111,7 @@ class Advice:
                     "token_hit_rate": point.token_hit_rate,
                     "block_hit_rate": point.block_hit_rate,
                     "tokens_saved": point.tokens_saved,
+                    "standard_error": point.error,
                 }
                 for point in points
             ]
@@ -117,7 +119,7 @@ class Advice:
         return {
             "simulated": True,
             "trace": dict(self.facts) | {"format": self.trace.format, "skipped_lines": self.trace.skipped},
-            "used_requests": self.used_requests,
+            "sampled": self.rate,
             "kv": {"model": self.model, "dtype": self.dtype, "bytes_per_token": self.token_bytes},
             "latency": self.latency.as_json(),
             "advice": {
@@ -129,8 +131,8 @@ class Advice:
                 "avg_ttft_ms_without_a_cache": self.ttft_cold_ms,
                 "avg_ttft_ms": self.ttft_ms,
             },
-            "curves": {policy: curve(points) for policy, points in self.curves.items()},
-            "position_independent": curve(self.anywhere) or None,
+            "curves": {policy: listed(points) for policy, points in self.curves.items()},
+            "position_independent": listed(self.anywhere) or None,
         }
 
 
@@ -149,25 +151,24 @@ def advise(
     """Simulate every policy at every size; ``sizes`` are tokens of KV (default: ten, up to where everything fits)."""
     chosen = tuple(dict.fromkeys(["lru", *(policies or POLICIES)]))
     kv_bytes_per_token(model, dtype)  # an unknown model is told before the work
-    used = _fitting(trace, len(chosen) + 1, len(sizes) if sizes else SIZES)
-    forest = plant(used, "prefix")
-    steps = tuple(sorted(set(sizes))) if sizes else default_sizes(used, forest)
+    forest = plant(trace, "prefix")
+    steps = tuple(sorted(set(sizes))) if sizes else default_sizes(trace, forest)
     if not steps or steps[0] < 1:
         raise InputError("a size of the cache must be at least one token")
+    rate = min(1.0, MOST_ACCESSES / max(1, trace.block_accesses * (len(chosen) + 1) * len(steps)))
     say = progress or _silent
     curves = {}
     for policy in chosen:
-        say(f"{policy}: {len(steps)} sizes")
-        curves[policy] = tuple(_point(forest, policy, size, seed) for size in steps)
+        say(f"{policy}: {len(steps)} sizes" + (f", {rate:.1%} of the blocks" if rate < 1 else ""))
+        curves[policy] = _points(forest, policy, steps, rate, seed)
     best, knee = choose(curves)
     anywhere: tuple[Point, ...] = ()
     if not trace.chained:
         say(f"{best}, blocks at any position")
-        blocks = plant(used, "block")
-        anywhere = tuple(_point(blocks, best, size, seed) for size in steps)
+        anywhere = _points(plant(trace, "block"), best, steps, rate, seed)
     return Advice(
         trace=trace,
-        facts=describe(used),
+        facts=describe(trace),
         latency=latency or LatencyModel(),
         model=model,
         dtype=dtype,
@@ -175,9 +176,9 @@ def advise(
         anywhere=anywhere,
         policy=best,
         knee=knee,
-        hours=float(used.arrival_s[-1] - used.arrival_s[0]) / 3600 if len(used) else 0.0,
+        hours=float(trace.arrival_s[-1] - trace.arrival_s[0]) / 3600 if len(trace) else 0.0,
         at_knee=simulate(forest, best, Capacity.tokens(steps[knee]), seed=seed),
-        used_requests=len(used),
+        rate=rate,
         hour_cost=hour_cost,
     )
 
@@ -220,22 +221,24 @@ def _silent(_: str) -> None:
     """No progress."""
 
 
-def _point(forest: Forest, policy: str, size: int, seed: int) -> Point:
-    done = simulate(forest, policy, Capacity.tokens(size), seed=seed)
-    return Point(size, done.token_hit_rate, done.block_hit_rate, int(done.tokens_saved))
-
-
-def _fitting(trace: Trace, policies: int, sizes: int) -> Trace:
-    """The trace, or its first part where the whole would take too long."""
-    most = MOST_ACCESSES // (policies * sizes)
-    if trace.block_accesses <= most or len(trace) < 2:
-        return trace
-    return trace.head(max(1, int(np.searchsorted(trace.starts, most, side="right")) - 1))
+def _points(forest: Forest, policy: str, sizes: Sequence[int], rate: float, seed: int) -> tuple[Point, ...]:
+    """A policy at every size: full runs, or for a long trace the sampled curve, whose block rates stand for both."""
+    if rate < 1:
+        sampled = curve(forest, policy, sizes, unit="tokens", rate=rate, seed=seed)
+        total = int(forest.trace.request_tokens.sum())
+        return tuple(
+            Point(size, float(hit), float(hit), int(hit * total), 0.0 if np.isnan(error) else float(error))
+            for size, hit, error in zip(sizes, sampled.hit_rates, sampled.errors, strict=True)
+        )
+    runs = [simulate(forest, policy, Capacity.tokens(size), seed=seed) for size in sizes]
+    return tuple(
+        Point(run.capacity.size, run.token_hit_rate, run.block_hit_rate, int(run.tokens_saved)) for run in runs
+    )
 
 
 def hits_by_type(advice: Advice) -> dict[str, tuple[int, int]]:
     """Tokens by type: all that were asked for, and those that hit at the knee (hits come first in a prompt)."""
-    trace = advice.trace.head(advice.used_requests)
+    trace = advice.trace
     left = np.asarray(advice.at_knee.hit_tokens_by_request, dtype=np.int64)
     ends = np.cumsum(trace.tokens, dtype=np.int64)
     before = ends - trace.tokens

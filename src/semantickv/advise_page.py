@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from semantickv import plots
-from semantickv.advise import BOUNDS, NOISE, Advice, hits_by_type
+from semantickv.advise import NOISE, Advice, hits_by_type
 from semantickv.experiment_files import write_text
-from semantickv.latency import SIMULATED_NOTE
+from semantickv.latency import BOUNDS, SIMULATED_NOTE
 from semblend.commands.output import write_json
 
 FIGURE = "hit_rate_against_memory.png"
@@ -31,10 +31,12 @@ figure { margin: 14px 0 0; } figure svg { width: 100%; height: auto; display: bl
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: 14px; }
 th, td { text-align: right; padding: 4px 10px; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child { text-align: left; } th { color: var(--faint); font-weight: 500; }
-tr.chosen td { background: #fdeeec; } td b { font-weight: 700; } tr.bound td { color: var(--faint); font-style: italic; }
+tr.chosen td { background: #fdeeec; }
+td b { font-weight: 700; } tr.bound td { color: var(--faint); font-style: italic; }
 ul { padding-left: 20px; margin: 6px 0; } li { margin: 3px 0; }
 footer { color: var(--faint); font-size: 13px; margin-top: 26px; border-top: 1px solid var(--line); padding-top: 10px; }
-@media (max-width: 640px) { .cards { grid-template-columns: repeat(2, 1fr); } main { padding: 16px; } }
+@media (max-width: 640px) { .cards { grid-template-columns: repeat(2, 1fr); } main { padding: 16px; }
+  table { display: block; overflow-x: auto; } }
 @media print { body { background: #fff; font-size: 12px; } main { max-width: none; padding: 0; }
   h2 { break-after: avoid; } table, figure, .cards { break-inside: avoid; } }
 """
@@ -73,8 +75,9 @@ def lead(advice: Advice) -> str:
         words.append(f"No other policy beats LRU there by more than {NOISE:.1%}, so the simplest one is advised.")
     else:
         words.append(f"LRU would give {lru.token_hit_rate:.1%} in the same memory.")
-    if "belady" in advice.curves and advice.point("belady").token_hit_rate > here.token_hit_rate:
-        words.append(f"Knowing the future (Belady) would give {advice.point('belady').token_hit_rate:.1%}.")
+    bound = next((name for name in reversed(BOUNDS) if name in advice.curves), None)
+    if bound and advice.point(bound).token_hit_rate > here.token_hit_rate:
+        words.append(f"Knowing the future ({bound}) would give {advice.point(bound).token_hit_rate:.1%}.")
     return " ".join(words)
 
 
@@ -84,7 +87,7 @@ def cards(advice: Advice) -> list[tuple[str, str]]:
         (f"{advice.point(advice.policy).token_hit_rate:.1%}", "of prompt tokens from cache"),
         (f"{advice.ttft_ms:.0f} ms", f"average TTFT, {advice.ttft_cold_ms:.0f} ms without a cache"),
     ]
-    hours = f"{advice.saved_a_day:.1f} h"
+    hours = _time(advice.saved_a_day)
     found.append((hours, "of prefill saved a day") if advice.hour_cost is None else
                  (f"{advice.saved_a_day * advice.hour_cost:,.2f}", f"saved a day: {hours} of prefill"))  # fmt: skip
     return found
@@ -108,8 +111,8 @@ def elsewhere(advice: Advice) -> str:
     a_day = saved * 24 / advice.hours if advice.hours else 0.0
     return (
         f"If blocks could be reused at any position, {there.token_hit_rate:.1%} of the prompt tokens would come from "
-        f"the cache in the same memory: {gain * 100:.1f} points more, another {a_day:.1f} h of prefill a day. An upper "
-        "bound: it counts every equal block, and pays nothing for moving it or for checking its quality."
+        f"the cache in the same memory: {gain * 100:.1f} points more, another {_time(a_day)} of prefill a day. An "
+        "upper bound: it counts every equal block, and pays nothing for moving it or for checking its quality."
     )
 
 
@@ -132,8 +135,12 @@ def limits(advice: Advice) -> list[str]:
         found.append(
             f"A day is taken to be {24 / advice.hours:,.0f} times this trace of {advice.hours * 60:,.0f} minutes."
         )
-    if advice.used_requests < len(advice.trace):
-        found.append(f"Only the first {advice.used_requests:,} of {len(advice.trace):,} requests were simulated.")
+    if advice.rate < 1:
+        worst = max(point.error for points in advice.curves.values() for point in points)
+        found.append(
+            f"The curves come from samples of {advice.rate:.1%} of the blocks (standard error up to {worst:.1%}); "
+            "block hit rates stand for token hit rates."
+        )
     if advice.trace.skipped:
         found.append(f"{advice.trace.skipped:,} bad lines of the trace were skipped.")
     return found
@@ -153,7 +160,8 @@ def policy_rows(advice: Advice, strong: str = "**{}**") -> list[tuple[str, ...]]
     def cell(policy: str, at: int, top: float) -> str:
         rate = advice.curves[policy][at].token_hit_rate
         text = f"{rate:.1%}"
-        return strong.format(text) if policy not in BOUNDS and top > 0 and rate >= top - 1e-4 else text
+        best = policy not in BOUNDS and rate >= top - 1e-4 and at != len(advice.sizes) - 1  # at the end all are equal
+        return strong.format(text) if best else text
 
     return [(p, *(cell(p, at, top) for at, top in zip(columns, tops, strict=True))) for p in order]
 
@@ -263,6 +271,14 @@ def _gib(gib: float) -> str:
     if gib < 0.1:
         return f"{gib * 1024:.1f} MiB"
     return f"{gib:.1f} GiB" if gib < 100 else f"{gib:,.0f} GiB"
+
+
+def _time(hours: float) -> str:
+    """
+    >>> _time(0.02), _time(3.21)
+    ('1.2 min', '3.2 h')
+    """
+    return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
 
 
 def _part(some: float, total: float) -> str:

@@ -97,10 +97,10 @@ DEFAULT_RULES: tuple[Rule, ...] = (
                  "<document>", "<documents>")),
     Rule("system role", "system", roles=("system", "developer")),
     Rule("fenced code", "code", pattern=r"\A\s*(```|~~~)"),
-    Rule("traceback", "code", pattern=r"(?m)^Traceback \(most recent call last\)|^\s+at [\w.$<>]+\([\w.]+:\d+\)"),
+    Rule("traceback", "code", pattern=r"(?m)^Traceback \(most recent call last\)|^[ \t]+at [\w.$<>]+\([\w.]+:\d+\)"),
     Rule("diff", "code", pattern=r"(?m)^(diff --git |@@ -\d+(,\d+)? \+\d+|--- a/|\+\+\+ b/)"),
     Rule("source lines", "code", min_hits=3,
-         pattern=r"(?m)^\s*(def \w+\(|class \w+[(:]|import \w+|from \w[\w.]* import |#include\b|(public|private) \w"
+         pattern=r"(?m)^[ \t]*(def \w+\(|class \w+[(:]|import \w+|from \w[\w.]* import |#include\b|(public|private) \w"
          r"|(const|let|var) \w+ ?=|func \w+\(|fn \w+\(|return\b.*;|if \(.*\) ?\{|\}\s*$)"),
     Rule("legal words", "legal_evidence", min_hits=2,
          pattern=r"(?i)\b(exhibit [a-z0-9]{1,3}\b|plaintiff|defendant|deposition|affidavit|hereinafter|indemnif\w+"

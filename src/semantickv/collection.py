@@ -68,7 +68,7 @@ class TraceWriter:
         """The line of a ticket; None gives the ticket up."""
         text = "" if line is None else json.dumps(line, ensure_ascii=False, separators=(",", ":"))
         with self._lock:
-            if ticket < self._next_out:  # its place has been given away: see below
+            if ticket < self._next_out or self._stream.closed:  # its place has been given away, or we have stopped
                 self.dropped += 1
                 return
             heapq.heappush(self._held, (ticket, text))
@@ -88,7 +88,7 @@ class TraceWriter:
     def close(self) -> None:
         """Write what is still held and close the file."""
         with self._lock:
-            while self._held:
+            while self._held and not self._stream.closed:
                 self._next_out = self._held[0][0]
                 self._flush()
             self._stream.close()

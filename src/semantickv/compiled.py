@@ -11,6 +11,7 @@ from semantickv.capacity import Capacity
 from semantickv.forest import Forest
 from semantickv.plain import Counts
 from semantickv.policies.registry import Policy
+from semantickv.policies.semantic import AdaptivePlan
 
 
 def run_compiled(forest: Forest, policy: Policy, capacity: Capacity, warm_up: int, options: dict[str, Any]) -> Counts:
@@ -39,6 +40,8 @@ def run_compiled(forest: Forest, policy: Policy, capacity: Capacity, warm_up: in
         from semantickv import kernels_queues as queues
 
         queues.run_queues(getattr(queues, kind), *tape, fact, meta, tally, counts.used_share, counts.evicted)
+    else:
+        _run_adaptive(forest, capacity, fact, meta, tally, counts, options)
     counts.hit_blocks, counts.hit_tokens, counts.regret = tally[:, 0], tally[:, 1], tally[:, 2]
     return counts
 
@@ -52,3 +55,34 @@ def _meta(forest: Forest, capacity: Capacity, warm_up: int, options: dict[str, A
     meta[kernels.HAND] = -1
     meta[kernels.WINDOW] = int(options["window"])
     return meta
+
+
+def _run_adaptive(
+    forest: Forest, capacity: Capacity, fact: Any, meta: Any, tally: Any, counts: Counts, options: dict[str, Any]
+) -> None:
+    from semantickv import kernels_adaptive as adaptive
+
+    trace = forest.trace
+    plan = AdaptivePlan.of(forest, capacity, options)
+    index = plan.first_index(len(trace.type_names))
+    ledger = np.zeros((*index.shape, 4))
+    adaptive.run_adaptive(
+        trace.starts,
+        forest.node,
+        trace.tokens,
+        forest.tail,
+        plan.clock,
+        fact,
+        meta,
+        ledger,
+        index,
+        plan.edges,
+        plan.every,
+        plan.fade,
+        plan.trust,
+        plan.hope,
+        tally,
+        counts.used_share,
+        counts.evicted,
+    )
+    counts.weights = plan.weights(ledger, trace.type_names)

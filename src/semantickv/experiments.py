@@ -17,9 +17,9 @@ import numpy as np
 
 from semantickv.arrivals import Arrivals
 from semantickv.capacity import Capacity
-from semantickv.forest import Mode, plant
-from semantickv.latency import LatencyModel, policy_record
-from semantickv.simulator import simulate
+from semantickv.forest import Forest, Mode, plant
+from semantickv.latency import BOUNDS, LatencyModel, policy_record
+from semantickv.simulator import Simulated, simulate
 from semantickv.trace import Trace
 from semantickv.workloads import FAMILIES, workload
 from semblend.errors import InputError, MissingDependencyError
@@ -51,7 +51,13 @@ class Experiment:
     arrivals: Arrivals = Arrivals()  # noqa: RUF009  # frozen
     tenants: int = 1
     output_dir: str = "outputs/experiments"
+    policy_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def simulated(self, forest: Forest, policy: str) -> Simulated:
+        """One policy over this experiment's traffic, or over the first part of it."""
+        capacity = Capacity.tokens(self.capacity_tokens)
+        return simulate(forest, policy, capacity, seed=self.seed, **self.policy_options.get(policy, {}))
 
     def trace(self) -> Trace:
         return workload(
@@ -89,13 +95,13 @@ class Outcome:
 
 def run(experiment: Experiment, *, over_time: bool = True) -> Outcome:
     """Simulate every policy in every mode; the same experiment gives the same numbers on every machine."""
-    trace, capacity = experiment.trace(), Capacity.tokens(experiment.capacity_tokens)
+    trace = experiment.trace()
     records: dict[str, list[dict[str, Any]]] = {}
     weights: dict[str, Any] = {}
     used: dict[str, Any] = {}
     for mode in experiment.modes:
         forest = plant(trace, mode)
-        done = [simulate(forest, policy, capacity, seed=experiment.seed) for policy in experiment.policies]
+        done = [experiment.simulated(forest, policy) for policy in experiment.policies]
         records[mode] = [policy_record(trace, one, experiment.latency) for one in done]
         weights[mode], used[mode] = _over_time(experiment, trace, mode) if over_time else ({}, {})
     return Outcome(experiment, trace, records, weights, used)
@@ -107,15 +113,15 @@ def _over_time(experiment: Experiment, trace: Trace, mode: Mode) -> tuple[dict[s
     A run over the first part of a trace is the first part of the run, so both follow from runs of growing length.
     """
     ends = sorted({max(1, len(trace) * step // CHECKPOINTS) for step in range(1, CHECKPOINTS + 1)})
-    capacity = Capacity.tokens(experiment.capacity_tokens)
     weights: dict[str, tuple[list[float], list[float]]] = {}
-    used: dict[str, tuple[list[float], list[float]]] = {policy: ([], []) for policy in experiment.policies}
-    filled = dict.fromkeys(experiment.policies, 0.0)
+    policies = [policy for policy in experiment.policies if policy not in BOUNDS]  # a shorter future is another one
+    used: dict[str, tuple[list[float], list[float]]] = {policy: ([], []) for policy in policies}
+    filled = dict.fromkeys(policies, 0.0)
     before = 0
     for end in ends:
         forest = plant(trace.head(end), mode)
-        for policy in experiment.policies:
-            done = simulate(forest, policy, capacity, seed=experiment.seed)
+        for policy in policies:
+            done = experiment.simulated(forest, policy)
             total = done.utilization * end
             used[policy][0].append(end)
             used[policy][1].append(max(0.0, (total - filled[policy]) / (end - before)))
@@ -182,7 +188,7 @@ def parse(table: Any, where: str = "configuration") -> Experiment:
     known = {
         "experiment_id", "seed", "policies", "workload_families", "num_sessions", "requests_per_session",
         "cache_capacity_tokens", "token_latency_ms", "base_ttft_ms", "output_dir", "metadata", "semantic_classifier",
-        "modes", "arrivals", "tenants",
+        "modes", "arrivals", "tenants", "policy_options",
     }  # fmt: skip
     unknown = sorted(set(table) - known)
     if unknown:
@@ -210,6 +216,7 @@ def parse(table: Any, where: str = "configuration") -> Experiment:
         arrivals=read.arrivals(),
         tenants=read.whole("tenants", 1),
         output_dir=read.text("output_dir", "outputs/experiments"),
+        policy_options=read.options(),
         metadata=read.table.get("metadata") or {},
     )
 
@@ -252,6 +259,17 @@ class _Fields:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._bad(name, f"{value!r} is not a number")
         return float(value)
+
+    def options(self) -> dict[str, dict[str, Any]]:
+        """Numbers by policy and name, passed to the policy."""
+        value = self.table.get("policy_options") or {}
+        if not isinstance(value, Mapping) or not all(isinstance(one, Mapping) for one in value.values()):
+            raise self._bad("policy_options", "is not a table of tables: policy, option, number")
+        for policy, options in value.items():
+            for name, number in options.items():
+                if isinstance(number, bool) or not isinstance(number, int | float):
+                    raise self._bad(f"policy_options.{policy}.{name}", f"{number!r} is not a number")
+        return {policy: dict(options) for policy, options in value.items()}
 
     def arrivals(self) -> Arrivals:
         value = self.table.get("arrivals") or {}

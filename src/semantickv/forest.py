@@ -33,6 +33,7 @@ class Forest:
     tokens: npt.NDArray[np.int32]
     types: npt.NDArray[np.int16]
     depth: npt.NDArray[np.int32]
+    tail: npt.NDArray[np.bool_]  # per access: the last block of its request
 
     @property
     def nodes(self) -> int:
@@ -74,9 +75,7 @@ def plant(trace: Trace, mode: Mode = "prefix", *, share_tenants: bool = False) -
     return _forest(trace, mode, node, count)
 
 
-def _number_compiled(
-    trace: Trace, tenants: npt.NDArray[np.int32], prefix: bool
-) -> tuple[npt.NDArray[np.int32], int]:
+def _number_compiled(trace: Trace, tenants: npt.NDArray[np.int32], prefix: bool) -> tuple[npt.NDArray[np.int32], int]:
     from semantickv.kernels import number_nodes
 
     accesses = trace.block_accesses
@@ -110,4 +109,6 @@ def _forest(trace: Trace, mode: Mode, node: npt.NDArray[np.int32], count: int) -
     if mode == "prefix":
         below = depth > 0
         parent[below] = node[first[below] - 1]
-    return Forest(trace, mode, node, parent, tokens, trace.types[first], depth)
+    tail = np.zeros(len(node), bool)
+    tail[trace.starts[1:][np.diff(trace.starts) > 0] - 1] = True
+    return Forest(trace, mode, node, parent, tokens, trace.types[first], depth, tail)

@@ -13,7 +13,6 @@ import numpy as np
 from semblend.fingerprint.kernels import mix64, njit
 
 
-
 @njit(nogil=True)
 def number_nodes(ids: Any, starts: Any, tenant: Any, prefix: bool, above_of: Any, id_of: Any, slots: Any) -> Any:
     """Number (what stands before, id) pairs in order of first appearance, in an open-addressed table."""
@@ -80,12 +79,12 @@ def look_up(starts: Any, node: Any, tokens: Any, info: Any, tally: Any, r: int) 
             tally[r, REGRET] += 1
 
 
-# The heap: ``heap`` holds nodes, ``info[node, AT]`` its place or -1, ``meta[MEMBERS]`` their number. Smallest key first,
-# then the smallest stamp; stamps differ, so the order is total and equal to the plain twin's.
+# The heap: ``heap`` holds nodes, ``info[node, AT]`` its place or -1, ``meta[MEMBERS]`` their number. Smallest key
+# first, then the smallest stamp; stamps differ, so the order is total and equal to the plain twin's.
 
 
 @njit(inline="always")
-def _less(key: Any, info: Any, a: int, b: int) -> bool:
+def _less(key: Any, info: Any, a: int, b: int) -> Any:
     return key[a] < key[b] or (key[a] == key[b] and info[a, STAMP] < info[b, STAMP])
 
 

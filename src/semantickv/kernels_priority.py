@@ -36,15 +36,15 @@ from semantickv.kernels import (
     heap_push,
     heap_replace,
     look_up,
-    njit,
 )
+from semblend.fingerprint.kernels import njit
 
 FIFO, LRU, LFU, SIZE_LRU, LFUDA, GDSF, STATIC, BELADY, TINY = range(9)
 
 
 @njit(inline="always")
-def _priority(kind: int, info: Any, fact: Any, next_use: Any, weights: Any, floor: Any, x: int, i: int) -> float:
-    if kind == LRU or kind == TINY:
+def _priority(kind: int, info: Any, fact: Any, next_use: Any, weights: Any, floor: Any, x: int, i: int) -> Any:
+    if kind in (LRU, TINY):
         return float(info[x, STAMP])
     if kind == FIFO:
         return float(info[x, BORN])
@@ -92,13 +92,13 @@ def _ask(asked: Any, meta: Any, x: int) -> None:
 
 
 @njit(inline="always")
-def _asks(asked: Any, meta: Any, x: int) -> int:
+def _asks(asked: Any, meta: Any, x: int) -> Any:
     return asked[x, 0] >> min(31, meta[EPOCH] - asked[x, 1])
 
 
 @njit(nogil=True)
 def _touch(kind: int, starts: Any, node: Any, next_use: Any, info: Any, fact: Any, key: Any, heap: Any, meta: Any,
-           weights: Any, floor: Any, asked: Any, r: int) -> int:  # fmt: skip
+           weights: Any, floor: Any, asked: Any, r: int) -> Any:  # fmt: skip
     """Mark what is cached of the request as used; return what it takes."""
     first, last = starts[r], starts[r + 1]
     safe = 0
@@ -121,7 +121,7 @@ def _touch(kind: int, starts: Any, node: Any, next_use: Any, info: Any, fact: An
 
 @njit(nogil=True)
 def _fitting(kind: int, bypass: bool, starts: Any, node: Any, info: Any, fact: Any, meta: Any, asked: Any, fits: Any,
-             r: int, safe: int) -> int:  # fmt: skip
+             r: int, safe: int) -> Any:  # fmt: skip
     """Places of the blocks that are new and fit beside those that are safe, from the first on; returns their number."""
     room, count, closed = meta[CAPACITY] - safe, 0, False
     for i in range(starts[r], starts[r + 1]):

@@ -25,8 +25,8 @@ from semantickv.kernels import (
     USES,
     WARM_UP,
     look_up,
-    njit,
 )
+from semblend.fingerprint.kernels import njit
 
 SIEVE, S3FIFO, ARC = range(3)
 SMALL, MAIN, GHOST = 0, 1, 2  # S3-FIFO; SIEVE uses the first only
@@ -80,12 +80,12 @@ def _renew(fact: Any, links: Any, ends: Any, x: int) -> None:
 
 
 @njit(nogil=True)
-def _evictable(info: Any, x: int, r: int) -> bool:
+def _evictable(info: Any, x: int, r: int) -> Any:
     return info[x, KIDS] == 0 and info[x, MARK] != r
 
 
 @njit(nogil=True)
-def _sieve_victim(info: Any, links: Any, ends: Any, meta: Any, r: int) -> int:
+def _sieve_victim(info: Any, links: Any, ends: Any, meta: Any, r: int) -> Any:
     for _ in range(2 * ends[0, COUNT]):
         x = meta[HAND]
         if x < 0:
@@ -99,7 +99,7 @@ def _sieve_victim(info: Any, links: Any, ends: Any, meta: Any, r: int) -> int:
 
 
 @njit(nogil=True)
-def _s3fifo_victim(info: Any, fact: Any, links: Any, ends: Any, meta: Any, r: int) -> int:
+def _s3fifo_victim(info: Any, fact: Any, links: Any, ends: Any, meta: Any, r: int) -> Any:
     main_limit = meta[CAPACITY] - max(1, meta[CAPACITY] // 10)
     stuck_small, stuck_main = 0, 0
     while True:
@@ -131,7 +131,7 @@ def _s3fifo_victim(info: Any, fact: Any, links: Any, ends: Any, meta: Any, r: in
 
 
 @njit(nogil=True)
-def _arc_victim(info: Any, links: Any, ends: Any, border: Any, r: int, coming: int) -> int:
+def _arc_victim(info: Any, links: Any, ends: Any, border: Any, r: int, coming: int) -> Any:
     once = ends[ONCE, TOTAL]
     first_once = once > border[0] or (links[coming, QUEUE] == LEFT_OFTEN and once == border[0])
     for turn in range(2):
@@ -145,9 +145,7 @@ def _arc_victim(info: Any, links: Any, ends: Any, border: Any, r: int, coming: i
 
 
 @njit(nogil=True)
-def _evict(
-    kind: int, info: Any, fact: Any, links: Any, ends: Any, meta: Any, evicted: Any, r: int, x: int
-) -> None:
+def _evict(kind: int, info: Any, fact: Any, links: Any, ends: Any, meta: Any, evicted: Any, r: int, x: int) -> None:
     info[x, RESIDENT] = 0
     info[x, LEFT] = 1
     meta[USED] -= fact[x, SIZE]
@@ -168,7 +166,7 @@ def _evict(
 
 
 @njit(nogil=True)
-def _touch(kind: int, starts: Any, node: Any, info: Any, fact: Any, links: Any, ends: Any, r: int) -> int:
+def _touch(kind: int, starts: Any, node: Any, info: Any, fact: Any, links: Any, ends: Any, r: int) -> Any:
     safe = 0
     for i in range(starts[r + 1] - 1, starts[r] - 1, -1):
         x = node[i]

@@ -20,6 +20,8 @@ from semblend.errors import InputError
 SIMULATED_NOTE = (
     "Simulated: a cache of metadata under a straight-line latency model. No model ran, and no GPU was measured."
 )
+BOUNDS = ("belady", "belady_bypass")
+"""Policies that know the future: drawn and listed, never called the best."""
 POLICY_KEYS = (
     "policy", "hit_rate", "block_hit_rate", "token_hit_rate", "tokens_saved", "evictions", "evictions_by_type",
     "avg_ttft_ms", "p50_ttft_ms", "p95_ttft_ms", "utilization", "regret", "weights",

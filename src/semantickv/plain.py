@@ -84,6 +84,9 @@ class PlainPolicy:
     def asked(self, r: int, nodes: list[int], first: int) -> None:
         """A request came in; its blocks have been looked up."""
 
+    def settled(self, cache: Cache) -> None:
+        """The request is done and nothing is safe any more."""
+
     def missed(self, node: int) -> None:
         """A block that was asked for is not cached; called before it is inserted."""
 
@@ -182,6 +185,7 @@ class PlainRun:
         safe += self._insert(r, first, len(nodes), new)
         for block in safe:
             block.safe = False
+        policy.settled(cache)
         if policy.bypass:
             while cache.used > cache.capacity:
                 victim = policy.victim(cache, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,11 +41,13 @@ def bars(path: Path, title: str, panels: Mapping[str, Bars], *, unit: str, best:
     with figure(path, len(panels), (5.2 * len(panels) + 1.2, 0.36 * rows + 1.7), title, note) as axes:
         for at, (axis, (name, values)) in enumerate(zip(axes, panels.items(), strict=True)):
             names, numbers = [label for label, _ in values], [value for _, value in values]
-            top = (min if best == "low" else max)(numbers, default=0.0)
+            top = (min if best == "low" else max)((v for label, v in values if not _bound(label)), default=0.0)
             longest = max([*numbers, 1e-9])
             for row, (label, value) in enumerate(values):
-                first = abs(value - top) <= 1e-9 * max(1.0, abs(top))
-                axis.barh(row, value, height=0.68, color=colour_of(label), alpha=1.0 if first else 0.62)
+                first = not _bound(label) and abs(value - top) <= 1e-9 * max(1.0, abs(top))
+                face, edge = (PAPER, 1.0) if _bound(label) else (colour_of(label), 0.0)
+                axis.barh(row, value, height=0.68, color=face, alpha=1.0 if first or _bound(label) else 0.62,
+                          edgecolor=colour_of(label), linestyle="--", linewidth=edge)  # fmt: skip
                 axis.text(value + 0.015 * longest, row, _number(value, unit), va="center", fontsize=9,
                           color=INK, fontweight="bold" if first else "normal")  # fmt: skip
             axis.set_yticks(range(len(names)), names if at == 0 else [""] * len(names))
@@ -166,7 +169,8 @@ def figure(
     try:
         drawn.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
         yield axes[0]
-        drawn.supxlabel(f"{label}: {note}" if note else label, x=0.01, ha="left", fontsize=8.5, color=FAINT)
+        text = textwrap.fill(f"{label}: {note}" if note else label, int(size[0] * 13))  # about 13 letters an inch
+        drawn.supxlabel(text, x=0.01, ha="left", fontsize=8.5, color=FAINT)
         drawn.savefig(target, dpi=130, facecolor=PAPER, format=kind)
     except OSError as error:
         raise InputError(
@@ -200,10 +204,16 @@ def _name_ends(axis: Any, ends: Mapping[str, tuple[float, float]]) -> None:
     """Names right of the last points, pushed apart where they would overlap."""
     low, high = axis.get_ylim()
     left, right = axis.get_xlim()
-    step, above = (high - low) * 0.052, -np.inf
-    for label, (_, value) in sorted(ends.items(), key=lambda item: item[1][1]):
-        above = max(value, above + step)
-        axis.annotate(label, (right, above), xytext=(4, 0), textcoords="offset points", fontsize=8.5,
+    step = (high - low) * 0.052
+    names = sorted(ends, key=lambda name: ends[name][1])
+    places = [ends[name][1] for name in names]
+    for at in range(1, len(places)):
+        places[at] = max(places[at], places[at - 1] + step)
+    places[-1] = min(places[-1], high)
+    for at in range(len(places) - 2, -1, -1):
+        places[at] = min(places[at], places[at + 1] - step)
+    for label, place in zip(names, places, strict=True):
+        axis.annotate(label, (right, place), xytext=(4, 0), textcoords="offset points", fontsize=8.5,
                       color=colour_of(label), va="center", annotation_clip=False)  # fmt: skip
     axis.set_xlim(left, right)
 
@@ -215,6 +225,11 @@ def _legend(axis: Any, kinds: Sequence[str]) -> None:
         [chosen[kind] for kind in kinds if kind in chosen], [kind for kind in kinds if kind in chosen],
         loc="outside upper right", ncols=5, frameon=False, fontsize=9, labelcolor=INK,
     )  # fmt: skip
+
+
+def _bound(name: str) -> bool:
+    """Policies that know the future are drawn hollow and never called the best."""
+    return name.startswith("belady")
 
 
 def _number(value: float, unit: str) -> str:

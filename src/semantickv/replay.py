@@ -164,18 +164,23 @@ def draw(result: Replay, folder: Path) -> None:
 
 
 def _observed(result: Replay, path: Path, note: str) -> None:
-    """Observed against simulated where the trace has times; else how the simulated times are spread."""
+    """Observed against simulated where the trace has times; else what the simulated times are."""
     seen = np.flatnonzero(~np.isnan(result.trace.ttft_ms))
-    if len(seen):
-        seen = seen[:: max(1, len(seen) // MOST_POINTS)]
-        clouds = {
-            name: (result.trace.ttft_ms[seen].tolist(), times[seen].tolist()) for name, times in result.ttft_ms.items()
+    if not len(seen):
+        panels = {
+            name: [(record["policy"], record[key]) for record in result.records]
+            for name, key in (("median", "p50_ttft_ms"), ("95th percentile", "p95_ttft_ms"))
         }
-        plots.points(path, "Observed and simulated time to first token", clouds, x="observed TTFT, ms",
-                     y="simulated TTFT, ms", line=(0.0, 1.0), note=note + "; the line is equality")  # fmt: skip
+        title = "Simulated time to first token (this trace has no observed times)"
+        plots.bars(path, title, panels, unit="ms", best="low", note=note)
         return
-    shares = np.linspace(0, 1, 201)
-    spread = {name: (shares.tolist(), np.quantile(times, shares).tolist()) for name, times in result.ttft_ms.items()}
-    title = "Simulated time to first token (this trace has no observed times)"
-    plots.lines(path, title, {f"{result.mode} mode": spread},
-                x="share of requests at or below", y="simulated TTFT, ms", note=note)  # fmt: skip
+    edge = 1.25 * float(np.quantile(result.trace.ttft_ms[seen], 0.97))
+    shown = seen[result.trace.ttft_ms[seen] <= edge]
+    if len(shown) < len(seen):
+        note += f"; {len(seen) - len(shown)} observed above {edge:,.0f} ms are not shown"
+    shown = shown[:: max(1, len(shown) // MOST_POINTS)]
+    clouds = {
+        name: (result.trace.ttft_ms[shown].tolist(), times[shown].tolist()) for name, times in result.ttft_ms.items()
+    }
+    plots.points(path, "Observed and simulated time to first token", clouds, x="observed TTFT, ms",
+                 y="simulated TTFT, ms", line=(0.0, 1.0), note=note + "; the line is equality")  # fmt: skip

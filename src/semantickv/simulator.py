@@ -93,7 +93,7 @@ def simulate(
 def _defaults(forest: Forest, capacity: Capacity) -> dict[str, Any]:
     """Options that depend on trace and capacity: TinyLFU forgets over ten cache-fuls of blocks."""
     mean = 1.0 if capacity.unit == "blocks" else max(1.0, float(forest.tokens.mean())) if forest.nodes else 1.0
-    return {"window": max(10, int(10 * capacity.size / mean)), "type_weights": TYPE_WEIGHTS}
+    return {"window": max(10, int(10 * capacity.size / mean)), "type_weights": TYPE_WEIGHTS, "unit": capacity.unit}
 
 
 def _counts(

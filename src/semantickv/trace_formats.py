@@ -20,7 +20,9 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Final
@@ -34,7 +36,7 @@ _DEFAULT_BLOCK: Final = {"mooncake": 512, "bailian": 16, "azure": 512}
 _INT64: Final = 2**63
 
 
-class _BadField(Exception):
+class _BadFieldError(Exception):
     """A field of the line at hand can't be used."""
 
     def __init__(self, field: str, problem: str) -> None:
@@ -61,40 +63,48 @@ def read_trace(
     builder = TraceBuilder(name=file.name, format=format, chained=format in ("mooncake", "bailian"))
     builder.sort = sort
     reader = _Reader(file, format, block_tokens or _DEFAULT_BLOCK.get(format, 0))
-    for number, line in _lines(file):
-        try:
-            request = reader.request(line, number)
-            if request is None:
-                continue
-            if not sort and request.arrival_s < builder.last_arrival_s:
-                raise _BadField(reader.time_field, f"{request.arrival_s:g} s is earlier than the line before")
-            builder.add(request)
-        except _BadField as bad:
-            if not skip_bad:
-                raise _error(file, number, bad) from None
-            builder.skipped += 1
+    with closing(_lines(file)) as lines:
+        for number, line in lines:
+            try:
+                _add(builder, reader.request(line, number), reader.time_field)
+            except _BadFieldError as bad:
+                if not skip_bad:
+                    raise _error(file, number, bad) from None
+                builder.skipped += 1
     if not len(builder):
         raise InputError(f"{file}: no request in it", hint=f"read as {format}; {builder.skipped} lines were skipped")
     return builder.build()
 
 
-def _error(file: Path, number: int, bad: _BadField) -> InputError:
+def _add(builder: TraceBuilder, request: TraceRequest | None, time_field: str) -> None:
+    if request is None:  # a heading
+        return
+    if not builder.sort and request.arrival_s < builder.last_arrival_s:
+        raise _BadFieldError(time_field, f"{request.arrival_s:g} s is earlier than the line before")
+    builder.add(request)
+
+
+def _error(file: Path, number: int, bad: _BadFieldError) -> InputError:
     hint = "sort the file, or read it with sort" if "earlier" in bad.problem else "correct the line, or skip bad lines"
     return InputError(f"{file}: line {number}: field {bad.field!r}: {bad.problem}", hint=hint)
 
 
-def _open(file: Path) -> IO[bytes]:
+@contextmanager
+def _open(file: Path) -> Iterator[IO[bytes]]:
     """Gzip is recognised by its first bytes, whatever the name."""
     try:
         plain = file.open("rb")
     except OSError as error:
         raise InputError(f"can't read {file}: {error.strerror}", hint="check the path") from None
-    if plain.peek(2)[:2] == b"\x1f\x8b":
-        return gzip.open(plain, "rb")  # type: ignore[return-value]
-    return plain
+    with plain:
+        if plain.peek(2)[:2] == b"\x1f\x8b":
+            with gzip.GzipFile(fileobj=plain) as unpacked:
+                yield unpacked  # type: ignore[misc]
+        else:
+            yield plain
 
 
-def _lines(file: Path) -> Iterator[tuple[int, bytes | None]]:
+def _lines(file: Path) -> Generator[tuple[int, bytes | None], None, None]:
     """Numbered lines; None stands for one that is too long to hold, whose rest is passed over in pieces."""
     with _open(file) as stream:
         number = 0
@@ -107,25 +117,26 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes | None]]:
                     yield number, None
                 elif line.strip():
                     yield number, line
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise InputError(f"{file}: line {number + 1}: the compressed data is damaged: {error}") from None
 
 
 def _sniff(file: Path) -> str:
     """The format of the first line that tells; a file of bad lines is read as ours, which then says what is wrong."""
-    for number, line in _lines(file):
-        if number > 100:
-            break
-        if line is None:
-            continue
-        if line.lstrip(b"\xef\xbb\xbf").upper().startswith(b"TIMESTAMP,"):
-            return "azure"
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if found := _format_of(record):
-            return found
+    with closing(_lines(file)) as lines:
+        for number, line in lines:
+            if number > 100:
+                break
+            if line is None:
+                continue
+            if line.lstrip(b"\xef\xbb\xbf").upper().startswith(b"TIMESTAMP,"):
+                return "azure"
+            try:
+                found = _format_of(json.loads(line))
+            except (ValueError, RecursionError):
+                continue
+            if found:
+                return found
     return "semantickv"
 
 
@@ -157,29 +168,29 @@ class _Reader:
 
     def request(self, line: bytes | None, number: int) -> TraceRequest | None:
         if line is None:
-            raise _BadField("line", f"longer than {MAX_LINE_BYTES >> 20} MiB")
+            raise _BadFieldError("line", f"longer than {MAX_LINE_BYTES >> 20} MiB")
         if self.make is None:
             return self._azure(line, number)
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise _BadField("line", f"not JSON: {error}") from None
+            raise _BadFieldError("line", f"not JSON: {error}") from None
         if not isinstance(record, dict):
-            raise _BadField("line", "not a JSON object")
+            raise _BadFieldError("line", "not a JSON object")
         other = _format_of(record)
         if other != self.format and other is not None:
-            raise _BadField("line", f"looks like {other}, the file is read as {self.format}")
+            raise _BadFieldError("line", f"looks like {other}, the file is read as {self.format}")
         return self.make(record, number)
 
     def _semantickv(self, record: dict[str, Any], number: int) -> TraceRequest:
         blocks = record.get("blocks")
         if not isinstance(blocks, list):
-            raise _BadField("blocks", "missing" if blocks is None else "not a list")
+            raise _BadFieldError("blocks", "missing" if blocks is None else "not a list")
         ids, tokens, types = [], [], []
         for place, block in enumerate(blocks):
             where = f"blocks[{place}]"
             if not isinstance(block, dict):
-                raise _BadField(where, "not an object")
+                raise _BadFieldError(where, "not an object")
             ids.append(_block_id(block, where))
             tokens.append(_whole(block, "token_count", least=1, where=where))
             types.append(_text(block, "semantic_type", "other", where=where))
@@ -200,14 +211,16 @@ class _Reader:
         """Mooncake counts milliseconds, Bailian seconds; Bailian's kind of request stands in for a block type."""
         hashes = record.get("hash_ids")
         if not isinstance(hashes, list):
-            raise _BadField("hash_ids", "missing" if hashes is None else "not a list")
+            raise _BadFieldError("hash_ids", "missing" if hashes is None else "not a list")
         for place, value in enumerate(hashes):
             if type(value) is not int or not -_INT64 <= value < _INT64:
-                raise _BadField(f"hash_ids[{place}]", f"{value!r} is not an integer of 64 bits")
+                raise _BadFieldError(f"hash_ids[{place}]", f"{value!r} is not an integer of 64 bits")
         length = _whole(record, "input_length")
         tokens = _split(length, len(hashes), self.block_tokens)
         if tokens is None:
-            raise _BadField("hash_ids", f"{len(hashes)} blocks of {self.block_tokens} tokens can't hold {length} tokens")
+            raise _BadFieldError(
+                "hash_ids", f"{len(hashes)} blocks of {self.block_tokens} tokens can't hold {length} tokens"
+            )
         bailian = self.format == "bailian"
         kind = _text(record, "type", "other") if bailian else "other"
         return TraceRequest(
@@ -224,25 +237,25 @@ class _Reader:
         if not self.columns:
             missing = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} - set(cells)
             if missing:
-                raise _BadField(sorted(missing)[0], "missing in the heading")
+                raise _BadFieldError(sorted(missing)[0], "missing in the heading")
             self.columns = cells
             return None
         if len(cells) != len(self.columns):
-            raise _BadField("line", f"{len(cells)} cells under {len(self.columns)} headings")
+            raise _BadFieldError("line", f"{len(cells)} cells under {len(self.columns)} headings")
         record: dict[str, Any] = dict(zip(self.columns, cells, strict=True))
         for field in ("ContextTokens", "GeneratedTokens"):
             try:
                 record[field] = int(record[field])
             except ValueError:
-                raise _BadField(field, f"{record[field]!r} is not a whole number") from None
+                raise _BadFieldError(field, f"{record[field]!r} is not a whole number") from None
         try:  # the fraction has seven digits, one more than datetime takes
             when = datetime.fromisoformat(record["TIMESTAMP"].strip()[:26])
         except ValueError:
-            raise _BadField("TIMESTAMP", f"{record['TIMESTAMP']!r} is not a time") from None
+            raise _BadFieldError("TIMESTAMP", f"{record['TIMESTAMP']!r} is not a time") from None
         self.begin = self.begin or when
         seconds = (when - self.begin).total_seconds()
         if seconds < 0:
-            raise _BadField("TIMESTAMP", "earlier than the first line")
+            raise _BadFieldError("TIMESTAMP", "earlier than the first line")
         length = _whole(record, "ContextTokens")
         blocks = -(-length // self.block_tokens)
         self.fresh += blocks
@@ -268,24 +281,24 @@ def _block_id(block: dict[str, Any], where: str) -> int:
         if isinstance(value, str) and value:
             return int.from_bytes(hashlib.blake2b(value.encode(), digest_size=8).digest(), "big", signed=True)
         if value is not None:
-            raise _BadField(f"{where}.{field}", f"{value!r} is neither text nor an integer of 64 bits")
-    raise _BadField(f"{where}.content_hash", "missing")
+            raise _BadFieldError(f"{where}.{field}", f"{value!r} is neither text nor an integer of 64 bits")
+    raise _BadFieldError(f"{where}.content_hash", "missing")
 
 
 def _number(record: dict[str, Any], field: str, default: float | None, where: str) -> Any:
     value = record.get(field, default)
     name = f"{where}.{field}" if where else field
     if value is None:
-        raise _BadField(name, "missing")
+        raise _BadFieldError(name, "missing")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise _BadField(name, f"{value!r} is not a number")
+        raise _BadFieldError(name, f"{value!r} is not a number")
     return value
 
 
 def _real(record: dict[str, Any], field: str) -> float:
     value = float(_number(record, field, None, ""))
     if value < 0:
-        raise _BadField(field, f"{value:g} is negative")
+        raise _BadFieldError(field, f"{value:g} is negative")
     return value
 
 
@@ -293,9 +306,9 @@ def _whole(record: dict[str, Any], field: str, *, default: int | None = None, le
     value = _number(record, field, default, where)
     name = f"{where}.{field}" if where else field
     if value != int(value) or value >= 2**31:
-        raise _BadField(name, f"{value!r} is not a whole number below 2**31")
+        raise _BadFieldError(name, f"{value!r} is not a whole number below 2**31")
     if value < least:
-        raise _BadField(name, f"{value} is less than {least}")
+        raise _BadFieldError(name, f"{value} is less than {least}")
     return int(value)
 
 
@@ -304,5 +317,5 @@ def _text(record: dict[str, Any], field: str, default: str, where: str = "") -> 
     if value is None:
         return default
     if not isinstance(value, str):
-        raise _BadField(f"{where}.{field}" if where else field, f"{value!r} is not text")
+        raise _BadFieldError(f"{where}.{field}" if where else field, f"{value!r} is not text")
     return value

@@ -100,6 +100,15 @@ def test_names_in_the_trace_cannot_write_into_the_page(tmp_path: Path) -> None:
     assert "<img" not in page
 
 
+def test_a_long_trace_is_sampled_and_the_page_says_so(monkeypatch: pytest.MonkeyPatch, advice: Advice) -> None:
+    monkeypatch.setattr("semantickv.advise.MOST_ACCESSES", advice.trace.block_accesses * len(advice.sizes) * 3 // 2)
+    sampled = advise(advice.trace, policies=("lru", "s3fifo"))
+    assert sampled.rate == pytest.approx(0.5)
+    assert any("samples of 50.0% of the blocks" in limit for limit in advise_page.limits(sampled))
+    for found, full in zip(sampled.curves["lru"], advice.curves["lru"], strict=True):
+        assert found.block_hit_rate == pytest.approx(full.block_hit_rate, abs=0.12)
+
+
 def test_an_unknown_model_or_size_is_refused() -> None:
     small = workload(["repeated_system"], sessions=2, requests=2, seed=1)
     with pytest.raises(InputError, match="unknown model"):

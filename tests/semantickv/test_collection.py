@@ -125,6 +125,15 @@ def test_a_request_that_hangs_does_not_hold_the_others_for_ever(tmp_path: Path) 
         assert writer.dropped == 1
 
 
+def test_a_request_that_ends_after_the_writer_closed_is_dropped_quietly(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path / "t.jsonl")
+    late = writer.ticket()
+    writer.close()
+    writer.close()
+    writer.put(late, {})
+    assert (writer.written, writer.dropped) == (0, 1)
+
+
 def test_text_is_kept_only_on_request(tmp_path: Path) -> None:
     with TraceWriter(tmp_path / "t.jsonl") as writer:
         Collector(writer, redact=False).wrap(lambda body: None)(BODY)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from semantickv import experiment_files
+from semantickv import experiment_files, lab_page
 from semantickv.experiments import MODES, SIX, Experiment, load, parse, run
 from semantickv.latency import LatencyModel, against
 from semblend.errors import InputError
@@ -42,7 +42,7 @@ def test_the_five_families_ship_with_their_seeds_and_sizes() -> None:
         "legal_review_long_context": (404, 28, 6, 1900),
         "workload_shift_static_vs_adaptive": (505, 44, 6, 2700),
     }
-    assert all(one.policies == SIX and one.modes == MODES for one in map(load, CONFIGS))
+    assert all(one.policies == (*SIX, "belady_bypass") and one.modes == MODES for one in map(load, CONFIGS))
 
 
 def test_lru_in_block_mode_lands_where_the_source_text_has_it() -> None:
@@ -73,7 +73,7 @@ def test_all_files_are_written_and_say_that_they_are_simulated(tmp_path: Path) -
     assert results["simulated"] is True
     assert set(results["modes"]) == {"block", "prefix"}
     assert "simulated" in (tmp_path / "summary.md").read_text().splitlines()[0]
-    rows = list(csv.DictReader((tmp_path / "metrics.csv").open(encoding="utf-8")))
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
     assert len(rows) == 2 * len(SIX)
     assert {row["simulated"] for row in rows} == {"True"}
 
@@ -92,8 +92,8 @@ def test_the_aggregate_holds_every_experiment_and_the_published_gain(tmp_path: P
     text = (tmp_path / "aggregate_summary.md").read_text()
     assert "+35.66%" in text
     assert "+19.86%" in text
-    rows = list(csv.DictReader((tmp_path / "aggregate_summary.csv").open(encoding="utf-8")))
-    assert len(rows) == len(CONFIGS) * 2 * len(SIX)
+    rows = list(csv.DictReader((tmp_path / "aggregate_summary.csv").read_text().splitlines()))
+    assert len(rows) == len(CONFIGS) * 2 * (len(SIX) + 1)
 
 
 def test_two_results_of_one_second_get_two_folders(tmp_path: Path) -> None:
@@ -113,6 +113,8 @@ def test_two_results_of_one_second_get_two_folders(tmp_path: Path) -> None:
         ({"colour": "red"}, "colour"),
         ({"arrivals": {"process": "weekly"}}, "arrivals"),
         ({"arrivals": {"speed": 3}}, "arrivals"),
+        ({"policy_options": {"lru": 3}}, "policy_options"),
+        ({"policy_options": {"lru": {"x": "y"}}}, "policy_options.lru.x"),
         ({"base_ttft_ms": -3}, "base_ttft_ms"),
         ({"token_latency_ms": "fast"}, "token_latency_ms"),
         ({"experiment_id": "../x"}, "experiment_id"),
@@ -136,3 +138,15 @@ def test_a_negative_latency_is_refused_and_a_missing_baseline_gives_no_gain() ->
     with pytest.raises(InputError):
         LatencyModel(-1.0, 0.1)
     assert against([{"policy": "fifo", "avg_ttft_ms": 3.0}], "fifo") is None
+
+
+def test_the_page_of_results_holds_what_the_code_gives_now() -> None:
+    page = (ROOT / "docs" / "experiments-lab.md").read_text(encoding="utf-8")
+    made = lab_page.tables(ROOT / "configs" / "experiments")
+    assert made in page, "stale: run python -m semantickv.lab_page docs/experiments-lab.md, and read the page again"
+    assert lab_page.refreshed(page, made) == page
+
+
+def test_a_page_without_a_place_for_the_tables_is_refused() -> None:
+    with pytest.raises(InputError, match="no place"):
+        lab_page.refreshed("# nothing here", "")

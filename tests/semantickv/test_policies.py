@@ -26,7 +26,9 @@ def traces(draw, repeats: bool = True, unit: bool = False):
         ids = draw(st.lists(st.integers(0, 6), min_size=0, max_size=7, unique=not repeats))
         tokens = tuple(16 if unit else 8 + 8 * (i % 3) for i in ids)
         kinds = tuple(TYPES[i % 4] for i in ids)
-        requests.append(TraceRequest(str(r), float(r // 2), tuple(ids), tokens, kinds, tenant="ab"[draw(st.integers(0, 1))]))
+        requests.append(
+            TraceRequest(str(r), float(r // 2), tuple(ids), tokens, kinds, tenant="ab"[draw(st.integers(0, 1))])
+        )
     return Trace.from_requests(requests)
 
 
@@ -45,3 +47,72 @@ def test_the_compiled_policy_equals_its_plain_twin(name, mode, trace, size, toke
     capacity = Capacity.tokens(size * 12) if tokens else Capacity.blocks(size)
     forest = plant(trace, mode)
     same(simulate(forest, name, capacity, engine="compiled"), simulate(forest, name, capacity, engine="plain"))
+
+
+@given(trace=traces(), size=st.integers(0, 24), tokens=st.booleans(), mode=st.sampled_from(["prefix", "block"]))
+@settings(max_examples=100, deadline=None)
+def test_adaptive_learns_the_same_in_both_twins_when_lessons_come_often(trace, size, tokens, mode):
+    capacity = Capacity.tokens(size * 12) if tokens else Capacity.blocks(size)
+    forest = plant(trace, mode)
+    fast, slow = (
+        simulate(forest, "adaptive_semantic", capacity, engine=engine, lesson_blocks=1.0, bins=6, ratio=2.0, finest=4.0)
+        for engine in ("compiled", "plain")
+    )
+    same(fast, slow)
+    assert fast.weights == pytest.approx(slow.weights)
+
+
+def replay(ids, name, size, **options):
+    asks = [TraceRequest(str(n), float(n), (i,), (16,), ("other",)) for n, i in enumerate(ids)]
+    return simulate(Trace.from_requests(asks), name, Capacity.blocks(size), mode="block", **options)
+
+
+def test_sieve_keeps_what_was_used_and_moves_nothing():
+    # 1 is marked, so the hand passes it and takes 2; then 3 is under the hand
+    assert replay([1, 2, 3, 1, 4, 1, 3], "sieve", 3).block_hits == 3
+
+
+def test_s3fifo_lets_a_scan_pass_and_remembers_who_came_back():
+    loop = [1, 2] * 3 + list(range(100, 200)) + [1, 2]
+    assert replay(loop, "s3fifo", 10).block_hits == replay(loop, "lru", 10).block_hits + 2
+
+
+def test_tinylfu_refuses_newcomers_that_were_asked_for_no_more_often():
+    loop = [1, 2] * 3 + list(range(100, 120)) + [1, 2]
+    assert replay(loop, "tinylfu", 2).block_hits == 6
+    assert replay(loop, "tinylfu", 2).evictions == 0
+
+
+def test_lfuda_lets_old_fame_fade_and_lfu_does_not():
+    loop = [1] * 50 + [n for i in range(2, 60) for n in (i, i + 1000, i)]
+    assert replay([*loop, 1], "lfu", 2).block_hits == 50 - 1 + 1
+    assert replay([*loop, 1], "lfuda", 2).block_hits > 50
+
+
+def test_static_semantic_refuses_user_text_for_a_system_prompt():
+    system = TraceRequest("s", 0.0, (1,), (64,), ("system",))
+    users = [TraceRequest(str(n), 1.0, (n,), (64,), ("user",)) for n in range(2, 9)]
+    trace = Trace.from_requests([system, *users, TraceRequest("e", 2.0, (1,), (64,), ("system",))])
+    assert simulate(trace, "static_semantic", Capacity.blocks(1)).block_hits == 1
+    assert simulate(trace, "lru", Capacity.blocks(1)).block_hits == 0
+
+
+def test_adaptive_learns_which_type_comes_back():
+    """Documents come back after 40 asks, user text never does: LRU of 30 blocks loses all, adaptive keeps some."""
+    requests = []
+    for n in range(6000):
+        kind, block = ("retrieved_context", n % 20) if n % 2 else ("user", 1000 + n)
+        requests.append(TraceRequest(str(n), float(n), (block, 10**6 + n), (16, 16), (kind, "user")))
+    trace = Trace.from_requests(requests)
+    lru, mine = (simulate(trace, name, Capacity.blocks(12), mode="block") for name in ("lru", "adaptive_semantic"))
+    assert lru.block_hits == 0
+    assert mine.block_hits > 1000
+    assert mine.weights["retrieved_context"] > 5 * mine.weights["user"]
+
+
+def test_a_policy_without_compiled_twin_says_so():
+    plain = Policy("mine", "as lru", PlainPolicy)
+    with pytest.raises(InputError, match="no compiled twin"):
+        replay([1], plain, 1, engine="compiled")
+    assert find_policy(plain) is plain
+    assert Block(1, 1, 16, "user", 0, -1).evictable

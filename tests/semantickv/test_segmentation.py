@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -142,9 +143,14 @@ def test_the_built_in_rules_give_only_known_types_and_every_one_of_them() -> Non
     assert all(isinstance(rule, Rule) for rule in DEFAULT_RULES)
 
 
-def test_a_long_text_is_classified_in_bounded_time() -> None:
-    blocks = Segmenter().text("import a\n" * 100_000)
-    assert {block.type for block in blocks} == {"code"}
+@pytest.mark.parametrize(
+    "text", ["import a\n" * 20_000, "\n" * 200_000, " " * 200_000, "```\n" * 20_000, "{{a " * 50_000, "USER:\n" * 5_000]
+)
+def test_hostile_text_is_cut_in_time_that_grows_with_its_length_only(text: str) -> None:
+    began = time.process_time()
+    blocks = Segmenter().text(text, "user")
+    assert "".join(block.text for block in blocks) == text
+    assert time.process_time() - began < 5  # a quadratic rule takes minutes
 
 
 @pytest.mark.data

@@ -130,14 +130,14 @@ def test_a_paired_run_with_tenants_and_audit_agrees_in_all_four_witnesses(house)
     keys = ("--api-key", "tenant-a=ka", "--api-key", "tenant-b=kb", "--admin-key", "root")
     flags = ("--paired", "--capture-logprobs", "--tenant-pairs", 2, "--connector-audit", house.audit, *keys)
     with house.serving(settings) as url:
-        assert live(house, "run-live-gateway", url, *flags, "--reset-url", url, "--max-items", 12) == 0
+        assert live(house, "run-live-gateway", url, *flags, "--reset-url", url, "--max-items", 8) == 0
     result = read_result(house.result)
     warm = [record for record in result.requests if record.arm == "warm"]
     assert result.aggregate["contradiction_count"] == 0
     assert all(set(record.confirmation_sources) == {"receipt", "usage", "prometheus", "audit"} for record in warm)
     assert result.aggregate["cross_tenant_count"] == 2
     assert result.aggregate["cross_tenant_backend_confirmed_rate"] == 0.0
-    assert result.paired["pairs_used"] == 12
+    assert result.paired["pairs_used"] == 8
     assert result.paired["hit_rate"] > 0.3
     assert result.paired["kl_pairs"] > 0
     assert result.paired["warm_vs_cold_f1_mean"] == result.paired["rerun_vs_cold_f1_mean"] == 1.0
@@ -203,13 +203,13 @@ def test_the_embedded_engine_with_a_random_model_confirms_its_reuse(tmp_path):
     engine.start()
     try:
         with listening(engine) as url:
-            assert live(folder, "run-live-sglang", url, "--max-items", 6, "--paired", "--capture-logprobs") == 0
+            assert live(folder, "run-live-sglang", url, "--max-items", 3, "--paired", "--capture-logprobs") == 0
     finally:
         engine.close()
     result = read_result(folder.result)
     assert result.aggregate["contradiction_count"] == 0
     assert result.aggregate["error_count"] == 0
-    assert result.paired["pairs_used"] == 6
+    assert result.paired["pairs_used"] == 3
     assert result.paired["hit_rate"] > 0.5
     assert result.aggregate["negative_control_backend_confirmed_rate"] == 0.0
     assert result.paired["rerun_vs_cold_f1_mean"] == 1.0

@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
     redact = settings.flag("SEMANTICKV_REDACT_TEXT", True) and not args.keep_text
     key = settings.variable("SEMANTICKV_HASH_KEY")
     path = _path(args)
-    if args.mock and path.exists():
-        raise InputError(f"{path} is there already", hint="pass another --output: made-up traffic is not appended")
+    if path.exists() and path.stat().st_size:
+        raise InputError(f"{path} is there already", hint="pass another --output: times begin again in every trace")
     with TraceWriter(path) as writer:
         if args.mock:
             collect_mock(writer, requests=args.requests or 50, seed=args.seed, redact=redact, key=key)

@@ -38,7 +38,7 @@ def read(args: argparse.Namespace) -> Trace:
             raise InputError("--max-requests must be at least 1")
         trace = trace.head(args.max_requests)
     if trace.skipped:
-        say(f"skipped {trace.skipped} bad lines of {args.trace}")
+        say(f"skipped {trace.skipped} bad line{'s' if trace.skipped > 1 else ''} of {args.trace}")
     return trace
 
 

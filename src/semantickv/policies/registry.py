@@ -16,7 +16,7 @@ from semblend.errors import InputError
 class Policy:
     """A policy by name. ``kernel`` names its compiled twin; without one it runs in plain Python.
 
-    ``bypass``: all blocks of a request come in and then the least valuable of all go, so that a newcomer may be refused.
+    ``bypass``: all blocks of a request come in and then the least valuable of all go: a newcomer may be refused.
     """
 
     name: str
@@ -35,6 +35,7 @@ _TABLE: Final = (
     Policy("lfu", "the least often used goes first", classic.Lfu, "priority:LFU"),
     Policy("size_aware_lru", "last use divided by tokens", classic.SizeAwareLru, "priority:SIZE_LRU"),
     Policy("static_semantic", "fixed worth of a type, uses and size", semantic.StaticSemantic, "priority:STATIC", True),
+    Policy("adaptive_semantic", "learns what comes back, and when", semantic.AdaptiveSemantic, "adaptive:", True),
     Policy("sieve", "a hand passes over what was used", modern.Sieve, "queues:SIEVE"),
     Policy("s3fifo", "a small queue for newcomers, a main one", modern.S3Fifo, "queues:S3FIFO"),
     Policy("gdsf", "uses per unit of space, with ageing", classic.Gdsf, "priority:GDSF"),

@@ -191,6 +191,9 @@ def engine() -> Iterator[World]:
 
 
 @pytest.fixture
-def world(engine: World) -> World:
+def world(engine: World) -> Iterator[World]:
     engine.start()
-    return engine
+    yield engine
+    assert not [event.fields for event in engine.events if event.kind == "error" and event.fields["where"] == "confirm"]
+    assert engine.half.semblend._claims == {}, "every claim ends with its request"
+    assert not engine.half._records

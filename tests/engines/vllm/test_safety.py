@@ -158,7 +158,9 @@ def test_a_pass_over_gaps_alone_is_bitwise_equal_to_cold(world, monkeypatch):
     monkeypatch.setattr(world.half, "matched", _one_less(world.half.matched))
     (output,) = world.ask(target, tokens=1)
     assert world.loads[-1].claim_end == len(target)
-    assert worst(world.kv_of(output), world.kv_of(cold)) == 0.0
+    # The last token was computed once more, by vLLM, as a row of its own.
+    ours, theirs = ([(k[:-1], v[:-1]) for k, v in world.kv_of(of)] for of in (output, cold))
+    assert worst(ours, theirs) == 0.0
 
 
 def _one_less(matched):
@@ -174,7 +176,8 @@ def test_wrong_donor_kv_is_caught_by_the_canary(world):
     target, cold = shifted(world, 29)
     for donor in world.half.semblend.donors():
         held = world.worker.donor_kv.acquire(donor.donor_id, world.half._held[donor.donor_id])
-        held.k[0, 60:80] = torch.roll(held.k[0, 60:80], 1, dims=0)
+        with torch.inference_mode():
+            held.k[0, 60:80] = torch.roll(held.k[0, 60:80], 1, dims=0)
         world.worker.donor_kv.release(held)
     (output,) = world.ask(target)
     assert world.receipt(output)["reason"] == "validation_failed"
@@ -250,7 +253,6 @@ def test_resetting_the_connector_drops_every_donor(world):
 
 def test_what_vllm_counts_and_what_receipts_say_adds_up(world):
     target, _ = shifted(world, 35)
-    stats = world.scheduler.connector_prefix_cache_stats
     before = world.half.semblend.totals().tokens
     (output,) = world.ask(target)
     receipt = world.receipt(output)
@@ -259,10 +261,6 @@ def test_what_vllm_counts_and_what_receipts_say_adds_up(world):
         kind: receipt[f"{kind}_tokens"] for kind in ("exact", "reused", "recomputed", "prefill")
     }
     claim = output.num_cached_tokens - receipt["exact_tokens"]
-    held, computed = 0, 0
-    for span in receipt["spans"]:
-        held += span["length"]
-    computed = claim - held
-    assert receipt["reused_tokens"] + receipt["recomputed_tokens"] == held
-    assert computed >= 0
-    assert stats is not None
+    held = sum(span["length"] for span in receipt["spans"])
+    assert receipt["reused_tokens"] + receipt["recomputed_tokens"] == held <= claim
+    assert claim == world.loads[-1].claim_end - receipt["exact_tokens"]

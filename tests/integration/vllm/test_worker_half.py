@@ -244,3 +244,12 @@ def test_versions_that_nobody_looked_at_are_named_so():
     assert support("0.32.0+cpu").evidence is Evidence.RUN
     assert support("1.0.0").evidence is Evidence.NONE
     assert all(row.note for row in SUPPORTED)
+
+
+def test_a_renamed_argument_in_vllm_is_named(tmp_path):
+    from semblend.integration.vllm.contract import CONTRACT, missing
+
+    assert len(missing(tmp_path)) == sum(not need.optional for need in CONTRACT), "an empty folder meets nothing"
+    (tmp_path / "forward_context.py").write_text("def set_forward_context(attn_metadata, config, num_tokens): ...\n")
+    (line,) = [line for line in missing.__wrapped__(tmp_path) if "set_forward_context" in line]
+    assert line.endswith("lacks vllm_config, slot_mapping, skip_compiled (passes of our own)")

@@ -17,16 +17,29 @@ from semblend.errors import InputError
 from semblend.materialize.layout import KvLayout
 
 Writer = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""``(keys, values, cache, slots)``: the backend's own way to write ``[n, kv_heads, head_dim]`` into a cache."""
+"""``(keys, values, cache, slots)``: the backend's own way to write ``[n, kv_heads, head_dim]`` into a layer's cache."""
 
 _BASE = 128  # digits that bfloat16 holds exactly
 
 
+@dataclass(frozen=True, eq=False)
 class StridedLayout(KvLayout):
-    """Views whose head dimensions need not be adjacent: fine for indexing, not for the splice kernel of a GPU."""
+    """Views whose head dimensions need not be adjacent: fine for reading, not for the splice kernel of a GPU.
+
+    Writing goes by the backend, which knows how to do it fast.
+    """
+
+    caches: tuple[Tensor, ...] = ()
+    write: Writer | None = None
 
     def __post_init__(self) -> None:
         """Made by `probed` from one kind of cache; nothing to check."""
+
+    def scatter(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        if self.write is None:
+            super().scatter(layer, slots, k, v)
+        else:
+            self.write(k.contiguous(), v.contiguous(), self.caches[layer], slots.long())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +48,7 @@ class IndexedLayout:
 
     caches: tuple[Tensor, ...]
     places: tuple[Tensor, Tensor]
+    write: Writer
 
     @property
     def layers(self) -> int:
@@ -71,10 +85,7 @@ class IndexedLayout:
         return k, v
 
     def scatter(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        blocks, offsets = self._at(slots)
-        flat = self._flat(layer)
-        for places, part in zip(self.places, (k, v), strict=True):
-            flat[blocks[:, None, None], places[offsets]] = part
+        self.write(k.contiguous(), v.contiguous(), self.caches[layer], slots.long())
 
     def _flat(self, layer: int) -> Tensor:
         return self.caches[layer].view(self.caches[layer].shape[0], -1)
@@ -102,10 +113,10 @@ def probed(
             tuple(_view(cache, offset, steps) for cache in caches)
             for offset, steps in zip(offsets, (k_steps, v_steps), strict=True)
         )
-        return KvLayout(k, v) if k_steps == v_steps and k_steps[2] == 1 else StridedLayout(k, v)
+        return KvLayout(k, v) if k_steps == v_steps and k_steps[2] == 1 else StridedLayout(k, v, tuple(caches), write)
     if not first[0].is_contiguous():
         raise InputError("blocks of the KV cache are neither strided nor contiguous", hint="report the backend's name")
-    return IndexedLayout(tuple(caches), (places[0], places[1]))
+    return IndexedLayout(tuple(caches), (places[0], places[1]), write)
 
 
 def _places(cache: Tensor, shape: tuple[int, int, int], write: Writer) -> list[Tensor]:

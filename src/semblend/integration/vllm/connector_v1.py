@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import vllm
@@ -20,7 +21,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from semblend.confirm.metrics import make_metrics
 from semblend.errors import SemBlendError
@@ -32,8 +32,14 @@ from semblend.integration.vllm.settings import connector_settings
 from semblend.integration.vllm.start import engine_facts, make_semblend, quality_settings, refusal
 from semblend.integration.vllm.worker_half import WorkerHalf
 
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # before 0.32 vLLM does not ask where hits come from
+    CacheHitSource = None
+
 log = logging.getLogger("vllm.semblend")
 Answer = TypeVar("Answer")
+PACKAGE = Path(vllm.__file__).parent
 
 
 @dataclass
@@ -86,8 +92,6 @@ class SemBlendPromMetrics(KVConnectorPromMetrics):
 class SemBlendConnectorV1(KVConnectorBase_V1):
     """Non-prefix KV reuse in stock vLLM; see `semblend.integration.vllm`."""
 
-    _cache_hit_source = CacheHitSource.HOST
-
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = connector_settings(self._kv_transfer_config.kv_connector_extra_config or {})
@@ -99,7 +103,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1):
             # vLLM reads this after it has made us. Its default fails requests whose blocks a connector could not fill.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
             semblend, self._tally = make_semblend(self._settings)
-            facts = engine_facts(vllm_config, kv_cache_config, vllm.__version__)
+            facts = engine_facts(vllm_config, kv_cache_config, vllm.__version__, PACKAGE)
             self._scheduler = SchedulerHalf(facts, self._settings, semblend)
 
     @property
@@ -109,20 +113,25 @@ class SemBlendConnectorV1(KVConnectorBase_V1):
     # -- scheduler -------------------------------------------------------------------------------------------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """From 0.30 on; calls `bind_gpu_block_pool`."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        if self._scheduler is not None:
-            self._scheduler.manager = kv_cache_manager
+        managers = kv_cache_manager.coordinator.single_type_managers
+        self._half.cached_counts = [manager.num_cached_block for manager in managers]
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        super().bind_gpu_block_pool(gpu_block_pool)
+        self._half.block_pool = gpu_block_pool
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         half = self._half
-        tokens = self._safely("lookup", lambda: half.matched(request, num_computed_tokens), 0, request)
+        tokens = self._safely("lookup", lambda: half.matched(request, num_computed_tokens), 0, request.request_id)
         return tokens, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         # Not guarded: were this to fail after a claim, the load would be lost and the blocks hold nothing.
         self._half.allocated(request, list(blocks.get_block_ids()[0]), num_external_tokens)
 
-    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         half, everything = self._half, (0, num_external_tokens)
         told = self._safely("sources", lambda: half.hit_sources(request.request_id, num_external_tokens), everything)
         reused, computed = told
@@ -135,11 +144,13 @@ class SemBlendConnectorV1(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: Any) -> None:
         found = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(found, ReportMetadata):
-            self._safely("report", lambda: self._half.reported(found.report), None)
+            half, report = self._half, found.report
+            self._safely("report", lambda: half.reported(report), None, *report.served)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         del block_ids
-        receipt = self._safely("receipt", lambda: self._half.finished(request.request_id), None)
+        half, name = self._half, request.request_id
+        receipt = self._safely("receipt", lambda: half.finished(name), None, name)
         if receipt is None or not self._settings.receipts:
             return False, None
         return False, {"semblend": receipt.to_dict()}
@@ -163,7 +174,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         config, caches = self._vllm_config, self._kv_cache_config
-        if refusal(config, caches, vllm.__version__) is not None:
+        if refusal(config, caches, vllm.__version__, PACKAGE) is not None:
             return  # the scheduler half has said so
         try:
             model = StockModel(model_of_caller(), config, caches, kv_caches, self._quiet)
@@ -232,14 +243,13 @@ class SemBlendConnectorV1(KVConnectorBase_V1):
         finally:
             self.bind_connector_metadata(kept)
 
-    def _safely(self, where: str, work: Callable[[], Answer], instead: Answer, request: Any = None) -> Answer:
-        """The border to vLLM's scheduler: a failure of ours costs reuse, never the request."""
+    def _safely(self, where: str, work: Callable[[], Answer], instead: Answer, *requests: str) -> Answer:
+        """The border to vLLM's scheduler: a failure of ours costs reuse, never the ``requests`` that it concerns."""
         try:
             return work()
         except Exception as error:
-            request_id = getattr(request, "request_id", "")
-            log.warning("SemBlend: %s failed for %s", where, request_id, exc_info=True)
-            self._half.failed(where, f"{type(error).__name__}: {error}", request_id)
-            if request is not None:
-                self._half.give_up(request)
+            log.warning("SemBlend: %s failed for %s", where, ", ".join(requests) or "a step", exc_info=True)
+            self._half.failed(where, f"{type(error).__name__}: {error}", requests[0] if requests else "")
+            for request_id in requests:
+                self._half.give_up(request_id)
             return instead

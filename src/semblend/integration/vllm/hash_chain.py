@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,22 +53,23 @@ def _salted(hashes: Iterable[bytes], secret: bytes) -> list[bytes]:
     return [hashlib.sha256(secret + own).digest()[: len(own)] for own in hashes]
 
 
-def withdraw(manager: Any, request_id: str, first_block: int, block_ids: list[int]) -> None:
-    """Take the request's blocks from ``first_block`` on out of the prefix cache, and keep its later ones out."""
-    if not manager.enable_caching:
+def withdraw(
+    pool: Any, cached_counts: Sequence[dict[str, int]], request_id: str, first_block: int, block_ids: list[int]
+) -> None:
+    """Take the request's blocks from ``first_block`` on out of the prefix cache, and keep its later ones out.
+
+    ``cached_counts`` are vLLM's books of how many blocks of each request are in the cache; without them (before 0.30)
+    the answer's blocks still go in, under salted hashes that nobody finds.
+    """
+    if not pool.enable_caching:
         return
-    pool, events = manager.block_pool, manager.block_pool.kv_event_queue
-    hashes = {bytes(h) for b in block_ids[first_block:] if (h := _hash_of(pool.blocks[b])) is not None}
+    hashes = {bytes(h) for b in block_ids[first_block:] if (h := pool.blocks[b].block_hash) is not None}
     pool.evict_blocks(set(block_ids[first_block:]))
-    for single in manager.coordinator.single_type_managers:
-        single.num_cached_block[request_id] = _NEVER_AGAIN
+    for counts in cached_counts:
+        counts[request_id] = _NEVER_AGAIN
+    events = pool.kv_event_queue
     if events:
         events[:] = [kept for event in events if (kept := _without(event, hashes)) is not None]
-
-
-def _hash_of(block: Any) -> bytes | None:
-    found = block.block_hash
-    return None if found is None else bytes(found)
 
 
 def _without(event: Any, hashes: set[bytes]) -> Any:

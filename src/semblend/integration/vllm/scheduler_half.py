@@ -71,7 +71,7 @@ class Record:
 
 
 class SchedulerHalf:
-    """See the module. ``manager`` is vLLM's KV cache manager, where the version hands it over."""
+    """See the module. ``block_pool`` and ``cached_counts`` are vLLM's, as far as the version hands them over."""
 
     def __init__(
         self,
@@ -82,7 +82,8 @@ class SchedulerHalf:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.facts, self.settings, self.semblend = facts, settings, semblend
-        self.manager: Any = None
+        self.block_pool: Any = None
+        self.cached_counts: list[dict[str, int]] = []
         self._clock = clock
         self._records: dict[str, Record] = {}
         self._captures = 0
@@ -120,10 +121,10 @@ class SchedulerHalf:
         record.block_ids = list(block_ids)
         if not claimed_tokens:
             self._unclaim(record)
-        elif record.salted is not None and self.manager is not None and isinstance(record.decision, ReusePlan):
+        elif record.salted is not None and self.block_pool is not None and isinstance(record.decision, ReusePlan):
             first = record.decision.spans[0].target_start // self.facts.block_tokens
             try:
-                withdraw(self.manager, request.request_id, first, record.block_ids)
+                withdraw(self.block_pool, self.cached_counts, request.request_id, first, record.block_ids)
             except Exception as error:  # the salted hashes still keep these blocks from being found
                 self.failed("withdraw", f"{type(error).__name__}: {error}", request.request_id)
 
@@ -204,11 +205,12 @@ class SchedulerHalf:
         if self.semblend.events:
             self.semblend.events.emit(events.error(where, message, request_id or None, engine=ENGINE))
 
-    def give_up(self, request: Any) -> None:
-        """A hook failed for this request: as if we had never seen it."""
-        record = self._records.pop(request.request_id, None)
-        if record is not None:
-            self._unclaim(record)
+    def give_up(self, request_id: str) -> None:
+        """A hook failed for this request: its claim and its record go, whatever it still has to do."""
+        record = self._records.pop(request_id, None)
+        if record is not None and not record.admitted:
+            self._unclaim(record)  # it will be computed cold, under its own hashes; later they must stay salted
+        self.semblend.release(request_id)
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
@@ -373,7 +375,7 @@ class SchedulerHalf:
             prompt_tokens=len(record.prompt),
             exact_tokens=record.local_tokens,
             mode=record.mode,
-            decision=record.decision,
+            decision=self._carried_out(record),
             claimed=record.claimed,
             lookup_ms=record.lookup_ms,
             ttft_ms=None if arrival is None else max(0.0, (self._clock() - arrival) * 1e3),
@@ -382,9 +384,16 @@ class SchedulerHalf:
         try:
             self.semblend.confirm(record.receipt)
         except SemBlendError as error:  # such as a request id that was used before: the answer goes on
+            self.semblend.release(request_id)
             self.failed("confirm", str(error), request_id)
         if record.finished:
             self._forget(request_id)
+
+    def _carried_out(self, record: Record) -> ReusePlan | Decline | None:
+        """What the worker was told to do, which in mode fast ends with the claim."""
+        if not record.claimed or not isinstance(record.decision, ReusePlan):
+            return record.decision
+        return _until(record.decision, len(record.prompt) if record.mode == "balanced" else record.claim_end)
 
     def _forget(self, request_id: str) -> None:
         record = self._records.pop(request_id, None)

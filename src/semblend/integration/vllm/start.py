@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 from semblend.confirm.events import Event
 from semblend.confirm.log_lines import format_line
 from semblend.confirm.sinks import CallbackSink
 from semblend.facade import SemBlend
+from semblend.integration.vllm.contract import missing
 from semblend.integration.vllm.metrics import Tally
 from semblend.integration.vllm.model_access import rope_config
 from semblend.integration.vllm.scheduler_half import EngineFacts
@@ -22,10 +24,13 @@ from semblend.prompt import Namespace
 log = logging.getLogger("vllm.semblend")
 
 
-def engine_facts(vllm_config: Any, kv_cache_config: Any, version: str) -> EngineFacts:
+def engine_facts(vllm_config: Any, kv_cache_config: Any, version: str, package: Path) -> EngineFacts:
     """What does not change while this engine runs; its ``refusal`` is logged once, here."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    why = refusal(vllm_config, kv_cache_config, version)
+    why = refusal(vllm_config, kv_cache_config, version, package)
+    row = support(version)
+    if row.evidence is Evidence.STATIC:
+        log.warning("SemBlend with vLLM %s: %s", version, row.note)
     if why:
         log.warning("SemBlend reuses nothing in this engine: %s", why)
     namespace = Namespace(
@@ -39,12 +44,14 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, version: str) -> Engine
     return EngineFacts(version, namespace, int(cache.block_size), int(hashed), why)
 
 
-def refusal(vllm_config: Any, kv_cache_config: Any, version: str) -> str | None:
+def refusal(vllm_config: Any, kv_cache_config: Any, version: str, package: Path) -> str | None:
     """Why this engine cannot be served, in one line; None when it can."""
     row = support(version)
     parallel, groups = vllm_config.parallel_config, kv_cache_config.kv_cache_groups
     if row.evidence is Evidence.NONE:
         return row.note
+    if lacking := missing(package):
+        return f"this build of vLLM differs from {row.version}: {lacking[0]}"
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size != 1:
         return "tensor and pipeline parallel engines are not supported yet: every rank must decide alike"
     if getattr(parallel, "decode_context_parallel_size", 1) != 1:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from sembench.cases import BadLine, Case, read_manifest
 from semblend.errors import InputError
 
-
 NEGATIVE = "negative_control"
 
 

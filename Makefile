@@ -58,6 +58,8 @@ docs: setup
 	$(BIN)/python -m semblend.reference docs/reference
 	$(BIN)/python -m sembench.reference docs/reference
 	$(BIN)/python -m sembench.metric_reference docs/METRICS.md
+	$(BIN)/python -m semantickv.reference docs/reference
+	$(BIN)/python -m semantickv.lab_page docs/experiments-lab.md
 
 bench: setup
 	$(BIN)/python bench/run_all.py

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -59,7 +60,7 @@ def curve(
     if not 0 < rate <= 1:
         raise InputError(f"a sampling rate of {rate:g}", hint="more than 0, at most 1")
     wanted = np.asarray(sizes, np.int64)
-    stack = chosen.name in STACK_POLICIES
+    stack = chosen.name in STACK_POLICIES and find_spec("numba") is not None
     if rate == 1:
         rates = stack_rates(forest, wanted, unit) if stack else run_rates(forest, chosen, wanted, unit, seed)
         return Curve(chosen.name, unit, wanted, rates, np.zeros(len(wanted)), "stack" if stack else "full", 1.0)

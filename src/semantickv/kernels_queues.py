@@ -12,6 +12,7 @@ import numpy as np
 
 from semantickv.kernels import (
     CAPACITY,
+    EPOCH,
     HAND,
     KIDS,
     LEFT,
@@ -149,6 +150,7 @@ def _evict(kind: int, info: Any, fact: Any, links: Any, ends: Any, meta: Any, ev
     info[x, RESIDENT] = 0
     info[x, LEFT] = 1
     meta[USED] -= fact[x, SIZE]
+    meta[EPOCH] = 1  # something has been evicted
     if r >= meta[WARM_UP]:
         evicted[fact[x, TYPE]] += 1
     if fact[x, PARENT] >= 0:
@@ -208,7 +210,9 @@ def _insert(kind: int, info: Any, fact: Any, links: Any, ends: Any, meta: Any, x
     if kind == SIEVE:
         _join(fact, links, ends, 0, x)
         return
-    _join(fact, links, ends, 1 if known else 0, x)  # S3-FIFO's main queue, ARC's list of what came often
+    small = max(1, meta[CAPACITY] // 10)
+    full = kind == S3FIFO and meta[EPOCH] == 0 and ends[SMALL, TOTAL] >= small
+    _join(fact, links, ends, 1 if known or full else 0, x)  # S3-FIFO's main queue, ARC's list of what came often
     if kind == ARC:
         while ends[LEFT_ONCE, COUNT] > 0 and ends[ONCE, TOTAL] + ends[LEFT_ONCE, TOTAL] > meta[CAPACITY]:
             _leave(fact, links, ends, ends[LEFT_ONCE, OLDEST])

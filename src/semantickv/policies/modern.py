@@ -65,7 +65,8 @@ class S3Fifo(PlainPolicy):
     """Three queues: newcomers pass through a small one (a tenth), what was used twice there moves to the main one.
 
     Blocks that leave the small queue are remembered; if one comes back soon it joins the main queue at once. The main
-    queue gives a block one more round for each use, three at most.
+    queue gives a block one more round for each use, three at most. While the cache fills for the first time, what the
+    small queue has no room for joins the main one.
     """
 
     def begin(self, capacity: int, forest: Forest, options: dict[str, Any]) -> None:
@@ -75,13 +76,15 @@ class S3Fifo(PlainPolicy):
         self.ghost: Queue = {}
         self.uses: dict[int, int] = {}
         self.main_limit = capacity - max(1, capacity // 10)
+        self.filling = True
 
     def touched(self, block: Block) -> None:
         self.uses[block.node] = min(3, self.uses[block.node] + 1)
 
     def inserted(self, block: Block) -> None:
         known = self.ghost.pop(block.node, None) is not None
-        (self.main if known else self.small)[block.node] = block.size
+        full = self.filling and size(self.small) >= self.capacity - self.main_limit
+        (self.main if known or full else self.small)[block.node] = block.size
         self.uses[block.node] = 0
 
     def victim(self, cache: Cache, coming: Block | None) -> Block | None:  # noqa: ARG002
@@ -109,6 +112,7 @@ class S3Fifo(PlainPolicy):
                     renew(self.small, node)
 
     def evicted(self, block: Block) -> None:
+        self.filling = False
         del self.uses[block.node]
         if self.main.pop(block.node, None) is None:
             self.ghost[block.node] = self.small.pop(block.node)

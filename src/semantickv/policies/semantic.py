@@ -249,7 +249,7 @@ def best_rates(cells: list[Cell], common: list[float], edges: list[float], trust
     for age in range(len(cells)):
         best, gain, cost, alive = 0.0, 0.0, 0.0, 1.0
         for later in range(age, len(cells)):
-            gain += chance[later]
+            gain += alive * chance[later]
             cost += alive * (edges[later + 1] - edges[later]) * (1.0 - 0.5 * chance[later])
             alive *= 1.0 - chance[later]
             best = max(best, gain / cost)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SCRIPTS = ("speed", "recall", "natural", "peers", "faults", "evidence", "vector_index", "sembench_offline")
+SCRIPTS = ("speed", "recall", "natural", "peers", "faults", "evidence", "vector_index", "sembench_offline", "eviction")
 
 
 def main() -> int:

@@ -16,7 +16,8 @@ from typing import Any
 
 import semblend
 from semblend import errors
-from semblend.cli import Parser, build_parser
+from semblend.cli import build_parser
+from semblend.commandline import Parser
 from semblend.config import CONFIG_FILE_VARIABLE, SETTINGS
 from semblend.confirm.reference import events_markdown, metrics_markdown
 from semblend.extras import NEEDED_BY, extras, requirements

@@ -142,12 +142,15 @@ def test_metrics_are_off_when_disabled_or_not_installed(monkeypatch: pytest.Monk
 
 def test_no_metrics_take_every_call(make_receipt: MakeReceipt) -> None:
     metrics: Metrics = NullMetrics()
-    metrics.lookup(0.1)
-    metrics.similarity(0.1)
-    metrics.declined(DeclineReason.ERROR)
-    metrics.confirmed(make_receipt())
-    metrics.donors(1, 1, "memory")
-    metrics.close()
+    calls = (
+        metrics.lookup(0.1),
+        metrics.similarity(0.1),
+        metrics.declined(DeclineReason.ERROR),
+        metrics.confirmed(make_receipt()),
+        metrics.donors(1, 1, "memory"),
+        metrics.close(),
+    )
+    assert calls == (None,) * 6
 
 
 def test_the_page_names_every_metric_label_and_bucket() -> None:

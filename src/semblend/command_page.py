@@ -1,4 +1,4 @@
-"""A reference page of a command line, made from its parser; `sembench.reference` and `semantickv.reference` write one."""
+"""A reference page of a command line, made from its parser; `sembench` and `semantickv` write one each."""
 
 from __future__ import annotations
 

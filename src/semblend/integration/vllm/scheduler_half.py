@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from semblend.confirm import events
@@ -23,51 +23,15 @@ from semblend.confirm.receipt import Receipt
 from semblend.discover.donor import Eviction
 from semblend.errors import SemBlendError
 from semblend.facade import SemBlend
-from semblend.integration.vllm.hash_chain import Salted, restore, salt, withdraw
-from semblend.integration.vllm.orders import Capture, Load, Loaded, Orders, Report
+from semblend.integration.vllm.hash_chain import restore, salt, withdraw
+from semblend.integration.vllm.orders import Capture, Load, Orders, Report
 from semblend.integration.vllm.receipts import ENGINE, Facts, receipt_of
+from semblend.integration.vllm.records import EngineFacts, Record
 from semblend.integration.vllm.requests import asked_for, declined_request
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.integration.vllm.work_estimate import passes_cost_more
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Namespace, Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """What does not change while the engine runs; ``refusal`` says why nothing can be reused in it, if so."""
-
-    version: str
-    namespace: Namespace
-    block_tokens: int
-    hash_block_tokens: int
-    refusal: str | None = None
-
-
-@dataclass(slots=True)
-class Record:
-    """One request while it is with us."""
-
-    request: Any
-    prompt: Prompt
-    mode: str
-    local_tokens: int = 0
-    decision: ReusePlan | Decline | None = None
-    claim_end: int = 0
-    seen_epoch: int = -1
-    lookup_ms: float | None = None
-    salted: Salted | None = None
-    block_ids: list[int] | None = None
-    admitted: bool = False
-    served: bool = False
-    restarted: bool = False
-    finished: bool = False
-    loaded: Loaded | None = None
-    receipt: Receipt | None = None
-
-    @property
-    def claimed(self) -> bool:
-        return self.claim_end > 0
 
 
 class SchedulerHalf:

@@ -13,7 +13,7 @@ from semblend.facade import SemBlend
 from semblend.integration.vllm.contract import missing
 from semblend.integration.vllm.metrics import Tally
 from semblend.integration.vllm.model_access import rope_config
-from semblend.integration.vllm.scheduler_half import EngineFacts
+from semblend.integration.vllm.records import EngineFacts
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.integration.vllm.versions import Evidence, support
 from semblend.materialize.quality import QualitySettings

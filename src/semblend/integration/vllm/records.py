@@ -1,0 +1,49 @@
+"""What the scheduler half knows: of the engine, and of one request while it is with us."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from semblend.confirm.receipt import Receipt
+from semblend.integration.vllm.hash_chain import Salted
+from semblend.integration.vllm.orders import Loaded
+from semblend.plan.reuse_plan import Decline, ReusePlan
+from semblend.prompt import Namespace, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What does not change while the engine runs; ``refusal`` says why nothing can be reused in it, if so."""
+
+    version: str
+    namespace: Namespace
+    block_tokens: int
+    hash_block_tokens: int
+    refusal: str | None = None
+
+
+@dataclass(slots=True)
+class Record:
+    """One request while it is with us."""
+
+    request: Any
+    prompt: Prompt
+    mode: str
+    local_tokens: int = 0
+    decision: ReusePlan | Decline | None = None
+    claim_end: int = 0
+    seen_epoch: int = -1
+    lookup_ms: float | None = None
+    salted: Salted | None = None
+    block_ids: list[int] | None = None
+    admitted: bool = False
+    served: bool = False
+    restarted: bool = False
+    finished: bool = False
+    loaded: Loaded | None = None
+    receipt: Receipt | None = None
+
+    @property
+    def claimed(self) -> bool:
+        return self.claim_end > 0

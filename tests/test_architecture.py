@@ -131,7 +131,7 @@ def test_heavy_dependencies_and_kernels_are_imported_late(module):
     )  # about tensors
     if module.startswith(("engine.server", "wire.")):
         at_home |= {"fastapi", "pydantic"}
-    if module == "integration.vllm.connector_v1":  # vLLM imports it, nobody else
+    if module in ("integration.vllm.connector_v1", "integration.vllm.beside_others"):  # vLLM imports them, nobody else
         at_home |= {"vllm"}
     for name, line in imports(SEMBLEND[module], top_only=True):
         assert name.split(".")[0] not in HEAVY.keys() - at_home, f"semblend.{module}:{line} imports {name} at the top"

@@ -18,6 +18,7 @@ from semblend.materialize.probe import (
     AttentionMass,
     Enough,
     KvDeviation,
+    bounded,
     canary,
     canary_positions,
     next_token_kl,
@@ -186,7 +187,7 @@ def test_the_canary_passes_moved_keys_and_sees_a_shift_off_by_one_and_a_wrong_to
     def error(by=shift, asked=tokens):
         pool.k[0, other[target]] = rope.relocate(pool.k[0, context[donor]], by)
         pool.v[0, other[target]] = pool.v[0, context[donor]]
-        return canary(model, pool, Rows.of, asked[donor], target, other)
+        return canary(model, pool, Rows.of(asked[donor], target, other))
 
     tolerance = CANARY_TOLERANCE[dtype]
     assert error() < tolerance / 3
@@ -200,13 +201,13 @@ def test_the_canary_sees_values_too_writes_nothing_and_treats_nan_as_wrong():
     pool, context = placed(model, tokens)
     before = pool.k.clone(), pool.v.clone()
     at = torch.arange(64)
-    assert canary(model, pool, Rows.of, tokens, at, context) < 1e-5
+    assert canary(model, pool, Rows.of(tokens, at, context)) < 1e-5
     assert torch.equal(pool.k, before[0])
     assert torch.equal(pool.v, before[1])
     pool.v[0, context[7]] *= 1.1
-    assert canary(model, pool, Rows.of, tokens, at, context) == pytest.approx(0.1, rel=0.05)
+    assert float(canary(model, pool, Rows.of(tokens, at, context))) == pytest.approx(0.1, rel=0.05)
     pool.k[0, context[7]] = torch.nan
-    assert canary(model, pool, Rows.of, tokens, at, context) == UNBOUNDED_RISK
+    assert bounded(float(canary(model, pool, Rows.of(tokens, at, context)))) == UNBOUNDED_RISK
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 90)), min_size=1, max_size=5), st.integers(0, 5))

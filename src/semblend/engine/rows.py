@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from semblend.errors import InputError
+from semblend.materialize.host_memory import sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +66,13 @@ class Rows:
         >>> Rows.of([7, 9], [0, 3], torch.tensor([16, 17, 18, 19])).slots.tolist()
         [16, 19]
         """
-        device = context.device
-        tokens = torch.as_tensor(tokens, dtype=torch.long, device=device)
-        positions = torch.as_tensor(positions, dtype=torch.long, device=device)
-        return cls(tokens, positions, context[positions], (Segment(0, len(tokens), context),))
+        tokens = sent(torch.as_tensor(tokens, dtype=torch.long), context.device)
+        at = torch.as_tensor(positions, dtype=torch.long)
+        there = sent(at, context.device)
+        rows = cls(tokens, there, context[there], (Segment(0, len(tokens), context),))
+        if at.device.type == "cpu":
+            rows.__dict__["host_positions"] = at  # known already: no wait for a GPU to say it
+        return rows
 
     @classmethod
     def join(cls, parts: Sequence[Rows]) -> Rows:

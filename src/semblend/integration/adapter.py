@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from semblend.materialize.blend import Blender
 from semblend.materialize.donor_kv import DonorKv
+from semblend.materialize.host_memory import sent
 from semblend.materialize.layout import KvLayout
 from semblend.materialize.quality import QualitySettings
 from semblend.materialize.rope import RopeSpec
@@ -89,7 +89,11 @@ class EngineRows:
 
     @classmethod
     def of(cls, tokens: Tensor, positions: Tensor, context: Tensor) -> EngineRows:
-        return cls(tokens, positions, context[positions], context)
+        there = sent(positions, context.device)
+        rows = cls(sent(tokens, context.device), there, context[there], context)
+        if positions.device.type == "cpu":
+            rows.__dict__["host_positions"] = positions  # known already: no wait for a GPU to say it
+        return rows
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -107,12 +111,20 @@ class EngineRows:
         return (Extent(int(self.host_positions[-1]) + 1),)
 
     @cached_property
+    def _breaks(self) -> list[int]:
+        at = self.host_positions
+        found: list[int] = ((at[1:] != at[:-1] + 1).nonzero().flatten() + 1).tolist()
+        return found
+
+    @property
+    def run_count(self) -> int:
+        return len(self._breaks) + 1
+
+    @cached_property
     def runs(self) -> tuple[tuple[int, int], ...]:
         """Positions without a hole between them, half-open: each is a stretch of ordinary chunked prefill."""
         at = self.host_positions
-        breaks = (at[1:] != at[:-1] + 1).nonzero().flatten() + 1
-        starts = [0, *breaks.tolist()]
-        ends = [*breaks.tolist(), len(at)]
+        starts, ends = [0, *self._breaks], [*self._breaks, len(at)]
         return tuple((int(at[start]), int(at[end - 1]) + 1) for start, end in zip(starts, ends, strict=True))
 
 
@@ -180,12 +192,8 @@ class PagedBlender(Blender):
     """The blender in an engine's cache: the same passes and the same gate, another layout and another model."""
 
     def __init__(self, stack: Stack, pool: PagedPool, donor_kv: DonorKv, settings: QualitySettings) -> None:
-        layout = pool.layout
-        # The embedded engine's layout is made from its pool; a pool of one slot stands in until ours takes its place.
-        one = torch.empty((1, 1, layout.kv_heads, layout.head_dim), dtype=layout.dtype, device=layout.device)
-        super().__init__(stack, SimpleNamespace(k=one, v=one), donor_kv, settings, rows_of=EngineRows.of)
-        self.pool = pool
-        self._layout: Any = layout
+        layout: Any = pool.layout  # as much of a `KvLayout` as splicing asks for
+        super().__init__(stack, pool, donor_kv, settings, rows_of=EngineRows.of, layout=layout)
 
 
 @dataclass

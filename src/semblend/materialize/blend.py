@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from semblend.materialize.probe import (
     Model,
     Observer,
     RowsOf,
+    bounded,
     canary,
     canary_positions,
     next_token_kl,
@@ -59,7 +61,10 @@ GLANCE_TOKENS = 256
 
 
 class Blender:
-    """Prepares prompts one at a time; ``rows_of`` builds what the model's ``forward`` takes."""
+    """Prepares prompts one at a time; ``rows_of`` builds what the model's ``forward`` takes.
+
+    ``layout`` says where KV lies, for a pool that is not the embedded engine's.
+    """
 
     def __init__(
         self,
@@ -69,11 +74,12 @@ class Blender:
         settings: QualitySettings | None = None,
         *,
         rows_of: RowsOf,
+        layout: KvLayout | None = None,
     ) -> None:
         self.model, self.pool, self.donor_kv = model, pool, donor_kv
         self.settings = QualitySettings() if settings is None else settings
         self._rows_of = rows_of
-        self._layout = KvLayout.ours(pool.k, pool.v)
+        self._layout = KvLayout.ours(pool.k, pool.v) if layout is None else layout
         self._rows_per_ms = 0.0
         self._served = 0
 
@@ -99,9 +105,10 @@ class Blender:
         first = self._first_rows(prompt)
         if mode == "balanced":
             self._check_it_pays(prompt, first)
-        self._load(prompt)
         watch = AttentionMass() if mode == "balanced" else None
-        self._compute(prompt, "fast", first, watch)
+        with self._loaded(prompt) as error:
+            self._compute(prompt, "fast", first, watch)
+            prompt.canary = self._checked_canary(error)
         if watch is None:
             return self._result(prompt, "fast")
         prompt.mass = _array(watch.mass)
@@ -110,8 +117,8 @@ class Blender:
     def _checked(self, sequence: Target, plan: ReusePlan, on_pass: OnPass | None, spans: tuple[Span, ...]) -> Work:
         if sequence.slots is None:
             raise Refused(DeclineReason.VALIDATION_FAILED, "the prompt has no slots yet")
-        tokens = torch.as_tensor(sequence.tokens, dtype=torch.long, device=self.pool.k.device)[: plan.prompt_tokens]
-        context = sequence.slots[: plan.prompt_tokens].to(tokens.device)
+        tokens = torch.as_tensor(sequence.tokens, dtype=torch.long)[: plan.prompt_tokens]
+        context = sequence.slots[: plan.prompt_tokens].to(self.pool.k.device)
         if not 0 <= plan.exact_tokens < plan.prompt_tokens == len(tokens) == len(context):
             raise Refused(
                 DeclineReason.VALIDATION_FAILED,
@@ -127,8 +134,12 @@ class Blender:
         computed = np.zeros(plan.prompt_tokens, dtype=bool)
         return Work(tokens, context, spans, plan.exact_tokens, on_pass, reused, computed)
 
-    def _load(self, prompt: Work) -> None:
-        """Moves donor KV into the prompt's slots and checks, on a sample, that it is what its tokens ask for."""
+    @contextmanager
+    def _loaded(self, prompt: Work) -> Iterator[Tensor]:
+        """Moves donor KV into the prompt's slots; gives the canary's word on it, which nobody has waited for yet.
+
+        Whoever reads it has waited for the copies too, so the donors may go.
+        """
         with ExitStack() as held:
             donors: dict[tuple[str, int], DonorTensors] = {}
             for span in prompt.spans:
@@ -151,16 +162,21 @@ class Blender:
                 for span in prompt.spans
             ]
             splice(moves, self._layout, self.model.spec.rope, check_slots=False)
-            prompt.canary = self._canary(prompt)  # waits for the copies, so the donors may go
-        prompt.load_ms = prompt.elapsed_ms
+            error = self._canary(prompt)
+            prompt.load_ms = prompt.elapsed_ms
+            yield error
 
-    def _canary(self, prompt: Work) -> float:
+    def _canary(self, prompt: Work) -> Tensor:
+        """On a sample: is this the KV that its tokens ask for?"""
         starts, ends = (
             torch.tensor([getattr(s, name) for s in prompt.spans]) for name in ("target_start", "target_end")
         )
         self._served += 1  # other tokens of each block with every request
-        at = canary_positions(starts, ends, seed=self._served).to(prompt.tokens.device)
-        error = canary(self.model, self.pool, self._rows_of, prompt.tokens[at], at, prompt.context)
+        at = canary_positions(starts, ends, seed=self._served)
+        return canary(self.model, self.pool, self._rows(prompt, at))
+
+    def _checked_canary(self, found: Tensor) -> float:
+        error = bounded(float(found))
         tolerance = self.settings.canary_tolerance
         tolerance = CANARY_TOLERANCE[self.pool.k.dtype] if tolerance is None else tolerance
         if error > tolerance:
@@ -320,9 +336,9 @@ class Blender:
         for start in range(0, max(1, len(rows) - QUESTION_ROWS), self.settings.chunk_tokens):
             end = start + self.settings.chunk_tokens
             end = len(rows) if end + QUESTION_ROWS >= len(rows) else end
-            at = torch.from_numpy(rows[start:end]).to(prompt.tokens.device)
+            part = self._rows(prompt, torch.from_numpy(rows[start:end]))
             try:
-                hidden = self.model.forward(self._rows_of(prompt.tokens[at], at, prompt.context), self.pool, watch)
+                hidden = self.model.forward(part, self.pool, watch)
             except Enough:
                 hidden = None
         if hidden is not None:
@@ -334,6 +350,10 @@ class Blender:
             # Small passes are slower a row than large ones: the best rate seen foretells a large one.
             self._rows_per_ms = max(self._rows_per_ms * 0.98, len(rows) / max(ms, 1e-6))
         return hidden
+
+    def _rows(self, prompt: Work, at: Tensor) -> Any:
+        """Rows at these positions. They come from the host, so that asking where they are is no wait for a GPU."""
+        return self._rows_of(prompt.tokens[at], at, prompt.context)
 
     def _tail_rows(self, prompt: Work) -> int:
         """Rows at the end that every pass computes: their next-token distributions can be compared."""

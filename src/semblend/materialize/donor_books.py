@@ -16,6 +16,7 @@ from torch import Tensor
 
 from semblend.errors import StoreError
 from semblend.materialize.disk_tier import KvFile
+from semblend.materialize.host_memory import Arrival
 from semblend.materialize.rope import RopeSpec
 from semblend.materialize.splice import DonorTensors
 
@@ -34,6 +35,7 @@ class Entry:
     file: KvFile | None = None
     device: torch.device | None = None  # where it came from, if that is the device tier's kind
     rope: RopeSpec | None = None
+    arrives: Arrival | None = None  # the copy to the host, where one was queued
     refs: int = 0
     retired: bool = False  # replaced or dropped while held or moving
     moving: bool = False  # between tiers; its tensors belong to the mover alone
@@ -42,6 +44,12 @@ class Entry:
     @property
     def about(self) -> dict[str, Any]:
         return {"donor_id": self.donor_id, "generation": self.generation}
+
+    def arrived(self) -> None:
+        """The host may read the tensors from now on."""
+        if self.arrives is not None:
+            self.arrives.synchronize()
+            self.arrives = None
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -80,6 +88,8 @@ class Books:
         entry.refs += 1
         self.tiers[entry.tier].move_to_end(id(entry))
         k, v = entry.tensors
+        if entry.arrives is not None:
+            entry.arrives.wait()  # not this thread: its stream
         self.held[id(k)] = entry
         return DonorTensors(k, v, entry.donor_id, entry.generation, entry.rope)
 

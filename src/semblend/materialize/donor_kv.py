@@ -10,6 +10,10 @@ bytes and a least-recently-used order; what no longer fits moves down, and what 
 `acquire` holds a donor until `release`: what is held is neither moved nor evicted, and stays readable even when the
 donor is replaced or dropped meanwhile.
 
+From a GPU to the host copies are queued and nobody waits for them (`host_memory`): an entry says when it ``arrives``,
+whoever acquires it is ordered behind that, and `DonorHandle.arrives` says when the slots that it came from may be
+written again. While too much is under way nothing more is captured.
+
 Two locks. ``_lock`` guards the books, what is known of the donors, and is never held over a copy or a file, so that
 whoever asks, drops, releases or takes a donor that lies in memory does not wait for a disk. ``_mover`` is held by the
 one thread that moves KV between tiers; an entry on its way is marked ``moving``, and nobody takes it until it arrives.
@@ -30,10 +34,14 @@ from torch import Tensor
 from semblend.errors import CapacityError, InputError, StoreError
 from semblend.materialize.disk_tier import DiskTier
 from semblend.materialize.donor_books import TIERS, Books, Entry
+from semblend.materialize.host_memory import Arena, Arrival, Courier, page_locked, sent
 from semblend.materialize.rope import RopeSpec
 from semblend.materialize.splice import DonorTensors
 
 __all__ = ["TIERS", "DonorHandle", "DonorKv", "DonorTensors", "OnEvicted"]
+
+MOST_BACKLOG = 2 << 30
+"""Bytes under way to the host, about 40 ms of a fast bus: a donor that comes on top of more than that is not kept."""
 
 OnEvicted = Callable[[str, int, str], None]
 """Called with donor id, generation, and why it is gone: ``budget``, ``disk`` (not writable) or ``corrupt``."""
@@ -51,13 +59,14 @@ class Pool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DonorHandle:
-    """What was captured; ``tier`` is where it lay at that moment."""
+    """What was captured; ``tier`` is where it lay at that moment. Until it ``arrives`` its slots must not change."""
 
     donor_id: str
     generation: int
     tokens: int
     nbytes: int
     tier: str
+    arrives: Arrival | None = None
 
 
 class DonorKv:
@@ -84,15 +93,27 @@ class DonorKv:
         self._books = Books(budget if self._disk is not None else budget | {"disk": 0})
         self._device_type = device_type
         self._pinned = torch.cuda.is_available()
+        self._arena: Arena | None = None
+        self._courier: Courier | None = None
         self._rope = rope
         self._mover = threading.Lock()  # taken first
         self._lock = threading.Lock()
         self._on_evicted = on_evicted
 
     def capture(
-        self, donor_id: str, generation: int, pool: Pool, slots: Tensor, rope: RopeSpec | None = None
+        self,
+        donor_id: str,
+        generation: int,
+        pool: Pool,
+        slots: Tensor,
+        rope: RopeSpec | None = None,
+        *,
+        slots_stay: bool = False,
     ) -> DonorHandle:
         """Copies the KV of ``slots``, in order; replaces an earlier capture of this donor.
+
+        What the caller computes next is ordered behind the copy, unless ``slots_stay``: the caller then sees to it that
+        nothing is written there before the donor arrives.
 
         ``rope`` is the rotation these keys have, where it depends on the prompt (dynamic scaling). Raises CapacityError
         when no tier can take it; an earlier capture is then gone all the same, since the donor was registered anew.
@@ -101,20 +122,30 @@ class DonorKv:
             raise InputError(f"donor {donor_id!r} has no tokens to capture", hint="capture after its prefill")
         wide = 2 * pool.k.shape[0] * slots.numel() * pool.k.shape[2] * pool.k.shape[3] * pool.k.element_size()
         device = pool.k.device if pool.k.device.type == self._device_type else None
-        first, k, v = self._copy_of(
-            donor_id, pool, slots, on_device=device is not None and wide <= self._books.budget["device"]
-        )
-        entry = Entry(donor_id, generation, wide, first, k, v, device=device, rope=rope or self._rope)
+        first = "device" if device is not None and wide <= self._books.budget["device"] else "host"
         with self._telling(), self._mover:
             with self._lock:
                 self._books.retire(donor_id)
-            if not self._settle(entry, TIERS.index(first)):
+            self._make_room(first, wide)  # before there is a copy: together with it they would not fit
+            entry = Entry(donor_id, generation, wide, first, None, None, device=device, rope=rope or self._rope)
+            self._copy(entry, pool, slots)
+            if entry.arrives is not None and not slots_stay:
+                entry.arrives.wait()
+            if not self._settle(entry, TIERS.index(entry.tier)):
                 raise CapacityError(
                     f"donor {donor_id!r} needs {wide} bytes and fits in no tier", hint="raise the donor budgets"
                 )
             with self._lock:
                 self._books.current[donor_id] = entry
-                return DonorHandle(donor_id, generation, slots.numel(), wide, entry.tier)
+                return DonorHandle(donor_id, generation, slots.numel(), wide, entry.tier, entry.arrives)
+
+    def lock_pages(self) -> bool:
+        """Locks the whole host budget in memory, once, so that no capture has to wait for it; False where it cannot."""
+        size = self._books.budget["host"]
+        if self._arena is None and self._pinned and size:
+            memory = page_locked(size)
+            self._arena = None if memory is None else Arena(memory)
+        return self._arena is not None
 
     def acquire(self, donor_id: str, generation: int) -> DonorTensors | None:
         """Holds the donor's KV until `release`; None when it is gone, was replaced, or its file is damaged."""
@@ -207,30 +238,49 @@ class DonorKv:
                 for donor_id, generation, reason in gone:
                     self._on_evicted(donor_id, generation, reason)
 
-    def _copy_of(self, donor_id: str, pool: Pool, slots: Tensor, *, on_device: bool) -> tuple[str, Tensor, Tensor]:
-        """Tier, K and V; host memory where the device has none left."""
-        if on_device:
+    def _copy(self, entry: Entry, pool: Pool, slots: Tensor) -> None:
+        """Fills the entry from the pool; in host memory where the device has none left."""
+        index = sent(slots, pool.k.device)
+        if entry.tier == "device":
             try:
-                return "device", self._gathered(pool.k, slots, "device"), self._gathered(pool.v, slots, "device")
-            except torch.OutOfMemoryError:
-                pass  # the pool and the weights leave less than the budget says
+                entry.k, entry.v = pool.k.index_select(1, index), pool.v.index_select(1, index)
+            except torch.OutOfMemoryError:  # the pool and the weights leave less than the budget says
+                entry.tier = "host"
+            else:
+                return
+        backlog = 0 if self._courier is None else self._courier.backlog_bytes
+        if backlog > MOST_BACKLOG:
+            raise CapacityError(
+                f"{backlog} bytes of donors are still on their way to the host", hint="raise the device tier's budget"
+            )
+        shape = (pool.k.shape[0], slots.numel(), *pool.k.shape[2:])
         try:
-            return "host", self._gathered(pool.k, slots, "host"), self._gathered(pool.v, slots, "host")
+            parts = [self._host_buffer(shape, pool.k.dtype) for _ in range(2)]
         except (MemoryError, RuntimeError) as error:
-            raise CapacityError(f"no memory to copy donor {donor_id!r}", hint="lower the donor budgets") from error
+            raise CapacityError(
+                f"no memory to copy donor {entry.donor_id!r}", hint="lower the donor budgets"
+            ) from error
 
-    def _gathered(self, part: Tensor, slots: Tensor, tier: str) -> Tensor:
-        shape = (part.shape[0], slots.numel(), *part.shape[2:])
-        index = slots.to(part.device)
-        if tier == "device":
-            return part.index_select(1, index)
-        out = self._host_buffer(shape, part.dtype)
-        for layer in range(part.shape[0]):  # layer by layer: no second copy of the whole on the device
-            out[layer].copy_(part[layer].index_select(0, index))
-        return out
+        def gather() -> None:
+            for out, part in zip(parts, (pool.k, pool.v), strict=True):
+                for layer in range(shape[0]):  # layer by layer: no second copy of the whole on the device
+                    out[layer].copy_(part[layer].index_select(0, index), non_blocking=True)
+
+        entry.arrives = self._queued(pool.k.device, entry.nbytes, gather, index)
+        entry.k, entry.v = parts
+
+    def _queued(self, source: torch.device, nbytes: int, copies: Callable[[], None], *read: Tensor) -> Arrival | None:
+        """Copies to the host: queued off a GPU, done at once elsewhere. ``read`` lives until they are over."""
+        if source.type != "cuda":
+            copies()
+            return None
+        if self._courier is None:
+            self._courier = Courier(source)
+        return self._courier.queue(nbytes, copies, read)
 
     def _host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=self._pinned)
+        found = None if self._arena is None else self._arena.take(shape, dtype)
+        return torch.empty(shape, dtype=dtype, pin_memory=self._pinned) if found is None else found
 
     # -- by the mover, without the books -------------------------------------------------------------------------
 
@@ -260,10 +310,11 @@ class DonorKv:
     def _place(self, entry: Entry, tier: str) -> bool:
         """Brings the tensors of an unlisted entry into ``tier`` and lists it; False when that has no room for them."""
         k, v = entry.tensors
-        file = entry.file
+        file, arrives = entry.file, entry.arrives
         if tier == "disk":
             if self._disk is None:
                 return False
+            entry.arrived()
             try:
                 file = self._disk.write(k, v, entry.about)
             except OSError:
@@ -275,18 +326,27 @@ class DonorKv:
             if target is None:
                 return False
             try:
-                k, v = self._copied(k, target), self._copied(v, target)
+                (k, v), arrives = self._copied(entry, target)
             except (MemoryError, RuntimeError):  # torch reports a failed allocation as either
                 return False
         with self._lock:
             entry.k, entry.v, entry.file = (None, None, file) if tier == "disk" else (k, v, file)
+            entry.arrives = arrives
             self._books.add(entry, tier)
         return True
 
-    def _copied(self, part: Tensor, target: torch.device) -> Tensor:
-        if target.type == "cpu":
-            return self._host_buffer(tuple(part.shape), part.dtype).copy_(part)
-        return part.to(target)
+    def _copied(self, entry: Entry, target: torch.device) -> tuple[tuple[Tensor, Tensor], Arrival | None]:
+        k, v = entry.tensors
+        if target.type != "cpu":
+            entry.arrived()
+            return (k.to(target), v.to(target)), None
+        out_k, out_v = (self._host_buffer(tuple(part.shape), part.dtype) for part in (k, v))
+
+        def sink() -> None:
+            out_k.copy_(k, non_blocking=True)
+            out_v.copy_(v, non_blocking=True)
+
+        return (out_k, out_v), self._queued(k.device, entry.nbytes, sink, k, v)
 
     def _rise(self, entry: Entry) -> bool:
         """Moves a donor up before it is used, where there is room; verifies what comes from disk."""

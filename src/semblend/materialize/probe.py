@@ -30,7 +30,10 @@ _SCORES_AT_ONCE = (1 << 26, 1 << 21)  # on a GPU, and on a CPU, where they shoul
 
 
 class Observer(Protocol):
-    """Called by the model for every layer of a pass; ``k``, ``v``, ``q`` are [rows, heads, head_dim], rotated."""
+    """Called by the model for every layer of a pass; ``k``, ``v``, ``q`` are [rows, heads, head_dim], rotated.
+
+    One that will raise `Enough` says so by an attribute ``ends_early``: an engine need not use a compiled model then.
+    """
 
     def before_write(self, layer: int, k: Tensor, v: Tensor, rows: Any, pool: Any) -> None:
         """The rows' K and V are computed; the pool still holds what was there before."""
@@ -110,6 +113,8 @@ class KvDeviation:
     shows; its inputs are exact, because layer 0 is.
     """
 
+    ends_early = True
+
     def __init__(self, layer: int = 1) -> None:
         self.layer = layer
         self._relative: list[Tensor] = []
@@ -145,6 +150,8 @@ class KvDeviation:
 class _Canary:
     """Compares layer-0 KV with what is in the pool, writes nothing, and ends the pass."""
 
+    ends_early = True
+
     def __init__(self, style: str, rotary_dim: int) -> None:
         self.style, self.rotary_dim = style, rotary_dim
         self.error = torch.empty(0)
@@ -159,20 +166,24 @@ class _Canary:
         """Never reached."""
 
 
-def canary(model: Model, pool: Any, rows_of: RowsOf, tokens: Tensor, positions: Tensor, context: Tensor) -> float:
-    """Largest relative error of the layer-0 K and V that lie in the pool for these positions.
+def canary(model: Model, pool: Any, rows: Any) -> Tensor:
+    """Largest relative error of the layer-0 K and V that lie in the pool for these rows; a number that may be NaN.
 
-    ``tokens`` are those of ``positions``. Keys are compared pair by pair, each pair weighing the same: models with a
-    large key bias would otherwise drown a wrong token in what all tokens share. Values are compared as a whole.
+    Keys are compared pair by pair, each pair weighing the same: models with a large key bias would otherwise drown a
+    wrong token in what all tokens share. Values are compared as a whole. Nobody has waited for the device yet.
     """
     rope = model.spec.rope
     look = _Canary(rope.style, rope.rotary_dim)
     try:
-        model.forward(rows_of(tokens, positions, context), pool, look)
+        model.forward(rows, pool, look)
     except Enough:
         pass
-    worst = float(look.error.max()) if look.error.numel() else 0.0
-    return worst if math.isfinite(worst) else UNBOUNDED_RISK
+    return look.error.max() if look.error.numel() else torch.zeros(())
+
+
+def bounded(risk: float) -> float:
+    """The same, or `UNBOUNDED_RISK` for what is not a number."""
+    return risk if math.isfinite(risk) else UNBOUNDED_RISK
 
 
 def canary_positions(starts: Tensor, ends: Tensor, *, seed: int = 0) -> Tensor:
@@ -214,7 +225,7 @@ def next_token_kl(now: Tensor, before: Tensor) -> float:
     """
     p, q = (logits.reshape(-1).double().log_softmax(-1) for logits in (now, before))
     risk = float(torch.where(p == -torch.inf, 0.0, p.exp() * (p - q)).sum())
-    return max(0.0, risk) if math.isfinite(risk) else UNBOUNDED_RISK
+    return max(0.0, bounded(risk))
 
 
 def add_attention(total: Tensor, q: Tensor, k: Tensor) -> None:

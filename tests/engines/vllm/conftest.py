@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import os
 import random
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +200,20 @@ def world(engine: World) -> Iterator[World]:
     assert not [event.fields for event in engine.events if event.kind == "error" and event.fields["where"] == "confirm"]
     assert engine.half.semblend._claims == {}, "every claim ends with its request"
     assert not engine.half._records
+
+
+@pytest.fixture(scope="session")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """Runs a scenario of ``apart.py`` in a process of its own and returns what it tells."""
+
+    def run(scenario: str, **settings: Any) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp(scenario)
+        (folder / "settings.json").write_text(json.dumps({"model": MODEL, **settings}))
+        command = [sys.executable, str(Path(__file__).with_name("apart.py")), scenario]
+        files = [str(folder / "settings.json"), str(folder / "answer.json")]
+        done = subprocess.run(command + files, capture_output=True, text=True, timeout=400, check=False)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        told: dict[str, Any] = json.loads((folder / "answer.json").read_text())
+        return told | {"log": done.stdout + done.stderr}
+
+    return run

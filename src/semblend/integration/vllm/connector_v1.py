@@ -172,6 +172,12 @@ class SemBlendConnectorV1(KVConnectorBase_V1):
 
     # -- worker ----------------------------------------------------------------------------------------------------
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """The first thing that every version and both model runners call in a step, before they compute anything."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.before_step(self._orders)
+
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         config, caches = self._vllm_config, self._kv_cache_config
         if refusal(config, caches, vllm.__version__, PACKAGE) is not None:

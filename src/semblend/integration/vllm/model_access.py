@@ -1,17 +1,17 @@
 """The stock model and its cache, reached from inside a connector, as our blender wants them.
 
 vLLM hands a connector the cache tensors and nothing else. The model is found where the call comes from: the runner that
-registers its caches holds it. It is then called as the runner calls it, on the rows we choose, inside a forward context
-of our own: one pseudo request for each unbroken run of positions, all with the prompt's block table. To the attention
-backend that is ordinary chunked prefill. Watching a pass is done by hooks on the attention modules, put on for that
-pass only, so that compiled graphs never see them.
+registers its caches holds it. It is then called as the runner calls it, compiled if it is, on the rows we choose,
+inside a forward context of our own. In that context a stand-in takes the place of every layer's attention
+(`pass_attention`): it shows the pass to an observer, and hands unbroken stretches of rows to vLLM's backend, one pseudo
+request each with the prompt's block table, which to the backend is ordinary chunked prefill; rows that lie scattered
+over the prompt go to a kernel of ours instead, because a backend would read the whole context once for each of them.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -21,6 +21,8 @@ from torch import Tensor
 from semblend.errors import SemBlendError
 from semblend.integration.adapter import EngineRows, ModelSpec, PagedPool
 from semblend.integration.vllm.cache_layout import IndexedLayout, probed
+from semblend.integration.vllm.pass_attention import OURS, PassAttention, scattered, standing_in
+from semblend.materialize.host_memory import sent
 from semblend.materialize.layout import KvLayout
 from semblend.materialize.rope import RopeSpec
 
@@ -29,12 +31,12 @@ Quiet = Callable[[], Any]
 
 
 def model_of_caller() -> Any:
-    """The ``model`` of the runner that called our hook, however many frames up it is."""
+    """The model of the runner that called our hook, however many frames up it is."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if isinstance(getattr(owner, "model", None), torch.nn.Module):
-            return owner.model  # type: ignore[union-attr]
+        if hasattr(owner, "model") and hasattr(owner, "get_model"):
+            return owner.get_model()  # type: ignore[union-attr]  # without the wrapper that replays CUDA graphs
         frame = frame.f_back
     raise SemBlendError("the model runner was not found among the callers", hint="is this vLLM version supported?")
 
@@ -73,13 +75,18 @@ class StockModel:
     def forward(self, rows: EngineRows, pool: PagedPool, observer: Any = None) -> Tensor:
         from vllm.forward_context import set_forward_context
 
-        metadata = self._made_builder().build(0, self._common(rows))
-        by_layer = dict.fromkeys(self._names, metadata)
-        slots = dict.fromkeys(self._names, rows.slots)
+        attend = scattered(rows, pool, self.layers[0].impl)
+        metadata = OURS if attend else self._made_builder().build(0, self._common(rows), fast_build=True)
         with (
             self._quiet(),
-            self._watched(rows, pool, observer),
-            set_forward_context(by_layer, self._config, num_tokens=len(rows), slot_mapping=slots, skip_compiled=True),
+            standing_in(self.layers, PassAttention.of(rows, pool, observer, attend)),
+            set_forward_context(
+                dict.fromkeys(self._names, metadata),
+                self._config,
+                num_tokens=len(rows),
+                slot_mapping=dict.fromkeys(self._names, rows.slots),
+                skip_compiled=getattr(observer, "ends_early", False),
+            ),
         ):
             hidden: Tensor = self._model(
                 input_ids=rows.tokens.to(torch.int32),
@@ -111,9 +118,9 @@ class StockModel:
         blocks = rows.context[:: self.block_tokens] // self.block_tokens
         table = blocks.to(torch.int32).repeat(len(lengths), 1).contiguous()
         return CommonAttentionMetadata(
-            query_start_loc=starts.to(self.device),
+            query_start_loc=sent(starts, self.device),
             query_start_loc_cpu=starts,
-            seq_lens=ends.to(self.device),
+            seq_lens=sent(ends, self.device),
             num_reqs=len(lengths),
             num_actual_tokens=len(rows),
             max_query_len=int(lengths.max()),
@@ -124,28 +131,6 @@ class StockModel:
             positions=rows.positions,
             seq_lens_cpu_upper_bound=ends,
         )
-
-    @contextmanager
-    def _watched(self, rows: EngineRows, pool: PagedPool, observer: Any) -> Iterator[None]:
-        """An observer's two calls a layer: before attention (KV not written yet), and after it (written)."""
-        with ExitStack() as hooks:
-            if observer is not None:
-                for number, layer in enumerate(self.layers):
-                    for handle in _hooks(number, layer, rows, pool, observer):
-                        hooks.callback(handle.remove)
-            yield
-
-
-def _hooks(number: int, layer: Any, rows: EngineRows, pool: PagedPool, observer: Any) -> tuple[Any, Any]:
-    def before(_: Any, args: tuple[Tensor, ...]) -> None:
-        _, key, value = args[:3]
-        shape = (-1, layer.num_kv_heads, layer.head_size)
-        observer.before_write(number, key.view(shape), value.view(shape), rows, pool)
-
-    def after(_: Any, args: tuple[Tensor, ...], __: Any) -> None:
-        observer.on_layer(number, args[0].view(-1, layer.num_heads, layer.head_size), rows, pool)
-
-    return layer.register_forward_pre_hook(before), layer.register_forward_hook(after)
 
 
 def rope_config(vllm_config: Any) -> dict[str, Any]:

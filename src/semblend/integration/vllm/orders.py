@@ -41,15 +41,20 @@ class Capture:
 
 @dataclass(slots=True)
 class Orders:
-    """One step. ``served``: requests whose prompt is complete with this step; they come back in the report."""
+    """One step.
+
+    ``served``: requests whose prompt is complete with this step; they come back in the report. ``freed``: requests
+    whose KV was to be copied and whose blocks belong to others from this step on.
+    """
 
     loads: list[Load] = field(default_factory=list)
     captures: list[Capture] = field(default_factory=list)
     drops: list[tuple[str, int]] = field(default_factory=list)
     served: list[str] = field(default_factory=list)
+    freed: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.loads or self.captures or self.drops or self.served)
+        return bool(self.loads or self.captures or self.drops or self.served or self.freed)
 
 
 @dataclass(frozen=True, slots=True)

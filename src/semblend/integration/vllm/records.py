@@ -39,6 +39,7 @@ class Record:
     block_ids: list[int] | None = None
     admitted: bool = False
     served: bool = False
+    captured: bool = False
     restarted: bool = False
     finished: bool = False
     loaded: Loaded | None = None

@@ -54,6 +54,7 @@ class SchedulerHalf:
         self._on_the_way: dict[tuple[str, int], Prompt] = {}  # ordered, not reported yet
         self._held: dict[str, int] = {}  # donor -> the worker's generation of it
         self._drops: list[tuple[str, int]] = []
+        self._freed: list[str] = []
         self._epoch = 0  # moves when donors come or go: a decline from before may be wrong by now
         semblend.on_evicted(self._evicted)
 
@@ -110,6 +111,7 @@ class SchedulerHalf:
         if record is None:
             return None
         record.finished = True
+        self._blocks_go(record)
         if record.receipt is not None or not record.served:
             self._forget(request_id)
         return record.receipt
@@ -136,6 +138,7 @@ class SchedulerHalf:
             if not record.admitted:
                 self._unclaim(record)
         orders.drops, self._drops = self._drops, []
+        orders.freed, self._freed = self._freed, []
         return orders
 
     def reported(self, report: Report) -> None:
@@ -172,8 +175,10 @@ class SchedulerHalf:
     def give_up(self, request_id: str) -> None:
         """A hook failed for this request: its claim and its record go, whatever it still has to do."""
         record = self._records.pop(request_id, None)
-        if record is not None and not record.admitted:
-            self._unclaim(record)  # it will be computed cold, under its own hashes; later they must stay salted
+        if record is not None:
+            self._blocks_go(record)
+            if not record.admitted:
+                self._unclaim(record)  # it will be computed cold, under its own hashes; later they must stay salted
         self.semblend.release(request_id)
 
     # -- parts -----------------------------------------------------------------------------------------------------
@@ -251,12 +256,19 @@ class SchedulerHalf:
             record.claim_end = 0
             self.semblend.release(record.request.request_id)
 
+    def _blocks_go(self, record: Record) -> None:
+        """vLLM gives its blocks to others, while a worker may still copy from them."""
+        if record.captured:
+            record.captured = False
+            self._freed.append(record.request.request_id)
+
     def _start_over(self, request_id: str) -> None:
         """Preempted: its blocks are gone, it will be computed from its exact prefix on, under its own hashes."""
         record = self._records.get(request_id)
         if record is None:
             return
         self._unclaim(record)
+        self._blocks_go(record)
         record.admitted, record.restarted, record.block_ids, record.seen_epoch = False, True, None, -1
 
     def _scheduled(self, output: Any) -> Iterator[tuple[str, int, bool]]:
@@ -300,6 +312,7 @@ class SchedulerHalf:
 
     def _capture(self, record: Record) -> Capture:
         self._captures += 1
+        record.captured = True
         key = (record.request.request_id, self._captures)
         self._on_the_way[key] = record.prompt
         assert record.block_ids is not None, "checked by _worth_keeping"

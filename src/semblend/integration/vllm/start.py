@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from semblend.confirm.events import Event
@@ -52,6 +54,11 @@ def refusal(vllm_config: Any, kv_cache_config: Any, version: str, package: Path)
         return row.note
     if lacking := missing(package):
         return f"this build of vLLM differs from {row.version}: {lacking[0]}"
+    if in_multi_connector():
+        return (
+            "in vLLM's MultiConnector the others would store approximate KV as exact; "
+            'add "kv_connector_module_path":"semblend.integration.vllm.beside_others" to it'
+        )
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size != 1:
         return "tensor and pipeline parallel engines are not supported yet: every rank must decide alike"
     if getattr(parallel, "decode_context_parallel_size", 1) != 1:
@@ -65,6 +72,17 @@ def refusal(vllm_config: Any, kv_cache_config: Any, version: str, package: Path)
     if str(vllm_config.cache_config.cache_dtype) not in ("auto", "float32", "float16", "bfloat16", "half"):
         return f"a KV cache of type {vllm_config.cache_config.cache_dtype} cannot be moved"
     return rope_refusal(rope_config(vllm_config))
+
+
+def in_multi_connector() -> bool:
+    """Whether vLLM's MultiConnector, and not our own kind of it, is among the callers: nothing else says so."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = type(frame.f_locals.get("self"))
+        if owner.__name__ == "MultiConnector" and owner.__module__.split(".")[0] == "vllm":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _full_attention(spec: Any) -> bool:

@@ -3,7 +3,9 @@
     load      donor KV into the request's blocks, then what has to be computed, by the stock model, watched by the gate.
               Whatever goes wrong, the request's blocks are filled by a plain pass over all its tokens; and if that
               fails too, vLLM is told that the blocks are invalid and computes them itself
-    capture   after the step's forward pass: exact prompts become donors, in host memory, under a byte budget
+    capture   after the step's forward pass: exact prompts become donors, in host memory, under a byte budget. On a GPU
+              the copies are queued beside the next steps; a request that ends before its copy has arrived gives its
+              blocks away, and the step that gets them is ordered behind the copy (`before_step`)
 
 Nothing raises. What failed stands in the report.
 """
@@ -20,6 +22,7 @@ import torch
 from semblend.integration.adapter import EngineRows, Layout, PagedBlender, PagedPool, Stack, slots_of
 from semblend.integration.vllm.orders import Capture, Load, Loaded, Orders, Report
 from semblend.materialize.donor_kv import DonorKv
+from semblend.materialize.host_memory import Arrival
 from semblend.materialize.quality import Blended, Placed, QualitySettings
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 
@@ -49,10 +52,21 @@ class WorkerHalf:
             device_type=engine.device.type,
             rope=engine.spec.rope,
         )
+        self.donor_kv.lock_pages()
+        self._reading: dict[str, Arrival] = {}
         self._pool: PagedPool | None = None
         self._blenders: dict[str, PagedBlender] = {}
         self._report = Report()
         self._invalid: set[int] = set()
+
+    def before_step(self, orders: Orders) -> None:
+        """Before anything of a step is computed: blocks that have a new owner may still be read by a capture."""
+        for request_id in orders.freed:
+            if (arrival := self._reading.pop(request_id, None)) is not None:
+                arrival.wait()
+        orders.freed = []
+        if self._reading:
+            self._reading = {name: arrival for name, arrival in self._reading.items() if not arrival.query()}
 
     def load(self, orders: Orders) -> None:
         """Before the step's forward pass."""
@@ -149,8 +163,10 @@ class WorkerHalf:
         )
 
     def _captured(self, order: Capture) -> None:
-        slots = slots_of(order.block_ids, self._engine.block_tokens, order.tokens, self._engine.device)
-        self.donor_kv.capture(order.donor_id, order.generation, self.pool, slots)
+        slots = slots_of(order.block_ids, self._engine.block_tokens, order.tokens)  # to a GPU without waiting for it
+        handle = self.donor_kv.capture(order.donor_id, order.generation, self.pool, slots, slots_stay=True)
+        if handle.arrives is not None:
+            self._reading[order.donor_id] = handle.arrives
 
     def _on_evicted(self, donor_id: str, generation: int, reason: str) -> None:
         log.debug("donor %s left the worker: %s", donor_id, reason)

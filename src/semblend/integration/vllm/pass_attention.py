@@ -1,0 +1,109 @@
+"""What stands in for the attention of every layer while a pass of ours runs through the stock model.
+
+vLLM reaches a layer's attention through ``layer.impl``, in eager and in compiled models alike. For the time of a pass
+that is one of these: it tells the observer what the layer is about to write and to look for, and it computes attention
+by vLLM's own implementation or, for scattered rows, by our kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from semblend.integration.adapter import EngineRows, PagedPool
+from semblend.materialize.layout import KvLayout
+
+OURS = object()
+"""Attention metadata of a pass whose attention is all ours: only there so that vLLM does not take it for a dry run."""
+
+Attend = Callable[[int, Tensor], Tensor]
+"""``(layer, queries [n, heads, d]) -> [n, heads, d]``."""
+
+SHORT_RUN = 16
+"""Rows in a run, on average, below which our kernel reads less of the context than a backend that goes run by run."""
+
+
+def scattered(rows: EngineRows, pool: PagedPool, impl: Any) -> Attend | None:
+    """Our kernel, where it runs and computes what ``impl`` does; None where the backend serves these rows better."""
+    layout = pool.layout
+    if layout.device.type != "cuda" or type(layout) is not KvLayout or len(rows) >= SHORT_RUN * rows.run_count:
+        return None
+    if impl.alibi_slopes is not None or impl.logits_soft_cap or getattr(impl, "sinks", None) is not None:
+        return None
+    from semblend.materialize.kernels import scattered_attention
+
+    def attend(layer: int, q: Tensor) -> Tensor:
+        return scattered_attention(q, rows.positions, rows.context, layout.k[layer], layout.v[layer], impl.scale)
+
+    return attend
+
+
+@dataclass(frozen=True, slots=True)
+class PassAttention:
+    """One pass: its rows, who looks on, and our kernel if it attends."""
+
+    rows: EngineRows
+    pool: PagedPool
+    observer: Any = None
+    attend: Attend | None = None
+
+    @classmethod
+    def of(cls, rows: EngineRows, pool: PagedPool, observer: Any, attend: Attend | None) -> PassAttention | None:
+        """None where there is nothing to stand in for."""
+        return cls(rows, pool, observer, attend) if observer is not None or attend is not None else None
+
+
+class _StandIn:
+    """For one layer in one pass; whatever else vLLM asks of the implementation, the implementation answers."""
+
+    def __init__(self, number: int, impl: Any, one_pass: PassAttention) -> None:
+        self._number, self._impl, self._pass = number, impl, one_pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._impl, name)
+
+    def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+        look, shape = self._pass.observer, (-1, layer.num_kv_heads, layer.head_size)
+        if look is not None:
+            look.before_write(self._number, key.view(shape), value.view(shape), self._pass.rows, self._pass.pool)
+        self._impl.do_kv_cache_update(layer, key, value, cache, slots)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: Tensor,
+        metadata: Any,
+        output: Tensor,
+        **more: Any,
+    ) -> Tensor:
+        asked = query.view(-1, layer.num_heads, layer.head_size)
+        if self._pass.observer is not None:
+            self._pass.observer.on_layer(self._number, asked, self._pass.rows, self._pass.pool)
+        if self._pass.attend is None:
+            found: Tensor = self._impl.forward(layer, query, key, value, cache, metadata, output, **more)
+            return found
+        return output.view(asked.shape).copy_(self._pass.attend(self._number, asked))
+
+
+@contextmanager
+def standing_in(layers: Sequence[torch.nn.Module], one_pass: PassAttention | None) -> Iterator[None]:
+    """Every layer's ``impl`` is a stand-in until the pass is over, however it ends."""
+    if one_pass is None:
+        yield
+        return
+    kept: list[Any] = [layer.impl for layer in layers]
+    try:
+        for number, layer in enumerate(layers):
+            layer.impl = _StandIn(number, kept[number], one_pass)  # type: ignore[assignment]
+        yield
+    finally:
+        for layer, impl in zip(layers, kept, strict=True):
+            layer.impl = impl

@@ -1,0 +1,129 @@
+"""Engines that need a process of their own, because vLLM has one connector and one model a process.
+
+``python apart.py SCENARIO SETTINGS ANSWER``: settings and answer are JSON files. The tests call it through the fixture
+``apart``.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+WORDS = ["amber", "basin", "cedar", "delta", "ember", "flint", "grove", "harbor", "island", "jungle"]
+OURS = {
+    "kv_connector": "SemBlendConnectorV1",
+    "kv_connector_module_path": "semblend.integration.vllm.connector_v1",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"quality": "fast"},
+}
+
+
+class Engine:
+    def __init__(self, model: str, transfer: dict[str, Any] | None, **more: Any) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        self.llm = LLM(
+            model=model,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=1024,
+            max_num_batched_tokens=1024,
+            kv_cache_memory_bytes=160 << 20,
+            max_num_seqs=4,
+            block_size=32,
+            enable_prefix_caching=True,
+            disable_log_stats=False,
+            kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,
+            **more,
+        )
+        self._tokenizer = self.llm.get_tokenizer()
+        self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    def prompt(self, lead: str, seed: int) -> list[int]:
+        chance = random.Random(seed)
+        words = " ".join(f"{chance.choice(WORDS)} {chance.randint(10, 99)}" for _ in range(60))
+        parts = (f"<|im_start|>system\n{lead}<|im_end|>\n<|im_start|>user\n", words, "\nWhat comes first?<|im_end|>\n")
+        return [token for part in parts for token in self._tokenizer.encode(part, add_special_tokens=False)]
+
+    def ask(self, prompt: list[int], *, lora: Any = None, **asked: Any) -> dict[str, Any]:
+        from vllm import SamplingParams
+
+        extra = {"kv_transfer_params": {"semblend": asked}} if asked else None
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, extra_args=extra)
+        (output,) = self.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False, lora_request=lora)
+        return {
+            "tokens": list(output.outputs[0].token_ids),
+            "cached": output.num_cached_tokens,
+            "prompt": len(prompt),
+            "receipt": (output.kv_transfer_params or {}).get("semblend"),
+        }
+
+    def forget_prefixes(self) -> None:
+        assert self.scheduler.kv_cache_manager.reset_prefix_cache()
+
+
+def beside(settings: dict[str, Any]) -> dict[str, Any]:
+    """A donor, a prompt that shares its document, the same prompts again with vLLM's own cache empty."""
+    if settings.get("unguarded"):
+        from semblend.integration.vllm import start
+
+        start.in_multi_connector = lambda: False
+    storage = Path(settings["storage"])
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(storage)},
+    }
+    parts = [OURS, example] if settings["ours_first"] else [example, OURS]
+    transfer = {**settings["outer"], "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": parts}}
+    engine = Engine(settings["model"], transfer)
+    connector = engine.scheduler.connector
+    (ours,) = [part for part in connector.sub_connectors if type(part).__name__ == "SemBlendConnectorV1"]
+    donor, target = engine.prompt("You are brief.", 1), engine.prompt("You are an archivist and careful.", 1)
+    told: dict[str, Any] = {"stored": [], "policy": engine.scheduler.recompute_kv_load_failures}
+
+    def step(name: str, prompt: list[int], **asked: Any) -> None:
+        told[name] = engine.ask(prompt, **asked)
+        told["stored"].append(len(list(storage.iterdir())))
+        engine.forget_prefixes()
+
+    step("donor", donor)
+    step("shifted", target)
+    step("without us", target, opt_out=True)
+    step("without us again", target, opt_out=True)
+    step("donor again", donor)
+    told["donors"] = len(ours._half.semblend.donors())
+    told["reset"] = connector.reset_cache()
+    told["donors after reset"] = len(ours._half.semblend.donors())
+    told["records"] = len(ours._half._records)
+    told["hidden"] = len(getattr(connector, "_hidden", ()))
+    told["totals"] = dict(ours._half.semblend.totals().tokens)
+    return told
+
+
+def lora(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same questions to the model and to an adapter, in an engine with LoRA."""
+    from vllm.lora.request import LoRARequest
+
+    engine = Engine(
+        settings["model"], OURS if settings["connected"] else None, enable_lora=True, max_loras=1, max_lora_rank=8
+    )
+    adapter = LoRARequest("tiny", 1, settings["adapter"])
+    told: dict[str, Any] = {}
+    for name, lead in (("first", "You are brief."), ("second", "You are an archivist and careful.")):
+        told[f"base {name}"] = engine.ask(engine.prompt(lead, 1))
+        told[f"adapter {name}"] = engine.ask(engine.prompt(lead, 1), lora=adapter)
+    if settings["connected"]:
+        half = engine.scheduler.connector._half
+        told["refusal"], told["donors"] = half.facts.refusal, len(half.semblend.donors())
+    return told
+
+
+if __name__ == "__main__":
+    scenario, given, answer = sys.argv[1:]
+    told = {"beside": beside, "lora": lora}[scenario](json.loads(Path(given).read_text()))
+    Path(answer).write_text(json.dumps(told))

@@ -1,0 +1,66 @@
+"""Our connector beside another one: vLLM's ExampleConnector, which stores every prompt it sees by its tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+PLAIN = {"kv_connector": "MultiConnector"}
+GUARDED = PLAIN | {"kv_connector_module_path": "semblend.integration.vllm.beside_others"}
+KINDS = ("exact", "reused", "recomputed", "prefill")
+
+
+def whole_blocks(answer):
+    return (answer["prompt"] - 1) // 32 * 32
+
+
+def adds_up(answer):
+    return sum(answer["receipt"][f"{kind}_tokens"] for kind in KINDS) == answer["prompt"]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["ours first", "ours second"])
+def guarded(apart, tmp_path_factory, request):
+    return apart("beside", outer=GUARDED, ours_first=request.param, storage=str(tmp_path_factory.mktemp("stored")))
+
+
+def test_both_serve_and_every_receipt_adds_up(guarded):
+    donor, shifted, again = guarded["donor"], guarded["shifted"], guarded["donor again"]
+    assert shifted["receipt"]["outcome"] == "backend_materialized_reuse"
+    assert shifted["receipt"]["reused_tokens"] > 0.5 * shifted["prompt"]
+    # What the other connector holds is exact, so it wins, and it is counted as exact.
+    assert again["receipt"]["outcome"] == "exact_prefix_route"
+    assert again["receipt"]["exact_tokens"] == again["cached"] == whole_blocks(again)
+    assert again["tokens"] == donor["tokens"]
+    assert all(adds_up(guarded[name]) for name in ("donor", "shifted", "without us", "without us again", "donor again"))
+
+
+def test_the_other_connector_never_stores_what_we_served(guarded):
+    assert guarded["stored"] == [1, 1, 2, 2, 2], "the donor, then nothing, then the prompt that vLLM computed itself"
+    assert guarded["without us"]["cached"] == 0
+    assert guarded["without us again"]["cached"] == whole_blocks(guarded["without us again"])
+    assert guarded["without us again"]["tokens"] == guarded["without us"]["tokens"]
+
+
+def test_nothing_is_left_and_a_reset_drops_our_donors(guarded):
+    assert (guarded["records"], guarded["hidden"]) == (0, 0)
+    assert guarded["donors"] > 0
+    assert guarded["reset"] is True
+    assert guarded["donors after reset"] == 0
+    assert guarded["policy"] is True, "blocks that we could not fill are computed, not failed"
+
+
+def test_in_a_plain_multi_connector_we_reuse_nothing_and_the_other_works(apart, tmp_path):
+    told = apart("beside", outer=PLAIN, ours_first=False, storage=str(tmp_path))
+    assert told["shifted"]["receipt"]["reused_tokens"] == 0
+    assert "MultiConnector" in told["shifted"]["receipt"]["detail"]
+    assert told["without us"]["cached"] == whole_blocks(told["without us"]), "stored when it was computed exactly"
+    assert told["without us"]["tokens"] == told["shifted"]["tokens"]
+
+
+def test_without_that_refusal_approximate_kv_is_stored_as_exact(apart, tmp_path):
+    """The negative control: it is why we refuse there."""
+    told = apart("beside", outer=PLAIN, ours_first=False, storage=str(tmp_path), unguarded=True)
+    assert told["shifted"]["receipt"]["reused_tokens"] > 0
+    assert told["stored"][1] == 2
+    assert told["without us"]["cached"] == whole_blocks(told["without us"])

@@ -24,7 +24,7 @@ os.environ.update(  # read by vLLM when it is imported: one process, nothing loo
     VLLM_LOGGING_LEVEL="WARNING",
     HF_HUB_OFFLINE="1",
 )
-from _ttft_vllm import QWEN2_5_7B  # noqa: E402  (after the variables)
+from _ttft_vllm import QWEN2_5_7B
 
 INSTRUCTION, SHIFTED, QUESTION, ROOM = 64, 24, 32, 512
 TINY = QWEN2_5_7B | {
@@ -53,14 +53,16 @@ class Engine:
         folder.mkdir(parents=True, exist_ok=True)
         config = SHAPES[task["shape"]] | {"max_position_embeddings": longest}
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        named: dict[str, Any] = dict(
-            model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype=task["dtype"],
-            max_model_len=longest, max_num_batched_tokens=longest, max_num_seqs=64, enable_prefix_caching=True,
-            gpu_memory_utilization=task["memory"], enforce_eager=task["eager"], disable_log_stats=False,
-        )  # fmt: skip
+        named: dict[str, Any] = {
+            "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": task["dtype"],
+            "max_model_len": longest, "max_num_batched_tokens": longest, "max_num_seqs": 64,
+            "enable_prefix_caching": True, "gpu_memory_utilization": task["memory"], "enforce_eager": task["eager"],
+            "disable_log_stats": False,
+        }  # fmt: skip
         if kind != "stock":
             named["kv_transfer_config"] = self._connector(folder)
         self.llm = LLM(**named)
+        self.llm.apply_model(_random_weights)
 
     def _connector(self, folder: Path) -> Any:
         from vllm.config import KVTransferConfig
@@ -101,6 +103,17 @@ class Engine:
         return found | {kind: receipt[kind] for kind in KINDS if kind in receipt}
 
 
+def _random_weights(model: Any) -> None:
+    """vLLM's dummy weights are so small that all tokens are attended alike; a real model's are not."""
+    import torch
+
+    made = torch.Generator(device=next(model.parameters()).device).manual_seed(0)
+    with torch.no_grad():
+        for weights in model.parameters():
+            if weights.dim() == 2:
+                weights.normal_(0, 0.02, generator=made)
+
+
 def ttft(engine: Engine, length: int, rounds: int) -> dict[str, Any]:
     """Every arm in every round, each over a document that nobody has seen: caches are as good as fresh."""
     arms: dict[str, list[dict[str, Any]]] = {}
@@ -134,7 +147,7 @@ def decode(engine: Engine, rounds: int) -> dict[str, Any]:
 
 
 def crowd(engine: Engine, requests: int, length: int, reusable: float = 0.3, at_once: int = 8) -> dict[str, Any]:
-    """A closed loop of ``at_once`` clients; a share of the prompts repeats an earlier document behind a new instruction."""
+    """A closed loop of ``at_once`` clients; a share of the prompts repeats an earlier document, otherwise introduced."""
     rng = random.Random(1)
     documents: list[list[int]] = []
     prompts, repeats = [], 0
@@ -156,7 +169,9 @@ def crowd(engine: Engine, requests: int, length: int, reusable: float = 0.3, at_
             if output.finished:
                 running -= 1
                 receipt = (output.kv_transfer_params or {}).get("semblend") or {}
-                done.append({"ttft_ms": output.metrics.first_token_latency * 1e3, "reused": receipt.get("reused_tokens")})
+                done.append(
+                    {"ttft_ms": output.metrics.first_token_latency * 1e3, "reused": receipt.get("reused_tokens")}
+                )
     wall = time.perf_counter() - begun
     return {"what": "crowd", "requests": requests, "repeats": repeats, "tokens": length, "wall_s": wall, "done": done}
 
@@ -174,7 +189,9 @@ def profile(engine: Engine, length: int) -> dict[str, Any]:
         with profiled(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
             engine.ask(engine.tokens(SHIFTED) + document + question, tokens=1, quality=quality)
         for order in ("self_cuda_time_total", "self_cpu_time_total"):
-            found[f"{quality} {order}"] = seen.key_averages().table(sort_by=order, row_limit=22, max_name_column_width=60)
+            found[f"{quality} {order}"] = seen.key_averages().table(
+                sort_by=order, row_limit=22, max_name_column_width=60
+            )
         seen.export_chrome_trace(f"{engine.task['folder']}/{quality}.trace.json")
     return {"what": "profile", "tokens": length, "tables": found}
 
@@ -191,7 +208,9 @@ def main(kind: str, cells: str, task: dict[str, Any]) -> int:
         write({"what": "start", "error": traceback.format_exc()[-3000:]})
         return 1
     write({"what": "start", "seconds": time.perf_counter() - begun})
-    work = [(f"ttft {length}", lambda length=length: ttft(engine, length, task["rounds"])) for length in task["lengths"]]
+    work = [
+        (f"ttft {length}", lambda length=length: ttft(engine, length, task["rounds"])) for length in task["lengths"]
+    ]
     if task.get("decode"):
         work.append(("decode", lambda: decode(engine, task["decode"])))
     if task.get("crowd"):

@@ -10,8 +10,11 @@ import numpy.typing as npt
 from semantickv.capacity import Capacity
 from semantickv.forest import Forest
 from semantickv.plain import Counts
+from semantickv.policies.adaptive import KINDS, PRIORS, AdaptivePlan, level_of
 from semantickv.policies.registry import Policy
-from semantickv.policies.semantic import AdaptivePlan
+
+
+WEIGHT = [1.0] * 20
 
 
 def run_compiled(forest: Forest, policy: Policy, capacity: Capacity, warm_up: int, options: dict[str, Any]) -> Counts:
@@ -64,25 +67,11 @@ def _run_adaptive(
 
     trace = forest.trace
     plan = AdaptivePlan.of(forest, capacity, options)
-    index = plan.first_index(len(trace.type_names))
+    first = plan.first_index()
+    index = np.tile(first[[level_of(kind) for kind in range(KINDS)]], (len(trace.type_names), 1))
     ledger = np.zeros((*index.shape, 4))
-    adaptive.run_adaptive(
-        trace.starts,
-        forest.node,
-        trace.tokens,
-        forest.tail,
-        plan.clock,
-        fact,
-        meta,
-        ledger,
-        index,
-        plan.edges,
-        plan.every,
-        plan.fade,
-        plan.trust,
-        plan.hope,
-        tally,
-        counts.used_share,
-        counts.evicted,
-    )
+    numbers = (plan.every, plan.blocks, plan.memory, plan.memory_blocks, plan.trust, plan.hope, plan.doubt)
+    tape = trace.starts, forest.node, trace.tokens, forest.tail, plan.clock
+    learnt = ledger, index, plan.edges, np.array(PRIORS), np.array([*numbers, *WEIGHT])
+    adaptive.run_adaptive(*tape, fact, meta, *learnt, tally, counts.used_share, counts.evicted)
     counts.weights = plan.weights(ledger, trace.type_names)

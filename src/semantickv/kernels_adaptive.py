@@ -1,4 +1,4 @@
-"""The compiled loop of `adaptive_semantic`; what it does is told in `policies.semantic.AdaptiveSemantic`, its twin.
+"""The compiled loop of `adaptive_semantic`; what it does is told in `policies.adaptive.AdaptiveSemantic`, its twin.
 
 Importing this module imports numba.
 """
@@ -29,12 +29,14 @@ from semantickv.kernels import (
     look_up,
 )
 from semantickv.kernels_priority import evict_smallest
+from semantickv.policies.adaptive import FIRST_LESSON, KINDS, LEVELS, NEW_KINDS, SEVERAL
 from semblend.fingerprint.kernels import njit
 
 FAN = BORN  # known children, in the column that the other policies use for the time of birth
-KINDS = 52  # classes of a block within its type
-# Columns of ``live`` (float64): clock of the last use; ``ledger``: [class, age, (returns, exposure, at risk, since)].
+# Columns of ``ledger``: [class, age, (returns, exposure, at risk, since)].
 RETURNS, EXPOSURE, AT_RISK, SINCE = range(4)
+# Places in ``plan`` (float64), as in `policies.adaptive.AdaptivePlan`.
+EVERY, BLOCKS, MEMORY, MEMORY_BLOCKS, TRUST, HOPE, DOUBT = range(7)
 
 
 @njit(nogil=True)
@@ -50,7 +52,9 @@ def age_bin(age: float, edges: Any) -> Any:
 def kind_of(tail: bool, length: int, seen: int, uses: int, gap: float, fan: int, unit: float) -> Any:
     """The class of a block from its place, what the request knew, its uses, its last gap and its children."""
     if uses == 1:
-        return 0 if tail else 1 if seen <= 1 else 2 if length - seen < 6 else 3
+        unseen = length - seen
+        group = 0 if tail else 1 if seen <= 1 else 2 if unseen < 6 else 3
+        return group * 4 + (0 if unseen < 3 else 1 if unseen < 12 else 2 if unseen < 40 else 3)
     level = 0
     limit = 4.0 * unit
     while level < 5 and gap >= limit:
@@ -62,8 +66,16 @@ def kind_of(tail: bool, length: int, seen: int, uses: int, gap: float, fan: int,
         fame += 1
         limit_uses *= 4
     if fan > 1 and fame < 4:
-        return 46 + level
-    return 4 + fame * 6 + level
+        return SEVERAL + level
+    return NEW_KINDS + fame * 6 + level
+
+
+@njit(nogil=True)
+def level_of(kind: int) -> Any:
+    """The place of a class in the priors: the group of a new block, or the fame of one used before."""
+    if kind < NEW_KINDS:
+        return kind // 4
+    return 4 if kind >= SEVERAL else 4 + (kind - NEW_KINDS) // 6
 
 
 @njit(nogil=True)
@@ -75,45 +87,83 @@ def _settle(ledger: Any, c: int, k: int, now: float, change: float) -> None:
 
 
 @njit(nogil=True)
-def _best_rates(cells: Any, common: Any, edges: Any, trust: float, chance: Any, rates: Any) -> None:
-    bins = len(common)
+def _rates(cells: Any, assumed: Any, trust: float, rate: Any) -> None:
+    for k in range(len(rate)):
+        rate[k] = (cells[k, RETURNS] + trust) / (cells[k, EXPOSURE] + trust / assumed[k])
+
+
+@njit(nogil=True)
+def _best_rates(rate: Any, edges: Any, chance: Any, best: Any) -> None:
+    bins = len(rate)
     for k in range(bins):
-        rate = (cells[k, RETURNS] + trust) / (cells[k, EXPOSURE] + trust / common[k])
-        expected = rate * (edges[k + 1] - edges[k])
+        expected = rate[k] * (edges[k + 1] - edges[k])
         chance[k] = expected / (1.0 + expected)
     for k in range(bins):
-        best, gain, cost, alive = 0.0, 0.0, 0.0, 1.0
+        most, gain, cost, alive = 0.0, 0.0, 0.0, 1.0
         for j in range(k, bins):
             gain += alive * chance[j]
             cost += alive * (edges[j + 1] - edges[j]) * (1.0 - 0.5 * chance[j])
             alive *= 1.0 - chance[j]
-            best = max(best, gain / cost)
-        rates[k] = best
+            most = max(most, gain / cost)
+        best[k] = most
 
 
 @njit(nogil=True)
-def learn_index(ledger: Any, index: Any, edges: Any, now: float, fade: float, trust: float, hope: float) -> None:
-    """From returns and exposure to the index: the best rate of returns that waiting can still bring."""
-    classes, bins = index.shape
-    common, chance, unknown = np.zeros(bins), np.zeros(bins), np.zeros(bins)
-    for k in range(bins):
+def _common_rates(ledger: Any, edges: Any, plan: Any, now: float, common: Any) -> None:
+    """Rate of return by age over all classes but the ends of prompts; an age without evidence takes the one before."""
+    for k in range(len(common)):
         returns, exposure = 0.0, 0.0
-        for c in range(classes):
+        for c in range(len(ledger)):
             _settle(ledger, c, k, now, 0.0)
-            if c % KINDS != 0:
+            if c % KINDS >= 4:
                 returns += ledger[c, k, RETURNS]
                 exposure += ledger[c, k, EXPOSURE]
-        middle = 0.5 * (edges[k] + edges[k + 1])
-        common[k] = (returns + 10.0) / (exposure + 10.0 * middle / hope)
-    _best_rates(ledger[0] * 0.0, common, edges, trust, chance, unknown)
-    for c in range(classes):
-        if ledger[c, :, EXPOSURE].sum() + ledger[c, :, AT_RISK].sum() + ledger[c, :, RETURNS].sum() == 0.0:
-            index[c, :] = unknown
+        prior = plan[HOPE] / (0.5 * (edges[k] + edges[k + 1]))
+        if k > 0:
+            prior = max(prior, common[k - 1])
+        common[k] = (returns + plan[DOUBT]) / (exposure + plan[DOUBT] / prior)
+
+
+@njit(nogil=True)
+def _known(ledger: Any, first: int, classes: int) -> Any:
+    """Whether anything was ever filed under these classes."""
+    for c in range(first, first + classes):
+        for k in range(ledger.shape[1]):
+            if ledger[c, k, AT_RISK] > 0.0 or ledger[c, k, EXPOSURE] > 0.0 or ledger[c, k, RETURNS] > 0.0:
+                return True
+    return False
+
+
+@njit(nogil=True)
+def learn_index(ledger: Any, index: Any, edges: Any, priors: Any, plan: Any, now: float, fade: float) -> None:
+    """From returns and exposure to the index: the best rate of returns that waiting can still bring."""
+    classes, bins = index.shape
+    common, chance, rate, together = np.zeros(bins), np.zeros(bins), np.zeros(bins), np.zeros(bins)
+    unknown, nothing = np.zeros((LEVELS, bins)), np.zeros((bins, 4))
+    _common_rates(ledger, edges, plan, now, common)
+    for level in range(LEVELS):
+        _rates(nothing, common * priors[level] ** plan[7 : 7 + bins], plan[TRUST], rate)
+        _best_rates(rate, edges, chance, unknown[level])
+    c = 0
+    while c < classes:
+        level = level_of(c % KINDS)
+        members = 4 if c % KINDS < NEW_KINDS else 1
+        if not _known(ledger, c, members):
+            index[c : c + members] = unknown[level]
+            c += members
             continue
-        _best_rates(ledger[c], common, edges, trust, chance, index[c])
-        for k in range(bins):
-            ledger[c, k, RETURNS] *= fade
-            ledger[c, k, EXPOSURE] *= fade
+        together[:] = common * priors[level] ** plan[7 : 7 + bins]
+        if members > 1:
+            whole = np.zeros((bins, 4))
+            for member in range(c, c + members):
+                whole += ledger[member]
+            _rates(whole, common * priors[level] ** plan[7 : 7 + bins], plan[TRUST], together)
+        for member in range(c, c + members):
+            _rates(ledger[member], together, plan[TRUST], rate)
+            _best_rates(rate, edges, chance, index[member])
+            ledger[member, :, RETURNS] *= fade
+            ledger[member, :, EXPOSURE] *= fade
+        c += members
 
 
 @njit(nogil=True)
@@ -180,9 +230,21 @@ def _score_all(info: Any, key: Any, heap: Any, meta: Any, last_at: Any, class_at
 
 
 @njit(nogil=True)
+def _teach(ledger: Any, index: Any, edges: Any, priors: Any, plan: Any, taught: Any, now: float, seen: float) -> Any:
+    """Draw a lesson if one is due. ``taught``: clock and accesses at the last one."""
+    clock, accesses = now - taught[0], seen - taught[1]
+    if clock < plan[EVERY] or accesses < min(plan[BLOCKS], max(FIRST_LESSON, seen / 8.0)):
+        return False
+    fade = 0.5 ** min(clock / plan[MEMORY], accesses / plan[MEMORY_BLOCKS])
+    learn_index(ledger, index, edges, priors, plan, now, fade)
+    taught[0], taught[1] = now, seen
+    return True
+
+
+@njit(nogil=True)
 def run_adaptive(starts: Any, node: Any, tokens: Any, tail: Any, clock: Any, fact: Any, meta: Any, ledger: Any,
-                 index: Any, edges: Any, every: float, fade: float, trust: float, hope: float, tally: Any,
-                 used_share: Any, evicted: Any) -> None:  # fmt: skip
+                 index: Any, edges: Any, priors: Any, plan: Any, tally: Any, used_share: Any,
+                 evicted: Any) -> None:  # fmt: skip
     """All requests of a trace."""
     nodes = len(fact)
     info = np.zeros((nodes, 8), np.int32)
@@ -190,8 +252,8 @@ def run_adaptive(starts: Any, node: Any, tokens: Any, tail: Any, clock: Any, fac
     info[:, AT] = -1
     key, heap = np.zeros(nodes), np.empty(nodes + 1, np.int32)
     last_at, last_clock = np.full(nodes, -1, np.int64), np.zeros(nodes)
-    class_at, behind = np.zeros(len(node), np.int16), np.zeros(len(edges), np.int64)
-    lessons, scored = every, 0
+    class_at, behind = np.zeros(len(node), np.int32), np.zeros(len(edges), np.int64)
+    taught, scored = np.zeros(2), 0
     for r in range(len(starts) - 1):
         now = clock[r]
         look_up(starts, node, tokens, info, tally, r)
@@ -202,11 +264,8 @@ def run_adaptive(starts: Any, node: Any, tokens: Any, tail: Any, clock: Any, fac
             x = node[i]
             if info[x, KIDS] == 0 and info[x, AT] < 0:
                 heap_push(heap, info, key, meta, x)
-        if now >= lessons:
-            learn_index(ledger, index, edges, now, fade, trust, hope)
-            lessons = now + every
-            scored = -1
-        if scored < 0 or starts[r + 1] - scored >= meta[MEMBERS]:
+        lesson = _teach(ledger, index, edges, priors, plan, taught, now, float(starts[r + 1]))
+        if lesson or starts[r + 1] - scored >= meta[MEMBERS]:
             _score_all(info, key, heap, meta, last_at, class_at, last_clock, index, edges, now)
             scored = starts[r + 1]
         while meta[USED] > meta[CAPACITY]:

@@ -90,7 +90,7 @@ def run_rates(
     """Block hit rate of one run per size, corrected as in `stack_rates`. Learners' evidence is scaled with the rate."""
     expected = len(forest.node) if accesses is None else accesses * rate
     missing = expected - len(forest.node)
-    scaled: dict[str, Any] = {"lesson_blocks": 600.0 * rate, "trust": 0.5 * rate} if rate < 1 else {}
+    scaled: dict[str, Any] = {"share": rate} if rate < 1 else {}
     hits = np.array([simulate(forest, policy, Capacity(unit, int(n)), seed=seed, **scaled).block_hits for n in sizes])
     return np.clip((hits + missing) / max(1.0, expected), 0.0, 1.0)
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from semantickv.plain import PlainPolicy
-from semantickv.policies import classic, modern, optimal, semantic
+from semantickv.policies import adaptive, classic, modern, optimal, semantic
 from semblend.errors import InputError
 
 
@@ -35,7 +35,7 @@ _TABLE: Final = (
     Policy("lfu", "the least often used goes first", classic.Lfu, "priority:LFU"),
     Policy("size_aware_lru", "last use divided by tokens", classic.SizeAwareLru, "priority:SIZE_LRU"),
     Policy("static_semantic", "fixed worth of a type, uses and size", semantic.StaticSemantic, "priority:STATIC", True),
-    Policy("adaptive_semantic", "learns what comes back, and when", semantic.AdaptiveSemantic, "adaptive:", True),
+    Policy("adaptive_semantic", "learns what comes back, and when", adaptive.AdaptiveSemantic, "adaptive:", True),
     Policy("sieve", "a hand passes over what was used", modern.Sieve, "queues:SIEVE"),
     Policy("s3fifo", "a small queue for newcomers, a main one", modern.S3Fifo, "queues:S3FIFO"),
     Policy("gdsf", "uses per unit of space, with ageing", classic.Gdsf, "priority:GDSF"),

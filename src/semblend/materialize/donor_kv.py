@@ -34,7 +34,8 @@ from torch import Tensor
 from semblend.errors import CapacityError, InputError, StoreError
 from semblend.materialize.disk_tier import DiskTier
 from semblend.materialize.donor_books import TIERS, Books, Entry
-from semblend.materialize.host_memory import Arena, Arrival, Courier, page_locked, sent
+from semblend.materialize.gather import gather
+from semblend.materialize.host_memory import Arena, Arrival, Courier, device_memory, page_locked, sent
 from semblend.materialize.rope import RopeSpec
 from semblend.materialize.splice import DonorTensors
 
@@ -93,7 +94,7 @@ class DonorKv:
         self._books = Books(budget if self._disk is not None else budget | {"disk": 0})
         self._device_type = device_type
         self._pinned = torch.cuda.is_available()
-        self._arena: Arena | None = None
+        self._arenas: dict[str, Arena] = {}
         self._courier: Courier | None = None
         self._rope = rope
         self._mover = threading.Lock()  # taken first
@@ -139,13 +140,18 @@ class DonorKv:
                 self._books.current[donor_id] = entry
                 return DonorHandle(donor_id, generation, slots.numel(), wide, entry.tier, entry.arrives)
 
-    def lock_pages(self) -> bool:
-        """Locks the whole host budget in memory, once, so that no capture has to wait for it; False where it cannot."""
-        size = self._books.budget["host"]
-        if self._arena is None and self._pinned and size:
-            memory = page_locked(size)
-            self._arena = None if memory is None else Arena(memory)
-        return self._arena is not None
+    def reserve(self, device: torch.device) -> None:
+        """Takes the budgets' memory at once, so that no capture waits for an allocator. Only for a GPU's donors.
+
+        What the system refuses is allocated donor by donor, as without this call.
+        """
+        if device.type != "cuda" or self._arenas:
+            return
+        for tier, reserved in (("device", device_memory), ("host", page_locked)):
+            size = self._books.budget[tier]
+            memory = reserved(size, device) if size else None
+            if memory is not None:
+                self._arenas[tier] = Arena(memory)
 
     def acquire(self, donor_id: str, generation: int) -> DonorTensors | None:
         """Holds the donor's KV until `release`; None when it is gone, was replaced, or its file is damaged."""
@@ -240,47 +246,46 @@ class DonorKv:
 
     def _copy(self, entry: Entry, pool: Pool, slots: Tensor) -> None:
         """Fills the entry from the pool; in host memory where the device has none left."""
-        index = sent(slots, pool.k.device)
+        source = pool.k.device
+        shape = (pool.k.shape[0], slots.numel(), *pool.k.shape[2:])
         if entry.tier == "device":
             try:
-                entry.k, entry.v = pool.k.index_select(1, index), pool.v.index_select(1, index)
+                entry.k, entry.v = (self._buffer("device", shape, pool.k.dtype, source) for _ in range(2))
             except torch.OutOfMemoryError:  # the pool and the weights leave less than the budget says
                 entry.tier = "host"
-            else:
-                return
-        backlog = 0 if self._courier is None else self._courier.backlog_bytes
-        if backlog > MOST_BACKLOG:
-            raise CapacityError(
-                f"{backlog} bytes of donors are still on their way to the host", hint="raise the device tier's budget"
-            )
-        shape = (pool.k.shape[0], slots.numel(), *pool.k.shape[2:])
-        try:
-            parts = [self._host_buffer(shape, pool.k.dtype) for _ in range(2)]
-        except (MemoryError, RuntimeError) as error:
-            raise CapacityError(
-                f"no memory to copy donor {entry.donor_id!r}", hint="lower the donor budgets"
-            ) from error
+        if entry.tier == "host":
+            backlog = 0 if self._courier is None else self._courier.backlog_bytes
+            if backlog > MOST_BACKLOG:
+                raise CapacityError(
+                    f"{backlog} bytes of donors are still on their way to the host",
+                    hint="give donors a budget on the device",
+                )
+            try:
+                entry.k, entry.v = (self._buffer("host", shape, pool.k.dtype) for _ in range(2))
+            except (MemoryError, RuntimeError) as error:
+                raise CapacityError(
+                    f"no memory to copy donor {entry.donor_id!r}", hint="lower the donor budgets"
+                ) from error
+        index, (k, v) = sent(slots, source), entry.tensors
+        entry.arrives = self._queued(source, entry.nbytes, lambda: gather(pool, index, k, v), index, k, v)
 
-        def gather() -> None:
-            for out, part in zip(parts, (pool.k, pool.v), strict=True):
-                for layer in range(shape[0]):  # layer by layer: no second copy of the whole on the device
-                    out[layer].copy_(part[layer].index_select(0, index), non_blocking=True)
-
-        entry.arrives = self._queued(pool.k.device, entry.nbytes, gather, index)
-        entry.k, entry.v = parts
-
-    def _queued(self, source: torch.device, nbytes: int, copies: Callable[[], None], *read: Tensor) -> Arrival | None:
-        """Copies to the host: queued off a GPU, done at once elsewhere. ``read`` lives until they are over."""
+    def _queued(self, source: torch.device, nbytes: int, copies: Callable[[], None], *used: Tensor) -> Arrival | None:
+        """Copies: queued off a GPU, done at once elsewhere. Memory of ``used`` stays theirs until they are over."""
         if source.type != "cuda":
             copies()
             return None
         if self._courier is None:
             self._courier = Courier(source)
-        return self._courier.queue(nbytes, copies, read)
+        return self._courier.queue(nbytes, copies, [tensor for tensor in used if tensor.device.type == "cuda"])
 
-    def _host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        found = None if self._arena is None else self._arena.take(shape, dtype)
-        return torch.empty(shape, dtype=dtype, pin_memory=self._pinned) if found is None else found
+    def _buffer(
+        self, tier: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
+    ) -> Tensor:
+        arena = self._arenas.get(tier)
+        found = None if arena is None else arena.take(shape, dtype)
+        if found is not None:
+            return found
+        return torch.empty(shape, dtype=dtype, device=device, pin_memory=self._pinned and tier == "host")
 
     # -- by the mover, without the books -------------------------------------------------------------------------
 
@@ -340,7 +345,7 @@ class DonorKv:
         if target.type != "cpu":
             entry.arrived()
             return (k.to(target), v.to(target)), None
-        out_k, out_v = (self._host_buffer(tuple(part.shape), part.dtype) for part in (k, v))
+        out_k, out_v = (self._buffer("host", tuple(part.shape), part.dtype) for part in (k, v))
 
         def sink() -> None:
             out_k.copy_(k, non_blocking=True)

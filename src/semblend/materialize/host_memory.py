@@ -1,8 +1,9 @@
-"""Page-locked host memory and the stream that fills it: what makes a copy off the accelerator cost nobody time.
+"""Memory that is taken once, and the stream that fills it: what makes a copy of a donor cost nobody time.
 
-A copy between accelerator and host runs beside computation only if the host's memory is page-locked, and locking pages
-is slow. So the donors' host memory is locked once, as one arena, and given out in pieces. All copies to the host are
-queued on one stream of their own, in order: a piece that is given out again is written after whatever wrote it before.
+A copy between accelerator and host runs beside computation only if the host's memory is page-locked; locking pages is
+slow, and so is asking an accelerator for memory. So donors' memory is taken once, as an arena, and given out in pieces.
+All copies of donors are queued on one stream of their own, in order: a piece that is given out again is written after
+whatever wrote it before.
 """
 
 from __future__ import annotations
@@ -81,8 +82,18 @@ class Arena:
         self._free = merged
 
 
-def page_locked(nbytes: int) -> Tensor | None:
+def device_memory(nbytes: int, device: torch.device) -> Tensor | None:
+    """A piece of the accelerator's memory; None where it has not so much left."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        log.warning("no %d bytes of %s are left for donors: leave room for them beside the KV cache", nbytes, device)
+        return None
+
+
+def page_locked(nbytes: int, device: torch.device | None = None) -> Tensor | None:
     """Host memory that CUDA copies to and from without help; None where the system refuses so much."""
+    del device  # every GPU of the process may use it
     try:
         cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         memory = torch.empty(nbytes, dtype=torch.uint8)

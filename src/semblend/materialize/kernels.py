@@ -1,7 +1,7 @@
-"""The two Triton kernels: splice in one pass over the bytes, and attention of scattered rows.
+"""The Triton kernels: splice and its way back in one pass over the bytes each, and attention of scattered rows.
 
-Imported only where they run (a GPU, or Triton's interpreter in the tests), through ``splice`` and the engine's
-attention; the plain twins are ``splice.splice_plain`` and ``attention_plain.attend_plain``.
+Imported only where they run (a GPU, or Triton's interpreter in the tests), through ``splice``, ``gather`` and the
+engine's attention. The plain twins: ``splice.splice_plain``, ``gather.gather_plain``, ``attention_plain.attend_plain``.
 
 Splice. A program takes a few tokens of one move in one layer, with all their heads. A move has one shift, so its
 cosines and sines are one short row, computed on the host in double precision; the kernel reads each donor byte once,
@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from semblend.materialize.attention_plain import as_blocks, check_attention
+from semblend.materialize.host_memory import sent
 from semblend.materialize.layout import KvLayout
 from semblend.materialize.rope import RopeSpec
 from semblend.materialize.splice import Move
@@ -113,16 +114,16 @@ def splice_moves(moves: Sequence[Move], layout: KvLayout, rope: RopeSpec) -> Non
     slots = [move.target_slots.to(device=device, dtype=torch.int64).contiguous() for move in moves]
     about, tiles = _tables(moves, slots, layout.dtype.itemsize, tile_tokens)
     turns = rope.relocation_table([move.shift for move in moves])
-    at_moves, at_tiles, at_layers, at_turns, sent = _sent((about, tiles, layout.layer_starts, turns), device)
-    cos, sin = sent[at_turns:].view(torch.float32).view(2, len(moves), half)
+    at_moves, at_tiles, at_layers, at_turns, there = _sent((about, tiles, layout.layer_starts, turns), device)
+    cos, sin = there[at_turns:].view(torch.float32).view(2, len(moves), half)
     strides = layout.k[0].stride()[:3]
     numbers = (*about[:, :3].ravel().tolist(), *layout.layer_starts.ravel().tolist(), *strides, layout.head_dim)
     _splice_kernel[(len(tiles), layout.layers)](
         moves[0].donor.k,
         layout.k[0],
-        sent[at_moves:],
-        sent[at_tiles:],
-        sent[at_layers:],
+        there[at_moves:],
+        there[at_tiles:],
+        there[at_layers:],
         slots[0],
         cos,
         sin,
@@ -148,8 +149,7 @@ def _sent(tables: Sequence[np.ndarray], device: torch.device) -> tuple[int, int,
     words = [np.ascontiguousarray(table).ravel().view(np.int64) for table in tables]
     packed = torch.from_numpy(np.concatenate(words))
     one, two, three, four, _ = accumulate((0, *(len(word) for word in words)))
-    sent = packed.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else packed
-    return one, two, three, four, sent
+    return one, two, three, four, sent(packed, device)
 
 
 def _tables(
@@ -173,7 +173,69 @@ def _tables(
     return table, np.stack((owner, nth * tile_tokens), axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
+def _gather_kernel(  # type: ignore[no-untyped-def]
+    source,
+    k_out,
+    v_out,
+    layer_starts,
+    slots,
+    count,
+    block_stride,
+    token_stride,
+    head_stride,
+    HEADS: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr,  # noqa: N803
+    BLOCK_TOKENS: tl.constexpr,  # noqa: N803
+    TILE_TOKENS: tl.constexpr,  # noqa: N803
+    TILE_ROWS: tl.constexpr,  # noqa: N803
+    DIMS: tl.constexpr,  # noqa: N803
+    STEP: tl.constexpr,  # noqa: N803
+):
+    first = tl.program_id(0) * TILE_TOKENS
+    layer = tl.program_id(1)
+    k_start = tl.multiple_of(tl.load(layer_starts + 2 * layer), STEP)
+    v_start = tl.multiple_of(tl.load(layer_starts + 2 * layer + 1), STEP)
+    row = tl.arange(0, TILE_ROWS)
+    token = first + row // HEADS
+    live = (row < TILE_TOKENS * HEADS) & (token < count)
+    slot = tl.load(slots + token, mask=live, other=0)
+    place = slot // BLOCK_TOKENS * block_stride + slot % BLOCK_TOKENS * token_stride + (row % HEADS) * head_stride
+    target = (layer.to(tl.int64) * count + first) * HEADS + row
+    dim = tl.arange(0, DIMS)[None, :]
+    whole = live[:, None] & (dim < HEAD_DIM)
+    writes = target[:, None] * HEAD_DIM + dim
+    tl.store(k_out + writes, tl.load(source + k_start + place[:, None] + dim, mask=whole), mask=whole)
+    tl.store(v_out + writes, tl.load(source + v_start + place[:, None] + dim, mask=whole), mask=whole)
+
+
+def gather_rows(layout: KvLayout, slots: Tensor, k_out: Tensor, v_out: Tensor) -> None:
+    """As ``gather_plain``; outputs are contiguous ``[layers, n, kv_heads, head_dim]``, slots int64 on the device."""
+    heads = layout.kv_heads
+    tile_tokens = max(1, ROWS // heads)
+    strides = layout.k[0].stride()[:3]
+    starts = torch.from_numpy(layout.layer_starts)
+    numbers = (*layout.layer_starts.ravel().tolist(), *strides, layout.head_dim)
+    _gather_kernel[(triton.cdiv(len(slots), tile_tokens), layout.layers)](
+        layout.k[0],
+        k_out,
+        v_out,
+        sent(starts, layout.device),
+        slots,
+        len(slots),
+        *strides,
+        HEADS=heads,
+        HEAD_DIM=layout.head_dim,
+        BLOCK_TOKENS=layout.block_tokens,
+        TILE_TOKENS=tile_tokens,
+        TILE_ROWS=triton.next_power_of_2(tile_tokens * heads),
+        DIMS=triton.next_power_of_2(layout.head_dim),
+        STEP=8 if all(number % 8 == 0 for number in numbers) else 1,
+        num_warps=WARPS,
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "total"])
 def _attention_kernel(  # type: ignore[no-untyped-def]
     q,
     positions,
@@ -198,7 +260,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,  # noqa: N803
     KEYS: tl.constexpr,  # noqa: N803
     DIMS: tl.constexpr,  # noqa: N803
-    PARTS: tl.constexpr,  # noqa: N803
+    SPLIT: tl.constexpr,  # noqa: N803
     WIDEN: tl.constexpr,  # noqa: N803
 ):
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the furthest rows have most to do: they start first
@@ -246,7 +308,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         peak = higher
     place = row.to(tl.int64) * HEADS + head
     writable = live[:, None] & in_head[None, :]
-    if PARTS == 1:
+    if not SPLIT:
         mixed = mixed / tl.where(mass > 0, mass, 1.0)[:, None]
         tl.store(out + place[:, None] * HEAD_DIM + dim[None, :], mixed.to(out.dtype.element_ty), mask=writable)
     else:
@@ -302,7 +364,7 @@ def scattered_attention(
         TILE=tile,
         KEYS=keys,
         DIMS=max(16, triton.next_power_of_2(head_dim)),
-        PARTS=parts,
+        SPLIT=split,
         WIDEN=q.device.type == "cpu" and q.dtype == torch.bfloat16,  # the interpreter multiplies bfloat16 bit patterns
         num_warps=warps,
         num_stages=stages,

@@ -68,7 +68,7 @@ def splice(moves: Sequence[Move], layout: KvLayout, rope: RopeSpec, *, check_slo
     check_moves(moves, layout, rope, check_slots=check_slots)
     moves = [_turned(move, rope) for move in moves if move.length]
     if moves:
-        if layout.device.type == "cuda" and _triton_is_here():
+        if layout.device.type == "cuda" and triton_is_here():
             from semblend.materialize.kernels import splice_moves
 
             splice_moves([on_device(move, layout.device) for move in moves], layout, rope)
@@ -182,5 +182,5 @@ def _check_move(move: Move) -> None:
 
 
 @cache
-def _triton_is_here() -> bool:
+def triton_is_here() -> bool:
     return find_spec("triton") is not None

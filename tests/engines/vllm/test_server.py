@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -33,8 +34,9 @@ class Server:
         command += ["--kv-cache-memory-bytes", str(160 << 20), "--block-size", "32", "--max-num-seqs", "4"]
         command += ["--enable-prompt-tokens-details", "--port", str(self.port), "--host", "127.0.0.1"]
         command += ["--kv-transfer-config", json.dumps(LINE)]
+        self.log, self.events = log, log.with_name("events.jsonl")
         environment = dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="1", SEMBLEND_QUALITY="fast")
-        self.log = log
+        environment["SEMBLEND_EVENTS"] = str(self.events)
         self.process = subprocess.Popen(
             command, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -123,3 +125,60 @@ def test_an_opt_out_reaches_the_connector_over_http(server):
     ask(server, "You are brief.", text)
     answer = ask(server, "You are an archivist.", text, kv_transfer_params={"semblend": {"opt_out": True}})
     assert answer["kv_transfer_params"]["semblend"]["reason"] == "disabled"
+
+
+# -- eight clients at once ---------------------------------------------------------------------------------------------
+
+
+def mixed(number):
+    """Four documents come again with every tenth question, 12 of 40; some questions want no reuse."""
+    kind = number % 10
+    text = document(1000 + kind) if kind in (1, 4, 7, 9) else document(2000 + number)
+    lead = f"You are clerk number {number}. " + "Take your time. " * (number % 5)
+    wish = {"kv_transfer_params": {"semblend": {"quality": "exact" if number % 6 == 0 else "fast"}}}
+    return lead, text + "\nWhich word comes first?", wish
+
+
+def streamed(server, lead, text, wish):
+    """The answer's text, read as a stream; vLLM puts no receipt there."""
+    body = {"model": "m", "max_tokens": 6, "temperature": 0, "stream": True, "ignore_eos": True, **wish}
+    body["messages"] = [{"role": "system", "content": lead}, {"role": "user", "content": text}]
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.port}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    said, done = "", False
+    with urllib.request.urlopen(request, timeout=240) as answer:
+        for line in answer:
+            data = line.decode().removeprefix("data: ").strip()
+            done = done or data == "[DONE]"
+            if data.startswith("{"):
+                choices = json.loads(data)["choices"]
+                said += "".join(choice["delta"].get("content") or "" for choice in choices)
+    assert done, "a stream that was cut"
+    return said
+
+
+def confirmed(server):
+    """Receipts by request, from the audit stream."""
+    events = [json.loads(line) for line in server.events.read_text().splitlines()]
+    assert not [event for event in events if event["event"] == "error"]
+    return {event["request_id"]: event for event in events if event["event"] == "reuse_confirmed"}
+
+
+def test_eight_streams_at_once_answer_as_one_after_the_other(server):
+    before = set(confirmed(server))
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda number: streamed(server, *mixed(number)), range(40)))
+    receipts = [receipt for name, receipt in confirmed(server).items() if name not in before]
+    assert len(receipts) == 40, "one for each request"
+    kinds = ("exact", "reused", "recomputed", "prefill")
+    assert all(sum(r[f"{kind}_tokens"] for kind in kinds) == r["prompt_tokens"] for r in receipts)
+    assert sum(r["reused_tokens"] > 0 for r in receipts) >= 8
+    exact = range(0, 40, 6)
+    for number in exact:
+        lead, text, wish = mixed(number)
+        # Behind a salt of its own it finds neither donors nor exact blocks.
+        alone = streamed(server, lead, text, {**wish, "cache_salt": "alone"})
+        assert together[number] == alone

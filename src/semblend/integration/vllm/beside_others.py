@@ -8,8 +8,8 @@ MultiConnector in which
 2. a request that we claim is hidden from them until its end: they neither load nor store it, nor the answer's KV;
 3. they are silent while our own passes run, which are no requests of vLLM.
 
-Load it as vLLM's, with one word more: ``"kv_connector_module_path":"semblend.integration.vllm.beside_others"``. It has the
-same name because vLLM asks for that name where it looks into the parts.
+Load it as vLLM's, with one word more: ``"kv_connector_module_path":"semblend.integration.vllm.beside_others"``. It has
+the same name because vLLM asks for that name where it looks into the parts.
 """
 
 from __future__ import annotations

@@ -190,6 +190,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1):
                 host_bytes=self._settings.donor_host_bytes,
                 device_bytes=self._settings.donor_device_bytes,
             )
+            self._worker.warm_up()
         except SemBlendError as error:  # without a worker half nothing is captured, so nothing is ever claimed
             log.warning("SemBlend reuses nothing in this engine: %s", error)
 
@@ -242,6 +243,9 @@ class SemBlendConnectorV1(KVConnectorBase_V1):
     @contextmanager
     def _quiet(self) -> Iterator[None]:
         """While our own passes run, vLLM must not call back for their layers."""
+        if not self.has_connector_metadata():  # outside a step it does not
+            yield
+            return
         kept = self._get_connector_metadata()
         self.clear_connector_metadata()
         try:

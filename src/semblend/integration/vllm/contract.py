@@ -28,6 +28,7 @@ class Need:
 
 
 _BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
+_MULTI = "distributed/kv_transfer/kv_connector/v1/multi_connector.py"
 CONTRACT: tuple[Need, ...] = (
     Need(_BASE, "KVConnectorBase_V1.__init__", ("vllm_config", "role", "kv_cache_config"), "to be made"),
     Need(_BASE, "KVConnectorBase_V1.get_num_new_matched_tokens", ("request", "num_computed_tokens"), "to claim"),
@@ -67,10 +68,24 @@ CONTRACT: tuple[Need, ...] = (
         ),
         "passes of our own",
     ),
+    Need(
+        "v1/attention/backend.py",
+        "AttentionMetadataBuilder.build",
+        ("common_prefix_len", "common_attn_metadata", "fast_build"),
+        "passes of our own",
+    ),
     Need("v1/request.py", "Request.update_block_hashes", (), "the first lock"),
     Need("v1/core/block_pool.py", "BlockPool.evict_blocks", ("block_ids",), "the second lock"),
     Need("v1/core/sched/output.py", "CachedRequestData", ("resumed_req_ids", "new_block_ids"), "block tables"),
     Need("v1/core/sched/output.py", "SchedulerOutput", ("preempted_req_ids",), "preemption"),
+    Need(_MULTI, "MultiKVConnectorMetadata", ("metadata", "extra_async_saves"), "beside others", optional=True),
+    Need(
+        _MULTI,
+        "MultiConnector.update_state_after_alloc",
+        ("request", "blocks", "num_external_tokens"),
+        "beside others",
+        optional=True,
+    ),
 )
 
 

@@ -21,7 +21,16 @@ from torch import Tensor
 from semblend.errors import SemBlendError
 from semblend.integration.adapter import EngineRows, ModelSpec, PagedPool
 from semblend.integration.vllm.cache_layout import IndexedLayout, probed
-from semblend.integration.vllm.pass_attention import OURS, PassAttention, scattered, standing_in
+from semblend.integration.vllm.graphed import GraphedPasses
+from semblend.integration.vllm.pass_attention import (
+    OURS,
+    Attend,
+    PassAttention,
+    attends,
+    scattered,
+    scattered_over,
+    standing_in,
+)
 from semblend.materialize.host_memory import sent
 from semblend.materialize.layout import KvLayout
 from semblend.materialize.rope import RopeSpec
@@ -51,6 +60,7 @@ class StockModel:
         self._caches = [caches[name] for name in self._names]
         self._kv_spec = group.kv_cache_spec
         self._builder: Any = None
+        self._graphs: GraphedPasses | None = None
         self.block_tokens: int = group.kv_cache_spec.block_size
         self.device: torch.device = self._caches[0].device
         self.spec = ModelSpec(RopeSpec.from_hf_config(rope_config(vllm_config)))
@@ -73,9 +83,27 @@ class StockModel:
 
     @torch.inference_mode()
     def forward(self, rows: EngineRows, pool: PagedPool, observer: Any = None) -> Tensor:
+        if observer is None and self._graphs is not None and (hidden := self._graphs.run(rows)) is not None:
+            return hidden
+        return self._pass(rows, pool, observer, scattered(rows, pool, self.layers[0].impl))
+
+    @torch.inference_mode()
+    def warm_up(self, pool: PagedPool) -> None:
+        """Compiles our kernels and records short passes, on a GPU, so that no request waits for it."""
+        impl = self.layers[0].impl
+        if not attends(pool, impl):
+            return
+        nowhere, first = torch.full((2,), -1, device=self.device), torch.zeros(2, dtype=torch.int64, device=self.device)
+        self._pass(EngineRows(first.int(), first, nowhere, first), pool, None, scattered_over(first, first, pool, impl))
+
+        def run(rows: EngineRows) -> Tensor:
+            return self._pass(rows, pool, None, scattered_over(rows.positions, rows.context, pool, impl))
+
+        self._graphs = GraphedPasses(run, int(self._config.model_config.max_model_len), self.device)
+
+    def _pass(self, rows: EngineRows, pool: PagedPool, observer: Any, attend: Attend | None) -> Tensor:
         from vllm.forward_context import set_forward_context
 
-        attend = scattered(rows, pool, self.layers[0].impl)
         metadata = OURS if attend else self._made_builder().build(0, self._common(rows), fast_build=True)
         with (
             self._quiet(),

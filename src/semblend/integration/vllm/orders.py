@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from semblend.plan.reuse_plan import DeclineReason
 from semblend.span import Span
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Load:
     """Fill positions ``exact_tokens`` … ``claim_end`` of a prompt that lies in ``block_ids``.
 
@@ -17,7 +21,7 @@ class Load:
     """
 
     request_id: str
-    tokens: tuple[int, ...]
+    tokens: npt.NDArray[np.integer[Any]]
     block_ids: tuple[int, ...]
     exact_tokens: int
     claim_end: int

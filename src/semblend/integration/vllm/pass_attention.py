@@ -28,19 +28,25 @@ SHORT_RUN = 16
 """Rows in a run, on average, below which our kernel reads less of the context than a backend that goes run by run."""
 
 
+def attends(pool: PagedPool, impl: Any) -> bool:
+    """Whether our kernel runs here and computes what ``impl`` does."""
+    on_gpu = pool.layout.device.type == "cuda" and type(pool.layout) is KvLayout
+    return on_gpu and impl.alibi_slopes is None and not impl.logits_soft_cap and getattr(impl, "sinks", None) is None
+
+
 def scattered(rows: EngineRows, pool: PagedPool, impl: Any) -> Attend | None:
-    """Our kernel, where it runs and computes what ``impl`` does; None where the backend serves these rows better."""
-    layout = pool.layout
-    if layout.device.type != "cuda" or type(layout) is not KvLayout or len(rows) >= SHORT_RUN * rows.run_count:
+    """Our kernel for these rows; None where it cannot, or where the backend serves them better."""
+    if len(rows) >= SHORT_RUN * rows.run_count or not attends(pool, impl):
         return None
-    if impl.alibi_slopes is not None or impl.logits_soft_cap or getattr(impl, "sinks", None) is not None:
-        return None
+    return scattered_over(rows.positions, rows.context, pool, impl)
+
+
+def scattered_over(positions: Tensor, context: Tensor, pool: PagedPool, impl: Any) -> Attend:
+    """Our kernel for rows at these positions; it looks at them on the device, when it runs."""
     from semblend.materialize.kernels import scattered_attention
 
-    def attend(layer: int, q: Tensor) -> Tensor:
-        return scattered_attention(q, rows.positions, rows.context, layout.k[layer], layout.v[layer], impl.scale)
-
-    return attend
+    layout: Any = pool.layout
+    return lambda layer, q: scattered_attention(q, positions, context, layout.k[layer], layout.v[layer], impl.scale)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from semblend.confirm import events
 from semblend.confirm.receipt import Receipt
 from semblend.discover.donor import Eviction
@@ -294,7 +296,7 @@ class SchedulerHalf:
         )
         return Load(
             record.request.request_id,
-            tuple(record.prompt.token_ids[:plan_tokens].tolist()),
+            record.prompt.token_ids[:plan_tokens].astype(np.int32),
             tuple(record.block_ids),
             record.local_tokens,
             record.claim_end,

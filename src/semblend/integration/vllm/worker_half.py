@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +24,7 @@ from semblend.integration.vllm.orders import Capture, Load, Loaded, Orders, Repo
 from semblend.materialize.donor_kv import DonorKv
 from semblend.materialize.host_memory import Arrival
 from semblend.materialize.quality import Blended, Placed, QualitySettings
+from semblend.materialize.splice import Move, splice
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 
 log = logging.getLogger("vllm.semblend")
@@ -37,6 +38,7 @@ class Engine(Stack, Protocol):
     @property
     def device(self) -> torch.device: ...
     def layout(self) -> Layout: ...
+    def warm_up(self, pool: PagedPool) -> None: ...
 
 
 class WorkerHalf:
@@ -52,12 +54,32 @@ class WorkerHalf:
             device_type=engine.device.type,
             rope=engine.spec.rope,
         )
-        self.donor_kv.lock_pages()
+        self.donor_kv.reserve(engine.device)
         self._reading: dict[str, Arrival] = {}
         self._pool: PagedPool | None = None
         self._blenders: dict[str, PagedBlender] = {}
         self._report = Report()
         self._invalid: set[int] = set()
+
+    def warm_up(self) -> None:
+        """Everything that a first request would wait for. Only on a GPU; a failure leaves it to that request.
+
+        The first block of vLLM's pool is nobody's: its slots may be written.
+        """
+        if self._engine.device.type != "cuda":
+            return
+        try:
+            self._engine.warm_up(self.pool)
+            self.donor_kv.capture("", 0, self.pool, torch.tensor([0]))
+            donor = self.donor_kv.acquire("", 0)
+            if donor is not None:
+                there = torch.zeros(1, dtype=torch.int64, device=self._engine.device)
+                layout: Any = self.pool.layout
+                splice([Move(donor, 0, 1, there, shift=1)], layout, self._engine.spec.rope)
+                self.donor_kv.release(donor)
+            self.donor_kv.drop("")
+        except Exception as error:
+            log.warning("SemBlend was not warmed up: %s", error, exc_info=True)
 
     def before_step(self, orders: Orders) -> None:
         """Before anything of a step is computed: blocks that have a new owner may still be read by a capture."""
@@ -125,7 +147,9 @@ class WorkerHalf:
         try:
             context = slots_of(load.block_ids, self._engine.block_tokens, load.plan_tokens, self._engine.device)
             plan = ReusePlan(load.spans, load.plan_tokens, load.exact_tokens)
-            blended = self._blender(load.mode).prepare(Placed(list(load.tokens), context), plan, mode=load.mode)
+            blended = self._blender(load.mode).prepare(
+                Placed(torch.as_tensor(load.tokens), context), plan, mode=load.mode
+            )
         except Exception as error:  # the blender itself does not raise; what is around it may
             self._failed("materialize", error, load.request_id)
             blended = Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}")
@@ -141,11 +165,9 @@ class WorkerHalf:
         failed = False
         try:
             context = slots_of(load.block_ids, self._engine.block_tokens, load.claim_end, self._engine.device)
-            tokens = torch.tensor(load.tokens[: load.claim_end], device=self._engine.device)
+            tokens = torch.as_tensor(load.tokens[: load.claim_end])
             for start in range(load.exact_tokens, load.claim_end, self._quality.chunk_tokens):
-                at = torch.arange(
-                    start, min(start + self._quality.chunk_tokens, load.claim_end), device=self._engine.device
-                )
+                at = torch.arange(start, min(start + self._quality.chunk_tokens, load.claim_end))
                 self._engine.forward(EngineRows.of(tokens[at], at, context), self.pool)
         except Exception as error:  # the last resort is vLLM's own recomputation
             failed = True

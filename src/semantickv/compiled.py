@@ -10,11 +10,8 @@ import numpy.typing as npt
 from semantickv.capacity import Capacity
 from semantickv.forest import Forest
 from semantickv.plain import Counts
-from semantickv.policies.adaptive import KINDS, PRIORS, AdaptivePlan, level_of
+from semantickv.policies.adaptive import KINDS, AdaptivePlan, level_of
 from semantickv.policies.registry import Policy
-
-
-WEIGHT = [1.0] * 20
 
 
 def run_compiled(forest: Forest, policy: Policy, capacity: Capacity, warm_up: int, options: dict[str, Any]) -> Counts:
@@ -63,15 +60,20 @@ def _meta(forest: Forest, capacity: Capacity, warm_up: int, options: dict[str, A
 def _run_adaptive(
     forest: Forest, capacity: Capacity, fact: Any, meta: Any, tally: Any, counts: Counts, options: dict[str, Any]
 ) -> None:
+    from semantickv import kernels
     from semantickv import kernels_adaptive as adaptive
 
     trace = forest.trace
     plan = AdaptivePlan.of(forest, capacity, options)
-    first = plan.first_index()
-    index = np.tile(first[[level_of(kind) for kind in range(KINDS)]], (len(trace.type_names), 1))
-    ledger = np.zeros((*index.shape, 4))
+    present = np.union1d(forest.types, [0]).astype(
+        np.int64
+    )  # classes of types that never occur cost time at each lesson
+    fact[:, kernels.TYPE] = np.searchsorted(present, forest.types)
+    index = np.tile(plan.first_index()[[level_of(kind) for kind in range(KINDS)]], (len(present), 1))
+    ledger, evicted = np.zeros((*index.shape, 4)), np.zeros(len(present), np.int64)
     numbers = (plan.every, plan.blocks, plan.memory, plan.memory_blocks, plan.trust, plan.hope, plan.doubt)
     tape = trace.starts, forest.node, trace.tokens, forest.tail, plan.clock
-    learnt = ledger, index, plan.edges, np.array(PRIORS), np.array([*numbers, *WEIGHT])
-    adaptive.run_adaptive(*tape, fact, meta, *learnt, tally, counts.used_share, counts.evicted)
-    counts.weights = plan.weights(ledger, trace.type_names)
+    learnt = ledger, index, plan.edges, plan.priors, np.array(numbers)
+    adaptive.run_adaptive(*tape, fact, meta, *learnt, tally, counts.used_share, evicted)
+    counts.evicted[present] = evicted
+    counts.weights = plan.weights(ledger, tuple(trace.type_names[kind] for kind in present))

@@ -125,7 +125,8 @@ def draw(outcome: Outcome, folder: Path) -> None:
     plots.stacked(folder / "evictions_by_semantic_type.png", "What was evicted", evicted, note=note)
     over = {f"{mode} mode": lines for mode, lines in outcome.weights_over_time.items()}
     plots.lines(folder / "adaptive_weights_over_time.png", "What adaptive_semantic has learned", over, x="requests",
-                y="weight of a type", note=note, empty="adaptive_semantic did not run or keeps no weights")  # fmt: skip
+                y="returns per cache-ful of waiting", note=note,
+                empty="adaptive_semantic did not run or keeps no weights")  # fmt: skip
     over = {f"{mode} mode": lines for mode, lines in outcome.utilization_over_time.items()}
     plots.lines(folder / "memory_utilization_over_time.png", "Share of the cache in use", over, x="requests",
                 y="used", note=note, share=True)  # fmt: skip

@@ -27,6 +27,7 @@ from semblend.errors import InputError, MissingDependencyError
 SIX: Final = ("fifo", "lru", "lfu", "size_aware_lru", "static_semantic", "adaptive_semantic")
 MODES: Final[tuple[Mode, ...]] = ("block", "prefix")
 CONFIG_FOLDER = Path("configs/experiments")
+SHIPPED_CONFIGS = Path(__file__).parent / "configs"  # the same files, for an installation without the checkout
 CHECKPOINTS = 24
 _HINT = "see configs/experiments for complete files"
 
@@ -164,15 +165,30 @@ def _series(panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[fl
 # -- configurations --------------------------------------------------------------------------------------------------
 
 
-def load(path: str | Path) -> Experiment:
-    """An experiment from a YAML file, or from the name of one under configs/experiments."""
+def config_files(folder: Path) -> list[Path]:
+    """The configurations in a folder; those that ship with the package where the usual folder is not there."""
+    if folder == CONFIG_FOLDER and not folder.is_dir():
+        folder = SHIPPED_CONFIGS
+    return sorted(folder.glob("*.yaml"))
+
+
+def find_config(path: str | Path) -> Path:
+    """A YAML file by path, or by name: under configs/experiments, then among those that ship with the package."""
     given = Path(path)
-    file = given if given.exists() else CONFIG_FOLDER / f"{given.name.removesuffix('.yaml')}.yaml"
+    if given.exists() or given.parent not in (Path(), CONFIG_FOLDER):
+        return given
+    name = f"{given.name.removesuffix('.yaml')}.yaml"
+    return next((folder / name for folder in (CONFIG_FOLDER, SHIPPED_CONFIGS) if (folder / name).exists()), given)
+
+
+def load(path: str | Path) -> Experiment:
+    """An experiment from a YAML file, or from the name of one; see `find_config`."""
+    file = find_config(path)
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         what = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise InputError(f"cannot read {path}: {what}", hint=_HINT) from None
+        raise InputError(f"cannot read {file}: {what}", hint=_HINT) from None
     yaml = _yaml()
     try:
         table = yaml.safe_load(text)

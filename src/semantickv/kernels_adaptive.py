@@ -29,7 +29,7 @@ from semantickv.kernels import (
     look_up,
 )
 from semantickv.kernels_priority import evict_smallest
-from semantickv.policies.adaptive import FIRST_LESSON, KINDS, LEVELS, NEW_KINDS, SEVERAL
+from semantickv.policies.adaptive import FIRST_LESSON, KINDS, NEW_KINDS, SEVERAL
 from semblend.fingerprint.kernels import njit
 
 FAN = BORN  # known children, in the column that the other policies use for the time of birth
@@ -139,10 +139,10 @@ def learn_index(ledger: Any, index: Any, edges: Any, priors: Any, plan: Any, now
     """From returns and exposure to the index: the best rate of returns that waiting can still bring."""
     classes, bins = index.shape
     common, chance, rate, together = np.zeros(bins), np.zeros(bins), np.zeros(bins), np.zeros(bins)
-    unknown, nothing = np.zeros((LEVELS, bins)), np.zeros((bins, 4))
+    unknown, nothing = np.zeros(priors.shape), np.zeros((bins, 4))
     _common_rates(ledger, edges, plan, now, common)
-    for level in range(LEVELS):
-        _rates(nothing, common * priors[level] ** plan[7 : 7 + bins], plan[TRUST], rate)
+    for level in range(len(priors)):
+        _rates(nothing, priors[level] * common, plan[TRUST], rate)
         _best_rates(rate, edges, chance, unknown[level])
     c = 0
     while c < classes:
@@ -152,12 +152,12 @@ def learn_index(ledger: Any, index: Any, edges: Any, priors: Any, plan: Any, now
             index[c : c + members] = unknown[level]
             c += members
             continue
-        together[:] = common * priors[level] ** plan[7 : 7 + bins]
+        together[:] = priors[level] * common
         if members > 1:
             whole = np.zeros((bins, 4))
             for member in range(c, c + members):
                 whole += ledger[member]
-            _rates(whole, common * priors[level] ** plan[7 : 7 + bins], plan[TRUST], together)
+            _rates(whole, priors[level] * common, plan[TRUST], together)
         for member in range(c, c + members):
             _rates(ledger[member], together, plan[TRUST], rate)
             _best_rates(rate, edges, chance, index[member])

@@ -82,12 +82,13 @@ def evict_smallest(info: Any, fact: Any, key: Any, heap: Any, meta: Any, evicted
 
 
 @njit(nogil=True)
-def _ask(asked: Any, meta: Any, x: int) -> None:
-    """Count an ask; halving all counts is put off until a count is read."""
+def _ask(asked: Any, fact: Any, meta: Any, x: int) -> None:
+    """Count an ask; halving all counts is put off until a count is read. The window is what was asked for, by size."""
     asked[x, 0] = (asked[x, 0] >> min(31, meta[EPOCH] - asked[x, 1])) + 1
     asked[x, 1] = meta[EPOCH]
-    meta[ASKS] += 1
-    if meta[ASKS] % meta[WINDOW] == 0:
+    meta[ASKS] += fact[x, SIZE]
+    if meta[ASKS] >= meta[WINDOW]:
+        meta[ASKS] = 0
         meta[EPOCH] += 1
 
 
@@ -115,7 +116,7 @@ def _touch(kind: int, starts: Any, node: Any, next_use: Any, info: Any, fact: An
         info[x, STAMP] = first + last - i
         key[x] = _priority(kind, info, fact, next_use, weights, floor, x, i)
         if kind == TINY:
-            _ask(asked, meta, x)
+            _ask(asked, fact, meta, x)
     return safe
 
 
@@ -130,7 +131,7 @@ def _fitting(kind: int, bypass: bool, starts: Any, node: Any, info: Any, fact: A
             continue
         info[x, MARK] = r
         if kind == TINY:
-            _ask(asked, meta, x)
+            _ask(asked, fact, meta, x)
         room -= fact[x, SIZE]
         closed = closed or (room < 0 and not bypass)
         if not closed:

@@ -35,14 +35,19 @@ def colour_of(name: str) -> str:
     return known.get(name, _SPARE[sum(name.encode()) % len(_SPARE)])
 
 
-def bars(path: Path, title: str, panels: Mapping[str, Bars], *, unit: str, best: str = "high", note: str = "") -> None:
-    """One row a policy, one panel a mode; the best one is drawn in full colour and its value in bold."""
+def bars(path: Path, title: str, panels: Mapping[str, Bars], *, unit: str, best: str = "high", note: str = "",
+         one_scale: bool = True) -> None:  # fmt: skip
+    """One row a policy, one panel a mode; the best one is drawn in full colour and its value in bold.
+
+    With ``one_scale`` bars of the same length mean the same in all panels.
+    """
     rows = max(len(values) for values in panels.values())
+    widest = max([value for values in panels.values() for _, value in values] + [1e-9])
     with figure(path, len(panels), (5.2 * len(panels) + 1.2, 0.36 * rows + 1.7), title, note) as axes:
         for at, (axis, (name, values)) in enumerate(zip(axes, panels.items(), strict=True)):
             names, numbers = [label for label, _ in values], [value for _, value in values]
             top = (min if best == "low" else max)((v for label, v in values if not _bound(label)), default=0.0)
-            longest = max([*numbers, 1e-9])
+            longest = widest if one_scale else max([*numbers, 1e-9])
             for row, (label, value) in enumerate(values):
                 first = not _bound(label) and abs(value - top) <= 1e-9 * max(1.0, abs(top))
                 face, edge = (PAPER, 1.0) if _bound(label) else (colour_of(label), 0.0)
@@ -63,6 +68,7 @@ def stacked(path: Path, title: str, panels: Mapping[str, Mapping[str, Mapping[st
     """Panels of policies of types: how much of a row belongs to which type."""
     kinds = list(dict.fromkeys(k for rows in panels.values() for parts in rows.values() for k in parts))
     most = max(len(rows) for rows in panels.values())
+    widest = max([sum(parts.values()) for rows in panels.values() for parts in rows.values()] + [1.0])
     with figure(path, len(panels), (5.2 * len(panels) + 1.2, 0.36 * most + 2.3), title, note) as axes:
         for at, (axis, (name, rows)) in enumerate(zip(axes, panels.items(), strict=True)):
             for row, parts in enumerate(rows.values()):
@@ -75,7 +81,7 @@ def stacked(path: Path, title: str, panels: Mapping[str, Mapping[str, Mapping[st
             axis.invert_yaxis()
             axis.set_title(name, fontsize=10, loc="left", color=FAINT)
             bare(axis, grid="x")
-            axis.set_xlim(0, axis.get_xlim()[1] * 1.1)
+            axis.set_xlim(0, widest * 1.15)
             axis.set_xlabel("blocks evicted", fontsize=9, color=FAINT)
         _legend(axes[0], kinds)
 

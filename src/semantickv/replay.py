@@ -172,7 +172,7 @@ def _observed(result: Replay, path: Path, note: str) -> None:
             for name, key in (("median", "p50_ttft_ms"), ("95th percentile", "p95_ttft_ms"))
         }
         title = "Simulated time to first token (this trace has no observed times)"
-        plots.bars(path, title, panels, unit="ms", best="low", note=note)
+        plots.bars(path, title, panels, unit="ms", best="low", note=note, one_scale=False)
         return
     edge = 1.25 * float(np.quantile(result.trace.ttft_ms[seen], 0.97))
     shown = seen[result.trace.ttft_ms[seen] <= edge]

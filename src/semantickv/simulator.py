@@ -84,16 +84,15 @@ def simulate(
     chosen = find_policy(policy)
     if warm_up < 0:
         raise InputError("warm_up counts requests and can't be negative")
-    options = {**_defaults(forest, capacity), **chosen.options, **policy_options, "seed": seed}
+    options = {**_defaults(capacity), **chosen.options, **policy_options, "seed": seed}
     warm_up = min(warm_up, len(forest.trace))
     counts = _counts(forest, chosen, capacity, engine, warm_up, options)
     return _result(forest, chosen, capacity, counts, warm_up)
 
 
-def _defaults(forest: Forest, capacity: Capacity) -> dict[str, Any]:
-    """Options that depend on trace and capacity: TinyLFU forgets over ten cache-fuls of blocks."""
-    mean = 1.0 if capacity.unit == "blocks" else max(1.0, float(forest.tokens.mean())) if forest.nodes else 1.0
-    return {"window": max(10, int(10 * capacity.size / mean)), "type_weights": TYPE_WEIGHTS, "unit": capacity.unit}
+def _defaults(capacity: Capacity) -> dict[str, Any]:
+    """Options that depend on the capacity: TinyLFU forgets over ten cache-fuls."""
+    return {"window": max(10, 10 * capacity.size), "type_weights": TYPE_WEIGHTS, "unit": capacity.unit}
 
 
 def _counts(

@@ -14,7 +14,8 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from semblend.materialize.attention_plain import attend_plain  # noqa: E402
-from semblend.materialize.kernels import scattered_attention, splice_moves  # noqa: E402
+from semblend.materialize.gather import gather_plain  # noqa: E402
+from semblend.materialize.kernels import gather_rows, scattered_attention, splice_moves  # noqa: E402
 from semblend.materialize.layout import KvLayout  # noqa: E402
 from semblend.materialize.rope import RopeSpec  # noqa: E402
 from semblend.materialize.splice import DonorTensors, Move, check_moves, on_device, splice_plain  # noqa: E402
@@ -142,6 +143,28 @@ def assert_same_attention(case, parts: int | None = None) -> None:
     assert have.dtype == want.dtype
     tolerance = 2e-5 if want.dtype == torch.float32 else 4 * torch.finfo(want.dtype).eps
     torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)
+
+
+class PoolOf:
+    """A layout as the pool that the twin reads."""
+
+    def __init__(self, layout: KvLayout) -> None:
+        self.layout = layout
+        self.k, self.v = (torch.stack([page.flatten(0, 1) for page in part]) for part in (layout.k, layout.v))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("heads", "d"), [(1, 16), (3, 10), (4, 64)])
+def test_gathering_equals_its_twin_in_every_layout(kind, heads, d):
+    layout = pool(kind, 3, 32, heads, d, torch.float32)
+    for number, page in enumerate((*layout.k, *layout.v)):
+        page.copy_(torch.randn(page.shape, generator=torch.Generator().manual_seed(number)))
+    slots = torch.tensor([31, 0, 5, 17, 6, 7, 8], device=DEVICE)
+    expected, got = ([torch.zeros(3, len(slots), heads, d, device=DEVICE) for _ in range(2)] for _ in range(2))
+    gather_plain(PoolOf(layout), slots, *expected)
+    gather_rows(layout, slots, *got)
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

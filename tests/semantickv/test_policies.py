@@ -62,6 +62,97 @@ def test_adaptive_learns_the_same_in_both_twins_when_lessons_come_often(trace, s
     assert fast.weights == pytest.approx(slow.weights)
 
 
+def growing(seed: int, requests: int = 230) -> Trace:
+    """Prompts behind a popular root, some long, some coming back soon, late or never: reaches every class and age."""
+    rng = np.random.default_rng(seed)
+    chats: list[list[int]] = []
+    made, fresh = [], 1000
+    for r in range(requests):
+        back = chats and rng.random() < 0.55
+        ids = chats[int(rng.integers(len(chats)))] if back else [0, int(rng.integers(1, 4))]
+        more = int(rng.choice([1, 2, 4, 8, 14, 45], p=[0.3, 0.25, 0.2, 0.15, 0.08, 0.02]))
+        ids = [*ids, *range(fresh, fresh + more)]
+        fresh += more
+        chats = [*chats[-12:], ids[: int(rng.integers(2, len(ids) + 1))]]
+        tokens, kinds = tuple(8 + i % 5 for i in ids), tuple(TYPES[i % 4] for i in ids)
+        made.append(TraceRequest(str(r), float(r), tuple(ids), tokens, kinds))
+    return Trace.from_requests(made)
+
+
+@pytest.mark.parametrize("capacity", [Capacity.blocks(60), Capacity.blocks(250), Capacity.tokens(900)], ids=str)
+@pytest.mark.parametrize("mode", ["prefix", "block"])
+def test_adaptive_learns_the_same_in_both_twins_over_many_cache_fuls(mode, capacity):
+    forest = plant(growing(5), mode)
+    fast, slow = (simulate(forest, "adaptive_semantic", capacity, engine=engine) for engine in ("compiled", "plain"))
+    same(fast, slow)
+    assert fast.weights == pytest.approx(slow.weights, rel=1e-9)
+
+
+def ledgers_and_indices(forest, capacity, **options):
+    """What both twins have learnt at the end, class by class."""
+    from semantickv import kernels_adaptive as compiled
+    from semantickv.policies import adaptive
+
+    plan = adaptive.AdaptivePlan.of(forest, capacity, options)
+    rng = np.random.default_rng(3)
+    ledger = np.zeros((2 * adaptive.KINDS, len(plan.edges) - 1, 4))
+    ledger[:, :, :2] = rng.gamma(0.5, 4.0, ledger[:, :, :2].shape) * (1.0, plan.edges[-1])
+    ledger[rng.random(len(ledger)) < 0.4] = 0.0
+    plain = adaptive.AdaptiveSemantic()
+    plain.begin(capacity.size, forest, {"unit": capacity.unit, **options})
+    plain.now = 0.0
+    for c, k in np.argwhere(ledger.any(axis=2)):
+        plain.ledger[c, k] = adaptive.Cell(*ledger[c, k, :2])
+    plain._lesson(0.5)
+    numbers = (plan.every, plan.blocks, plan.memory, plan.memory_blocks, plan.trust, plan.hope, plan.doubt)
+    index = np.zeros(ledger.shape[:2])
+    compiled.learn_index(ledger, index, plan.edges, plan.priors, np.array(numbers), 0.0, 0.5)
+    return plain, ledger, index
+
+
+def test_one_lesson_gives_the_same_index_for_every_class_and_age_in_both_twins():
+    plain, ledger, index = ledgers_and_indices(plant(growing(1, 5)), Capacity.blocks(100))
+    for c in range(len(index)):
+        assert index[c] == pytest.approx(plain._index(c), rel=1e-9), c
+    for (c, k), cell in plain.ledger.items():
+        assert ledger[c, k, :2] == pytest.approx((cell.returns, cell.exposure), rel=1e-9)
+
+
+def test_both_twins_file_every_use_under_the_same_class():
+    from semantickv import kernels_adaptive as compiled
+    from semantickv.policies import adaptive
+
+    forest = plant(Trace.from_requests([TraceRequest("r", 0.0, (1, 2), (16, 16), ("user", "user"))]))
+    plain = adaptive.AdaptiveSemantic()
+    plain.begin(320, forest, {"unit": "blocks"})
+    gaps = [0.0, *(step * 10.0 * 4.0**power for power in range(1, 7) for step in (0.99, 1.0))]
+    kinds = set()
+    for uses in (1, 2, 3, 4, 5, 6, 8, 9, 32, 33, 128, 129, 4000):
+        for gap in gaps if uses > 1 else (0.0,):
+            for seen, unseen in [(s, u) for s in (0, 1, 2, 9) for u in (0, 2, 3, 5, 6, 11, 12, 39, 40, 41, 99)]:
+                for fan, place in ((0, 0), (1, 1), (2, 0)):
+                    plain.uses, plain.children = {place: uses}, {place: fan}
+                    want = plain._kind(place, unseen, seen, place, gap)
+                    got = compiled.kind_of(bool(forest.tail[place]), seen + unseen, seen, uses, gap, fan, 10.0)
+                    assert got == want, (uses, gap, seen, unseen, fan, place)
+                    assert compiled.level_of(want) == adaptive.level_of(want)
+                    kinds.add(want)
+    assert kinds == set(range(adaptive.KINDS))
+
+
+@given(seed=st.integers(0, 99), share=st.floats(0.1, 0.9))
+@settings(max_examples=15, deadline=None)
+@pytest.mark.parametrize("name", [name for name, policy in POLICIES.items() if not policy.offline])
+def test_no_policy_knows_what_comes_later(name, seed, share):
+    """What a policy does with the first requests does not depend on the rest, nor on how large its blocks are."""
+    trace = growing(seed, 120)
+    huge = TraceRequest("huge", 1e9, tuple(range(10**6, 10**6 + 50)), (5000,) * 50, ("legal_evidence",) * 50)
+    cut = max(1, int(len(trace) * share))
+    head = simulate(trace.head(cut), name, Capacity.tokens(700)).hit_tokens_by_request
+    longer = Trace.from_requests([*trace.requests(), huge, huge])
+    assert np.array_equal(head, simulate(longer, name, Capacity.tokens(700)).hit_tokens_by_request[:cut])
+
+
 def replay(ids, name, size, **options):
     asks = [TraceRequest(str(n), float(n), (i,), (16,), ("other",)) for n, i in enumerate(ids)]
     return simulate(Trace.from_requests(asks), name, Capacity.blocks(size), mode="block", **options)

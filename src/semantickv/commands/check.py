@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from semantickv.capacity import Capacity
-from semantickv.experiments import CONFIG_FOLDER, SIX, load
+from semantickv.experiments import CONFIG_FOLDER, SIX, config_files, load
 from semantickv.policies import POLICIES
 from semantickv.simulator import simulate
 from semantickv.workloads import workload
@@ -59,7 +59,7 @@ def _simulator() -> str:
 
 
 def _configurations(folder: Path) -> str:
-    found = sorted(folder.glob("*.yaml"))
+    found = config_files(folder)
     if not found:
         raise LookupError(f"no .yaml under {folder}")
     return ", ".join(load(path).experiment_id for path in found)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from semantickv import experiment_files
-from semantickv.experiments import CONFIG_FOLDER, Experiment, Outcome, load
+from semantickv.experiments import CONFIG_FOLDER, Experiment, Outcome, config_files, load
 from semantickv.experiments import run as simulate_experiment
 from semantickv.latency import against
 from semblend.commands.output import print_json, say, table
@@ -61,10 +61,11 @@ def _configs(args: argparse.Namespace, everything: bool) -> list[str | Path]:
     if not everything:
         if not named:
             raise InputError("experiment run needs --config", hint="--config configs/experiments/NAME.yaml, or all")
-        return [path if Path(path).exists() else Path(args.config_dir) / f"{path}.yaml" for path in named]
+        inside = {name: Path(args.config_dir) / f"{name}.yaml" for name in named}
+        return [inside[name] if not Path(name).exists() and inside[name].exists() else name for name in named]
     if named:
         raise InputError("--config and all exclude each other", hint="name files, or run all of them")
-    found: list[str | Path] = sorted(Path(args.config_dir).glob("*.yaml"))
+    found: list[str | Path] = [*config_files(Path(args.config_dir))]
     if not found:
         raise InputError(f"{args.config_dir} holds no .yaml files", hint="pass --config-dir")
     return found

@@ -18,11 +18,10 @@ from semantickv.plain import Block, Cache, PlainPolicy
 KINDS: Final = 64
 NEW_KINDS: Final = 16
 SEVERAL: Final = 58
-LEVELS: Final = 11
-# What is assumed of a class before anything is known of it, as a multiple of the returns of all classes together: the
-# end of a prompt hardly returns, other new blocks return as all do, the often used return more often. Evidence of a
-# few returns outweighs it.
-PRIORS: Final = (0.1, 1.0, 1.0, 1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+# What is assumed of a class before anything is known of it, as a multiple of the returns of all classes together. At
+# ages beyond a cache-ful, where evidence comes late, the end of a prompt hardly returns, other new blocks return as all
+# do, the often used more often; a few returns outweigh it. By level: four groups of new blocks, seven steps of fame.
+PRIORS: Final = (0.1, 1.0, 1.0, 1.0, 4.0, 8.0, 16.0, 16.0, 16.0, 16.0, 16.0)
 FIRST_LESSON: Final = 16.0  # block accesses; later lessons come every eighth of what has been seen, up to the plan's
 
 
@@ -36,6 +35,7 @@ class AdaptivePlan:
 
     clock: npt.NDArray[np.float64]  # per request
     edges: npt.NDArray[np.float64]  # of the ages
+    priors: npt.NDArray[np.float64]  # by level and age, see `PRIORS`
     every: float  # least clock between two lessons
     blocks: float  # block accesses between two lessons, once as many have been seen eight times over
     memory: float  # clock in which old evidence fades to a half, and
@@ -50,10 +50,12 @@ class AdaptivePlan:
         total = np.concatenate(([0], np.cumsum(sizes[forest.node], dtype=np.int64)))
         unit = max(1.0, capacity.size / float(options.get("finest", 32.0)))
         bins, ratio = int(options.get("bins", 20)), float(options.get("ratio", 2.0**0.5))
+        edges = np.array([0.0] + [unit * ratio**k for k in range(bins)])
         share = float(options.get("share", 1.0))  # of the blocks that are seen, when a sample stands for all
         return AdaptivePlan(
             clock=total[forest.trace.starts[:-1]].astype(np.float64),
-            edges=np.array([0.0] + [unit * ratio**k for k in range(bins)]),
+            edges=edges,
+            priors=np.where(edges[:-1] >= capacity.size, np.array(PRIORS)[:, None], 1.0),
             every=max(1.0, capacity.size / 8.0),
             blocks=float(options.get("lesson_blocks", 600.0)) * share,
             memory=max(1.0, float(options.get("memory", 100.0)) * capacity.size),
@@ -73,8 +75,8 @@ class AdaptivePlan:
         return left
 
     def first_index(self) -> npt.NDArray[np.float64]:
-        """Before the first lesson, per level: the youngest are worth most, the often used more than the new."""
-        return np.outer(PRIORS, 1.0 / (1.0 + self.edges[1:]))
+        """By level and age, before the first lesson: the youngest are worth most."""
+        return self.priors / (1.0 + self.edges[1:])
 
     def weights(self, ledger: npt.NDArray[np.float64], names: tuple[str, ...]) -> dict[str, float]:
         """Returns per cache-ful of waiting, by type: what the run learnt, in one number each."""
@@ -215,7 +217,7 @@ class AdaptiveSemantic(PlainPolicy):
         for cell in self.ledger.values():
             cell.settle(self.now, 0)
         common, edges, trust = self._common(), self.plan.edges.tolist(), self.plan.trust
-        assumed = [[prior * rate for rate in common] for prior in PRIORS]
+        assumed = (self.plan.priors * common).tolist()
         nothing = [Cell()] * self.ages
         self.unknown = [best_rates(rates(nothing, level, trust), edges) for level in assumed]
         for kind in {kind for kind, _ in self.ledger}:

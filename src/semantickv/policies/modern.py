@@ -184,13 +184,15 @@ class TinyLfu(PlainPolicy):
     def begin(self, capacity: int, forest: Forest, options: dict[str, Any]) -> None:
         super().begin(capacity, forest, options)
         self.window = int(options["window"])
+        self.sizes = forest.sizes(options["unit"])
         self.asks = 0
         self.counts: dict[int, int] = {}
 
     def count(self, node: int) -> None:
         self.counts[node] = self.counts.get(node, 0) + 1
-        self.asks += 1
-        if self.asks % self.window == 0:
+        self.asks += int(self.sizes[node])
+        if self.asks >= self.window:
+            self.asks = 0
             self.counts = {node: count // 2 for node, count in self.counts.items() if count > 1}
 
     def touched(self, block: Block) -> None:

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from semblend.materialize.blend import Blender
 from semblend.materialize.donor_kv import DonorKv
 from semblend.materialize.host_memory import sent
 from semblend.materialize.layout import KvLayout
 from semblend.materialize.quality import QualitySettings
+from semblend.materialize.queueing import QueueingBlender
 from semblend.materialize.rope import RopeSpec
 
 
@@ -188,7 +188,7 @@ class PagedPool:
         self.v: Any = _Part(layout, 1)
 
 
-class PagedBlender(Blender):
+class PagedBlender(QueueingBlender):
     """The blender in an engine's cache: the same passes and the same gate, another layout and another model."""
 
     def __init__(self, stack: Stack, pool: PagedPool, donor_kv: DonorKv, settings: QualitySettings) -> None:

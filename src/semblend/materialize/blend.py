@@ -50,7 +50,7 @@ from semblend.materialize.probe import (
 from semblend.materialize.quality import Blended, OnPass, Pass, QualitySettings, Step, Target
 from semblend.materialize.risk import RepairedDeviation, Signs, entropy
 from semblend.materialize.splice import Move, splice
-from semblend.materialize.work import Refused, Work
+from semblend.materialize.work import Refused, Work, array_of, runs_of
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.plan.selection import SELECTIONS, Positions, Scores, reused_positions, seams
 from semblend.span import Span
@@ -111,7 +111,7 @@ class Blender:
             prompt.canary = self._checked_canary(error)
         if watch is None:
             return self._result(prompt, "fast")
-        prompt.mass = _array(watch.mass)
+        prompt.mass = array_of(watch.mass)
         return self._result(prompt, self._gate(prompt))
 
     def _checked(self, sequence: Target, plan: ReusePlan, on_pass: OnPass | None, spans: tuple[Span, ...]) -> Work:
@@ -225,7 +225,7 @@ class Blender:
             watch = None if step is settings.steps[-1] else AttentionMass()
             prompt.risk = self._repair(prompt, step, chosen, rows, watch)
             if watch is not None:
-                prompt.mass = _array(watch.mass)
+                prompt.mass = array_of(watch.mass)
             if prompt.risk <= settings.thresholds.after(step.percent):
                 return "accepted"
         if not len(prompt.stale):
@@ -246,7 +246,7 @@ class Blender:
             return ()
         look = KvDeviation(layer=1)
         self._forward(prompt, "glance", most, look, layers=1)
-        deviation = float(np.average(_array(look.relative), weights=prompt.mass[most] + 1e-12))
+        deviation = float(np.average(array_of(look.relative), weights=prompt.mass[most] + 1e-12))
         prompt.glance = deviation
         first = self.settings.thresholds.first_step(deviation)
         return () if first is None else tuple(step for step in self.settings.steps if step.percent >= first)
@@ -288,7 +288,7 @@ class Blender:
         look = KvDeviation(layer=depth)
         self._forward(prompt, "deviation", prompt.stale, look, layers=depth)
         found = np.zeros(len(prompt.tokens))
-        found[prompt.stale] = _array(look.squared if squared else look.relative)
+        found[prompt.stale] = array_of(look.squared if squared else look.relative)
         return found
 
     def _with_affected(self, prompt: Work, chosen: Positions) -> Positions:
@@ -330,7 +330,9 @@ class Blender:
             prompt.on_pass(prompt.passes[-1], prompt.tail)
         return moved
 
-    def _forward(self, prompt: Work, name: str, rows: Positions, watch: Observer | None, layers: int) -> Tensor | None:
+    def _forward(
+        self, prompt: Work, name: str, rows: Positions, watch: Observer | None, layers: int, *, wait: bool = True
+    ) -> Tensor | None:
         """In chunks, ascending, so that each sees what the one before wrote; the question stays in one chunk."""
         begun, hidden = time.perf_counter(), None
         for start in range(0, max(1, len(rows) - QUESTION_ROWS), self.settings.chunk_tokens):
@@ -343,10 +345,11 @@ class Blender:
                 hidden = None
         if hidden is not None:
             hidden = hidden[-self._tail_rows(prompt) :].clone()
-            float(hidden[0, 0])  # the clock must not stop before the device does
+            if wait:
+                float(hidden[0, 0])  # the clock must not stop before the device does
         ms = (time.perf_counter() - begun) * 1e3
         prompt.passes.append(Pass(name, len(rows), int((rows + 1).sum()), layers, ms))
-        if layers == len(self.pool.k):
+        if wait and layers == len(self.pool.k):
             # Small passes are slower a row than large ones: the best rate seen foretells a large one.
             self._rows_per_ms = max(self._rows_per_ms * 0.98, len(rows) / max(ms, 1e-6))
         return hidden
@@ -389,20 +392,5 @@ class Blender:
             load_ms=prompt.load_ms,
             compute_ms=sum(one.ms for one in prompt.passes),
             passes=tuple(prompt.passes),
-            recomputed_runs=_runs(prompt.reused[prompt.computed[prompt.reused]]),
+            recomputed_runs=runs_of(prompt.reused[prompt.computed[prompt.reused]]),
         )
-
-
-def _array(values: Tensor | None) -> npt.NDArray[np.floating[Any]]:
-    if values is None:
-        raise Refused(DeclineReason.ERROR, "the observer saw nothing")
-    found: npt.NDArray[np.floating[Any]] = values.float().cpu().numpy()
-    return found
-
-
-def _runs(positions: Positions) -> tuple[tuple[int, int], ...]:
-    """Ascending positions as half-open runs."""
-    if not len(positions):
-        return ()
-    cuts = np.flatnonzero(np.diff(positions) != 1) + 1
-    return tuple((int(part[0]), int(part[-1]) + 1) for part in np.split(positions, cuts))

@@ -38,7 +38,7 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
 
 
 class Arena:
-    """One piece of memory, given out first-fit; a piece comes back when its tensor is gone.
+    """One piece of memory, given out first-fit; a piece comes back when the tensor itself is gone, views or not.
 
     >>> arena = Arena(torch.empty(1024, dtype=torch.uint8))
     >>> a, b = arena.take((64,), torch.float32), arena.take((300,), torch.int16)

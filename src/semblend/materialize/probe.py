@@ -13,6 +13,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -195,13 +196,12 @@ def canary_positions(starts: Tensor, ends: Tensor, *, seed: int = 0) -> Tensor:
     True
     """
     generator = torch.Generator().manual_seed(seed)
-    chosen: set[int] = set()
+    chosen = [starts, ends - 1]
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
         blocks = torch.arange(start // _CHECK_EVERY, -(-end // _CHECK_EVERY)) * _CHECK_EVERY
         drawn = blocks + torch.randint(0, _CHECK_EVERY, blocks.shape, generator=generator)
-        chosen.update(drawn.clamp(start, end - 1).tolist())
-        chosen.update((start, end - 1))
-    return torch.tensor(sorted(chosen), dtype=torch.long)
+        chosen.append(drawn.clamp(start, end - 1))
+    return torch.from_numpy(np.unique(torch.cat(chosen).numpy()))
 
 
 def question_rows(positions: Tensor, most: int = QUESTION_ROWS) -> int:

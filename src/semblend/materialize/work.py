@@ -65,3 +65,23 @@ class Work:
     @property
     def elapsed_ms(self) -> float:
         return (time.perf_counter() - self.started) * 1e3
+
+
+def array_of(values: Tensor | None) -> npt.NDArray[np.floating[Any]]:
+    """What an observer has seen, on the host."""
+    if values is None:
+        raise Refused(DeclineReason.ERROR, "the observer saw nothing")
+    found: npt.NDArray[np.floating[Any]] = values.float().cpu().numpy()
+    return found
+
+
+def runs_of(positions: Positions) -> tuple[tuple[int, int], ...]:
+    """Ascending positions as half-open runs.
+
+    >>> runs_of(np.array([2, 3, 7]))
+    ((2, 4), (7, 8))
+    """
+    if not len(positions):
+        return ()
+    cuts = np.flatnonzero(np.diff(positions) != 1) + 1
+    return tuple((int(part[0]), int(part[-1]) + 1) for part in np.split(positions, cuts))

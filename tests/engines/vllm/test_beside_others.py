@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -64,3 +66,31 @@ def test_without_that_refusal_approximate_kv_is_stored_as_exact(apart, tmp_path)
     assert told["shifted"]["receipt"]["reused_tokens"] > 0
     assert told["stored"][1] == 2
     assert told["without us"]["cached"] == whole_blocks(told["without us"])
+
+
+def test_a_hidden_request_is_in_no_part_of_a_step_that_others_see():
+    from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+
+    from semblend.integration.vllm.beside_others import without
+
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens = {"a": 5, "b": 1, "c": 1}
+    output.total_num_scheduled_tokens = 7
+    output.scheduled_new_reqs = [SimpleNamespace(req_id="a")]
+    output.scheduled_cached_reqs = CachedRequestData(
+        req_ids=["b", "c"],
+        resumed_req_ids={"b"},
+        new_token_ids=[],
+        all_token_ids={"b": [1, 2]},
+        new_block_ids=[([4],), None],
+        num_computed_tokens=[10, 20],
+        num_output_tokens=[1, 2],
+    )
+    shown = without(output, {"a", "b"})
+    assert (shown.num_scheduled_tokens, shown.total_num_scheduled_tokens) == ({"c": 1}, 1)
+    assert shown.scheduled_new_reqs == []
+    cached = shown.scheduled_cached_reqs
+    assert (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens) == (["c"], [None], [20])
+    assert (cached.resumed_req_ids, cached.all_token_ids, cached.new_token_ids) == (set(), {}, [])
+    assert output.scheduled_cached_reqs.req_ids == ["b", "c"], "ours sees the whole step"
+    assert without(output, {"z"}) is output

@@ -186,6 +186,24 @@ def test_wrong_donor_kv_is_caught_by_the_canary(world):
     assert output.outputs[0].token_ids == cold.outputs[0].token_ids
 
 
+def test_wrong_donor_kv_that_is_found_out_after_the_step_is_computed_again_by_vllm(world, monkeypatch):
+    monkeypatch.setattr(world.worker, "_queues", True)  # as on a GPU
+    target, cold = shifted(world, 32)
+    (right,) = world.ask(target, quality="fast")
+    assert world.receipt(right)["reused_tokens"] > 0
+    for donor in world.half.semblend.donors():
+        held = world.worker.donor_kv.acquire(donor.donor_id, world.half._held[donor.donor_id])
+        with torch.inference_mode():
+            held.k[0, 60:80] = torch.roll(held.k[0, 60:80], 1, dims=0)
+        world.worker.donor_kv.release(held)
+    (output,) = world.ask(target, quality="fast")
+    assert output.outputs[0].token_ids == cold.outputs[0].token_ids
+    receipt = world.receipt(output)
+    assert (receipt["reason"], receipt["reused_tokens"]) == ("validation_failed", 0)
+    (later,) = world.ask(target, opt_out=True)
+    assert worst(world.kv_of(later), world.kv_of(cold)) == 0.0
+
+
 def broken(*args, **named):
     raise RuntimeError("broken on purpose")
 

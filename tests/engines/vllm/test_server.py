@@ -164,7 +164,7 @@ def confirmed(server):
     """Receipts by request, from the audit stream."""
     events = [json.loads(line) for line in server.events.read_text().splitlines()]
     assert not [event for event in events if event["event"] == "error"]
-    return {event["request_id"]: event for event in events if event["event"] == "reuse_confirmed"}
+    return {event["request_id"]: event["receipt"] for event in events if "receipt" in event}
 
 
 def test_eight_streams_at_once_answer_as_one_after_the_other(server):

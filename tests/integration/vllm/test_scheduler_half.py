@@ -378,3 +378,29 @@ def test_settings_of_the_library_may_stand_in_the_connectors_configuration():
     with pytest.raises(ConfigError, match="donor_host_bytes"):
         connector_settings({"donor_host_bytes": -1}, {})
     assert dataclasses.asdict(settings)["receipts"] is True
+
+
+def test_the_worker_hears_when_blocks_that_it_copies_from_change_hands(world):
+    request = FakeRequest("donor", DOCUMENT)
+    _, orders = world.admit(request)
+    assert [capture.donor_id for capture in orders.captures] == ["donor"]
+    assert orders.freed == []
+    world.served(orders)
+    world.half.finished("donor")
+    assert world.step().freed == ["donor"]
+    assert world.step().freed == [], "once"
+
+
+def test_a_request_that_was_not_captured_frees_nothing_that_is_read(world):
+    request = FakeRequest("short", range(8))
+    _, orders = world.admit(request)
+    world.served(orders)
+    world.half.finished("short")
+    assert world.step().freed == []
+
+
+def test_a_preempted_donor_gives_its_blocks_away_too(world):
+    request = FakeRequest("donor", DOCUMENT)
+    _, orders = world.admit(request)
+    world.served(orders)
+    assert world.step(preempted=["donor"]).freed == ["donor"]

@@ -39,11 +39,11 @@ class FakeEngine(FakeStack):
 class Worker:
     """A worker's half on the fake engine; blocks 0–19 belong to a donor, 20–39 to the prompt, 40–59 to a cold twin."""
 
-    def __init__(self, **settings):
+    def __init__(self, queues=None, **settings):
         engine = self.engine = FakeEngine()
         quality = QualitySettings(mode="fast", first_seam_tokens=4, seam_tokens=4, **settings)
         stack = _WithLayout(engine)
-        self.half = WorkerHalf(stack, quality, host_bytes=1 << 24)
+        self.half = WorkerHalf(stack, quality, host_bytes=1 << 24, queues=queues)
 
     def donor(self, tokens):
         self.engine.cold(tokens, range(20))
@@ -143,6 +143,66 @@ def test_when_no_pass_works_the_blocks_are_called_invalid(worker):
     assert worker.half.take_invalid_blocks() == set(range(20, 26))
     assert worker.half.take_invalid_blocks() == set()
     assert any("on purpose" in message for _, message, _ in report.errors)
+
+
+def test_a_queued_load_fills_the_same_blocks_and_is_told_after_the_step():
+    at_once, queued = Worker(), Worker(queues=True)
+    tokens = [7, 8, 9, *DOCUMENT, 12]
+    order = Load("r", tuple(tokens), tuple(range(20, 40)), 0, len(tokens), (Span("d", 3, 3, 80, generation=1),), "fast")
+    for worker in (at_once, queued):
+        worker.donor([1, 2, 3, *DOCUMENT])
+        worker.half.load(Orders(loads=[order]))
+    assert queued.half.take_report() is None, "nobody has looked yet"
+    assert queued.half.donor_kv.holders == 1
+    queued.half.capture(Orders())
+    told, expected = queued.half.take_report().loaded["r"], at_once.half.take_report().loaded["r"]
+    for name in ("reused_tokens", "recomputed_tokens", "prefill_tokens", "canary", "reason"):
+        assert getattr(told, name) == getattr(expected, name), name
+    for ours, theirs in zip(queued.kv(tokens), at_once.kv(tokens), strict=True):
+        assert torch.equal(ours[0], theirs[0])
+    assert queued.half.donor_kv.holders == 0
+    assert queued.half.take_invalid_blocks() == set()
+
+
+def test_a_queued_load_that_turns_out_wrong_makes_its_blocks_invalid():
+    worker = Worker(queues=True)
+    worker.donor([1, 2, 3, *DOCUMENT])
+    tokens = (7, 8, *reversed(DOCUMENT))
+    order = Load("r", tokens, tuple(range(20, 40)), 16, 82, (Span("d", 19, 18, 64, generation=1),), "fast")
+    worker.half.load(Orders(loads=[order]))
+    assert worker.half.take_invalid_blocks() == set(range(21, 26)), "vLLM asks before it hears the report"
+    loaded = worker.half.take_report().loaded["r"]
+    assert (loaded.reason, loaded.failed, loaded.reused_tokens) == ("validation_failed", True, 0)
+    assert worker.half.donor_kv.holders == 0
+
+
+def test_a_queued_load_that_is_refused_at_once_is_computed_at_once():
+    worker = Worker(queues=True)
+    tokens = (7, 8, *DOCUMENT)
+    order = Load("r", tokens, tuple(range(20, 40)), 0, 82, (Span("gone", 3, 2, 80, generation=1),), "fast")
+    worker.half.load(Orders(loads=[order]))
+    loaded = worker.half.take_report().loaded["r"]
+    assert (loaded.reason, loaded.failed) == ("stale", False)
+    assert torch.equal(worker.kv(tokens)[2][0], worker.engine.cold(list(tokens), range(40, 60))[2][0])
+
+
+def test_blocks_that_change_hands_wait_for_the_capture_that_reads_them(worker):
+    waited = []
+
+    class Arrival:
+        def __init__(self, name):
+            self.name = name
+
+        def wait(self):
+            waited.append(self.name)
+
+        def query(self):
+            return self.name == "arrived"
+
+    worker.half._reading = {name: Arrival(name) for name in ("mine", "other", "arrived")}
+    worker.half.before_step(Orders(freed=["mine", "never captured"]))
+    assert waited == ["mine"]
+    assert list(worker.half._reading) == ["other"]
 
 
 def test_evicted_donors_are_told(worker):

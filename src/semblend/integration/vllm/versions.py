@@ -23,16 +23,21 @@ class Support:
     note: str
 
 
-_STATIC = "every name that we lean on is in its sources (semblend.integration.vllm.contract); never run"
+_EVENTS = "KV events announce blocks of an approximate answer; no split of hits by source"
+_CPU = "tests/engines/vllm on a CPU, model runner V1, float32"
 
 SUPPORTED: tuple[Support, ...] = (
-    Support("0.26", Evidence.STATIC, _STATIC),
-    Support("0.27", Evidence.STATIC, _STATIC),
-    Support("0.28", Evidence.STATIC, _STATIC),
-    Support("0.29", Evidence.STATIC, _STATIC),
-    Support("0.30", Evidence.STATIC, _STATIC),
-    Support("0.31", Evidence.STATIC, _STATIC),
-    Support("0.32", Evidence.RUN, "tests/engines/vllm on a CPU, model runner V1, float32"),
+    Support(
+        "0.26",
+        Evidence.STATIC,
+        f"every name that we lean on is in its sources (semblend.integration.vllm.contract); never run; {_EVENTS}",
+    ),
+    Support("0.27", Evidence.RUN, f"{_CPU}; {_EVENTS}"),
+    Support("0.28", Evidence.RUN, f"{_CPU}; {_EVENTS}"),
+    Support("0.29", Evidence.RUN, f"{_CPU}; {_EVENTS}"),
+    Support("0.30", Evidence.RUN, f"{_CPU}; no split of hits by source"),
+    Support("0.31", Evidence.RUN, f"{_CPU}; no split of hits by source"),
+    Support("0.32", Evidence.RUN, f"{_CPU}; HTTP server, other connectors, LoRA, hundreds of requests"),
 )
 
 

@@ -24,6 +24,7 @@ from semblend.integration.vllm.orders import Capture, Load, Loaded, Orders, Repo
 from semblend.materialize.donor_kv import DonorKv
 from semblend.materialize.host_memory import Arrival
 from semblend.materialize.quality import Blended, Placed, QualitySettings
+from semblend.materialize.queueing import Begun
 from semblend.materialize.splice import Move, splice
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 
@@ -42,9 +43,20 @@ class Engine(Stack, Protocol):
 
 
 class WorkerHalf:
-    """See the module. The layout is asked for at the first use: the backend is not ready before."""
+    """See the module. The layout is asked for at the first use: the backend is not ready before.
 
-    def __init__(self, engine: Engine, quality: QualitySettings, *, host_bytes: int, device_bytes: int = 0) -> None:
+    ``queues``: loads of mode fast are left to the device and looked at after the step; by default on a GPU.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        quality: QualitySettings,
+        *,
+        host_bytes: int,
+        device_bytes: int = 0,
+        queues: bool | None = None,
+    ) -> None:
         self._engine = engine
         self._quality = quality
         self.donor_kv = DonorKv(
@@ -56,6 +68,8 @@ class WorkerHalf:
         )
         self.donor_kv.reserve(engine.device)
         self._reading: dict[str, Arrival] = {}
+        self._queues = engine.device.type == "cuda" if queues is None else queues
+        self._under_way: list[tuple[Load, Begun]] = []
         self._pool: PagedPool | None = None
         self._blenders: dict[str, PagedBlender] = {}
         self._report = Report()
@@ -97,11 +111,24 @@ class WorkerHalf:
                 self.donor_kv.drop(donor_id)
         orders.drops = []  # a step calls us once before and, without loads, once after its forward pass
         for load in orders.loads:
-            self._report.loaded[load.request_id] = self._loaded(load)
+            if self._queues and load.mode == "fast" and (begun := self._begun(load)) is not None:
+                self._under_way.append((load, begun))
+            else:
+                self._report.loaded[load.request_id] = self._loaded(load)
         orders.loads = []
+
+    def finish_loads(self) -> None:
+        """After the step's forward pass was queued: what became of the loads that it was queued behind."""
+        under_way, self._under_way = self._under_way, []
+        for load, begun in under_way:
+            found = begun.finish()
+            self._report.loaded[load.request_id] = (
+                _told(load, found) if isinstance(found, Blended) else self._given_up(load, found)
+            )
 
     def capture(self, orders: Orders) -> None:
         """After the step's forward pass."""
+        self.finish_loads()
         for order in orders.captures:
             key = (order.donor_id, order.generation)
             try:
@@ -122,6 +149,7 @@ class WorkerHalf:
 
     def take_invalid_blocks(self) -> set[int]:
         """Blocks that neither donors nor a pass of ours could fill: vLLM computes them."""
+        self.finish_loads()
         invalid, self._invalid = self._invalid, set()
         return invalid
 
@@ -143,14 +171,19 @@ class WorkerHalf:
             self._blenders[mode] = PagedBlender(self._engine, self.pool, self.donor_kv, quality)
         return self._blenders[mode]
 
+    def _begun(self, load: Load) -> Begun | None:
+        """The load, queued; None where it is better done at once, whatever the reason."""
+        try:
+            begun = self._blender(load.mode).begin(*self._placed(load))
+        except Exception as error:  # the blender itself does not raise; what is around it may
+            self._failed("materialize", error, load.request_id)
+            return None
+        return begun if isinstance(begun, Begun) else None
+
     def _loaded(self, load: Load) -> Loaded:
         try:
-            context = slots_of(load.block_ids, self._engine.block_tokens, load.plan_tokens, self._engine.device)
-            plan = ReusePlan(load.spans, load.plan_tokens, load.exact_tokens)
-            blended = self._blender(load.mode).prepare(
-                Placed(torch.as_tensor(load.tokens), context), plan, mode=load.mode
-            )
-        except Exception as error:  # the blender itself does not raise; what is around it may
+            blended = self._blender(load.mode).prepare(*self._placed(load), mode=load.mode)
+        except Exception as error:  # as above
             self._failed("materialize", error, load.request_id)
             blended = Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}")
         if isinstance(blended, Blended):
@@ -159,10 +192,31 @@ class WorkerHalf:
             self._report.errors.append(("materialize", blended.detail, load.request_id))
         return self._computed(load, blended)
 
+    def _placed(self, load: Load) -> tuple[Placed, ReusePlan]:
+        context = slots_of(load.block_ids, self._engine.block_tokens, load.plan_tokens, self._engine.device)
+        return Placed(torch.as_tensor(load.tokens), context), ReusePlan(load.spans, load.plan_tokens, load.exact_tokens)
+
+    def _given_up(self, load: Load, why: Decline) -> Loaded:
+        """Found out after vLLM went on with it: its blocks are invalid, and vLLM computes them again."""
+        self._report.errors.append(("materialize", why.detail, load.request_id))
+        return self._invalidated(load, why)
+
+    def _invalidated(self, load: Load, why: Decline, compute_ms: float | None = None) -> Loaded:
+        first = load.exact_tokens // self._engine.block_tokens
+        self._invalid.update(load.block_ids[first : -(-load.claim_end // self._engine.block_tokens)])
+        return Loaded(
+            load.request_id,
+            exact_tokens=load.exact_tokens,
+            prefill_tokens=load.plan_tokens - load.exact_tokens,
+            compute_ms=compute_ms,
+            reason=why.reason,
+            detail=why.detail,
+            failed=True,
+        )
+
     def _computed(self, load: Load, why: Decline) -> Loaded:
         """No donor KV after all: compute every claimed token, as vLLM would have."""
         started = time.perf_counter()
-        failed = False
         try:
             context = slots_of(load.block_ids, self._engine.block_tokens, load.claim_end, self._engine.device)
             tokens = torch.as_tensor(load.tokens[: load.claim_end])
@@ -170,10 +224,8 @@ class WorkerHalf:
                 at = torch.arange(start, min(start + self._quality.chunk_tokens, load.claim_end))
                 self._engine.forward(EngineRows.of(tokens[at], at, context), self.pool)
         except Exception as error:  # the last resort is vLLM's own recomputation
-            failed = True
-            first = load.exact_tokens // self._engine.block_tokens
-            self._invalid.update(load.block_ids[first : -(-load.claim_end // self._engine.block_tokens)])
             self._failed("fallback", error, load.request_id)
+            return self._invalidated(load, why, (time.perf_counter() - started) * 1e3)
         return Loaded(
             load.request_id,
             exact_tokens=load.exact_tokens,
@@ -181,7 +233,6 @@ class WorkerHalf:
             compute_ms=(time.perf_counter() - started) * 1e3,
             reason=why.reason,
             detail=why.detail,
-            failed=failed,
         )
 
     def _captured(self, order: Capture) -> None:

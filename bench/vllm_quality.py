@@ -1,0 +1,173 @@
+"""Claim: through vLLM answers are as close to cold ones as through the embedded engine, prompt by prompt.
+
+    python bench/vllm_quality.py --model FOLDER --data-dir DATA --prompts 50 --tokens 4000 --jsonl rows.jsonl
+    python bench/vllm_quality.py --tables-only rows.jsonl --engine-rows bench/results/quality_h200_rows.jsonl.gz
+
+The prompts of `bench/quality.py`, asked of a real vLLM with our connector: its donors first (computed exactly), then
+cold (opted out), fast and balanced, each from an empty prefix cache. FOLDER is a Hugging Face folder of the same
+weights. Scores are word F1 of greedy answers against vLLM's own cold answer. Rows go to --jsonl as they come; a second
+run skips the cases that are there. The table sets them beside the embedded engine's rows of the same prompts;
+intervals: bootstrap over documents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import _report  # first: it holds the numeric libraries to one thread
+import numpy as np
+from _quality_cases import SCENARIOS, Case, cases
+from _quality_lab import next_line_similarity, word_f1
+from quality import kept_rows
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+ARMS = ("cold", "fast", "balanced")
+KINDS = ("outcome", "reason", "exact_tokens", "reused_tokens", "recomputed_tokens", "prefill_tokens", "risk",
+         "escalations", "canary")  # fmt: skip
+
+
+class Asked:
+    """A vLLM with our connector, one prompt at a time."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        self.llm = LLM(
+            model=args.model, dtype=args.dtype, max_model_len=args.tokens * 2 + 400,
+            max_num_batched_tokens=args.tokens * 2 + 400, gpu_memory_utilization=args.memory, max_num_seqs=8,
+            enforce_eager=args.eager, disable_log_stats=False,
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="SemBlendConnectorV1",
+                kv_connector_module_path="semblend.integration.vllm.connector_v1",
+                kv_role="kv_both",
+                kv_connector_extra_config={"donor_host_bytes": 4 << 30},
+            ),
+        )  # fmt: skip
+        self.tokenizer = self.llm.get_tokenizer()
+
+    def ask(self, tokens: tuple[int, ...], count: int, **asked: Any) -> tuple[str, dict[str, Any]]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=count, extra_args={"kv_transfer_params": {"semblend": asked}})
+        (output,) = self.llm.generate([{"prompt_token_ids": list(tokens)}], params, use_tqdm=False)
+        receipt = (output.kv_transfer_params or {}).get("semblend") or {}
+        return output.outputs[0].text, {kind: receipt.get(kind) for kind in KINDS}
+
+    def run(self, case: Case) -> list[dict[str, Any]]:
+        self.llm.reset_prefix_cache(reset_connector=True)
+        cold, _ = self.ask(case.tokens, case.answer_tokens, opt_out=True)
+        for donor in case.donors:
+            self.llm.reset_prefix_cache()
+            self.ask(donor, 2, quality="exact")
+        score = next_line_similarity if case.scenario == "code" else word_f1
+        rows = []
+        for arm in ARMS:
+            self.llm.reset_prefix_cache()
+            asked = {"opt_out": True} if arm == "cold" else {"quality": arm}
+            text, receipt = self.ask(case.tokens, case.answer_tokens, **asked)
+            golds = [score(text, gold) for gold in case.golds]
+            fact = None if case.code is None else case.code in text
+            rows.append(
+                {"case": case.case_id, "scenario": case.scenario, "cluster": case.cluster, "recipe": arm,
+                 "tokens": len(case.tokens), "f1": score(text, cold), "task": max(golds, default=None), "fact": fact,
+                 "donor_fact": None if case.donor_code is None else case.donor_code in text, **receipt}
+            )  # fmt: skip
+        return rows
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    begun, path = time.perf_counter(), Path(args.jsonl)
+    engine = Asked(args)
+    rows = kept_rows([path])
+    finished = {row["case"] for row in rows}
+    made = cases(_report.data_dir(args), lambda text: engine.tokenizer.encode(text, add_special_tokens=False),
+                 scenarios=args.scenarios, prompts=args.prompts, tokens=args.tokens, seed=args.seed)  # fmt: skip
+    with path.open("a", encoding="utf-8") as out:
+        for case in made:
+            if case.case_id in finished:
+                continue
+            if args.budget_s and time.perf_counter() - begun > args.budget_s:
+                break
+            found = [{"model": Path(args.model).name, **row} for row in engine.run(case)]
+            rows += found
+            out.write("".join(json.dumps(row) + "\n" for row in found))
+            out.flush()
+            _report.progress(f"{time.perf_counter() - begun:6.0f} s  {case.case_id}")
+    return rows
+
+
+def interval(by_cluster: dict[str, list[float]], draws: int = 2000) -> tuple[float, float, float]:
+    """Mean, and its 95 % interval when whole documents are drawn."""
+    groups = [np.array(values) for values in by_cluster.values()]
+    rng = np.random.default_rng(0)
+    sums, counts = np.array([g.sum() for g in groups]), np.array([len(g) for g in groups])
+    drawn = rng.integers(0, len(groups), (draws, len(groups)))
+    means = sums[drawn].sum(1) / counts[drawn].sum(1)
+    return float(sums.sum() / counts.sum()), float(np.percentile(means, 2.5)), float(np.percentile(means, 97.5))
+
+
+def show(report: _report.Report, rows: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    known = {(row["case"], row["recipe"]): row for row in theirs}
+    ours = {(row["case"], row["recipe"]): row for row in rows}
+    table = []
+    for scenario in sorted({row["scenario"] for row in rows}):
+        for arm in ARMS:
+            picked = [row for row in rows if row["scenario"] == scenario and row["recipe"] == arm]
+            f1, gap = defaultdict(list), defaultdict(list)
+            for row in picked:
+                f1[row["cluster"]].append(row["f1"])
+                if arm != "cold" and (row["case"], arm) in known:
+                    gap[row["cluster"]].append(row["f1"] - known[row["case"], arm]["f1"])
+            mean, low, high = interval(f1)
+            change = interval(gap) if gap else (None, None, None)
+            tasks = [row["task"] - ours[row["case"], "cold"]["task"] for row in picked if row["task"] is not None]
+            spent = [(row["recomputed_tokens"] or 0) + (row["prefill_tokens"] or 0) for row in picked]
+            table.append(
+                [scenario, arm, len(picked), len(f1), mean, low, high, *change,
+                 sum(tasks) / len(tasks) if tasks else None,
+                 sum(spent) / sum(row["tokens"] for row in picked), sum(bool(row["reused_tokens"]) for row in picked)]
+            )  # fmt: skip
+    report.table(
+        "Greedy answers through vLLM against vLLM's cold answer",
+        ["setting", "arm", "n", "documents", "F1", "low", "high", "minus embedded", "low", "high", "task minus cold",
+         "share computed", "with reuse"],
+        table,
+    )  # fmt: skip
+    report.note("minus embedded: F1 here minus the embedded engine's on the same prompt, paired; 95 % intervals")
+    report.note("cold asked twice: what is not 1 there is vLLM's own noise. Share computed: tokens of the prompt that")
+    report.note("were prefilled or repaired at the end, in the last state; passes that were repeated count once")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    _report.add_common_arguments(parser, "vllm_quality")
+    parser.add_argument("--model", default="", help="Hugging Face folder")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--prompts", type=int, default=20, help="cases of each scenario")
+    parser.add_argument("--tokens", type=int, default=1000, help="tokens of a document, at most")
+    parser.add_argument("--scenarios", nargs="+", default=list(SCENARIOS), choices=list(SCENARIOS))
+    parser.add_argument("--memory", type=float, default=0.5, help="share of the device's memory that vLLM takes")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--budget-s", type=float, default=0.0, help="begin no case after this long; 0: no limit")
+    parser.add_argument(
+        "--jsonl", default="bench/results/vllm_quality.jsonl", help="rows; a second run goes on from them"
+    )
+    parser.add_argument("--tables-only", nargs="+", default=None, metavar="JSONL", help="run nothing, read these")
+    parser.add_argument("--engine-rows", default="", help="rows of bench/quality.py, to set beside these")
+    parser.add_argument("--measured-on", default="", help="the machine, where tables are printed on another")
+    args = parser.parse_args()
+    report = _report.Report("vllm_quality", args)
+    rows = kept_rows(map(Path, args.tables_only)) if args.tables_only else run(args)
+    show(report, rows, kept_rows([Path(args.engine_rows)]) if args.engine_rows else [])
+    report.write(args.out)
+
+
+if __name__ == "__main__":
+    main()

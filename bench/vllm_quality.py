@@ -141,8 +141,8 @@ def show(report: _report.Report, rows: list[dict[str, Any]], theirs: list[dict[s
         table,
     )  # fmt: skip
     report.note("minus embedded: F1 here minus the embedded engine's on the same prompt, paired; 95 % intervals")
-    report.note("cold asked twice: what is not 1 there is vLLM's own noise. Share computed: tokens of the prompt that")
-    report.note("were prefilled or repaired at the end, in the last state; passes that were repeated count once")
+    report.note("cold is asked twice: what is not 1 there is vLLM's own noise")
+    report.note("share computed: tokens of the prompt that no donor provides in the end; repeated passes count once")
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ class Observer(Protocol):
     """Called by the model for every layer of a pass; ``k``, ``v``, ``q`` are [rows, heads, head_dim], rotated.
 
     One that will raise `Enough` says so by an attribute ``ends_early``: an engine need not use a compiled model then.
+    One to whom it is all the same whether a layer is shown in the pass or when it is over says ``looks_after``.
     """
 
     def before_write(self, layer: int, k: Tensor, v: Tensor, rows: Any, pool: Any) -> None:
@@ -72,6 +73,8 @@ class AttentionMass:
     The question is the last unbroken run of computed rows, at most ``most_rows`` of them: what the prompt ends with. It
     is scored after relocation, so positions are the final ones. Reads the last segment of the rows; one sequence only.
     """
+
+    looks_after = True
 
     def __init__(self, most_rows: int = QUESTION_ROWS) -> None:
         self.most_rows = most_rows

@@ -83,7 +83,11 @@ class StockModel:
 
     @torch.inference_mode()
     def forward(self, rows: EngineRows, pool: PagedPool, observer: Any = None) -> Tensor:
-        if observer is None and self._graphs is not None and (hidden := self._graphs.run(rows)) is not None:
+        looks_after = observer is None or getattr(observer, "looks_after", False)
+        if looks_after and self._graphs is not None and (hidden := self._graphs.run(rows)) is not None:
+            if observer is not None:
+                for layer, asked in enumerate(self._graphs.asked):
+                    observer.on_layer(layer, asked, rows, pool)
             return hidden
         return self._pass(rows, pool, observer, scattered(rows, pool, self.layers[0].impl))
 
@@ -96,10 +100,18 @@ class StockModel:
         nowhere, first = torch.full((2,), -1, device=self.device), torch.zeros(2, dtype=torch.int64, device=self.device)
         self._pass(EngineRows(first.int(), first, nowhere, first), pool, None, scattered_over(first, first, pool, impl))
 
-        def run(rows: EngineRows) -> Tensor:
-            return self._pass(rows, pool, None, scattered_over(rows.positions, rows.context, pool, impl))
+        def run(rows: EngineRows, asked: Tensor) -> Tensor:
+            attend = scattered_over(rows.positions, rows.context, pool, impl)
 
-        self._graphs = GraphedPasses(run, int(self._config.model_config.max_model_len), self.device)
+            def kept(layer: int, q: Tensor) -> Tensor:
+                asked[layer].copy_(q[-asked.shape[1] :])
+                return attend(layer, q)
+
+            return self._pass(rows, pool, None, kept)
+
+        layer = self.layers[0]
+        sizes = (len(self.layers), layer.num_heads, layer.head_size)
+        self._graphs = GraphedPasses(run, int(self._config.model_config.max_model_len), sizes, like=self._caches[0])
 
     def _pass(self, rows: EngineRows, pool: PagedPool, observer: Any, attend: Attend | None) -> Tensor:
         from vllm.forward_context import set_forward_context

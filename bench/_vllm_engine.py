@@ -63,6 +63,8 @@ class Engine:
             named["kv_transfer_config"] = self._connector(folder)
         self.llm = LLM(**named)
         self.llm.apply_model(_random_weights)
+        if kind != "stock":
+            _scatter_repairs()
 
     def _connector(self, folder: Path) -> Any:
         from vllm.config import KVTransferConfig
@@ -114,6 +116,18 @@ def _random_weights(model: Any) -> None:
                 weights.normal_(0, 0.02, generator=made)
 
 
+def _scatter_repairs() -> None:
+    """Repairs go to tokens drawn at random: random weights attend to whole stretches, which would be cheaper."""
+    from dataclasses import replace
+
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from semblend.materialize.quality import Step
+
+    worker = get_kv_transfer_group()._worker
+    worker._quality = replace(worker._quality, steps=(Step(10, "at_random"),))
+
+
 def ttft(engine: Engine, length: int, rounds: int) -> dict[str, Any]:
     """Every arm in every round, each over a document that nobody has seen: caches are as good as fresh.
 
@@ -130,9 +144,12 @@ def ttft(engine: Engine, length: int, rounds: int) -> dict[str, Any]:
         }
         if number % 2:
             asked = dict(reversed(asked.items()))
-        asked["exact"] = first + engine.tokens(1), opted_out
+        asked["exact"] = first[:-QUESTION] + engine.tokens(QUESTION), opted_out  # another question to the same prefix
+        if engine.kind == "host":
+            del asked["cold"]  # measured with the donors on the device
         if engine.kind != "stock":
             asked["fast"] = engine.tokens(SHIFTED) + document + question, {"quality": "fast"}
+        if engine.kind == "device":
             asked["balanced"] = engine.tokens(SHIFTED + 8) + document + question, {"quality": "balanced"}
         for arm, (ids, extra) in asked.items():
             found = engine.ask(ids, **extra)

@@ -2,8 +2,8 @@
 
     python bench/eviction.py --data-dir DATA [--quick] [--trace FILE ...] [--out bench/results/eviction.json]
 
-The constants of adaptive_semantic were chosen on the first third of the Mooncake trace and on made-up traces that are not
-among those measured here; "held out" is everything else. ``--trace`` adds traces of your own to that table.
+The constants of adaptive_semantic were chosen on the first third of the Mooncake trace and on made-up traces that are
+not among those measured here; "held out" is everything else. ``--trace`` adds traces of your own to that table.
 
 Speed is CPU time of the whole `simulate` call, best of three. Where the package libcachesim can be imported (or
 ``--libcachesim PYTHON`` names an interpreter that can), the same accesses go through it, one block at a time, and hit

@@ -106,9 +106,9 @@ class Blender:
         if mode == "balanced":
             self._check_it_pays(prompt, first)
         watch = AttentionMass() if mode == "balanced" else None
-        with self._loaded(prompt) as error:
+        with self._loaded(prompt):
             self._compute(prompt, "fast", first, watch)
-            prompt.canary = self._checked_canary(error)
+            prompt.canary = self._checked_canary(self._canary(prompt))
         if watch is None:
             return self._result(prompt, "fast")
         prompt.mass = array_of(watch.mass)
@@ -135,11 +135,8 @@ class Blender:
         return Work(tokens, context, spans, plan.exact_tokens, on_pass, reused, computed)
 
     @contextmanager
-    def _loaded(self, prompt: Work) -> Iterator[Tensor]:
-        """Moves donor KV into the prompt's slots; gives the canary's word on it, which nobody has waited for yet.
-
-        Whoever reads it has waited for the copies too, so the donors may go.
-        """
+    def _loaded(self, prompt: Work) -> Iterator[None]:
+        """Donor KV in the prompt's slots, as far as the device is concerned; donors are held until somebody waited."""
         with ExitStack() as held:
             donors: dict[tuple[str, int], DonorTensors] = {}
             for span in prompt.spans:
@@ -162,12 +159,13 @@ class Blender:
                 for span in prompt.spans
             ]
             splice(moves, self._layout, self.model.spec.rope, check_slots=False)
-            error = self._canary(prompt)
             prompt.load_ms = prompt.elapsed_ms
-            yield error
+            yield
 
     def _canary(self, prompt: Work) -> Tensor:
-        """On a sample: is this the KV that its tokens ask for?"""
+        """On a sample: is this the KV that its tokens ask for? Queued behind the pass, so that a GPU is not kept idle;
+        what the pass has overwritten is right in any case.
+        """
         starts, ends = (
             torch.tensor([getattr(s, name) for s in prompt.spans]) for name in ("target_start", "target_end")
         )

@@ -235,6 +235,16 @@ def gather_rows(layout: KvLayout, slots: Tensor, k_out: Tensor, v_out: Tensor) -
     )
 
 
+@triton.jit
+def _rows_of(pool, place, dim, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Heads of one pool, one a place; padded with zeros where the head is no power of two."""
+    if HEAD_DIM == DIMS:
+        found = tl.load(pool + place[:, None] + dim[None, :])
+    else:
+        found = tl.load(pool + place[:, None] + dim[None, :], mask=(dim < HEAD_DIM)[None, :], other=0.0)
+    return found.to(tl.float32) if WIDEN else found
+
+
 @triton.jit(do_not_specialize=["rows", "total"])
 def _attention_kernel(  # type: ignore[no-untyped-def]
     q,
@@ -284,14 +294,28 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     mixed = tl.zeros([TILE, DIMS], tl.float32)
     begin = part * part_tokens
     end = tl.minimum(tl.max(limit, 0) + 1, begin + part_tokens)
-    for at in range(begin, end, KEYS):
+    # Up to the nearest limit of the tile all rows see all keys: most of the context, as rows are near each other.
+    nearest = tl.min(tl.where(live, limit, total), 0) + 1
+    open_end = tl.maximum(begin, begin + (tl.minimum(nearest, end) - begin) // KEYS * KEYS)
+    for at in range(begin, open_end, KEYS):
+        key = at + tl.arange(0, KEYS)
+        slot = tl.load(context + key).to(tl.int64)
+        place = slot // BLOCK_TOKENS * kv_block + slot % BLOCK_TOKENS * kv_token + kv * kv_head
+        keys = _rows_of(k, place, dim, HEAD_DIM, DIMS, WIDEN)
+        scores = tl.dot(asked, tl.trans(keys), input_precision="ieee") * (scale * LOG2_E)
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        fade = tl.exp2(peak - higher)
+        mass = mass * fade + tl.sum(weights, 1)
+        values = _rows_of(v, place, dim, HEAD_DIM, DIMS, WIDEN)
+        mixed = mixed * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        peak = higher
+    for at in range(open_end, end, KEYS):
         key = at + tl.arange(0, KEYS)
         there = key < end
         slot = tl.load(context + key, mask=there, other=0).to(tl.int64)
         place = slot // BLOCK_TOKENS * kv_block + slot % BLOCK_TOKENS * kv_token + kv * kv_head
-        readable = there[:, None] & in_head[None, :]
-        keys = tl.load(k + place[:, None] + dim[None, :], mask=readable, other=0.0)
-        keys = keys.to(tl.float32) if WIDEN else keys
+        keys = _rows_of(k, place, dim, HEAD_DIM, DIMS, WIDEN)
         scores = tl.dot(asked, tl.trans(keys), input_precision="ieee") * (scale * LOG2_E)
         scores = tl.where((key[None, :] <= limit[:, None]) & there[None, :], scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
@@ -300,11 +324,10 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         weights = tl.exp2(scores - base[:, None])
         fade = tl.exp2(peak - base)
         mass = mass * fade + tl.sum(weights, 1)
-        values = tl.load(v + place[:, None] + dim[None, :], mask=readable, other=0.0)
-        weights = weights.to(values.dtype)
-        values = values.to(tl.float32) if WIDEN else values
-        weights = weights.to(tl.float32) if WIDEN else weights
-        mixed = mixed * fade[:, None] + tl.dot(weights, values, input_precision="ieee")
+        # Slot 0 stands in for keys behind the end; its values may be anything, and nothing times NaN is NaN.
+        values = _rows_of(v, place, dim, HEAD_DIM, DIMS, WIDEN)
+        values = tl.where(there[:, None], values, 0.0)
+        mixed = mixed * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         peak = higher
     place = row.to(tl.int64) * HEADS + head
     writable = live[:, None] & in_head[None, :]

@@ -46,14 +46,15 @@ class QueueingBlender(Blender):
         with ExitStack() as held:
             try:
                 prompt = self._checked(sequence, plan, None, spans=plan.spans)
-                error = held.enter_context(self._loaded(prompt))
                 rows = self._first_rows(prompt)
+                held.enter_context(self._loaded(prompt))
                 hidden = self._forward(prompt, "fast", rows, None, int(self.pool.k.shape[0]), wait=False)
                 if hidden is None:
                     raise Refused(DeclineReason.ERROR, "the pass ended early")
                 prompt.tail = self.model.logits(hidden)
                 prompt.computed[rows] = True
-                seen = torch.stack((error.float().reshape(()), prompt.tail.isfinite().all().float()))
+                error = self._canary(prompt).to(prompt.tail.device)
+                seen = torch.stack((error.float(), prompt.tail.isfinite().all().float()))
                 verdict, done = _queued_to_host(seen)
             except Refused as refused:
                 return refused.decline

@@ -155,7 +155,7 @@ class Scene:
 
 
 def attention_table(report: Report, torch: Any, shapes: list[Shape], lengths: list[int], runs: int, seed: int) -> None:
-    from semblend.materialize.kernels import scattered_attention
+    from semblend.materialize.attention_kernels import scattered_attention
 
     rows = []
     for shape in shapes:

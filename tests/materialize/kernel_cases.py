@@ -13,9 +13,10 @@ pytest.importorskip("triton", reason="the kernels need triton")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from semblend.materialize.attention_kernels import scattered_attention  # noqa: E402
 from semblend.materialize.attention_plain import attend_plain  # noqa: E402
 from semblend.materialize.gather import gather_plain  # noqa: E402
-from semblend.materialize.kernels import gather_rows, scattered_attention, splice_moves  # noqa: E402
+from semblend.materialize.kernels import gather_rows, splice_moves  # noqa: E402
 from semblend.materialize.layout import KvLayout  # noqa: E402
 from semblend.materialize.rope import RopeSpec  # noqa: E402
 from semblend.materialize.splice import DonorTensors, Move, check_moves, on_device, splice_plain  # noqa: E402

@@ -278,7 +278,7 @@ def _padded(rows: Rows, batch: list[int], reach: int, device: torch.device) -> t
 def _kernel() -> Callable[..., Tensor] | None:
     """The Triton kernel for scattered rows; None, where Triton is not installed, asks for masked tiles instead."""
     try:
-        from semblend.materialize.kernels import scattered_attention
+        from semblend.materialize.attention_kernels import scattered_attention
     except ImportError:
         return None
     return scattered_attention

@@ -41,8 +41,8 @@ from semblend.materialize.splice import DonorTensors
 
 __all__ = ["TIERS", "DonorHandle", "DonorKv", "DonorTensors", "OnEvicted"]
 
-MOST_BACKLOG = 2 << 30
-"""Bytes under way to the host, about 40 ms of a fast bus: a donor that comes on top of more than that is not kept."""
+MOST_BACKLOG = 6 << 30
+"""Bytes under way to the host, about 120 ms of a fast bus: a donor that comes on top of more than that is not kept."""
 
 OnEvicted = Callable[[str, int, str], None]
 """Called with donor id, generation, and why it is gone: ``budget``, ``disk`` (not writable) or ``corrupt``."""

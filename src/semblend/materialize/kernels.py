@@ -1,16 +1,12 @@
-"""The Triton kernels: splice and its way back in one pass over the bytes each, and attention of scattered rows.
+"""The Triton kernels that move KV: splice and its way back, in one pass over the bytes each.
 
-Imported only where they run (a GPU, or Triton's interpreter in the tests), through ``splice``, ``gather`` and the
-engine's attention. The plain twins: ``splice.splice_plain``, ``gather.gather_plain``, ``attention_plain.attend_plain``.
+Imported only where they run (a GPU, or Triton's interpreter in the tests), through ``splice`` and ``gather``, where the
+plain twins are too.
 
-Splice. A program takes a few tokens of one move in one layer, with all their heads. A move has one shift, so its
-cosines and sines are one short row, computed on the host in double precision; the kernel reads each donor byte once,
-turns keys in single precision and writes each pool byte once. Donors and layers lie anywhere in memory: the kernel gets
-their distances from one anchor.
-
-Attention. Queries of one KV head are packed, row by row, into tiles; rows ascend by position, so a tile's rows need
-about the same keys, and it walks the context once, up to the furthest of them, with every row's own limit. Few rows
-over a long context would leave most of a GPU idle: then the context is cut into parts, whose sums are joined after.
+A splice program takes a few tokens of one move in one layer, with all their heads. A move has one shift, so its cosines
+and sines are one short row, computed on the host in double precision; the kernel reads each donor byte once, turns keys
+in single precision and writes each pool byte once. Donors and layers lie anywhere in memory: the kernel gets their
+distances from one anchor. Where a prompt's slots begin says nothing, so no variant is compiled for it.
 """
 
 from __future__ import annotations
@@ -24,18 +20,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from semblend.materialize.attention_plain import as_blocks, check_attention
 from semblend.materialize.host_memory import sent
 from semblend.materialize.layout import KvLayout
 from semblend.materialize.rope import RopeSpec
 from semblend.materialize.splice import Move
 
 ROWS, WARPS = 32, 4  # token-heads of a splice program; the best of 16 to 128 rows and 1 to 8 warps on an H200
-LOG2_E = tl.constexpr(1.4426950408889634)
 FIELDS = tl.constexpr(6)  # numbers that describe a move
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "cos", "sin"])
 def _splice_kernel(  # type: ignore[no-untyped-def]
     source,
     target,
@@ -173,7 +167,7 @@ def _tables(
     return table, np.stack((owner, nth * tile_tokens), axis=1)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots"])
 def _gather_kernel(  # type: ignore[no-untyped-def]
     source,
     k_out,
@@ -233,188 +227,3 @@ def gather_rows(layout: KvLayout, slots: Tensor, k_out: Tensor, v_out: Tensor) -
         STEP=8 if all(number % 8 == 0 for number in numbers) else 1,
         num_warps=WARPS,
     )
-
-
-@triton.jit
-def _rows_of(pool, place, dim, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Heads of one pool, one a place; padded with zeros where the head is no power of two."""
-    if HEAD_DIM == DIMS:
-        found = tl.load(pool + place[:, None] + dim[None, :])
-    else:
-        found = tl.load(pool + place[:, None] + dim[None, :], mask=(dim < HEAD_DIM)[None, :], other=0.0)
-    return found.to(tl.float32) if WIDEN else found
-
-
-@triton.jit(do_not_specialize=["rows", "total"])
-def _attention_kernel(  # type: ignore[no-untyped-def]
-    q,
-    positions,
-    context,
-    k,
-    v,
-    out,
-    sums,
-    rows,
-    total,
-    part_tokens,
-    scale,
-    q_row,
-    q_head,
-    kv_block,
-    kv_token,
-    kv_head,
-    GROUP: tl.constexpr,  # noqa: N803
-    HEADS: tl.constexpr,  # noqa: N803
-    HEAD_DIM: tl.constexpr,  # noqa: N803
-    BLOCK_TOKENS: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr,  # noqa: N803
-    KEYS: tl.constexpr,  # noqa: N803
-    DIMS: tl.constexpr,  # noqa: N803
-    SPLIT: tl.constexpr,  # noqa: N803
-    WIDEN: tl.constexpr,  # noqa: N803
-):
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the furthest rows have most to do: they start first
-    kv = tl.program_id(1)
-    part = tl.program_id(2)
-    packed = tile * TILE + tl.arange(0, TILE)
-    live = packed < rows * GROUP
-    row = packed // GROUP
-    head = kv * GROUP + packed % GROUP
-    limit = tl.minimum(tl.load(positions + row, mask=live, other=-1), total - 1).to(tl.int32)
-    dim = tl.arange(0, DIMS)
-    in_head = dim < HEAD_DIM
-    asked = tl.load(
-        q + row.to(tl.int64)[:, None] * q_row + head[:, None] * q_head + dim[None, :],
-        mask=live[:, None] & in_head[None, :],
-        other=0.0,
-    )
-    asked = asked.to(tl.float32) if WIDEN else asked
-    peak = tl.full([TILE], float("-inf"), tl.float32)
-    mass = tl.zeros([TILE], tl.float32)
-    mixed = tl.zeros([TILE, DIMS], tl.float32)
-    begin = part * part_tokens
-    end = tl.minimum(tl.max(limit, 0) + 1, begin + part_tokens)
-    # Up to the nearest limit of the tile all rows see all keys: most of the context, as rows are near each other.
-    nearest = tl.min(tl.where(live, limit, total), 0) + 1
-    open_end = tl.maximum(begin, begin + (tl.minimum(nearest, end) - begin) // KEYS * KEYS)
-    for at in range(begin, open_end, KEYS):
-        key = at + tl.arange(0, KEYS)
-        slot = tl.load(context + key).to(tl.int64)
-        place = slot // BLOCK_TOKENS * kv_block + slot % BLOCK_TOKENS * kv_token + kv * kv_head
-        keys = _rows_of(k, place, dim, HEAD_DIM, DIMS, WIDEN)
-        scores = tl.dot(asked, tl.trans(keys), input_precision="ieee") * (scale * LOG2_E)
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        fade = tl.exp2(peak - higher)
-        mass = mass * fade + tl.sum(weights, 1)
-        values = _rows_of(v, place, dim, HEAD_DIM, DIMS, WIDEN)
-        mixed = mixed * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        peak = higher
-    for at in range(open_end, end, KEYS):
-        key = at + tl.arange(0, KEYS)
-        there = key < end
-        slot = tl.load(context + key, mask=there, other=0).to(tl.int64)
-        place = slot // BLOCK_TOKENS * kv_block + slot % BLOCK_TOKENS * kv_token + kv * kv_head
-        keys = _rows_of(k, place, dim, HEAD_DIM, DIMS, WIDEN)
-        scores = tl.dot(asked, tl.trans(keys), input_precision="ieee") * (scale * LOG2_E)
-        scores = tl.where((key[None, :] <= limit[:, None]) & there[None, :], scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        # A row may have seen nothing yet: subtracting its peak of -inf would give nan.
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - base[:, None])
-        fade = tl.exp2(peak - base)
-        mass = mass * fade + tl.sum(weights, 1)
-        # Slot 0 stands in for keys behind the end; its values may be anything, and nothing times NaN is NaN.
-        values = _rows_of(v, place, dim, HEAD_DIM, DIMS, WIDEN)
-        values = tl.where(there[:, None], values, 0.0)
-        mixed = mixed * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        peak = higher
-    place = row.to(tl.int64) * HEADS + head
-    writable = live[:, None] & in_head[None, :]
-    if not SPLIT:
-        mixed = mixed / tl.where(mass > 0, mass, 1.0)[:, None]
-        tl.store(out + place[:, None] * HEAD_DIM + dim[None, :], mixed.to(out.dtype.element_ty), mask=writable)
-    else:
-        place += part.to(tl.int64) * rows * HEADS
-        tl.store(out + place[:, None] * HEAD_DIM + dim[None, :], mixed, mask=writable)
-        tl.store(sums + place * 2, peak, mask=live)
-        tl.store(sums + place * 2 + 1, mass, mask=live)
-
-
-def scattered_attention(
-    q: Tensor, positions: Tensor, context: Tensor, k: Tensor, v: Tensor, scale: float, parts: int | None = None
-) -> Tensor:
-    """Rows ``q[n, heads, d]`` at ascending ``positions[n]`` over the pool rows ``context[T]``; gives ``[n, heads, d]``.
-
-    As ``attend_plain``; ``parts`` cuts the context for programs in parallel, chosen from the shapes unless given.
-    Nothing is read back from the device, so this may run in every layer without a wait.
-    """
-    check_attention(q, positions, context, k, v)
-    rows, heads, head_dim = q.shape
-    if rows == 0 or len(context) == 0:
-        return torch.zeros_like(q)
-    q = q if q.stride(2) == 1 else q.contiguous()
-    pool_k, pool_v = as_blocks(k), as_blocks(v)
-    kv_heads = pool_k.shape[2]
-    group = heads // kv_heads
-    tile, keys, warps, stages = _work_shape(head_dim, q.dtype)
-    tiles = triton.cdiv(rows * group, tile)
-    if parts is None:
-        parts = _parts(tiles * kv_heads, len(context), q.device)
-    part_tokens = triton.cdiv(triton.cdiv(len(context), parts), keys) * keys
-    split = parts > 1
-    out = torch.empty((parts, rows, heads, head_dim), dtype=torch.float32 if split else q.dtype, device=q.device)
-    sums = torch.empty((parts, rows, heads, 2) if split else (1,), dtype=torch.float32, device=q.device)
-    _attention_kernel[(tiles, kv_heads, parts)](
-        q,
-        positions,
-        context,
-        pool_k,
-        pool_v,
-        out,
-        sums,
-        rows,
-        len(context),
-        part_tokens,
-        scale,
-        q.stride(0),
-        q.stride(1),
-        *pool_k.stride()[:3],
-        GROUP=group,
-        HEADS=heads,
-        HEAD_DIM=head_dim,
-        BLOCK_TOKENS=pool_k.shape[1],
-        TILE=tile,
-        KEYS=keys,
-        DIMS=max(16, triton.next_power_of_2(head_dim)),
-        SPLIT=split,
-        WIDEN=q.device.type == "cpu" and q.dtype == torch.bfloat16,  # the interpreter multiplies bfloat16 bit patterns
-        num_warps=warps,
-        num_stages=stages,
-    )
-    return _joined(out, sums).to(q.dtype) if split else out[0]
-
-
-def _work_shape(head_dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Queries and keys of a tile, warps, and keys loaded ahead; measured by ``bench/splice.py``."""
-    if dtype == torch.float32 or head_dim > 128:
-        return 32, 32, 4, 2
-    return 64, 64, 4, 3
-
-
-def _parts(programs: int, tokens: int, device: torch.device) -> int:
-    """Into how many parts the context is cut: one if two programs a multiprocessor are there anyway, else enough for
-    three, and none shorter than 1,024 tokens; measured on an H200, where a cut past that costs more than it gains.
-    """
-    if device.type != "cuda":
-        return 1
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    wanted = 1 if programs >= 2 * processors else -(-3 * processors // programs)
-    return max(1, min(wanted, tokens // 1024))
-
-
-def _joined(mixed: Tensor, sums: Tensor) -> Tensor:
-    """Adds up the parts: each has its unscaled sum of values, its highest score (base 2) and its mass."""
-    peak, mass = sums[..., 0], sums[..., 1]
-    weight = torch.exp2(peak - peak.amax(0))  # a row's first part always sees position 0, so the highest is finite
-    return (mixed * weight[..., None]).sum(0) / (mass * weight).sum(0)[..., None]

@@ -81,17 +81,17 @@ def test_each_of_the_two_locks_alone_is_enough(world, monkeypatch, lock):
     assert worst(world.kv_of(later), world.kv_of(cold)) == 0.0
 
 
-def test_kv_events_announce_no_approximate_block(world):
+@pytest.mark.parametrize("books", ["bound", "not bound"])
+def test_kv_events_announce_no_approximate_block(world, monkeypatch, books):
+    if books == "not bound":  # as before 0.30
+        monkeypatch.setattr(world.half, "cached_counts", [])
     target, _ = shifted(world, 23)
     world.kv_events.clear()
     (output,) = world.ask(target, tokens=40)
     first = world.receipt(output)["spans"][0]["target_start"]
     sequence = target + list(output.outputs[0].token_ids)
     blocks = [tuple(sequence[i : i + 32]) for i in range(0, len(sequence) - 31, 32)]
-    allowed = set(blocks[: first // 32])
-    if not hasattr(type(world.connector).__mro__[1], "bind_kv_cache_manager"):
-        allowed |= set(blocks[len(target) // 32 :])  # before 0.30 we cannot keep the answer's blocks out of events
-    assert set(stored(world)) <= allowed
+    assert set(stored(world)) <= set(blocks[: first // 32])
     world.cold(target)
     assert set(blocks[first // 32 : len(target) // 32]) <= set(stored(world)), "exact blocks are announced as ever"
 

@@ -18,19 +18,12 @@ import copy
 from dataclasses import fields, replace
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector as Parts
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
 
 from semblend.errors import ConfigError
 from semblend.integration.vllm.connector_v1 import SemBlendConnectorV1
-
-if SemBlendConnectorV1.__name__ not in KVConnectorFactory._registry:
-    # vLLM finds the statistics of a MultiConnector's parts by their registered names only.
-    KVConnectorFactory.register_connector(
-        SemBlendConnectorV1.__name__, SemBlendConnectorV1.__module__, SemBlendConnectorV1.__name__
-    )
 
 
 class MultiConnector(Parts):
@@ -72,17 +65,9 @@ class MultiConnector(Parts):
                 best = (tokens, later)
                 self._requests_to_connector[name] = index
         if best[0]:
-            self._leave_to_another(request, num_computed_tokens + best[0])
+            self._ours.leave_to_another(request, num_computed_tokens + best[0])
             return best
         return self._claimed(request, num_computed_tokens)
-
-    def _leave_to_another(self, request: Any, exact_tokens: int) -> None:
-        """We claim nothing, and count what another connector brings as exact, for that is what it says it is."""
-        half = self._ours._half
-        record = half._record(request)
-        if record is not None:
-            half._unclaim(record)
-            record.local_tokens, record.decision, record.seen_epoch = exact_tokens, None, half._epoch
 
     def _claimed(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens, later = self._ours.get_num_new_matched_tokens(request, num_computed_tokens)

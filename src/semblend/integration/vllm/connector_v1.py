@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -126,6 +127,11 @@ class SemBlendConnectorV1(KVConnectorBase_V1):
         half = self._half
         tokens = self._safely("lookup", lambda: half.matched(request, num_computed_tokens), 0, request.request_id)
         return tokens, False
+
+    def leave_to_another(self, request: Any, exact_tokens: int) -> None:
+        """Another connector brings the prompt up to there, in place of us; for `beside_others`."""
+        half = self._half
+        self._safely("lookup", lambda: half.left_to_another(request, exact_tokens), None, request.request_id)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         # Not guarded: were this to fail after a claim, the load would be lost and the blocks hold nothing.
@@ -263,3 +269,8 @@ class SemBlendConnectorV1(KVConnectorBase_V1):
             for request_id in requests:
                 self._half.give_up(request_id)
             return instead
+
+
+if SemBlendConnectorV1.__name__ not in KVConnectorFactory._registry:
+    # vLLM finds the statistics of a MultiConnector's parts by their registered names only.
+    KVConnectorFactory.register_connector(SemBlendConnectorV1.__name__, __name__, SemBlendConnectorV1.__name__)

@@ -59,7 +59,7 @@ def withdraw(
     """Take the request's blocks from ``first_block`` on out of the prefix cache, and keep its later ones out.
 
     ``cached_counts`` are vLLM's books of how many blocks of each request are in the cache; without them (before 0.30)
-    the answer's blocks still go in, under salted hashes that nobody finds.
+    later blocks still go in, under salted hashes that nobody finds, and have to be withdrawn again.
     """
     if not pool.enable_caching:
         return

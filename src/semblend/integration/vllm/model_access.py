@@ -27,6 +27,7 @@ from semblend.integration.vllm.pass_attention import (
     Attend,
     PassAttention,
     attends,
+    compile_attention,
     scattered,
     scattered_over,
     standing_in,
@@ -97,8 +98,7 @@ class StockModel:
         impl = self.layers[0].impl
         if not attends(pool, impl):
             return
-        nowhere, first = torch.full((2,), -1, device=self.device), torch.zeros(2, dtype=torch.int64, device=self.device)
-        self._pass(EngineRows(first.int(), first, nowhere, first), pool, None, scattered_over(first, first, pool, impl))
+        compile_attention(pool, self.layers[0])
 
         def run(rows: EngineRows, asked: Tensor) -> Tensor:
             attend = scattered_over(rows.positions, rows.context, pool, impl)

@@ -43,10 +43,25 @@ def scattered(rows: EngineRows, pool: PagedPool, impl: Any) -> Attend | None:
 
 def scattered_over(positions: Tensor, context: Tensor, pool: PagedPool, impl: Any) -> Attend:
     """Our kernel for rows at these positions; it looks at them on the device, when it runs."""
-    from semblend.materialize.kernels import scattered_attention
-
     layout: Any = pool.layout
-    return lambda layer, q: scattered_attention(q, positions, context, layout.k[layer], layout.v[layer], impl.scale)
+    attention = _kernel()
+    return lambda layer, q: attention(q, positions, context, layout.k[layer], layout.v[layer], impl.scale)
+
+
+def _kernel() -> Any:
+    from semblend.materialize.attention_kernels import scattered_attention
+
+    return scattered_attention
+
+
+def compile_attention(pool: PagedPool, layer: Any) -> None:
+    """Runs our kernel in all its variants: few rows and many, the context in one part and in several."""
+    layout: Any = pool.layout
+    nothing = torch.zeros(4096, dtype=torch.int64, device=layout.device)
+    for rows in (2, 4096):
+        q = torch.zeros(rows, layer.num_heads, layer.head_size, dtype=layout.dtype, device=layout.device)
+        for parts in (1, 2):
+            _kernel()(q, nothing[:rows], nothing, layout.k[0], layout.v[0], layer.impl.scale, parts=parts)
 
 
 @dataclass(frozen=True, slots=True)

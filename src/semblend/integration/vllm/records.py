@@ -37,6 +37,7 @@ class Record:
     lookup_ms: float | None = None
     salted: Salted | None = None
     block_ids: list[int] | None = None
+    withdrawn: int = 0
     admitted: bool = False
     served: bool = False
     captured: bool = False

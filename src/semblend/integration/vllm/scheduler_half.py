@@ -79,6 +79,13 @@ class SchedulerHalf:
             self._claim(record, record.decision)
         return record.claim_end - local_tokens if record.claimed else 0
 
+    def left_to_another(self, request: Any, exact_tokens: int) -> None:
+        """We claim nothing, and count what another connector brings as exact, for that is what it says it is."""
+        record = self._record(request)
+        if record is not None:
+            self._unclaim(record)
+            record.local_tokens, record.decision, record.seen_epoch = exact_tokens, None, self._epoch
+
     def allocated(self, request: Any, block_ids: list[int], claimed_tokens: int) -> None:
         """The request was admitted; ``block_ids`` are all it has so far."""
         record = self._records.get(request.request_id)
@@ -88,12 +95,8 @@ class SchedulerHalf:
         record.block_ids = list(block_ids)
         if not claimed_tokens:
             self._unclaim(record)
-        elif record.salted is not None and self.block_pool is not None and isinstance(record.decision, ReusePlan):
-            first = record.decision.spans[0].target_start // self.facts.block_tokens
-            try:
-                withdraw(self.block_pool, self.cached_counts, request.request_id, first, record.block_ids)
-            except Exception as error:  # the salted hashes still keep these blocks from being found
-                self.failed("withdraw", f"{type(error).__name__}: {error}", request.request_id)
+        elif isinstance(record.decision, ReusePlan):
+            self._withdraw(record, self._first_block(record))
 
     def hit_sources(self, request_id: str, claimed_tokens: int) -> tuple[int, int]:
         """How many claimed tokens a donor holds, and how many we shall compute; they add up to the claim.
@@ -127,6 +130,9 @@ class SchedulerHalf:
             self._start_over(request_id)
         for request_id, computed, first_step in self._scheduled(output):
             record = self._records.get(request_id)
+            if record is not None and record.claimed and not self.cached_counts:
+                # Before 0.30 vLLM enters blocks as they fill, the answer's too: those since, and two that were filling.
+                self._withdraw(record, max(record.withdrawn - 2, self._first_block(record)))
             if record is None or record.served:
                 continue
             if first_step and record.claimed:
@@ -249,6 +255,22 @@ class SchedulerHalf:
             return
         record.salted = salt(record.request, plan.spans[0].target_start // self.facts.hash_block_tokens)
         record.claim_end = self._end_of(record, plan)
+
+    def _first_block(self, record: Record) -> int:
+        """Of the request's blocks, the first with approximate KV."""
+        assert isinstance(record.decision, ReusePlan), "only a plan is claimed"
+        return record.decision.spans[0].target_start // self.facts.block_tokens
+
+    def _withdraw(self, record: Record, first_block: int) -> None:
+        """The second lock; what it has seen of the request's blocks need not be looked at again."""
+        if record.salted is None or self.block_pool is None or record.block_ids is None:
+            return
+        name = record.request.request_id
+        try:
+            withdraw(self.block_pool, self.cached_counts, name, first_block, record.block_ids)
+        except Exception as error:  # the salted hashes still keep these blocks from being found
+            self.failed("withdraw", f"{type(error).__name__}: {error}", name)
+        record.withdrawn = len(record.block_ids)
 
     def _unclaim(self, record: Record) -> None:
         if record.salted is not None:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+from semblend.errors import CapacityError
 from semblend.integration.adapter import EngineRows, Layout, PagedBlender, PagedPool, Stack, slots_of
 from semblend.integration.vllm.orders import Capture, Load, Loaded, Orders, Report
 from semblend.materialize.donor_kv import DonorKv
@@ -134,6 +135,9 @@ class WorkerHalf:
             try:
                 self._captured(order)
                 self._report.captured.add(key)
+            except CapacityError as error:  # budgets and back-pressure at work
+                self._report.not_captured.add(key)
+                log.debug("SemBlend does not keep %s as a donor: %s", order.donor_id, error)
             except Exception as error:  # a donor less; the answer goes on
                 self._report.not_captured.add(key)
                 self._failed("capture", error, order.donor_id)

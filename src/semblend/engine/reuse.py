@@ -23,7 +23,9 @@ from semblend.engine.request import EXACT_TO_THE_END, Sequence
 from semblend.engine.settings_of_engine import EngineConfig
 from semblend.facade import SemBlend
 from semblend.materialize.quality import Blended
+from semblend.plan.donor_cost import costs_a_donor
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
+from semblend.prompt import Prompt
 
 ENGINE_NAME = "semblend"
 log = logging.getLogger("semblend.engine")
@@ -109,19 +111,20 @@ class Reuse:
         return blended.recomputed_runs if blended else ()
 
     def capture(self, sequence: Sequence) -> None:
-        """Keep the prompt's KV as a donor, if all of it is exact and enough of it is new."""
+        """Keep the prompt's KV as a donor, as far as it is exact, if enough of that is new."""
         donors = self.donor_kv
         if self.semblend is None or donors is None or not self._config.keep_donors:
             return
-        if sequence.request.opt_out or sequence.exact_until < sequence.prompt_tokens:
+        tokens = min(sequence.exact_until, sequence.prompt_tokens)
+        if sequence.request.opt_out or tokens - sequence.exact_tokens < self._config.donor_min_new_tokens:
             return
-        if sequence.prompt_tokens - sequence.exact_tokens < self._config.donor_min_new_tokens:
-            return
-        donor_id = sequence.request_id
+        donor_id, prompt = sequence.request_id, sequence.prompt
+        if tokens < sequence.prompt_tokens:
+            prompt = Prompt(prompt.token_ids[:tokens], namespace=prompt.namespace)
         try:
-            donor = self.semblend.register(sequence.prompt, donor_id)
+            donor = self.semblend.register(prompt, donor_id)
             try:
-                slots = sequence.slots_in(self._pool)[: sequence.prompt_tokens]
+                slots = sequence.slots_in(self._pool)[:tokens]
                 donors.capture(donor_id, donor.generation, self._pool, slots)
             except Exception:
                 self.semblend.forget(donor_id, reason="engine")  # a donor without KV must not be found
@@ -157,7 +160,11 @@ class Reuse:
             opt_out=sequence.request.opt_out,
         )
         if isinstance(decision, ReusePlan):
-            decision = semblend.claim(decision, sequence.request_id)
+            why = costs_a_donor(decision) if self._config.keep_donors else None
+            if why is None:
+                decision = semblend.claim(decision, sequence.request_id)
+            else:
+                decision = Decline(DeclineReason.BELOW_BREAK_EVEN, why)
         sequence.times.lookup_ms = (time.perf_counter() - started) * 1e3
         return decision
 

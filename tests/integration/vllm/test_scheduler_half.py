@@ -404,3 +404,29 @@ def test_a_preempted_donor_gives_its_blocks_away_too(world):
     _, orders = world.admit(request)
     world.served(orders)
     assert world.step(preempted=["donor"]).freed == ["donor"]
+
+
+def test_what_stands_before_moved_kv_becomes_a_donor_and_the_rest_does_not(world):
+    ending = list(range(7000, 7100))
+    world.served(world.admit(FakeRequest("first", [*range(40), *ending]))[1])
+    new = FakeRequest("second", [*DOCUMENT, *ending])
+    claimed, orders = world.admit(new)
+    assert claimed
+    (capture,) = orders.captures
+    assert (capture.tokens, len(capture.block_ids)) == (len(DOCUMENT), -(-len(DOCUMENT) // BLOCK))
+    world.served(orders)
+    (donor,) = [donor for donor in world.half.semblend.donors() if donor.donor_id == "second"]
+    assert donor.token_count == len(DOCUMENT)
+    _, later = world.admit(target())
+    assert [span.donor_id for load in later.loads for span in load.spans] == ["second"]
+
+
+def test_a_small_piece_is_not_worth_a_donor(world):
+    instruction = list(range(7000, 7040))
+    world.served(world.admit(FakeRequest("first", [*range(60), *instruction]))[1])
+    new = FakeRequest("second", [1, 2, *instruction, *range(10_000, 10_500)])
+    claimed, orders = world.admit(new)
+    assert claimed == 0
+    assert [capture.tokens for capture in orders.captures] == [542]
+    world.served(orders)
+    assert "becoming a donor" in world.half.finished("second").detail

@@ -32,6 +32,7 @@ from semblend.integration.vllm.records import EngineFacts, Record
 from semblend.integration.vllm.requests import asked_for, declined_request
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.integration.vllm.work_estimate import passes_cost_more
+from semblend.plan.donor_cost import costs_a_donor
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Namespace, Prompt
 
@@ -230,7 +231,7 @@ class SchedulerHalf:
     def _not_worth_it(self, record: Record, plan: ReusePlan) -> str | None:
         if not _until(plan, self._end_of(record, plan)).spans:
             return "the only token that donors hold is the last one, which the engine computes itself"
-        return passes_cost_more(plan) if record.mode == "balanced" else None
+        return costs_a_donor(plan) or (passes_cost_more(plan) if record.mode == "balanced" else None)
 
     def _end_of(self, record: Record, plan: ReusePlan) -> int:
         """Where the claim ends: vLLM always computes the last token itself.
@@ -327,21 +328,27 @@ class SchedulerHalf:
         )
 
     def _worth_keeping(self, record: Record) -> bool:
-        """Exact KV only, and only if enough of it is new."""
-        if record.claimed or record.restarted or self.facts.refusal or declined_request(record.request):
+        """Only if enough of what is exact in it is new."""
+        if record.restarted or self.facts.refusal or declined_request(record.request):
             return False
         if not self.settings.config.enabled or asked_for(record.request).opt_out or record.block_ids is None:
             return False
-        return len(record.prompt) - record.local_tokens >= self.settings.donor_min_new_tokens
+        return self._exact_until(record) - record.local_tokens >= self.settings.donor_min_new_tokens
+
+    def _exact_until(self, record: Record) -> int:
+        """Exact KV ends where moved KV begins."""
+        if record.claimed and isinstance(record.decision, ReusePlan):
+            return record.decision.spans[0].target_start
+        return len(record.prompt)
 
     def _capture(self, record: Record) -> Capture:
         self._captures += 1
         record.captured = True
-        key = (record.request.request_id, self._captures)
-        self._on_the_way[key] = record.prompt
+        key, tokens, prompt = (record.request.request_id, self._captures), self._exact_until(record), record.prompt
+        whole = tokens == len(prompt)
+        self._on_the_way[key] = prompt if whole else Prompt(prompt.token_ids[:tokens], namespace=prompt.namespace)
         assert record.block_ids is not None, "checked by _worth_keeping"
-        blocks = -(-len(record.prompt) // self.facts.block_tokens)
-        return Capture(*key, len(record.prompt), tuple(record.block_ids[:blocks]))
+        return Capture(*key, tokens, tuple(record.block_ids[: -(-tokens // self.facts.block_tokens)]))
 
     def _register(self, donor_id: str, generation: int) -> None:
         """Every rank holds its KV: only now can it be found."""

@@ -1,0 +1,19 @@
+"""What a reuse costs besides work: KV behind a moved span is an approximation, and approximations are never donors."""
+
+from __future__ import annotations
+
+from semblend.plan.reuse_plan import ReusePlan
+
+SMALL_SHARE = 0.1
+
+
+def costs_a_donor(plan: ReusePlan) -> str | None:
+    """Why a plan is not worth the donor that it costs; None when it is.
+
+    A prompt that took forty tokens of an instruction from an earlier one would keep its own document, thousands of
+    tokens that nobody has seen, from ever being reused. What stands before the first span stays exact and is not lost.
+    """
+    lost = plan.prompt_tokens - plan.spans[0].target_start if plan.spans else 0
+    if plan.reused_tokens < SMALL_SHARE * lost:
+        return f"reuses {plan.reused_tokens} tokens and would keep {lost} from becoming a donor"
+    return None

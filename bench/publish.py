@@ -94,6 +94,21 @@ def ttft(result: Result) -> str:
     return f"{table['title']}.\n\n{columns(kept, wanted)}\n\n{source(result)}"
 
 
+def vllm_ttft(result: Result) -> str:
+    """A line for each length: stock vLLM, and our arms by where donors lie."""
+    table = find(result, "Time to first token")
+    at = {name: table["columns"].index(name) for name in ("tokens", "engine", "arm", "p50 ms")}
+    found = {(row[at["tokens"]], row[at["engine"]], row[at["arm"]]): row[at["p50 ms"]] for row in table["rows"]}
+    arms = [("stock", "cold"), ("stock", "exact"), ("device", "fast"), ("host", "fast"), ("device", "balanced")]
+    rows = []
+    for tokens in sorted({key[0] for key in found}):
+        ms = [found[tokens, *arm] for arm in arms]
+        rows.append([tokens, *ms, *(ms[0] / one for one in ms[2:])])
+    names = ["tokens", "stock cold", "stock exact hit", "fast", "fast, donors in host memory", "balanced",
+             "cold / fast", "cold / fast, host", "cold / balanced"]  # fmt: skip
+    return f"{format_table(names, rows)}\n\n{source(result)}"
+
+
 def quality(result: Result) -> str:
     """What is computed and what is kept, a line for each setting."""
     rows = []
@@ -114,6 +129,7 @@ def quality(result: Result) -> str:
 
 SHORT: dict[str, Callable[[Result], str]] = {
     "speed": speed, "recall": recall, "peers": peers, "ttft_h200": ttft, "quality_h200": quality,
+    "vllm_ttft_h200": vllm_ttft,
 }  # fmt: skip
 
 

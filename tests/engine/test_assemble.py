@@ -63,3 +63,32 @@ def test_kv_that_does_not_fit_is_forgotten_by_the_library():
     donors._books.budget["host"] = 0  # type: ignore[attr-defined]
     answer(engine, "second", 2)
     assert {donor.donor_id for donor in library.donors()} <= {"first"}
+
+
+def drawn(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 500, count).tolist()
+
+
+def asked(engine: Engine, name: str, ids: list[int]) -> int:
+    """Reused tokens of a request, by its receipt."""
+    (done,) = engine.generate([Request(name, Prompt(ids), Sampling(max_tokens=1, temperature=0.0))])
+    assert done.receipt is not None
+    return done.receipt.reused_tokens
+
+
+def test_what_stands_before_moved_kv_becomes_a_donor():
+    engine, library = engine_with()
+    ending, document = drawn(1, 100), drawn(2, 200)
+    asked(engine, "first", [*drawn(3, 30), *ending])
+    assert asked(engine, "second", [*document, *ending]) > 0
+    assert {d.donor_id: d.token_count for d in library.donors()} == {"first": 130, "second": 200}
+    assert asked(engine, "third", [*drawn(4, 20), *document]) > 100
+
+
+def test_a_small_piece_is_not_worth_the_document_behind_it():
+    engine, library = engine_with()
+    instruction, document = drawn(1, 40), drawn(2, 600)
+    asked(engine, "first", [*drawn(3, 50), *instruction])
+    assert asked(engine, "second", [*drawn(4, 3), *instruction, *document]) == 0
+    assert asked(engine, "third", [*drawn(5, 20), *document]) > 500
+    assert {donor.donor_id for donor in library.donors()} >= {"first", "second"}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
-from semblend.integration.vllm.start import in_multi_connector
+from semblend.integration.vllm import start
+from semblend.integration.vllm.start import in_multi_connector, refusal
 from semblend.integration.vllm.versions import SUPPORTED, Evidence, support
 
 
@@ -40,3 +44,72 @@ def test_every_known_version_says_how_it_is_known():
     assert all(row.evidence is Evidence.RUN and row.note for row in SUPPORTED)
     assert support("0.19.0").evidence is Evidence.NONE
     assert "never looked at" in support("0.19.0").note
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """Known by its name."""
+
+
+class MLAAttentionSpec(SimpleNamespace):
+    """Another kind."""
+
+
+def engine(attention=None, **changes):
+    """A plain engine, as far as it is asked; ``changes`` by dotted names with __ for the dot."""
+    config = {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 4, "rope_theta": 1e4}
+    made = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1, decode_context_parallel_size=1
+        ),
+        lora_config=None,
+        speculative_config=None,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(to_dict=lambda: config)),
+    )
+    for name, value in changes.items():
+        *way, last = name.split("__")
+        owner = made
+        for step in way:
+            owner = getattr(owner, step)
+        setattr(owner, last, value)
+    group = SimpleNamespace(kv_cache_spec=attention or FullAttentionSpec())
+    return made, SimpleNamespace(kv_cache_groups=[group])
+
+
+def why_not(*made, version="0.32.0"):
+    return refusal(*made, version, Path("vllm"))
+
+
+@pytest.fixture
+def known_sources(monkeypatch):
+    monkeypatch.setattr(start, "missing", lambda package: ())
+
+
+@pytest.mark.usefixtures("known_sources")
+def test_a_plain_engine_is_served():
+    assert why_not(*engine()) is None
+
+
+@pytest.mark.usefixtures("known_sources")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"parallel_config__tensor_parallel_size": 2}, "tensor"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline"),
+        ({"parallel_config__data_parallel_size": 2}, "data parallel"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "context parallel"),
+        ({"lora_config": object()}, "LoRA"),
+        ({"speculative_config": object()}, "draft"),
+        ({"cache_config__cache_dtype": "fp8"}, "fp8"),
+        ({"attention": MLAAttentionSpec()}, "full attention"),
+        ({"attention": FullAttentionSpec(sliding_window=512)}, "full attention"),
+    ],
+)
+def test_an_engine_that_we_cannot_serve_is_told_why(changes, words):
+    assert words in why_not(*engine(**changes))
+
+
+def test_an_unknown_version_and_changed_sources_are_refused(monkeypatch):
+    assert "never looked at" in why_not(*engine(), version="0.99.0")
+    monkeypatch.setattr(start, "missing", lambda package: ("Request.update_block_hashes is not in v1/request.py",))
+    assert "update_block_hashes" in why_not(*engine())

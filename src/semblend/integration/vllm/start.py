@@ -61,6 +61,8 @@ def refusal(vllm_config: Any, kv_cache_config: Any, version: str, package: Path)
         )
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size != 1:
         return "tensor and pipeline parallel engines are not supported yet: every rank must decide alike"
+    if getattr(parallel, "data_parallel_size", 1) != 1:  # 1 in each engine of a dense model, whatever was asked for
+        return "data parallel experts wait for every pass of all ranks, and ours is one rank's own"
     if getattr(parallel, "decode_context_parallel_size", 1) != 1:
         return "context parallel engines keep a prompt's KV on several ranks"
     if vllm_config.lora_config is not None:

@@ -51,10 +51,17 @@ class ModelSpec:
 
 
 class Stack(Protocol):
-    """The engine's model over its own cache; an observer may end a pass early by raising `Enough`."""
+    """The engine's model over its own cache; an observer may end a pass early by raising `Enough`.
+
+    Where several ``ranks`` compute it together, all call it alike, and ``agreed`` gives each the mean or the largest of
+    what they say.
+    """
 
     @property
     def spec(self) -> ModelSpec: ...
+    @property
+    def ranks(self) -> int: ...
+    def agreed(self, values: Tensor, how: str) -> Tensor: ...
     def forward(self, rows: EngineRows, pool: PagedPool, observer: Any = None) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -193,7 +200,8 @@ class PagedBlender(QueueingBlender):
 
     def __init__(self, stack: Stack, pool: PagedPool, donor_kv: DonorKv, settings: QualitySettings) -> None:
         layout: Any = pool.layout  # as much of a `KvLayout` as splicing asks for
-        super().__init__(stack, pool, donor_kv, settings, rows_of=EngineRows.of, layout=layout)
+        agree = stack.agreed if stack.ranks > 1 else None
+        super().__init__(stack, pool, donor_kv, settings, rows_of=EngineRows.of, layout=layout, agree=agree)
 
 
 @dataclass
@@ -208,6 +216,11 @@ class FakeStack:
     spec: ModelSpec
     vocabulary: int = 32
     passes: list[list[int]] = field(default_factory=list)
+    ranks: int = 1
+
+    def agreed(self, values: Tensor, how: str) -> Tensor:
+        del how  # one rank is always of its own opinion
+        return values
 
     @classmethod
     def make(cls, slots: int = 256, layers: int = 3, kv_heads: int = 2, head_dim: int = 8) -> FakeStack:

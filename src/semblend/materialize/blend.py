@@ -48,9 +48,10 @@ from semblend.materialize.probe import (
     next_token_kl,
 )
 from semblend.materialize.quality import Blended, OnPass, Pass, QualitySettings, Step, Target
+from semblend.materialize.ranks import Agree, Ranks
 from semblend.materialize.risk import RepairedDeviation, Signs, entropy
 from semblend.materialize.splice import Move, splice
-from semblend.materialize.work import Refused, Work, array_of, runs_of
+from semblend.materialize.work import Refused, Work, runs_of
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.plan.selection import SELECTIONS, Positions, Scores, reused_positions, seams
 from semblend.span import Span
@@ -63,7 +64,9 @@ GLANCE_TOKENS = 256
 class Blender:
     """Prepares prompts one at a time; ``rows_of`` builds what the model's ``forward`` takes.
 
-    ``layout`` says where KV lies, for a pool that is not the embedded engine's.
+    ``layout`` says where KV lies, for a pool that is not the embedded engine's. ``agree`` is for a model that several
+    ranks compute together: each sees its own heads, and whatever decides what is computed next must be one number for
+    all of them.
     """
 
     def __init__(
@@ -75,11 +78,13 @@ class Blender:
         *,
         rows_of: RowsOf,
         layout: KvLayout | None = None,
+        agree: Agree | None = None,
     ) -> None:
         self.model, self.pool, self.donor_kv = model, pool, donor_kv
         self.settings = QualitySettings() if settings is None else settings
         self._rows_of = rows_of
         self._layout = KvLayout.ours(pool.k, pool.v) if layout is None else layout
+        self._ranks = Ranks(agree, pool.k.device)
         self._rows_per_ms = 0.0
         self._served = 0
 
@@ -111,7 +116,7 @@ class Blender:
             prompt.canary = self._checked_canary(self._canary(prompt))
         if watch is None:
             return self._result(prompt, "fast")
-        prompt.mass = array_of(watch.mass)
+        prompt.mass = self._ranks.seen(watch.mass)
         return self._result(prompt, self._gate(prompt))
 
     def _checked(self, sequence: Target, plan: ReusePlan, on_pass: OnPass | None, spans: tuple[Span, ...]) -> Work:
@@ -138,29 +143,41 @@ class Blender:
     def _loaded(self, prompt: Work) -> Iterator[None]:
         """Donor KV in the prompt's slots, as far as the device is concerned; donors are held until somebody waited."""
         with ExitStack() as held:
-            donors: dict[tuple[str, int], DonorTensors] = {}
-            for span in prompt.spans:
-                key = (span.donor_id, span.generation)
-                if key in donors:
-                    continue
-                tensors = self.donor_kv.acquire(*key)
-                if tensors is None:
-                    raise Refused(DeclineReason.STALE, f"donor {span.donor_id!r} generation {span.generation} is gone")
-                held.callback(self.donor_kv.release, tensors)
-                donors[key] = tensors
-            moves = [
-                Move(
-                    donors[span.donor_id, span.generation],
-                    span.donor_start,
-                    span.length,
-                    prompt.context[span.target_start : span.target_end],
-                    span.shift,
-                )
-                for span in prompt.spans
-            ]
-            splice(moves, self._layout, self.model.spec.rope, check_slots=False)
+            problem: Exception | None = None
+            try:
+                moves = self._moves(prompt, held)
+                splice(moves, self._layout, self.model.spec.rope, check_slots=False)
+            except Exception as error:
+                if not self._ranks.several:
+                    raise
+                problem = error  # raised when every rank has heard of it
+            if self._ranks.several and self._ranks.number(float(problem is not None)):
+                raise problem or Refused(DeclineReason.STALE, "another rank could not load its part of a donor")
             prompt.load_ms = prompt.elapsed_ms
             yield
+
+    def _moves(self, prompt: Work, held: ExitStack) -> list[Move]:
+        """The spans with their donors, which are held until ``held`` ends."""
+        donors: dict[tuple[str, int], DonorTensors] = {}
+        for span in prompt.spans:
+            key = (span.donor_id, span.generation)
+            if key in donors:
+                continue
+            tensors = self.donor_kv.acquire(*key)
+            if tensors is None:
+                raise Refused(DeclineReason.STALE, f"donor {span.donor_id!r} generation {span.generation} is gone")
+            held.callback(self.donor_kv.release, tensors)
+            donors[key] = tensors
+        return [
+            Move(
+                donors[span.donor_id, span.generation],
+                span.donor_start,
+                span.length,
+                prompt.context[span.target_start : span.target_end],
+                span.shift,
+            )
+            for span in prompt.spans
+        ]
 
     def _canary(self, prompt: Work) -> Tensor:
         """On a sample: is this the KV that its tokens ask for? Queued behind the pass, so that a GPU is not kept idle;
@@ -171,7 +188,7 @@ class Blender:
         )
         self._served += 1  # other tokens of each block with every request
         at = canary_positions(starts, ends, seed=self._served)
-        return canary(self.model, self.pool, self._rows(prompt, at))
+        return self._ranks.worst(canary(self.model, self.pool, self._rows(prompt, at)))
 
     def _checked_canary(self, found: Tensor) -> float:
         error = bounded(float(found))
@@ -223,7 +240,7 @@ class Blender:
             watch = None if step is settings.steps[-1] else AttentionMass()
             prompt.risk = self._repair(prompt, step, chosen, rows, watch)
             if watch is not None:
-                prompt.mass = array_of(watch.mass)
+                prompt.mass = self._ranks.seen(watch.mass)
             if prompt.risk <= settings.thresholds.after(step.percent):
                 return "accepted"
         if not len(prompt.stale):
@@ -244,7 +261,7 @@ class Blender:
             return ()
         look = KvDeviation(layer=1)
         self._forward(prompt, "glance", most, look, layers=1)
-        deviation = float(np.average(array_of(look.relative), weights=prompt.mass[most] + 1e-12))
+        deviation = float(np.average(self._ranks.seen(look.relative), weights=prompt.mass[most] + 1e-12))
         prompt.glance = deviation
         first = self.settings.thresholds.first_step(deviation)
         return () if first is None else tuple(step for step in self.settings.steps if step.percent >= first)
@@ -262,10 +279,10 @@ class Blender:
         prompt.signs = Signs(
             next_token_kl(prompt.tail[-1], prompt.first_tail[-1]),
             settled,
-            look.of(stale, mass[rows[stale]]),
+            self._ranks.number(look.of(stale, mass[rows[stale]])),
             entropy(prompt.tail[-1]),
         )
-        return self.settings.thresholds.expected(step.percent, prompt.signs)
+        return self._ranks.number(self.settings.thresholds.expected(step.percent, prompt.signs))
 
     def _chosen(self, prompt: Work, step: Step) -> Positions:
         """The next tokens to repair, so that steps have chosen ``percent`` of the reused in all."""
@@ -286,7 +303,7 @@ class Blender:
         look = KvDeviation(layer=depth)
         self._forward(prompt, "deviation", prompt.stale, look, layers=depth)
         found = np.zeros(len(prompt.tokens))
-        found[prompt.stale] = array_of(look.squared if squared else look.relative)
+        found[prompt.stale] = self._ranks.seen(look.squared if squared else look.relative)
         return found
 
     def _with_affected(self, prompt: Work, chosen: Positions) -> Positions:
@@ -362,7 +379,9 @@ class Blender:
 
     def _affordable(self, prompt: Work, rows: int) -> bool:
         budget = self.settings.latency_budget_ms
-        return not budget or prompt.elapsed_ms + rows / max(self._rows_per_ms, 1e-9) <= budget
+        if not budget:
+            return True
+        return self._ranks.number(prompt.elapsed_ms + rows / max(self._rows_per_ms, 1e-9)) <= budget
 
     def _exact_until(self, prompt: Work) -> int:
         if not len(prompt.reused) or prompt.passes[-1].name == "prefill":

@@ -86,15 +86,15 @@ def known_sources(monkeypatch):
 
 
 @pytest.mark.usefixtures("known_sources")
-def test_a_plain_engine_is_served():
-    assert why_not(*engine()) is None
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_plain_engine_is_served(ranks):
+    assert why_not(*engine(parallel_config__tensor_parallel_size=ranks)) is None
 
 
 @pytest.mark.usefixtures("known_sources")
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"parallel_config__tensor_parallel_size": 2}, "tensor"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline"),
         ({"parallel_config__data_parallel_size": 2}, "data parallel"),
         ({"parallel_config__decode_context_parallel_size": 2}, "context parallel"),

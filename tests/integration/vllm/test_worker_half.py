@@ -66,7 +66,7 @@ class _WithLayout:
 
     def __init__(self, engine):
         self._engine, self.block_tokens, self.device, self.spec = engine, BLOCK, engine.device, engine.spec
-        self.broken = False
+        self.broken, self.ranks = False, 1
 
     def layout(self):
         return self._engine.kept

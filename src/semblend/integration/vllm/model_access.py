@@ -67,6 +67,20 @@ class StockModel:
         self.spec = ModelSpec(RopeSpec.from_hf_config(rope_config(vllm_config)))
 
     @property
+    def ranks(self) -> int:
+        return int(self._config.parallel_config.tensor_parallel_size)
+
+    def agreed(self, values: Tensor, how: str) -> Tensor:
+        """The mean or the largest over the ranks that hold parts of the model."""
+        from vllm.distributed import get_tp_group
+
+        found = values.float().clone()
+        largest = how == "max"
+        operation = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
+        torch.distributed.all_reduce(found, op=operation, group=get_tp_group().device_group)
+        return found if largest else found / self.ranks
+
+    @property
     def layers(self) -> list[Any]:
         """The attention modules, bottom up."""
         known = self._config.compilation_config.static_forward_context
@@ -99,6 +113,8 @@ class StockModel:
         if not attends(pool, impl):
             return
         compile_attention(pool, self.layers[0])
+        if self.ranks > 1:  # what ranks say to each other is not recorded
+            return
 
         def run(rows: EngineRows, asked: Tensor) -> Tensor:
             attend = scattered_over(rows.positions, rows.context, pool, impl)

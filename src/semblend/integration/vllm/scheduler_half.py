@@ -156,12 +156,12 @@ class SchedulerHalf:
             self.failed(where, message, request_id)
         for key in report.not_captured:
             self._on_the_way.pop(key, None)
+            self._drops.append(key)  # another rank may have it
         for key in report.captured:
             self._register(*key)
         for donor_id, generation in report.evicted:
             if self._held.get(donor_id) == generation:
-                del self._held[donor_id]
-                self.semblend.forget(donor_id, reason="engine")
+                self.semblend.forget(donor_id, reason="engine")  # and `_evicted` tells the other ranks
         for request_id, loaded in report.loaded.items():
             if request_id in self._records:
                 self._records[request_id].loaded = loaded

@@ -59,8 +59,8 @@ def refusal(vllm_config: Any, kv_cache_config: Any, version: str, package: Path)
             "in vLLM's MultiConnector the others would store approximate KV as exact; "
             'add "kv_connector_module_path":"semblend.integration.vllm.beside_others" to it'
         )
-    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size != 1:
-        return "tensor and pipeline parallel engines are not supported yet: every rank must decide alike"
+    if parallel.pipeline_parallel_size != 1:
+        return "in a pipeline no rank has all layers, and a pass of ours needs them"
     if getattr(parallel, "data_parallel_size", 1) != 1:  # 1 in each engine of a dense model, whatever was asked for
         return "data parallel experts wait for every pass of all ranks, and ours is one rank's own"
     if getattr(parallel, "decode_context_parallel_size", 1) != 1:

@@ -1,0 +1,44 @@
+"""Two ranks of one real vLLM: they decide alike, and answer as one rank does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    found = {}
+    for ranks in (1, 2):
+        out = folder / f"{ranks}.json"
+        script = Path(__file__).with_name("tensor_parallel.py")
+        done = subprocess.run(
+            [sys.executable, str(script), str(ranks), str(folder / "model"), str(out)],
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        found[ranks] = json.loads(out.read_text(encoding="utf-8"))
+    return found
+
+
+def test_two_ranks_answer_and_account_as_one_does(answers):
+    assert answers[2] == answers[1]
+
+
+@pytest.mark.parametrize("arm", ["fast", "balanced"])
+def test_two_ranks_reuse(answers, arm):
+    rows = [row for row in answers[2] if row["arm"] == arm]
+    assert all(row["outcome"] == "backend_materialized_reuse" for row in rows)
+    assert all(row["reused_tokens"] > 300 for row in rows)
+    assert all(
+        sum(row[f"{kind}_tokens"] for kind in ("exact", "reused", "recomputed", "prefill")) == 437 for row in rows
+    )

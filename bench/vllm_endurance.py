@@ -384,7 +384,7 @@ def finish(report: Report, run: Endurance, differ: int, quick: bool) -> None:
         f"{run.spans} spans reused, each compared token by token with its donor"
     )
     report.note(
-        "first asks reuse instructions at most; one that does is not kept as a donor, so its document is new again"
+        "a first ask that shares only its instruction is computed and kept (below_break_even)"
     )
     report.note("oneDNN's cache of kernels by prompt length is held to 8: it grows in a vLLM without us as well")
     report.note("in use = RSS after the C allocator has given back what it kept of freed memory")

@@ -383,9 +383,7 @@ def finish(report: Report, run: Endurance, differ: int, quick: bool) -> None:
         f"{sum(run.evicted.values())} donors evicted, at most {run.most_bytes / 1e6:.0f} MB held; "
         f"{run.spans} spans reused, each compared token by token with its donor"
     )
-    report.note(
-        "a first ask that shares only its instruction is computed and kept (below_break_even)"
-    )
+    report.note("a first ask that shares only its instruction is computed and kept (below_break_even)")
     report.note("oneDNN's cache of kernels by prompt length is held to 8: it grows in a vLLM without us as well")
     report.note("in use = RSS after the C allocator has given back what it kept of freed memory")
     report.note("reuse rate = share of later asks of mode fast that ran on donor KV; reused share = of their tokens")

@@ -16,7 +16,7 @@ SRC = Path(__file__).parents[1] / "src"
 LAYERS = [
     {"errors", "_version"},
     {"_foreign", "config", "prompt", "span"},
-    {"commandline"},
+    {"commandline", "plotting"},
     {"fingerprint"},
     {"discover"},
     {"align"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from semblend.errors import InputError, MissingDependencyError
+from semblend.errors import InputError
+from semblend.plotting import pyplot as pyplot_of
 
 INK, FAINT, PAPER, GRID = "#22262b", "#8a9099", "#fbfaf7", "#e6e3dc"
 # Classic policies are quiet, the semantic ones speak, bounds are dark; one colour a policy in every picture.
@@ -169,7 +169,7 @@ def figure(
     target: Any, panels: int, size: tuple[float, float], title: str, note: str, *, label: str = NOTE, kind: str = "png"
 ) -> Iterator[Any]:
     """Axes to draw on; saved to ``target`` on leaving, with the title above and the word simulated below."""
-    pyplot = _pyplot()
+    pyplot = pyplot_of("the plots need", "pass --no-plots")
     drawn, axes = pyplot.subplots(1, panels, figsize=size, facecolor=PAPER, squeeze=False, layout="constrained")
     drawn.get_layout_engine().set(w_pad=0.14, h_pad=0.1)
     try:
@@ -184,16 +184,6 @@ def figure(
         ) from None
     finally:
         pyplot.close(drawn)
-
-
-def _pyplot() -> Any:
-    try:
-        importlib.import_module("matplotlib").use("agg")  # a file, never a window
-        return importlib.import_module("matplotlib.pyplot")
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            f"the plots need the package {error.name}", hint="pip install 'semblend-suite[lab]', or pass --no-plots"
-        ) from None
 
 
 def bare(axis: Any, grid: str) -> None:

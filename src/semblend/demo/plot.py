@@ -8,7 +8,8 @@ from typing import Any
 
 from semblend.confirm.receipt import TOKEN_KINDS
 from semblend.demo.runner import COLD, Arm, Outcome
-from semblend.errors import InputError, MissingDependencyError
+from semblend.errors import InputError
+from semblend.plotting import pyplot as pyplot_of
 
 # The dashboard's colours, so that one legend serves both.
 KINDS = {
@@ -24,7 +25,7 @@ BAR, GAP = 0.72, 1.15  # height of a bar, and room between two workloads, in row
 
 def draw(outcome: Outcome, path: str) -> None:
     """Write the picture as PNG (or whatever the file's name ends in)."""
-    pyplot = _pyplot()
+    pyplot = pyplot_of("the picture needs")
     groups = list(_groups(outcome.arms))
     heights, y = [], 0.0
     for _, arms in groups:
@@ -49,16 +50,6 @@ def draw(outcome: Outcome, path: str) -> None:
         raise InputError(f"cannot write {path}: {error}", hint="name a .png in a folder that exists") from None
     finally:
         pyplot.close(figure)
-
-
-def _pyplot() -> Any:
-    try:
-        importlib.import_module("matplotlib").use("agg")  # a file, never a window
-        return importlib.import_module("matplotlib.pyplot")
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            f"the picture needs the package {error.name}", hint="pip install 'semblend-suite[lab]'"
-        ) from None
 
 
 def _groups(arms: Sequence[Arm]) -> Iterator[tuple[str, list[Arm]]]:

@@ -176,6 +176,24 @@ def test_a_queued_load_that_turns_out_wrong_makes_its_blocks_invalid():
     assert worker.half.donor_kv.holders == 0
 
 
+@pytest.mark.parametrize("queues", [False, True])
+def test_blocks_that_could_not_be_filled_are_no_donor(queues):
+    worker = Worker(queues=queues)
+    worker.donor([1, 2, 3, *DOCUMENT])
+    worker.half._engine.broken = True
+    gap = list(range(200, 240))
+    tokens = (*gap, *DOCUMENT)
+    order = Load("r", tokens, tuple(range(20, 40)), 0, 120, (Span("d", 3, 40, 80, generation=1),), "fast")
+    keep = Capture("r", 2, len(gap), tuple(range(20, 23)))
+    orders = Orders(loads=[order], captures=[keep], served=["r"])
+    worker.half.load(orders)
+    worker.half.capture(orders)
+    report = worker.half.take_report()
+    assert report.loaded["r"].failed
+    assert (report.captured, report.not_captured) == (set(), {("r", 2)})
+    assert not worker.half.donor_kv.holds("r", 2)
+
+
 def test_a_queued_load_that_is_refused_at_once_is_computed_at_once():
     worker = Worker(queues=True)
     tokens = (7, 8, *DOCUMENT)

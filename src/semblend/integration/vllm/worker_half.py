@@ -132,6 +132,10 @@ class WorkerHalf:
         self.finish_loads()
         for order in orders.captures:
             key = (order.donor_id, order.generation)
+            loaded = self._report.loaded.get(order.donor_id)
+            if loaded is not None and loaded.failed:  # its blocks hold nothing to keep: vLLM computes them again
+                self._report.not_captured.add(key)
+                continue
             try:
                 self._captured(order)
                 self._report.captured.add(key)

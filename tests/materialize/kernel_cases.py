@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from semblend.materialize.attention_kernels import scattered_attention  # noqa: E402
+from semblend.materialize.attention_kernels import Attended, scattered_attention  # noqa: E402
 from semblend.materialize.attention_plain import attend_plain  # noqa: E402
 from semblend.materialize.gather import gather_plain  # noqa: E402
 from semblend.materialize.kernels import gather_rows, splice_moves  # noqa: E402
@@ -178,6 +178,27 @@ def test_scattered_attention_equals_its_twin(dtype, heads, kv_heads):
 @pytest.mark.parametrize("parts", [2, 3, 8])
 def test_a_context_cut_into_parts_gives_the_same_rows(parts):
     assert_same_attention(attention_case([0, 3, 64, 65, 200, 299], 300, 4, 2, 16, torch.float32), parts)
+
+
+def attended_before(case, first: list[int]) -> Attended:
+    """What each row has of the keys before its ``first``, in plain torch."""
+    q, _, context, k, v, scale = case
+    _, kv_heads, d = k.shape
+    keys, values = k[context].float(), v[context].float()
+    scores = torch.einsum("nhgd,thd->nhgt", q.float().view(len(q), kv_heads, -1, d), keys) * scale
+    ahead = torch.arange(len(context), device=DEVICE)[None] >= torch.tensor(first, device=DEVICE)[:, None]
+    scores = scores.masked_fill(ahead[:, None, None], float("-inf"))
+    out = torch.einsum("nhgt,thd->nhgd", scores.softmax(-1), values).flatten(1, 2).to(q.dtype)
+    return Attended(torch.tensor(first, device=DEVICE), out, scores.logsumexp(-1).flatten(1, 2).T)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("first", [[1] * 8, [1, 1, 4, 4, 4, 91, 91, 91], [1, 2, 4, 18, 41, 91, 92, 120]])
+def test_rows_go_on_from_what_was_attended_before(dtype, first):
+    case = attention_case([0, 3, 17, 40, 90, 91, 100, 119], 120, 6, 2, 16, dtype)
+    want, have = attend_plain(*case), scattered_attention(*case, after=attended_before(case, first))
+    tolerance = 2e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("d", [8, 24, 80, 160])

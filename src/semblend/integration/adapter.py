@@ -22,6 +22,7 @@ from semblend.materialize.layout import KvLayout
 from semblend.materialize.quality import QualitySettings
 from semblend.materialize.queueing import QueueingBlender
 from semblend.materialize.rope import RopeSpec
+from semblend.materialize.work import runs_of
 
 
 class Layout(Protocol):
@@ -118,21 +119,9 @@ class EngineRows:
         return (Extent(int(self.host_positions[-1]) + 1),)
 
     @cached_property
-    def _breaks(self) -> list[int]:
-        at = self.host_positions
-        found: list[int] = ((at[1:] != at[:-1] + 1).nonzero().flatten() + 1).tolist()
-        return found
-
-    @property
-    def run_count(self) -> int:
-        return len(self._breaks) + 1
-
-    @cached_property
     def runs(self) -> tuple[tuple[int, int], ...]:
         """Positions without a hole between them, half-open: each is a stretch of ordinary chunked prefill."""
-        at = self.host_positions
-        starts, ends = [0, *self._breaks], [*self._breaks, len(at)]
-        return tuple((int(at[start]), int(at[end - 1]) + 1) for start, end in zip(starts, ends, strict=True))
+        return runs_of(self.host_positions.numpy())
 
 
 class _Layer:

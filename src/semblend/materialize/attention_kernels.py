@@ -6,11 +6,13 @@ Imported only where it runs (a GPU, or Triton's interpreter in the tests); the p
 Queries of one KV head are packed, row by row, into tiles; rows ascend by position, so a tile's rows need about the same
 keys, and it walks the context once: without a mask up to the nearest of the rows, with every row's own limit from there
 to the furthest. Few rows over a long context would leave most of a GPU idle: then the context is cut into parts, whose
-sums are joined after.
+sums are joined after. Where somebody else has attended to the first keys already, each row goes on from there
+(`Attended`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -35,8 +37,9 @@ def _heads_at(pool, place, dim, HEAD_DIM: tl.constexpr, WIDEN: tl.constexpr):  #
 
 @triton.jit
 def _attended(  # type: ignore[no-untyped-def]
-    state, asked, limit, key, end, k, v, context, strides, scale, dim,
-    HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, MASKED: tl.constexpr, WIDEN: tl.constexpr,  # noqa: N803
+    state, asked, first, limit, key, end, k, v, context, strides, scale, dim,
+    HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, MASKED: tl.constexpr, GOES_ON: tl.constexpr,  # noqa: N803
+    WIDEN: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """One step of a tile along the context: its highest scores, the mass under them, and the mixed values so far."""
     peak, mass, mixed = state
@@ -51,6 +54,8 @@ def _attended(  # type: ignore[no-untyped-def]
     values = _heads_at(v, place, dim, HEAD_DIM, WIDEN)
     if MASKED:
         scores = tl.where((key[None, :] <= limit[:, None]) & (key < end)[None, :], scores, float("-inf"))
+        if GOES_ON:
+            scores = tl.where(key[None, :] >= first[:, None], scores, float("-inf"))
         # Slot 0 stands in for keys behind the end; its values may be anything, and nothing times NaN is NaN.
         values = tl.where((key < end)[:, None], values, 0.0)
     higher = tl.maximum(peak, tl.max(scores, 1))
@@ -62,11 +67,13 @@ def _attended(  # type: ignore[no-untyped-def]
     return higher, mass * fade + tl.sum(weights, 1), mixed
 
 
-@triton.jit(do_not_specialize=["rows", "total"], do_not_specialize_on_alignment=["positions", "context"])
+@triton.jit(do_not_specialize=["rows", "total"], do_not_specialize_on_alignment=["positions", "context", "firsts"])
 def _attention_kernel(  # type: ignore[no-untyped-def]
-    q, positions, context, k, v, out, sums, rows, total, part_tokens, scale, q_row, q_head, kv_block, kv_token, kv_head,
+    q, positions, context, k, v, out, sums, before, before_sums, firsts,
+    rows, total, part_tokens, scale, q_row, q_head, kv_block, kv_token, kv_head,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, SPLIT: tl.constexpr, GOES_ON: tl.constexpr,  # noqa: N803
+    WIDEN: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the furthest rows have most to do: they start first
     kv = tl.program_id(1)
@@ -80,27 +87,37 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     real = live[:, None] & (dim < HEAD_DIM)[None, :]
     asked = tl.load(q + row.to(tl.int64)[:, None] * q_row + head[:, None] * q_head + dim[None, :], mask=real, other=0.0)
     asked = asked.to(tl.float32) if WIDEN else asked
-    peak = tl.full([TILE], float("-inf"), tl.float32)
-    mass = tl.zeros([TILE], tl.float32)
-    mixed = tl.zeros([TILE, DIMS], tl.float32)
-    begin = part * part_tokens
-    end = tl.minimum(tl.max(limit, 0) + 1, begin + part_tokens)
-    nearest = tl.min(tl.where(live, limit, total), 0) + 1
-    middle = tl.maximum(begin, begin + (tl.minimum(nearest, end) - begin) // KEYS * KEYS)
+    place = row.to(tl.int64) * HEADS + head
+    if GOES_ON:
+        first = tl.load(firsts + row, mask=live, other=0).to(tl.int32)
+        peak = tl.load(before_sums + head.to(tl.int64) * rows + row, mask=live, other=0.0) * LOG2_E
+        mass = tl.full([TILE], 1.0, tl.float32)
+        mixed = tl.load(before + place[:, None] * HEAD_DIM + dim[None, :], mask=real, other=0.0).to(tl.float32)
+        begin = tl.min(tl.where(live, first, total), 0)
+        end = tl.max(limit, 0) + 1
+        middle = begin
+    else:
+        first = limit
+        peak = tl.full([TILE], float("-inf"), tl.float32)
+        mass = tl.zeros([TILE], tl.float32)
+        mixed = tl.zeros([TILE, DIMS], tl.float32)
+        begin = part * part_tokens
+        end = tl.minimum(tl.max(limit, 0) + 1, begin + part_tokens)
+        nearest = tl.min(tl.where(live, limit, total), 0) + 1
+        middle = tl.maximum(begin, begin + (tl.minimum(nearest, end) - begin) // KEYS * KEYS)
     strides = (kv_block, kv_token, kv * kv_head)
     for at in range(begin, middle, KEYS):
         key = at + tl.arange(0, KEYS)
         peak, mass, mixed = _attended(
-            (peak, mass, mixed), asked, limit, key, end, k, v, context, strides, scale, dim,
-            HEAD_DIM, BLOCK_TOKENS, False, WIDEN,
+            (peak, mass, mixed), asked, first, limit, key, end, k, v, context, strides, scale, dim,
+            HEAD_DIM, BLOCK_TOKENS, False, GOES_ON, WIDEN,
         )  # fmt: skip
     for at in range(middle, end, KEYS):
         key = at + tl.arange(0, KEYS)
         peak, mass, mixed = _attended(
-            (peak, mass, mixed), asked, limit, key, end, k, v, context, strides, scale, dim,
-            HEAD_DIM, BLOCK_TOKENS, True, WIDEN,
+            (peak, mass, mixed), asked, first, limit, key, end, k, v, context, strides, scale, dim,
+            HEAD_DIM, BLOCK_TOKENS, True, GOES_ON, WIDEN,
         )  # fmt: skip
-    place = row.to(tl.int64) * HEADS + head
     if SPLIT:
         place += part.to(tl.int64) * rows * HEADS
         tl.store(out + place[:, None] * HEAD_DIM + dim[None, :], mixed, mask=real)
@@ -111,13 +128,30 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + place[:, None] * HEAD_DIM + dim[None, :], mixed.to(out.dtype.element_ty), mask=real)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Attended:
+    """What rows have of the keys before ``first[n]``, one or more: ``out[n, heads, d]`` and ``logsumexp[heads, n]``."""
+
+    first: Tensor
+    out: Tensor
+    logsumexp: Tensor
+
+
 def scattered_attention(
-    q: Tensor, positions: Tensor, context: Tensor, k: Tensor, v: Tensor, scale: float, parts: int | None = None
+    q: Tensor,
+    positions: Tensor,
+    context: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    parts: int | None = None,
+    after: Attended | None = None,
 ) -> Tensor:
     """Rows ``q[n, heads, d]`` at ascending ``positions[n]`` over the pool rows ``context[T]``; gives ``[n, heads, d]``.
 
     As ``attend_plain``; ``parts`` cuts the context for programs in parallel, chosen from the shapes unless given.
-    Nothing is read back from the device, so this may run in every layer without a wait.
+    ``after``: rows go on from there, and look at the keys behind it only. Nothing is read back from the device, so this
+    may run in every layer without a wait.
     """
     check_attention(q, positions, context, k, v)
     rows, heads, head_dim = q.shape
@@ -129,7 +163,10 @@ def scattered_attention(
     group = heads // kv_heads
     tile, keys, warps, stages = _work_shape(head_dim, q.dtype, rows * group, q.device)
     tiles = triton.cdiv(rows * group, tile)
-    if parts is None:
+    if after is not None:
+        parts, tile, keys, warps = 1, min(tile, 64), min(keys, 64), 4
+        tiles = triton.cdiv(rows * group, tile)
+    elif parts is None:
         parts = _parts(tiles * kv_heads, len(context), q.device)
     part_tokens = triton.cdiv(triton.cdiv(len(context), parts), keys) * keys
     split = parts > 1
@@ -143,6 +180,9 @@ def scattered_attention(
         pool_v,
         out,
         sums,
+        q if after is None else after.out.contiguous(),
+        sums if after is None else after.logsumexp.contiguous(),
+        positions if after is None else after.first,
         rows,
         len(context),
         part_tokens,
@@ -158,6 +198,7 @@ def scattered_attention(
         KEYS=keys,
         DIMS=max(16, triton.next_power_of_2(head_dim)),
         SPLIT=split,
+        GOES_ON=after is not None,
         WIDEN=q.device.type == "cpu" and q.dtype == torch.bfloat16,  # the interpreter multiplies bfloat16 bit patterns
         num_warps=warps,
         num_stages=stages,

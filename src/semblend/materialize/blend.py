@@ -39,6 +39,7 @@ from semblend.materialize.probe import (
     AttentionMass,
     Enough,
     KvDeviation,
+    LaterMass,
     Model,
     Observer,
     RowsOf,
@@ -53,7 +54,7 @@ from semblend.materialize.risk import RepairedDeviation, Signs, entropy
 from semblend.materialize.splice import Move, splice
 from semblend.materialize.work import Refused, Work, runs_of
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
-from semblend.plan.selection import SELECTIONS, Positions, Scores, reused_positions, seams
+from semblend.plan.selection import SELECTIONS, Positions, Scores, largest, reused_positions, seams
 from semblend.span import Span
 
 log = logging.getLogger("semblend.materialize")
@@ -237,12 +238,12 @@ class Blender:
                     return "over_budget"
                 break
             prompt.escalations += number > 0
-            watch = None if step is settings.steps[-1] else AttentionMass()
+            watch = None if step is settings.steps[-1] else LaterMass()
             prompt.risk = self._repair(prompt, step, chosen, rows, watch)
-            if watch is not None:
-                prompt.mass = self._ranks.seen(watch.mass)
             if prompt.risk <= settings.thresholds.after(step.percent):
                 return "accepted"
+            if watch is not None:
+                prompt.mass = self._ranks.seen(watch.mass)
         if not len(prompt.stale):
             return "prefill"
         if settings.over_budget == "accept" and not self._affordable(prompt, self._full_rows(prompt)):
@@ -256,7 +257,7 @@ class Blender:
         if not self.settings.thresholds.glances or prompt.mass is None:
             return self.settings.steps
         stale = prompt.stale
-        most = np.sort(stale[np.argsort(-prompt.mass[stale], kind="stable")[:GLANCE_TOKENS]])
+        most = largest(stale, prompt.mass[stale], GLANCE_TOKENS)
         if not len(most):
             return ()
         look = KvDeviation(layer=1)

@@ -78,9 +78,14 @@ class AttentionMass:
 
     def __init__(self, most_rows: int = QUESTION_ROWS) -> None:
         self.most_rows = most_rows
-        self.mass: Tensor | None = None
+        self._mass: Tensor | None = None
         self._rows: Any = None
         self._asking = 0
+
+    @property
+    def mass(self) -> Tensor | None:
+        """One number a position; None before the first layer."""
+        return self._mass
 
     def before_write(self, layer: int, k: Tensor, v: Tensor, rows: Any, pool: Any) -> None:
         """Nothing to see yet."""
@@ -103,11 +108,29 @@ class AttentionMass:
             mass[:reach].add_(weights[:, before:].sum((0, 1)), alpha=1 / (self._asking * heads))
 
     def _begun(self, rows: Any, device: torch.device) -> Tensor:
-        if rows is not self._rows:  # once a pass, and from the host's copy: asking a GPU for positions costs a wait
+        if rows is not self._rows or self._mass is None:  # a further part of a pass: the question is in the last
+            # From the host's copy: asking a GPU for positions costs a wait.
             self._rows, self._asking = rows, question_rows(rows.host_positions, self.most_rows)
-        if self.mass is None:
-            self.mass = torch.zeros(len(rows.segments[-1].context), device=device)
-        return self.mass
+            self._mass = torch.zeros(len(rows.segments[-1].context), device=device)
+        return self._mass
+
+
+class LaterMass(AttentionMass):
+    """The same, worked out when it is asked for: of a pass only the question's queries are kept."""
+
+    def __init__(self, most_rows: int = QUESTION_ROWS) -> None:
+        super().__init__(most_rows)
+        self._kept: dict[int, tuple[Tensor, Any, Any]] = {}
+
+    def on_layer(self, layer: int, q: Tensor, rows: Any, pool: Any) -> None:
+        self._kept[layer] = q[-self.most_rows :].clone(), rows, pool
+
+    @property
+    def mass(self) -> Tensor | None:
+        kept, self._kept = self._kept, {}
+        for layer, (q, rows, pool) in kept.items():
+            super().on_layer(layer, q, rows, pool)
+        return super().mass
 
 
 class KvDeviation:

@@ -84,4 +84,5 @@ def runs_of(positions: Positions) -> tuple[tuple[int, int], ...]:
     if not len(positions):
         return ()
     cuts = np.flatnonzero(np.diff(positions) != 1) + 1
-    return tuple((int(part[0]), int(part[-1]) + 1) for part in np.split(positions, cuts))
+    starts, ends = np.append(0, cuts), np.append(cuts, len(positions))
+    return tuple(zip(positions[starts].tolist(), (positions[ends - 1] + 1).tolist(), strict=True))

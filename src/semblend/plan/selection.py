@@ -74,16 +74,25 @@ def seams(spans: Sequence[Span], width: int) -> Positions:
     return np.concatenate(heads) if heads else np.empty(0, np.int64)
 
 
-def highest(positions: Positions, scores: Values, share: float) -> Positions:
-    """The ``share`` of ``positions`` with the largest scores; ties go to the earlier token, a NaN comes last.
+def largest(positions: Positions, scores: Values, count: int) -> Positions:
+    """The ``count`` of ``positions`` (ascending) with the largest scores; ties go to the earlier, a NaN comes last.
 
-    >>> highest(np.array([4, 5, 6, 7]), np.array([.1, .9, .9, .2]), share=.5).tolist()
+    >>> largest(np.array([4, 5, 6, 7]), np.array([.1, .9, .9, .2]), 2).tolist()
     [5, 6]
     """
-    count = round(share * len(positions))
-    order = np.lexsort((positions, -scores))[:count]
-    chosen: Positions = np.sort(positions[order])
+    if not 0 < count < len(positions):
+        return positions[: max(0, count)]
+    ranked = np.where(np.isnan(scores), -np.inf, scores)
+    least = np.partition(ranked, -count)[-count]  # sorting all of a long prompt takes milliseconds
+    taken = ranked > least
+    taken[np.flatnonzero(ranked == least)[: count - int(taken.sum())]] = True
+    chosen: Positions = positions[taken]
     return chosen
+
+
+def highest(positions: Positions, scores: Values, share: float) -> Positions:
+    """The ``share`` of ``positions`` with the largest scores."""
+    return largest(positions, scores, round(share * len(positions)))
 
 
 def reused_positions(spans: Sequence[Span]) -> Positions:

@@ -13,9 +13,8 @@ If the request is not admitted after all, or starts again after a preemption, `r
 
 from __future__ import annotations
 
-import hashlib
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +34,9 @@ class Salted:
 def salt(request: Any, first: int) -> Salted:
     """Make the request's hashes from index ``first`` on its own, those of blocks that are not full yet included."""
     kept, hasher = tuple(request.block_hashes[first:]), request._block_hasher
-    secret = secrets.token_bytes(32)
-    request.block_hashes[first:] = _salted(kept, secret)
+    request.block_hashes[first:] = _unheard_of(kept)
     if not kept and hasher is not None:  # the first approximate block fills up later: its parent's hash is an exact one
-        request._block_hasher = lambda asked: _salted(hasher(asked), secret)
+        request._block_hasher = lambda asked: _unheard_of(hasher(asked))
     return Salted(first, kept, hasher)
 
 
@@ -49,8 +47,11 @@ def restore(request: Any, salted: Salted) -> None:
     request.update_block_hashes()
 
 
-def _salted(hashes: Iterable[bytes], secret: bytes) -> list[bytes]:
-    return [hashlib.sha256(secret + own).digest()[: len(own)] for own in hashes]
+def _unheard_of(hashes: Sequence[bytes]) -> list[bytes]:
+    """As many, as long, drawn at random; hashing each again would take milliseconds of a long prompt."""
+    size = len(hashes[0]) if hashes else 0
+    drawn = secrets.token_bytes(size * len(hashes))
+    return [drawn[at : at + size] for at in range(0, len(drawn), size)] if size else []
 
 
 def withdraw(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from semblend.integration.adapter import EngineRows, PagedPool
+from semblend.integration.vllm.far_attention import LEAST_ROWS, far_and_near, reads_far
 from semblend.materialize.layout import KvLayout
 
 OURS = object()
@@ -36,8 +37,10 @@ def attends(pool: PagedPool, impl: Any) -> bool:
 
 def scattered(rows: EngineRows, pool: PagedPool, impl: Any) -> Attend | None:
     """Our kernel for these rows; None where it cannot, or where the backend serves them better."""
-    if len(rows) >= SHORT_RUN * rows.run_count or not attends(pool, impl):
+    if len(rows) >= SHORT_RUN * len(rows.runs) or not attends(pool, impl):
         return None
+    if len(rows) >= LEAST_ROWS and reads_far(impl):
+        return far_and_near(rows, pool, impl)
     return scattered_over(rows.positions, rows.context, pool, impl)
 
 
@@ -55,13 +58,17 @@ def _kernel() -> Any:
 
 
 def compile_attention(pool: PagedPool, layer: Any) -> None:
-    """Runs our kernel in all its variants: few rows and many, the context in one part and in several."""
+    """Runs our kernel in all its variants: few rows and many, the context in one part, in several, behind others."""
     layout: Any = pool.layout
     nothing = torch.zeros(4096, dtype=torch.int64, device=layout.device)
-    for rows in (2, 4096):
-        q = torch.zeros(rows, layer.num_heads, layer.head_size, dtype=layout.dtype, device=layout.device)
+    for count in (2, 4096):
+        q = torch.zeros(count, layer.num_heads, layer.head_size, dtype=layout.dtype, device=layout.device)
         for parts in (1, 2):
-            _kernel()(q, nothing[:rows], nothing, layout.k[0], layout.v[0], layer.impl.scale, parts=parts)
+            _kernel()(q, nothing[:count], nothing, layout.k[0], layout.v[0], layer.impl.scale, parts=parts)
+    if reads_far(layer.impl):
+        many = torch.zeros(LEAST_ROWS, dtype=torch.int64)
+        rows = EngineRows.of(many, many, nothing)
+        far_and_near(rows, pool, layer.impl)(0, q[:LEAST_ROWS])
 
 
 @dataclass(frozen=True, slots=True)

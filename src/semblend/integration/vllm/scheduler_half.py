@@ -36,6 +36,9 @@ from semblend.plan.donor_cost import costs_a_donor
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Namespace, Prompt
 
+SHORT_TAIL = 128
+"""Tokens: with more, vLLM's kernels for long stretches of rows are the better ones."""
+
 
 class SchedulerHalf:
     """See the module. ``block_pool`` and ``cached_counts`` are vLLM's, as far as the version hands them over."""
@@ -236,11 +239,11 @@ class SchedulerHalf:
     def _end_of(self, record: Record, plan: ReusePlan) -> int:
         """Where the claim ends: vLLM always computes the last token itself.
 
-        In mode fast the rest behind the last span is computed by vLLM in its own batch; in mode balanced the gate has
-        to see what the question does, so we compute it.
+        In mode balanced the gate has to see what the question does, so we compute what is behind the last span. In mode
+        fast we do where it is short: a pass of ours runs in any case, and what is left to vLLM is as quick as decoding.
         """
-        last = len(record.prompt) - 1
-        return last if record.mode == "balanced" else min(last, plan.spans[-1].target_end)
+        last, held = len(record.prompt) - 1, plan.spans[-1].target_end
+        return last if record.mode == "balanced" or last - held <= SHORT_TAIL else held
 
     def _claim(self, record: Record, plan: ReusePlan) -> None:
         """Pin the donors, and lock the exact prefix cache before vLLM allocates."""

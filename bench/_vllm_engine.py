@@ -125,7 +125,7 @@ def _scatter_repairs() -> None:
     from semblend.materialize.quality import Step
 
     worker = get_kv_transfer_group()._worker
-    worker._quality = replace(worker._quality, steps=(Step(10, "at_random"),))
+    worker._quality = replace(worker._quality, steps=(Step(10, "at_random"), *worker._quality.steps[1:]))
 
 
 def ttft(engine: Engine, length: int, rounds: int) -> dict[str, Any]:

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType, SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="the twins need torch")
@@ -13,11 +16,15 @@ pytest.importorskip("triton", reason="the kernels need triton")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from semblend.integration.adapter import EngineRows  # noqa: E402
+from semblend.integration.vllm import far_attention  # noqa: E402
+from semblend.materialize import mass_kernels  # noqa: E402
 from semblend.materialize.attention_kernels import Attended, scattered_attention  # noqa: E402
 from semblend.materialize.attention_plain import attend_plain  # noqa: E402
 from semblend.materialize.gather import gather_plain  # noqa: E402
 from semblend.materialize.kernels import gather_rows, splice_moves  # noqa: E402
 from semblend.materialize.layout import KvLayout  # noqa: E402
+from semblend.materialize.probe import add_attention  # noqa: E402
 from semblend.materialize.rope import RopeSpec  # noqa: E402
 from semblend.materialize.splice import DonorTensors, Move, check_moves, on_device, splice_plain  # noqa: E402
 
@@ -189,7 +196,7 @@ def attended_before(case, first: list[int]) -> Attended:
     ahead = torch.arange(len(context), device=DEVICE)[None] >= torch.tensor(first, device=DEVICE)[:, None]
     scores = scores.masked_fill(ahead[:, None, None], float("-inf"))
     out = torch.einsum("nhgt,thd->nhgd", scores.softmax(-1), values).flatten(1, 2).to(q.dtype)
-    return Attended(torch.tensor(first, device=DEVICE), out, scores.logsumexp(-1).flatten(1, 2).T)
+    return Attended(torch.tensor(first, device=DEVICE), out.flip(0), scores.logsumexp(-1).flatten(1, 2).flip(0).T)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -199,6 +206,46 @@ def test_rows_go_on_from_what_was_attended_before(dtype, first):
     want, have = attend_plain(*case), scattered_attention(*case, after=attended_before(case, first))
     tolerance = 2e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
     torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)
+
+
+def flash_attention_in_plain_torch(q, k, v, cu_seqlens_q, seqused_k, block_table, softmax_scale, **_):
+    """What vLLM's FlashAttention computes without a mask, over pages."""
+    outs, sums = [], []
+    for number, reach in enumerate(seqused_k.tolist()):
+        asked = q[cu_seqlens_q[number] : cu_seqlens_q[number + 1]].float()
+        keys, values = (x[block_table[number].long()].flatten(0, 1)[:reach].float() for x in (k, v))
+        scores = torch.einsum("nhgd,thd->nhgt", asked.view(len(asked), keys.shape[1], -1, q.shape[2]), keys)
+        scores *= softmax_scale
+        outs.append(torch.einsum("nhgt,thd->nhgd", scores.softmax(-1), values).flatten(1, 2).to(q.dtype))
+        sums.append(scores.logsumexp(-1).flatten(1, 2).T)
+    return torch.cat(outs), torch.cat(sums, 1)
+
+
+@pytest.mark.parametrize("chosen", [range(0, 200, 7), range(200), [*range(3), *range(90, 140), 199]])
+def test_vllms_attention_for_far_keys_and_ours_for_near_ones_are_attention(chosen, monkeypatch):
+    theirs = ModuleType("vllm.v1.attention.backends.fa_utils")
+    theirs.flash_attn_varlen_func = flash_attention_in_plain_torch
+    monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
+    monkeypatch.setattr(far_attention, "GROUP_ROWS", 8)
+    at, blocks = torch.tensor(list(chosen)), torch.randperm(60)[:50]
+    q, _, _, k, v, scale = attention_case(at.tolist(), 232, 6, 2, 16, torch.float32, block=4)
+    rows = EngineRows.of(at, at, (blocks[:, None] * 4 + torch.arange(4)).flatten().to(DEVICE))
+    pool = SimpleNamespace(layout=SimpleNamespace(block_tokens=4, k=[k], v=[v]))
+    impl = SimpleNamespace(scale=scale, vllm_flash_attn_version=3)
+    want = attend_plain(q, rows.positions, rows.context, k, v, scale)
+    torch.testing.assert_close(far_attention.far_and_near(rows, pool, impl)(0, q), want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "heads", "kv_heads", "total"), [(1, 2, 2, 1), (5, 6, 2, 70), (30, 7, 1, 200)])
+def test_the_mass_of_a_question_equals_its_twin(dtype, rows, heads, kv_heads, total, monkeypatch):
+    monkeypatch.setattr(mass_kernels, "parts_of", lambda *_: 3)
+    q, _, context, k, _, _ = attention_case([0] * rows, total, heads, kv_heads, 16, dtype, block=4)
+    have, want = (torch.full((total + 3,), 0.5, device=DEVICE) for _ in range(2))
+    mass_kernels.add_question_mass(have, q, context, k)
+    add_attention(want, q.float(), k.flatten(0, 1)[context].float())
+    torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
+    assert abs(float(have.sum()) - 0.5 * len(have) - 1) < 1e-3
 
 
 @pytest.mark.parametrize("d", [8, 24, 80, 160])

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -254,6 +255,6 @@ def slots_of(block_ids: Sequence[int], block_tokens: int, tokens: int, device: t
     >>> slots_of([5, 2], block_tokens=4, tokens=6).tolist()
     [20, 21, 22, 23, 8, 9]
     """
-    blocks = torch.tensor(list(block_ids), dtype=torch.int64, device=device)
+    blocks = sent(torch.from_numpy(np.array(block_ids, dtype=np.int64)), torch.device(device))
     slots = blocks[:, None] * block_tokens + torch.arange(block_tokens, device=device)
     return slots.flatten()[:tokens]

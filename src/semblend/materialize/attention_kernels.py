@@ -26,7 +26,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _heads_at(pool, place, dim, HEAD_DIM: tl.constexpr, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def heads_at(pool, place, dim, HEAD_DIM: tl.constexpr, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """One head a place; padded with zeros where its size is no power of two."""
     if dim.shape[0] == HEAD_DIM:
         found = tl.load(pool + place[:, None] + dim[None, :])
@@ -49,9 +49,9 @@ def _attended(  # type: ignore[no-untyped-def]
     else:
         slot = tl.load(context + key).to(tl.int64)
     place = slot // BLOCK_TOKENS * kv_block + slot % BLOCK_TOKENS * kv_token + kv_start
-    keys = _heads_at(k, place, dim, HEAD_DIM, WIDEN)
+    keys = heads_at(k, place, dim, HEAD_DIM, WIDEN)
     scores = tl.dot(asked, tl.trans(keys), input_precision="ieee") * (scale * LOG2_E)
-    values = _heads_at(v, place, dim, HEAD_DIM, WIDEN)
+    values = heads_at(v, place, dim, HEAD_DIM, WIDEN)
     if MASKED:
         scores = tl.where((key[None, :] <= limit[:, None]) & (key < end)[None, :], scores, float("-inf"))
         if GOES_ON:
@@ -90,9 +90,11 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     place = row.to(tl.int64) * HEADS + head
     if GOES_ON:
         first = tl.load(firsts + row, mask=live, other=0).to(tl.int32)
-        peak = tl.load(before_sums + head.to(tl.int64) * rows + row, mask=live, other=0.0) * LOG2_E
+        theirs = rows - 1 - row.to(tl.int64)
+        peak = tl.load(before_sums + head.to(tl.int64) * rows + theirs, mask=live, other=0.0) * LOG2_E
         mass = tl.full([TILE], 1.0, tl.float32)
-        mixed = tl.load(before + place[:, None] * HEAD_DIM + dim[None, :], mask=real, other=0.0).to(tl.float32)
+        there = (theirs * HEADS + head) * HEAD_DIM
+        mixed = tl.load(before + there[:, None] + dim[None, :], mask=real, other=0.0).to(tl.float32)
         begin = tl.min(tl.where(live, first, total), 0)
         end = tl.max(limit, 0) + 1
         middle = begin
@@ -130,7 +132,11 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attended:
-    """What rows have of the keys before ``first[n]``, one or more: ``out[n, heads, d]`` and ``logsumexp[heads, n]``."""
+    """What rows have of the keys before ``first[n]``, one or more: ``out[n, heads, d]`` and ``logsumexp[heads, n]``.
+
+    These two stand in the reverse order of rows: those with most to do come first, so that no long one is left over
+    when a GPU runs out of others.
+    """
 
     first: Tensor
     out: Tensor
@@ -167,7 +173,7 @@ def scattered_attention(
         parts, tile, keys, warps = 1, min(tile, 64), min(keys, 64), 4
         tiles = triton.cdiv(rows * group, tile)
     elif parts is None:
-        parts = _parts(tiles * kv_heads, len(context), q.device)
+        parts = parts_of(tiles * kv_heads, len(context), q.device)
     part_tokens = triton.cdiv(triton.cdiv(len(context), parts), keys) * keys
     split = parts > 1
     out = torch.empty((parts, rows, heads, head_dim), dtype=torch.float32 if split else q.dtype, device=q.device)
@@ -224,7 +230,7 @@ def _near_memory(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
 
 
-def _parts(programs: int, tokens: int, device: torch.device) -> int:
+def parts_of(programs: int, tokens: int, device: torch.device) -> int:
     """Into how many parts the context is cut: one if two programs a multiprocessor are there anyway, else enough for
     three, and none shorter than 1,024 tokens; measured on an H200, where a cut past that costs more than it gains.
     """

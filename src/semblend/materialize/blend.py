@@ -23,6 +23,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -113,8 +114,7 @@ class Blender:
             self._check_it_pays(prompt, first)
         watch = AttentionMass() if mode == "balanced" else None
         with self._loaded(prompt):
-            self._compute(prompt, "fast", first, watch)
-            prompt.canary = self._checked_canary(self._canary(prompt))
+            self._compute(prompt, "fast", first, watch, checked=True)
         if watch is None:
             return self._result(prompt, "fast")
         prompt.mass = self._ranks.seen(watch.mass)
@@ -181,9 +181,7 @@ class Blender:
         ]
 
     def _canary(self, prompt: Work) -> Tensor:
-        """On a sample: is this the KV that its tokens ask for? Queued behind the pass, so that a GPU is not kept idle;
-        what the pass has overwritten is right in any case.
-        """
+        """On a sample: is this the KV that its tokens ask for? What a pass has overwritten is right in any case."""
         starts, ends = (
             torch.tensor([getattr(s, name) for s in prompt.spans]) for name in ("target_start", "target_end")
         )
@@ -326,30 +324,41 @@ class Blender:
         first = int(prompt.reused[0]) if len(prompt.reused) and prompt.passes else prompt.exact
         return len(prompt.tokens) - first
 
-    def _compute(self, prompt: Work, name: str, rows: Positions, watch: Observer | None) -> float:
-        """Runs the rows through the model; returns how far the next-token distribution moved, in nats."""
+    def _compute(
+        self, prompt: Work, name: str, rows: Positions, watch: Observer | None, *, checked: bool = False
+    ) -> float:
+        """Runs the rows through the model; returns how far the next-token distribution moved, in nats.
+
+        ``checked``: the canary looks at the donor KV. It is queued behind the pass, so that a GPU is not kept idle.
+        """
+        begun = time.perf_counter()
         hidden = self._forward(prompt, name, rows, watch, layers=int(self.pool.k.shape[0]))
         if hidden is None:
             raise Refused(DeclineReason.ERROR, f"the pass {name!r} ended early")
         before, prompt.tail = prompt.tail, self.model.logits(hidden)
-        if not bool(prompt.tail.isfinite().all()):
+        found = self._canary(prompt) if checked else None
+        finite = bool(prompt.tail.isfinite().all())  # waits for the device: the clock must not stop before
+        ms = (time.perf_counter() - begun) * 1e3
+        # Small passes are slower a row than large ones: the best rate seen foretells a large one.
+        self._rows_per_ms = max(self._rows_per_ms * 0.98, len(rows) / max(ms, 1e-6))
+        if found is not None:
+            prompt.canary = self._checked_canary(found)
+        if not finite:
             # NaN reaches rows before it too (0 x NaN behind a mask), so no further pass of ours can mend it.
             raise Refused(DeclineReason.VALIDATION_FAILED, f"logits after the pass {name!r} are not numbers")
         moved = 0.0 if before is None else next_token_kl(prompt.tail[-1], before[-1])
         prompt.computed[rows] = True
         prompt.first_tail = prompt.tail if before is None else prompt.first_tail
-        last = prompt.passes[-1]
-        prompt.passes[-1] = Pass(
-            last.name, last.rows, last.keys, last.layers, last.ms, None if before is None else moved
-        )
+        prompt.passes[-1] = replace(prompt.passes[-1], ms=ms, kl=None if before is None else moved)
         if prompt.on_pass is not None:
             prompt.on_pass(prompt.passes[-1], prompt.tail)
         return moved
 
-    def _forward(
-        self, prompt: Work, name: str, rows: Positions, watch: Observer | None, layers: int, *, wait: bool = True
-    ) -> Tensor | None:
-        """In chunks, ascending, so that each sees what the one before wrote; the question stays in one chunk."""
+    def _forward(self, prompt: Work, name: str, rows: Positions, watch: Observer | None, layers: int) -> Tensor | None:
+        """In chunks, ascending, so that each sees what the one before wrote; the question stays in one chunk.
+
+        Gives the hidden states of the prompt's last tokens, None where ``watch`` has seen enough. Nobody waits.
+        """
         begun, hidden = time.perf_counter(), None
         for start in range(0, max(1, len(rows) - QUESTION_ROWS), self.settings.chunk_tokens):
             end = start + self.settings.chunk_tokens
@@ -361,18 +370,16 @@ class Blender:
                 hidden = None
         if hidden is not None:
             hidden = hidden[-self._tail_rows(prompt) :].clone()
-            if wait:
-                float(hidden[0, 0])  # the clock must not stop before the device does
         ms = (time.perf_counter() - begun) * 1e3
         prompt.passes.append(Pass(name, len(rows), int((rows + 1).sum()), layers, ms))
-        if wait and layers == len(self.pool.k):
-            # Small passes are slower a row than large ones: the best rate seen foretells a large one.
-            self._rows_per_ms = max(self._rows_per_ms * 0.98, len(rows) / max(ms, 1e-6))
         return hidden
 
     def _rows(self, prompt: Work, at: Tensor) -> Any:
-        """Rows at these positions. They come from the host, so that asking where they are is no wait for a GPU."""
-        return self._rows_of(prompt.tokens[at], at, prompt.context)
+        """Rows at these positions. They come from the host, so that asking where they are is no wait for a GPU.
+
+        Taken by numpy: torch would wake all its threads for a few thousand tokens, which takes milliseconds.
+        """
+        return self._rows_of(torch.from_numpy(prompt.tokens.numpy()[at.numpy()]), at, prompt.context)
 
     def _tail_rows(self, prompt: Work) -> int:
         """Rows at the end that every pass computes: their next-token distributions can be compared."""

@@ -17,6 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from semblend.materialize.layout import KvLayout
+from semblend.materialize.splice import triton_is_here
+
 QUESTION_ROWS = 64
 UNBOUNDED_RISK = 1e6
 """Stands for a risk that is not a number: logits with NaN or infinities must never pass a gate."""
@@ -93,11 +96,16 @@ class AttentionMass:
     def on_layer(self, layer: int, q: Tensor, rows: Any, pool: Any) -> None:
         mass = self._begun(rows, q.device)
         extent = rows.extents[-1]
-        if extent.slots_from is None:
-            keys = pool.k[layer].index_select(0, rows.segments[-1].context[: extent.reach])
+        context = rows.segments[-1].context[: extent.reach]
+        if q.device.type == "cuda" and triton_is_here() and (pages := _pages(pool, layer)) is not None:
+            from semblend.materialize.mass_kernels import add_question_mass
+
+            add_question_mass(mass, q[-self._asking :], context, pages)
+        elif extent.slots_from is None:
+            add_attention(mass, q[-self._asking :], pool.k[layer].index_select(0, context))
         else:
             keys = pool.k[layer, extent.slots_from : extent.slots_from + extent.reach]
-        add_attention(mass, q[-self._asking :], keys)
+            add_attention(mass, q[-self._asking :], keys)
 
     def on_weights(self, weights: Tensor, start: int, rows: Any) -> None:
         """The same, where attention has computed the weights already: ``[heads, some rows from start on, keys]``."""
@@ -252,6 +260,15 @@ def next_token_kl(now: Tensor, before: Tensor) -> float:
     p, q = (logits.reshape(-1).double().log_softmax(-1) for logits in (now, before))
     risk = float(torch.where(p == -torch.inf, 0.0, p.exp() * (p - q)).sum())
     return max(0.0, bounded(risk))
+
+
+def _pages(pool: Any, layer: int) -> Tensor | None:
+    """A layer's keys as kernels read them; None where only their owner can."""
+    layout = getattr(pool, "layout", None)
+    if layout is None:
+        found: Tensor = pool.k[layer]
+        return found
+    return layout.k[layer] if type(layout) is KvLayout else None
 
 
 def add_attention(total: Tensor, q: Tensor, k: Tensor) -> None:

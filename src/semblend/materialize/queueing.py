@@ -48,7 +48,7 @@ class QueueingBlender(Blender):
                 prompt = self._checked(sequence, plan, None, spans=plan.spans)
                 rows = self._first_rows(prompt)
                 held.enter_context(self._loaded(prompt))
-                hidden = self._forward(prompt, "fast", rows, None, int(self.pool.k.shape[0]), wait=False)
+                hidden = self._forward(prompt, "fast", rows, None, int(self.pool.k.shape[0]))
                 if hidden is None:
                     raise Refused(DeclineReason.ERROR, "the pass ended early")
                 prompt.tail = self.model.logits(hidden)

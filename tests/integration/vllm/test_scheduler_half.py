@@ -119,8 +119,8 @@ def world():
     return World()
 
 
-def target(name="target", lead=17, **rest):
-    return FakeRequest(name, [*range(2000, 2000 + lead), *DOCUMENT, *range(3000, 3010)], **rest)
+def target(name="target", lead=17, tail=10, **rest):
+    return FakeRequest(name, [*range(2000, 2000 + lead), *DOCUMENT, *range(3000, 3000 + tail)], **rest)
 
 
 def test_a_prompt_becomes_a_donor_only_when_the_worker_has_its_kv(world):
@@ -129,7 +129,7 @@ def test_a_prompt_becomes_a_donor_only_when_the_worker_has_its_kv(world):
     assert [capture.tokens for capture in orders.captures] == [240]
     assert world.half.matched(target("early"), 0) == 0
     world.served(orders)
-    assert world.half.matched(target(), 0) == 217
+    assert world.half.matched(target(), 0) == 226
 
 
 def test_a_donor_that_one_rank_could_not_keep_is_not_registered(world):
@@ -139,11 +139,13 @@ def test_a_donor_that_one_rank_could_not_keep_is_not_registered(world):
     assert world.half.semblend.donors() == ()
 
 
-def test_mode_fast_claims_to_the_end_of_the_last_span_and_balanced_up_to_the_last_token(world):
+def test_a_claim_ends_before_the_last_token_or_in_mode_fast_before_a_long_rest(world):
     world.donor()
-    assert world.half.matched(target("fast"), 0) == 17 + 200
     asked = {"semblend": {"quality": "balanced"}}
+    assert world.half.matched(target("fast"), 0) == 17 + 200 + 10 - 1
     assert world.half.matched(target("balanced", kv_transfer_params=asked), 0) == 17 + 200 + 10 - 1
+    assert world.half.matched(target("long", tail=129), 0) == 17 + 200 + 129 - 1
+    assert world.half.matched(target("longer", tail=130), 0) == 17 + 200
 
 
 def test_the_order_to_load_names_the_blocks_and_the_workers_generation(world):
@@ -151,7 +153,7 @@ def test_the_order_to_load_names_the_blocks_and_the_workers_generation(world):
     world.donor("donor")
     _, orders = world.admit(target())
     (load,) = orders.loads
-    assert (load.exact_tokens, load.claim_end, len(load.block_ids)) == (0, 217, -(-227 // BLOCK))
+    assert (load.exact_tokens, load.claim_end, len(load.block_ids)) == (0, 226, -(-227 // BLOCK))
     assert [span.generation for span in load.spans] == [world.half._held[load.spans[0].donor_id]]
 
 
@@ -159,7 +161,7 @@ def test_exact_tokens_are_not_claimed_again(world):
     world.donor()
     request = target()
     claimed, orders = world.admit(request, local=64)
-    assert claimed == 217 - 64
+    assert claimed == 226 - 64
     assert orders.loads[0].spans[0].target_start == 64
 
 
@@ -185,7 +187,7 @@ def test_a_request_that_ends_before_the_report_gets_its_receipt_when_it_comes(wo
 def test_a_backends_decline_keeps_its_reason(world):
     world.donor()
     _, orders = world.admit(target())
-    world.served(orders, reused_tokens=0, prefill_tokens=217, reason=DeclineReason.STALE, detail="gone")
+    world.served(orders, reused_tokens=0, prefill_tokens=226, reason=DeclineReason.STALE, detail="gone")
     receipt = world.half.finished("target")
     assert (receipt.outcome, receipt.reason) == ("backend_declined_reuse", "stale")
 
@@ -228,7 +230,7 @@ def test_a_request_that_gets_no_blocks_has_its_own_hashes_back_and_asks_no_secon
     request = target()
     before = list(request.block_hashes)
     for _ in range(3):
-        assert world.half.matched(request, 0) == 217
+        assert world.half.matched(request, 0) == 226
         assert request.block_hashes != before
         world.step()
         assert request.block_hashes == before
@@ -241,7 +243,7 @@ def test_a_waiting_request_looks_again_when_a_new_donor_is_there(world):
     waiting = target("waiting")
     assert world.half.matched(waiting, 0) == 0
     world.donor()
-    assert world.half.matched(waiting, 0) == 217
+    assert world.half.matched(waiting, 0) == 226
 
 
 def test_a_preempted_request_starts_over_without_donors_under_its_own_hashes(world):
@@ -339,7 +341,7 @@ def test_an_aborted_request_releases_its_donors(world):
 def test_the_hit_is_split_into_what_donors_hold_and_what_we_compute(world):
     world.donor()
     claimed, _ = world.admit(target())
-    assert world.half.hit_sources("target", claimed) == (200, 17)
+    assert world.half.hit_sources("target", claimed) == (200, 26)
 
 
 def test_a_plan_whose_two_passes_cost_more_than_a_prefill_is_declined_before_the_claim():

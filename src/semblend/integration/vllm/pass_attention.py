@@ -58,13 +58,16 @@ def _kernel() -> Any:
 
 
 def compile_attention(pool: PagedPool, layer: Any) -> None:
-    """Runs our kernel in all its variants: few rows and many, the context in one part, in several, behind others."""
+    """Runs our kernels in all variants: few rows and many, the context in one part, in several, behind others."""
+    from semblend.materialize.mass_kernels import add_question_mass
+
     layout: Any = pool.layout
     nothing = torch.zeros(4096, dtype=torch.int64, device=layout.device)
     for count in (2, 4096):
         q = torch.zeros(count, layer.num_heads, layer.head_size, dtype=layout.dtype, device=layout.device)
         for parts in (1, 2):
             _kernel()(q, nothing[:count], nothing, layout.k[0], layout.v[0], layer.impl.scale, parts=parts)
+    add_question_mass(torch.zeros(len(nothing), device=layout.device), q[:2], nothing, layout.k[0])
     if reads_far(layer.impl):
         many = torch.zeros(LEAST_ROWS, dtype=torch.int64)
         rows = EngineRows.of(many, many, nothing)

@@ -149,6 +149,8 @@ def ttft(engine: Engine, length: int, rounds: int) -> dict[str, Any]:
             del asked["cold"]  # measured with the donors on the device
         if engine.kind != "stock":
             asked["fast"] = engine.tokens(SHIFTED) + document + question, {"quality": "fast"}
+            other = engine.tokens(SHIFTED + 4) + document + engine.tokens(QUESTION)
+            asked["fast, other question"] = other, {"quality": "fast"}
         if engine.kind == "device":
             asked["balanced"] = engine.tokens(SHIFTED + 8) + document + question, {"quality": "balanced"}
         for arm, (ids, extra) in asked.items():

@@ -6,8 +6,9 @@
 
 Three engines after each other on one machine, each in a process of its own (`_vllm_engine.py`): stock vLLM; with our
 connector and donors on the device; with donors in host memory. Arms of a round: cold (opted out of reuse), miss (looked
-up in vain, and kept as a donor), exact (vLLM's own prefix hit), fast, balanced (10 % repaired; with random weights the
-gate accepts after that). Random weights and random tokens: speed, not quality. Cells are appended as they come.
+up in vain, and kept as a donor), exact (vLLM's own prefix hit, another question behind it), fast (also with another
+question), balanced (10 % repaired; with random weights the gate accepts after that). Random weights and random tokens:
+speed, not quality. Cells are appended as they come.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ def show(report: _report.Report, cells: Cells) -> None:
         for arm in cell["arms"]:
             spread = times(cell, arm)
             mid = p50(cell, arm)
-            above = mid - exact if mid is not None and exact is not None and arm in ("fast", "balanced") else None
+            above = (
+                mid - exact if mid is not None and exact is not None and arm not in ("cold", "miss", "exact") else None
+            )
             kinds = [p50(cell, arm, f"{kind}_tokens") for kind in ("reused", "recomputed", "prefill")]
             rows.append(
                 [tokens, engine, arm, len(spread), mid, min(spread), max(spread), ratio(cold, mid), above,

@@ -18,6 +18,7 @@ from semblend.materialize.probe import (
     AttentionMass,
     Enough,
     KvDeviation,
+    LaterMass,
     bounded,
     canary,
     canary_positions,
@@ -111,6 +112,25 @@ def test_the_mass_is_the_same_whoever_computes_the_weights(dtype, rows, shuffled
     assert torch.allclose(shared.mass, own.mass, atol=1e-6)
     assert own.mass.sum() == pytest.approx(3.0, abs=1e-4)
     assert (own.mass[rows[-1] + 1 :] == 0).all()
+
+
+class Later(LaterMass):
+    """As in an engine whose attention shows no weights."""
+
+    on_weights = None
+
+
+def test_a_mass_that_is_worked_out_later_is_the_same_and_of_the_last_part_of_a_pass_only():
+    model, tokens = model_of(), tokens_of(40)
+    pool, context = placed(model, tokens)
+    watches = [OwnWeights(), Later(), OwnWeights()]
+    for number, watch in enumerate(watches):
+        for part in (torch.arange(10, 20), torch.arange(20, 40))[number == 2 :]:
+            model.forward(Rows.of(tokens[part], part, context), pool, watch)
+    now, later, last_part = (watch.mass for watch in watches)
+    assert torch.equal(now, later)
+    assert torch.equal(now, last_part)
+    assert torch.equal(later, watches[1].mass)  # asked again
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend import InputError
-from semblend.plan.selection import SELECTIONS, Scores, attended, attended_and_deviating, cacheblend, windows
+from semblend.plan.selection import SELECTIONS, Scores, attended, attended_and_deviating, cacheblend, largest, windows
 
 
 def scores_of(reused, seed=0, share=0.1):
@@ -65,3 +65,13 @@ def test_scores_that_do_not_fit_together_are_refused():
     for share in (-0.1, 1.1, float("nan")):
         with pytest.raises(InputError, match="share"):
             Scores(np.arange(3), np.zeros(3), np.zeros(3), share=share)
+
+
+@given(
+    st.lists(st.one_of(st.sampled_from([0.0, 1.0, 2.0, float("nan"), float("-inf")]), st.floats(0, 3)), max_size=60),
+    st.integers(-2, 70),
+)
+def test_the_largest_are_those_that_sorting_everything_would_choose(scores, count):
+    positions, values = np.arange(len(scores)) * 3, np.array(scores)
+    by_score = np.lexsort((positions, -np.nan_to_num(values, nan=-np.inf)))
+    assert largest(positions, values, count).tolist() == sorted(positions[by_score[: max(0, count)]].tolist())

@@ -23,6 +23,8 @@ from torch import Tensor
 from semblend.materialize.attention_plain import as_blocks, check_attention
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+MUCH_NEAR_MEMORY = 200 << 10
+"""Bytes: in large tiles three loads of 64 KiB are on the way at once; only some GPUs have so much near their cores."""
 
 
 @triton.jit
@@ -170,7 +172,8 @@ def scattered_attention(
     tile, keys, warps, stages = _work_shape(head_dim, q.dtype, rows * group, q.device)
     tiles = triton.cdiv(rows * group, tile)
     if after is not None:
-        parts, tile, keys, warps = 1, min(tile, 64), min(keys, 64), 4
+        parts = 1
+        tile, keys, warps, stages = _near_shape(head_dim, q.dtype)
         tiles = triton.cdiv(rows * group, tile)
     elif parts is None:
         parts = parts_of(tiles * kv_heads, len(context), q.device)
@@ -216,14 +219,18 @@ def _work_shape(head_dim: int, dtype: torch.dtype, queries: int, device: torch.d
     """Queries and keys of a tile, warps, and keys loaded ahead; measured on an H200 (docs/experiments.md)."""
     if dtype == torch.float32 or head_dim > 128:
         return 32, 32, 4, 2
-    # Large tiles keep three loads of 64 KiB on the way: only some GPUs have so much memory near their cores.
-    if queries >= 4096 and _near_memory(device) >= 200 << 10:
-        return 128, 128, 8, 3
-    return 64, 64, 4, 3
+    if near_memory(device) < MUCH_NEAR_MEMORY:
+        return 64, 64, 4, 3
+    return (128, 128, 8, 3) if queries >= 4096 else (64, 128, 4, 3)
+
+
+def _near_shape(head_dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """The same for rows that go on from what others have done: every key has a mask."""
+    return (32, 32, 4, 2) if dtype == torch.float32 or head_dim > 128 else (64, 32, 4, 3)
 
 
 @cache
-def _near_memory(device: torch.device) -> int:
+def near_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may use."""
     if device.type != "cuda":
         return 0

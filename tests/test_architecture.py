@@ -41,7 +41,7 @@ PACKAGES = ["semblend", "semantickv", "sembench"]  # bottom up
 HEAVY = {
     "numba": {"*.kernels"},
     "torch": {"fingerprint.embedder_models", "materialize.*", "engine.*", "demo.runner", "integration.*"},
-    "triton": {"*.kernels", "materialize.attention_kernels"},
+    "triton": {"*.kernels", "materialize.attention_kernels", "materialize.mass_kernels"},
     "transformers": set(),
     "vllm": {"integration.vllm.*"},
     "gguf": {"engine.*"},

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from semblend.config import QUALITY_MODES
 from semblend.materialize.donor_kv import DonorKv, DonorTensors
+from semblend.materialize.first_pass import first_rows, two_passes_cost_more
 from semblend.materialize.layout import KvLayout
 from semblend.materialize.probe import (
     CANARY_TOLERANCE,
@@ -55,7 +56,7 @@ from semblend.materialize.risk import RepairedDeviation, Signs, entropy
 from semblend.materialize.splice import Move, splice
 from semblend.materialize.work import Refused, Work, runs_of
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
-from semblend.plan.selection import SELECTIONS, Positions, Scores, largest, reused_positions, seams
+from semblend.plan.selection import SELECTIONS, Positions, Scores, largest, reused_positions
 from semblend.span import Span
 
 log = logging.getLogger("semblend.materialize")
@@ -110,8 +111,8 @@ class Blender:
             self._prefill(prompt)
             return self._result(prompt, "exact")
         first = self._first_rows(prompt)
-        if mode == "balanced":
-            self._check_it_pays(prompt, first)
+        if mode == "balanced" and (why := self._cost_more(prompt)):
+            raise Refused(DeclineReason.BELOW_BREAK_EVEN, why)
         watch = AttentionMass() if mode == "balanced" else None
         with self._loaded(prompt):
             self._compute(prompt, "fast", first, watch, checked=True)
@@ -201,25 +202,10 @@ class Blender:
         return error
 
     def _first_rows(self, prompt: Work) -> Positions:
-        """Gaps, the heads of spans, and the end of the prompt, whoever holds it: its attention is the question's."""
-        wanted = np.ones(len(prompt.tokens), dtype=bool)
-        wanted[: prompt.exact] = False
-        wanted[prompt.reused] = False
-        wanted[seams(prompt.spans, self.settings.seam_tokens)] = True
-        wanted[seams(prompt.spans[:1], self.settings.first_seam_tokens)] = True
-        wanted[max(prompt.exact, len(wanted) - max(1, self.settings.question_tokens)) :] = True
-        return np.flatnonzero(wanted)
+        return first_rows(len(prompt.tokens), prompt.exact, prompt.spans, self.settings)
 
-    def _check_it_pays(self, prompt: Work, first: Positions) -> None:
-        """Two passes at least: with many gaps behind the first donor token they cost nearly as much as a prefill.
-
-        And they may be in vain. So the bound is that of all repairs, not the whole prefill.
-        """
-        again = int((first > prompt.reused[0]).sum())
-        rows = len(first) + again + sum(round(s.percent / 100 * len(prompt.reused)) for s in self.settings.steps[:1])
-        cold = len(prompt.tokens) - prompt.exact
-        if rows >= min(1.0, self.settings.most_work) * cold:
-            raise Refused(DeclineReason.BELOW_BREAK_EVEN, f"two passes compute {rows} rows, a prefill {cold}")
+    def _cost_more(self, prompt: Work) -> str | None:
+        return two_passes_cost_more(len(prompt.tokens), prompt.exact, prompt.spans, self.settings)
 
     def _gate(self, prompt: Work) -> str:
         """Repairs until the next-token distribution stands still, time is up, or all is computed."""

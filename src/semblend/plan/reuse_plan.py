@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from semblend.span import Span
@@ -82,3 +82,16 @@ class ReusePlan:
     def donor_ids(self) -> tuple[str, ...]:
         """Donors in order of first use, each once."""
         return tuple(dict.fromkeys(span.donor_id for span in self.spans))
+
+    def until(self, end: int) -> ReusePlan:
+        """The plan for the first ``end`` tokens of the prompt.
+
+        >>> ReusePlan((Span("d", 0, 4, 6),), 12).until(7).spans[0].length
+        3
+        """
+        spans = tuple(
+            replace(span, length=min(span.length, end - span.target_start))
+            for span in self.spans
+            if span.target_start < end
+        )
+        return replace(self, spans=spans, prompt_tokens=end)

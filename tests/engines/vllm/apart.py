@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,19 +68,33 @@ class Engine:
         assert self.scheduler.kv_cache_manager.reset_prefix_cache()
 
 
+def _example(storage: Path) -> tuple[dict[str, Any], Callable[[], int]]:
+    """A connector that stores prompts in files, and how many it has."""
+    told = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(storage)},
+    }
+    return told, lambda: len(list(storage.iterdir()))
+
+
+def _lmcache() -> tuple[dict[str, Any], Callable[[], int]]:
+    """LMCache, and how many chunks it has stored."""
+    import lmcache_blocks
+
+    os.environ.update(lmcache_blocks.SETTINGS)
+    lmcache_blocks.install()
+    return {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}, lambda: len(lmcache_blocks.STORED)
+
+
 def beside(settings: dict[str, Any]) -> dict[str, Any]:
     """A donor, a prompt that shares its document, the same prompts again with vLLM's own cache empty."""
     if settings.get("unguarded"):
         from semblend.integration.vllm import start
 
         start.in_multi_connector = lambda: False
-    storage = Path(settings["storage"])
-    example = {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(storage)},
-    }
-    parts = [OURS, example] if settings["ours_first"] else [example, OURS]
+    other, stored = _lmcache() if settings.get("lmcache") else _example(Path(settings["storage"]))
+    parts = [OURS, other] if settings["ours_first"] else [other, OURS]
     transfer = {**settings["outer"], "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": parts}}
     engine = Engine(settings["model"], transfer)
     connector = engine.scheduler.connector
@@ -88,7 +104,7 @@ def beside(settings: dict[str, Any]) -> dict[str, Any]:
 
     def step(name: str, prompt: list[int], **asked: Any) -> None:
         told[name] = engine.ask(prompt, **asked)
-        told["stored"].append(len(list(storage.iterdir())))
+        told["stored"].append(stored())
         engine.forget_prefixes()
 
     step("donor", donor)
@@ -127,3 +143,5 @@ if __name__ == "__main__":
     scenario, given, answer = sys.argv[1:]
     told = {"beside": beside, "lora": lora}[scenario](json.loads(Path(given).read_text()))
     Path(answer).write_text(json.dumps(told))
+    sys.stdout.flush()
+    os._exit(0)  # connectors have threads that never end

@@ -211,7 +211,15 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, A
         (folder / "settings.json").write_text(json.dumps({"model": MODEL, **settings}))
         command = [sys.executable, str(Path(__file__).with_name("apart.py")), scenario]
         files = [str(folder / "settings.json"), str(folder / "answer.json")]
-        done = subprocess.run(command + files, capture_output=True, text=True, timeout=400, check=False)
+        found = os.pathsep.join(filter(None, (settings.get("lmcache"), os.environ.get("PYTHONPATH"))))
+        done = subprocess.run(
+            command + files,
+            env=os.environ | {"PYTHONPATH": found},
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
+        )
         assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
         told: dict[str, Any] = json.loads((folder / "answer.json").read_text())
         return told | {"log": done.stdout + done.stderr}

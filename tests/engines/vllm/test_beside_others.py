@@ -1,7 +1,9 @@
-"""Our connector beside another one: vLLM's ExampleConnector, which stores every prompt it sees by its tokens."""
+"""Our connector beside another one, which stores every prompt it sees: vLLM's ExampleConnector, and LMCache."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -50,6 +52,38 @@ def test_nothing_is_left_and_a_reset_drops_our_donors(guarded):
     assert guarded["reset"] is True
     assert guarded["donors after reset"] == 0
     assert guarded["policy"] is True, "blocks that we could not fill are computed, not failed"
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["ours first", "ours second"])
+def beside_lmcache(apart, request):
+    folder = os.environ.get("SEMBLEND_TEST_LMCACHE", "")
+    if not Path(folder, "lmcache").is_dir():
+        pytest.skip("SEMBLEND_TEST_LMCACHE names no folder with LMCache: .ci/engines/vllm-cpu makes one")
+    return apart("beside", outer=GUARDED, ours_first=request.param, lmcache=folder)
+
+
+def chunks(answer):
+    return (answer["prompt"] - 1) // 64
+
+
+def test_lmcache_serves_what_it_has_stored_and_we_the_rest(beside_lmcache):
+    donor, shifted, again = (beside_lmcache[name] for name in ("donor", "shifted", "donor again"))
+    assert shifted["receipt"]["outcome"] == "backend_materialized_reuse"
+    assert shifted["receipt"]["reused_tokens"] > 0.5 * shifted["prompt"]
+    assert again["receipt"]["outcome"] == "exact_prefix_route"
+    assert again["receipt"]["exact_tokens"] == again["cached"] == 64 * chunks(again)
+    assert again["tokens"] == donor["tokens"]
+    assert all(adds_up(told) for told in beside_lmcache.values() if isinstance(told, dict) and "receipt" in told)
+
+
+def test_lmcache_never_stores_what_we_served(beside_lmcache):
+    donor, cold, again = (beside_lmcache[name] for name in ("donor", "without us", "without us again"))
+    one, both = chunks(donor), chunks(donor) + chunks(cold)
+    assert beside_lmcache["stored"] == [one, one, both, both, both]
+    assert cold["cached"] == 0
+    assert again["cached"] == 64 * chunks(again)
+    assert again["tokens"] == cold["tokens"]
+    assert (beside_lmcache["records"], beside_lmcache["hidden"]) == (0, 0)
 
 
 def test_in_a_plain_multi_connector_we_reuse_nothing_and_the_other_works(apart, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,3 +50,17 @@ class Record:
     @property
     def claimed(self) -> bool:
         return self.claim_end > 0
+
+
+def scheduled(output: Any, records: Mapping[str, Record]) -> Iterator[tuple[str, int, bool]]:
+    """``(request, tokens computed before this step, whether it was admitted in this step)``; keeps block tables."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens, True
+    cached = output.scheduled_cached_reqs
+    rows = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
+    for request_id, computed, new_blocks in rows:
+        record = records.get(request_id)
+        resumed = request_id in cached.resumed_req_ids
+        if record is not None and record.block_ids is not None and new_blocks and not resumed:
+            record.block_ids.extend(new_blocks[0])
+        yield request_id, computed, resumed

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from semblend.config import QUALITY_MODES
+from semblend.prompt import Namespace
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +41,10 @@ def declined_request(request: Any) -> str | None:
     if getattr(request, "resumable", False):
         return "a streaming-input session grows while it runs"
     return None
+
+
+def namespace_of(request: Any, engine: Namespace) -> Namespace:
+    """The engine's, with what the request adds: its salt and its adapter."""
+    lora = getattr(request, "lora_request", None)
+    adapter = f"{lora.lora_name}:{lora.lora_int_id}:{lora.lora_path}" if lora else ""
+    return replace(engine, salt=request.cache_salt or "", adapter=adapter)

@@ -14,7 +14,7 @@ Nothing in here raises into vLLM: `connector_v1` catches, says so in an event, a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -28,13 +28,14 @@ from semblend.facade import SemBlend
 from semblend.integration.vllm.hash_chain import restore, salt, withdraw
 from semblend.integration.vllm.orders import Capture, Load, Orders, Report
 from semblend.integration.vllm.receipts import ENGINE, Facts, receipt_of
-from semblend.integration.vllm.records import EngineFacts, Record
-from semblend.integration.vllm.requests import asked_for, declined_request
+from semblend.integration.vllm.records import EngineFacts, Record, scheduled
+from semblend.integration.vllm.requests import asked_for, declined_request, namespace_of
 from semblend.integration.vllm.settings import ConnectorSettings
-from semblend.integration.vllm.work_estimate import passes_cost_more
+from semblend.materialize.first_pass import two_passes_cost_more
+from semblend.materialize.quality import QualitySettings
 from semblend.plan.donor_cost import costs_a_donor
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
-from semblend.prompt import Namespace, Prompt
+from semblend.prompt import Prompt
 
 SHORT_TAIL = 128
 """Tokens: with more, vLLM's kernels for long stretches of rows are the better ones."""
@@ -110,7 +111,7 @@ class SchedulerHalf:
         record = self._records.get(request_id)
         if record is None or not isinstance(record.decision, ReusePlan):
             return 0, claimed_tokens
-        spans = _until(record.decision, record.claim_end).spans
+        spans = record.decision.until(record.claim_end).spans
         reused = min(claimed_tokens, sum(span.length for span in spans))
         return reused, claimed_tokens - reused
 
@@ -132,7 +133,7 @@ class SchedulerHalf:
         orders = Orders()
         for request_id in output.preempted_req_ids or ():
             self._start_over(request_id)
-        for request_id, computed, first_step in self._scheduled(output):
+        for request_id, computed, first_step in scheduled(output, self._records):
             record = self._records.get(request_id)
             if record is not None and record.claimed and not self.cached_counts:
                 # Before 0.30 vLLM enters blocks as they fill, the answer's too: those since, and two that were filling.
@@ -201,15 +202,10 @@ class SchedulerHalf:
             if not request.prompt_token_ids:
                 return None
             asked = asked_for(request)
-            prompt = Prompt(request.prompt_token_ids, namespace=self._namespace(request))
+            prompt = Prompt(request.prompt_token_ids, namespace=namespace_of(request, self.facts.namespace))
             mode = asked.quality or self.settings.config.quality
             record = self._records[request.request_id] = Record(request, prompt, mode)
         return record
-
-    def _namespace(self, request: Any) -> Namespace:
-        lora = getattr(request, "lora_request", None)
-        adapter = f"{lora.lora_name}:{lora.lora_int_id}:{lora.lora_path}" if lora else ""
-        return replace(self.facts.namespace, salt=request.cache_salt or "", adapter=adapter)
 
     def _decide(self, record: Record) -> None:
         request = record.request
@@ -232,9 +228,12 @@ class SchedulerHalf:
         record.lookup_ms = (time.perf_counter() - started) * 1e3
 
     def _not_worth_it(self, record: Record, plan: ReusePlan) -> str | None:
-        if not _until(plan, self._end_of(record, plan)).spans:
+        if not plan.until(self._end_of(record, plan)).spans:
             return "the only token that donors hold is the last one, which the engine computes itself"
-        return costs_a_donor(plan) or (passes_cost_more(plan) if record.mode == "balanced" else None)
+        if (why := costs_a_donor(plan)) or record.mode != "balanced":
+            return why
+        quality = QualitySettings(seam_tokens=self.settings.config.seam_tokens)
+        return two_passes_cost_more(plan.prompt_tokens, plan.exact_tokens, plan.spans, quality)
 
     def _end_of(self, record: Record, plan: ReusePlan) -> int:
         """Where the claim ends: vLLM always computes the last token itself.
@@ -299,26 +298,13 @@ class SchedulerHalf:
         self._blocks_go(record)
         record.admitted, record.restarted, record.block_ids, record.seen_epoch = False, True, None, -1
 
-    def _scheduled(self, output: Any) -> Iterator[tuple[str, int, bool]]:
-        """``(request, tokens computed before this step, whether it was admitted in this step)``; keeps block tables."""
-        for new in output.scheduled_new_reqs:
-            yield new.req_id, new.num_computed_tokens, True
-        cached = output.scheduled_cached_reqs
-        rows = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
-        for request_id, computed, new_blocks in rows:
-            record = self._records.get(request_id)
-            resumed = request_id in cached.resumed_req_ids
-            if record is not None and record.block_ids is not None and new_blocks and not resumed:
-                record.block_ids.extend(new_blocks[0])
-            yield request_id, computed, resumed
-
     def _load(self, record: Record) -> Load:
         plan = record.decision
         assert isinstance(plan, ReusePlan), "only a plan is claimed"
         assert record.block_ids is not None, "vLLM admits before it schedules"
         plan_tokens = len(record.prompt) if record.mode == "balanced" else record.claim_end
         spans = tuple(
-            replace(span, generation=self._held.get(span.donor_id, -1)) for span in _until(plan, plan_tokens).spans
+            replace(span, generation=self._held.get(span.donor_id, -1)) for span in plan.until(plan_tokens).spans
         )
         return Load(
             record.request.request_id,
@@ -404,19 +390,9 @@ class SchedulerHalf:
         """What the worker was told to do, which in mode fast ends with the claim."""
         if not record.claimed or not isinstance(record.decision, ReusePlan):
             return record.decision
-        return _until(record.decision, len(record.prompt) if record.mode == "balanced" else record.claim_end)
+        return record.decision.until(len(record.prompt) if record.mode == "balanced" else record.claim_end)
 
     def _forget(self, request_id: str) -> None:
         record = self._records.pop(request_id, None)
         if record is not None and record.receipt is None:
             self.semblend.release(request_id)
-
-
-def _until(plan: ReusePlan, end: int) -> ReusePlan:
-    """The plan for the first ``end`` tokens."""
-    spans = tuple(
-        replace(span, length=min(span.length, end - span.target_start))
-        for span in plan.spans
-        if span.target_start < end
-    )
-    return replace(plan, spans=spans, prompt_tokens=end)

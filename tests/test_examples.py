@@ -19,8 +19,19 @@ KEY_LINES = {
 }
 
 
+NEED_A_SERVER = {"ask_vllm.py"}  # asked in tests/engines/vllm/test_server.py
+
+
 def test_every_example_is_checked() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == set(KEY_LINES)
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(KEY_LINES) | NEED_A_SERVER
+
+
+@pytest.mark.parametrize("name", sorted(NEED_A_SERVER))
+def test_without_a_server_an_example_says_what_to_do(name: str) -> None:
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name), "http://127.0.0.1:9"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "hint: start vLLM" in done.stderr
 
 
 @pytest.mark.parametrize("name", KEY_LINES)
@@ -34,6 +45,6 @@ def test_an_example_runs_anywhere_and_says_what_it_is_there_to_say(name: str, tm
     assert not list(tmp_path.iterdir()), "an example leaves nothing behind"
 
 
-@pytest.mark.parametrize("name", KEY_LINES)
+@pytest.mark.parametrize("name", [*KEY_LINES, *NEED_A_SERVER])
 def test_an_example_fits_on_a_page(name: str) -> None:
     assert (EXAMPLES / name).read_text("utf-8").count("\n") < 60

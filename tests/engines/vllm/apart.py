@@ -28,20 +28,19 @@ class Engine:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        self.llm = LLM(
-            model=model,
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=1024,
-            max_num_batched_tokens=1024,
-            kv_cache_memory_bytes=160 << 20,
-            max_num_seqs=4,
-            block_size=32,
-            enable_prefix_caching=True,
-            disable_log_stats=False,
-            kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,
-            **more,
-        )
+        settings: dict[str, Any] = {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "max_num_batched_tokens": 1024,
+            "kv_cache_memory_bytes": 160 << 20,
+            "max_num_seqs": 4,
+            "block_size": 32,
+            "enable_prefix_caching": True,
+            "disable_log_stats": False,
+            "kv_transfer_config": KVTransferConfig(**transfer) if transfer else None,
+        }
+        self.llm = LLM(model=model, **settings | more)
         self._tokenizer = self.llm.get_tokenizer()
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
 
@@ -139,9 +138,23 @@ def lora(settings: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
+def number_type(settings: dict[str, Any]) -> dict[str, Any]:
+    """A donor, and a prompt that shares its document: cold, fast, balanced, and cold again from vLLM's own cache."""
+    engine = Engine(settings["model"], OURS, dtype=settings["dtype"])
+    target = engine.prompt("You are an archivist and careful.", 1)
+    told = {"cold": engine.ask(target, opt_out=True)}
+    engine.forget_prefixes()
+    told["donor"] = engine.ask(engine.prompt("You are brief.", 1))
+    for mode in ("fast", "balanced"):
+        engine.forget_prefixes()
+        told[mode] = engine.ask(target, quality=mode)
+    told["cold again"] = engine.ask(target, opt_out=True)
+    return told
+
+
 if __name__ == "__main__":
     scenario, given, answer = sys.argv[1:]
-    told = {"beside": beside, "lora": lora}[scenario](json.loads(Path(given).read_text()))
+    told = {"beside": beside, "lora": lora, "number_type": number_type}[scenario](json.loads(Path(given).read_text()))
     Path(answer).write_text(json.dumps(told))
     sys.stdout.flush()
     os._exit(0)  # connectors have threads that never end

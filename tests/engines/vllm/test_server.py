@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -118,6 +119,16 @@ def test_the_documented_line_is_enough(server):
     kinds = sum(server.metric("semblend_tokens_total", kind=k) for k in ("exact", "reused", "recomputed", "prefill"))
     assert kinds == server.metric("vllm:prompt_tokens_total")
     assert server.metric("semblend_donor_bytes", tier="host") > 0
+
+
+def test_the_example_of_the_guide_shows_a_confirmed_reuse(server):
+    example = Path(__file__).parents[3] / "examples" / "ask_vllm.py"
+    command = [sys.executable, str(example), f"http://127.0.0.1:{server.port}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert "cold_fallback (nothing_shared)" in first
+    assert "backend_materialized_reuse: of" in second
 
 
 def test_an_opt_out_reaches_the_connector_over_http(server):

@@ -1,0 +1,19 @@
+"""Models in half precision: the same reuse, a canary that knows their rounding, an exact cache that stays exact."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [("bfloat16", 0.02), ("float16", 0.005)])
+def test_a_model_in_half_precision_is_served(apart, dtype, rounding):
+    told = apart("number_type", dtype=dtype)
+    for mode in ("fast", "balanced"):
+        receipt = told[mode]["receipt"]
+        assert receipt["outcome"] == "backend_materialized_reuse", receipt
+        assert receipt["reused_tokens"] > 0.3 * told[mode]["prompt"]
+        assert 0 < receipt["canary"] < rounding, "moved keys are rounded once more, and no further off than that"
+    assert told["cold again"]["cached"] < 64, "of what we served nothing is in the exact cache"
+    assert told["cold again"]["tokens"] == told["cold"]["tokens"]

@@ -125,7 +125,7 @@ def show(report: _report.Report, rows: list[dict[str, Any]], theirs: list[dict[s
     known = {(row["case"], row["recipe"]): row for row in theirs}
     ours = {(row["case"], row["recipe"]): row for row in rows}
     table = []
-    refused = [row for row in rows if row["recipe"] != "cold" and row["outcome"] == "exact_prefix_route"]
+    refused = [row for row in rows if row["outcome"] == "exact_prefix_route"]
     for scenario in sorted({row["scenario"] for row in rows}):
         for arm in ARMS:
             picked = [row for row in rows if row["scenario"] == scenario and row["recipe"] == arm]

@@ -208,8 +208,16 @@ def test_rows_go_on_from_what_was_attended_before(dtype, first):
     torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)
 
 
-def flash_attention_in_plain_torch(q, k, v, cu_seqlens_q, seqused_k, block_table, softmax_scale, **_):
-    """What vLLM's FlashAttention computes without a mask, over pages."""
+def flash_attention_in_plain_torch(
+    q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k, softmax_scale, causal, block_table,
+    return_softmax_lse, fa_version,
+):  # fmt: skip
+    """What vLLM's FlashAttention computes without a mask, over pages; it asks for what the real one relies on."""
+    assert (causal, return_softmax_lse, fa_version) == (False, True, 3)
+    assert {t.dtype for t in (cu_seqlens_q, seqused_k, block_table)} == {torch.int32}
+    assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
+    assert max_seqlen_k >= int(seqused_k.max())
+    assert int(cu_seqlens_q[-1]) == len(q)
     outs, sums = [], []
     for number, reach in enumerate(seqused_k.tolist()):
         asked = q[cu_seqlens_q[number] : cu_seqlens_q[number + 1]].float()
@@ -221,11 +229,39 @@ def flash_attention_in_plain_torch(q, k, v, cu_seqlens_q, seqused_k, block_table
     return torch.cat(outs), torch.cat(sums, 1)
 
 
-@pytest.mark.parametrize("chosen", [range(0, 200, 7), range(200), [*range(3), *range(90, 140), 199]])
-def test_vllms_attention_for_far_keys_and_ours_for_near_ones_are_attention(chosen, monkeypatch):
+@pytest.fixture
+def fa_utils(monkeypatch):
     theirs = ModuleType("vllm.v1.attention.backends.fa_utils")
     theirs.flash_attn_varlen_func = flash_attention_in_plain_torch
     monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
+    return theirs
+
+
+def half_precision_layer(**impl):
+    impl = {"scale": 0.25, "vllm_flash_attn_version": 3, "sliding_window": (-1, -1)} | impl
+    layer = SimpleNamespace(num_heads=4, num_kv_heads=2, head_size=16, impl=SimpleNamespace(**impl))
+    return layer, SimpleNamespace(block_tokens=4, device=torch.device(DEVICE), dtype=torch.float16)
+
+
+def test_vllms_attention_is_used_where_it_gives_what_ours_does(fa_utils):
+    assert far_attention.reads_far(*half_precision_layer())
+    assert not far_attention.reads_far(*half_precision_layer(vllm_flash_attn_version=2))
+    assert not far_attention.reads_far(*half_precision_layer(sliding_window=(100, 0)))
+
+
+def test_where_vllms_attention_fails_or_is_another_ours_does_it_all(fa_utils):
+    def wrong(**named):
+        out, sums = flash_attention_in_plain_torch(**named)
+        return out * 1.5, sums
+
+    fa_utils.flash_attn_varlen_func = wrong
+    assert not far_attention.reads_far(*half_precision_layer())
+    fa_utils.flash_attn_varlen_func = lambda q, k: None
+    assert not far_attention.reads_far(*half_precision_layer())
+
+
+@pytest.mark.parametrize("chosen", [range(0, 200, 7), range(200), [*range(3), *range(90, 140), 199]])
+def test_vllms_attention_for_far_keys_and_ours_for_near_ones_are_attention(chosen, fa_utils, monkeypatch):
     monkeypatch.setattr(far_attention, "GROUP_ROWS", 8)
     at, blocks = torch.tensor(list(chosen)), torch.randperm(60)[:50]
     q, _, _, k, v, scale = attention_case(at.tolist(), 232, 6, 2, 16, torch.float32, block=4)

@@ -133,6 +133,17 @@ def test_a_mass_that_is_worked_out_later_is_the_same_and_of_the_last_part_of_a_p
     assert torch.equal(later, watches[1].mass)  # asked again
 
 
+def test_weights_that_are_shown_in_the_last_part_count_and_not_the_queries_of_an_earlier_one():
+    model, tokens = model_of(), tokens_of(40)
+    pool, context = placed(model, tokens)
+    now, later = AttentionMass(), LaterMass()
+    for watch in (now, later):
+        for part in (torch.arange(10), torch.arange(20, 40)):  # a prompt's beginning is attended without weights
+            model.forward(Rows.of(tokens[part], part, context), pool, watch)
+    assert torch.equal(now.mass, later.mass)
+    assert now.mass[39] > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("at_once", [1, 700, 1 << 26])
 def test_attention_in_parts_is_a_plain_softmax(dtype, at_once, monkeypatch):

@@ -124,7 +124,7 @@ class Blender:
     def _checked(self, sequence: Target, plan: ReusePlan, on_pass: OnPass | None, spans: tuple[Span, ...]) -> Work:
         if sequence.slots is None:
             raise Refused(DeclineReason.VALIDATION_FAILED, "the prompt has no slots yet")
-        tokens = torch.as_tensor(sequence.tokens, dtype=torch.long)[: plan.prompt_tokens]
+        tokens = torch.as_tensor(sequence.tokens, dtype=torch.long)[: plan.prompt_tokens].cpu()
         context = sequence.slots[: plan.prompt_tokens].to(self.pool.k.device)
         if not 0 <= plan.exact_tokens < plan.prompt_tokens == len(tokens) == len(context):
             raise Refused(

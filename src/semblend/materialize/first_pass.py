@@ -36,7 +36,5 @@ def two_passes_cost_more(tokens: int, exact: int, spans: Sequence[Span], setting
     first, reused = first_rows(tokens, exact, spans, settings), sum(span.length for span in spans)
     again = int((first > spans[0].target_start).sum())
     rows = len(first) + again + sum(round(step.percent / 100 * reused) for step in settings.steps[:1])
-    cold = tokens - exact
-    if rows < min(1.0, settings.most_work) * cold:
-        return None
-    return f"two passes compute {rows} rows, a prefill {cold}"
+    cold, bound = tokens - exact, min(1.0, settings.most_work)
+    return f"two passes compute {rows} rows, over {bound:.0%} of a prefill's {cold}" if rows >= bound * cold else None

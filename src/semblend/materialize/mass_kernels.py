@@ -112,6 +112,7 @@ def add_question_mass(total: Tensor, q: Tensor, context: Tensor, k: Tensor) -> N
         "TILE": tile,
         "KEYS": tile,
         "DIMS": max(16, triton.next_power_of_2(head_dim)),
+        "num_stages": 2 if tile == 32 else 3,
         "WIDEN": q.device.type == "cpu" and q.dtype == torch.bfloat16,  # the interpreter multiplies bit patterns
     }
     scale = head_dim**-0.5

@@ -133,6 +133,10 @@ class LaterMass(AttentionMass):
     def on_layer(self, layer: int, q: Tensor, rows: Any, pool: Any) -> None:
         self._kept[layer] = q[-self.most_rows :].clone(), rows, pool
 
+    def on_weights(self, weights: Tensor, start: int, rows: Any) -> None:
+        self._kept = {}  # of an earlier part of the pass
+        super().on_weights(weights, start, rows)
+
     @property
     def mass(self) -> Tensor | None:
         kept, self._kept = self._kept, {}

@@ -105,6 +105,7 @@ class Blended:
     ``exact_until``: KV of positions before it is what a cold prefill computes; from it on it is an approximation and
     must enter no exact cache. ``decision``: exact, fast, accepted, over_budget, prefill. ``risk`` is the divergence
     from cold, in nats, that ``signs`` let expect; ``glance`` is the layer-1 deviation seen before the first repair.
+    ``compute_ms`` is the time of passes, with their canary and logits; what is worked out between them is not in it.
     """
 
     logits_last: Tensor

@@ -156,5 +156,6 @@ if __name__ == "__main__":
     scenario, given, answer = sys.argv[1:]
     told = {"beside": beside, "lora": lora, "number_type": number_type}[scenario](json.loads(Path(given).read_text()))
     Path(answer).write_text(json.dumps(told))
-    sys.stdout.flush()
-    os._exit(0)  # connectors have threads that never end
+    if "lmcache" in sys.modules:  # its threads never end
+        sys.stdout.flush()
+        os._exit(0)

@@ -209,6 +209,16 @@ def test_hashes_from_the_first_approximate_block_on_are_the_requests_own(world):
     assert same == [True] * (40 // BLOCK) + [False] * (len(same) - 40 // BLOCK)
 
 
+def test_two_equal_requests_have_no_approximate_block_in_common(world):
+    world.donor()
+    one, other = target("one"), target("other")
+    for request in (one, other):
+        assert world.half.matched(request, 0) > 0
+    assert one.block_hashes[:1] == other.block_hashes[:1], "the instruction is exact"
+    assert not set(one.block_hashes[1:]) & set(other.block_hashes[1:])
+    assert len(set(one.block_hashes)) == len(one.block_hashes)
+
+
 def test_a_block_that_fills_up_later_is_salted_too():
     """The approximate tokens begin in the last, unfinished block of the prompt: its hash does not exist yet."""
     request, twin = (FakeRequest(name, range(40)) for name in ("target", "twin"))

@@ -74,6 +74,16 @@ CONTRACT: tuple[Need, ...] = (
         ("common_prefix_len", "common_attn_metadata", "fast_build"),
         "passes of our own",
     ),
+    Need(
+        "vllm_flash_attn/flash_attn_interface.py",
+        "flash_attn_varlen_func",
+        tuple(
+            "q k v max_seqlen_q cu_seqlens_q max_seqlen_k seqused_k softmax_scale causal block_table "  # noqa: SIM905
+            "return_softmax_lse fa_version".split()
+        ),
+        "many scattered rows on a GPU",
+        optional=True,
+    ),
     Need("v1/request.py", "Request.update_block_hashes", (), "the first lock"),
     Need("v1/core/block_pool.py", "BlockPool.evict_blocks", ("block_ids",), "the second lock"),
     Need("v1/core/sched/output.py", "CachedRequestData", ("resumed_req_ids", "new_block_ids"), "block tables"),

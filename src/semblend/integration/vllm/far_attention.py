@@ -8,7 +8,9 @@ made from the last row backwards, because FlashAttention takes them in order and
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,14 +21,47 @@ from torch import Tensor
 from semblend.integration.adapter import EngineRows, PagedPool
 from semblend.materialize.host_memory import sent
 
+log = logging.getLogger("vllm.semblend")
 GROUP_ROWS = 128
 LEAST_ROWS = 1024
 """With fewer, FlashAttention leaves most of a GPU idle."""
+_ROUNDING = 0.05
 
 
-def reads_far(impl: Any) -> bool:
-    """Whether the layers' attention is the FlashAttention that this was measured with."""
-    return getattr(impl, "vllm_flash_attn_version", None) == 3 and impl.sliding_window == (-1, -1)
+def reads_far(layer: Any, layout: Any) -> bool:
+    """Whether the layers' attention is the FlashAttention that this was measured with, and gives what our kernel does.
+
+    Tried once, when the engine starts, on keys and values drawn at random.
+    """
+    impl = layer.impl
+    if getattr(impl, "vllm_flash_attn_version", None) != 3 or impl.sliding_window != (-1, -1):
+        return False
+    try:
+        off = _error_on_random(layer, layout)
+        why = None if off < _ROUNDING else f"it is off by {off:.3g} from our kernel"
+    except Exception as error:  # then our kernel does it all
+        why = f"{type(error).__name__}: {error}"
+    if why:
+        log.warning("SemBlend does without vLLM's FlashAttention: %s", why)
+    return why is None
+
+
+def _error_on_random(layer: Any, layout: Any) -> float:
+    from semblend.materialize.attention_kernels import scattered_attention
+
+    size, blocks = layout.block_tokens, 64
+    made = torch.Generator(device=layout.device).manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=made, device=layout.device, dtype=layout.dtype)
+
+    k, v = (drawn(blocks, size, layer.num_kv_heads, layer.head_size) for _ in range(2))
+    pool: Any = SimpleNamespace(layout=SimpleNamespace(block_tokens=size, k=[k], v=[v]))
+    at = torch.arange(0, blocks * size, 3)
+    rows = EngineRows.of(at, at, torch.arange(blocks * size, device=layout.device).view(blocks, size).flip(0).flatten())
+    q = drawn(len(at), layer.num_heads, layer.head_size)
+    ours = scattered_attention(q, rows.positions, rows.context, k, v, layer.impl.scale)
+    return float((far_and_near(rows, pool, layer.impl)(0, q) - ours).abs().max())
 
 
 def far_and_near(rows: EngineRows, pool: PagedPool, impl: Any) -> Callable[[int, Tensor], Tensor]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from semblend.errors import SemBlendError
 from semblend.integration.adapter import EngineRows, ModelSpec, PagedPool
 from semblend.integration.vllm.cache_layout import IndexedLayout, probed
+from semblend.integration.vllm.far_attention import reads_far
 from semblend.integration.vllm.graphed import GraphedPasses
 from semblend.integration.vllm.pass_attention import (
     OURS,
@@ -62,6 +63,7 @@ class StockModel:
         self._kv_spec = group.kv_cache_spec
         self._builder: Any = None
         self._graphs: GraphedPasses | None = None
+        self._far = False
         self.block_tokens: int = group.kv_cache_spec.block_size
         self.device: torch.device = self._caches[0].device
         self.spec = ModelSpec(RopeSpec.from_hf_config(rope_config(vllm_config)))
@@ -104,7 +106,8 @@ class StockModel:
                 for layer, asked in enumerate(self._graphs.asked):
                     observer.on_layer(layer, asked, rows, pool)
             return hidden
-        return self._pass(rows, pool, observer, scattered(rows, pool, self.layers[0].impl))
+        far = self._far and not getattr(observer, "ends_early", False)
+        return self._pass(rows, pool, observer, scattered(rows, pool, self.layers[0].impl, far=far))
 
     @torch.inference_mode()
     def warm_up(self, pool: PagedPool) -> None:
@@ -113,6 +116,7 @@ class StockModel:
         if not attends(pool, impl):
             return
         compile_attention(pool, self.layers[0])
+        self._far = reads_far(self.layers[0], pool.layout)
         if self.ranks > 1:  # what ranks say to each other is not recorded
             return
 

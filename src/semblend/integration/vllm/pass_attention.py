@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from semblend.integration.adapter import EngineRows, PagedPool
-from semblend.integration.vllm.far_attention import LEAST_ROWS, far_and_near, reads_far
+from semblend.integration.vllm.far_attention import LEAST_ROWS, far_and_near
 from semblend.materialize.layout import KvLayout
 
 OURS = object()
@@ -35,11 +35,14 @@ def attends(pool: PagedPool, impl: Any) -> bool:
     return on_gpu and impl.alibi_slopes is None and not impl.logits_soft_cap and getattr(impl, "sinks", None) is None
 
 
-def scattered(rows: EngineRows, pool: PagedPool, impl: Any) -> Attend | None:
-    """Our kernel for these rows; None where it cannot, or where the backend serves them better."""
+def scattered(rows: EngineRows, pool: PagedPool, impl: Any, *, far: bool) -> Attend | None:
+    """Our kernel for these rows; None where it cannot, or where the backend serves them better.
+
+    ``far``: where there are many, the backend's FlashAttention does most of it.
+    """
     if len(rows) >= SHORT_RUN * len(rows.runs) or not attends(pool, impl):
         return None
-    if len(rows) >= LEAST_ROWS and reads_far(impl):
+    if far and len(rows) >= LEAST_ROWS:
         return far_and_near(rows, pool, impl)
     return scattered_over(rows.positions, rows.context, pool, impl)
 
@@ -58,20 +61,16 @@ def _kernel() -> Any:
 
 
 def compile_attention(pool: PagedPool, layer: Any) -> None:
-    """Runs our kernels in all variants: few rows and many, the context in one part, in several, behind others."""
+    """Runs our kernels in all variants: few rows and many, the context in one part and in several; and the mass."""
     from semblend.materialize.mass_kernels import add_question_mass
 
     layout: Any = pool.layout
     nothing = torch.zeros(4096, dtype=torch.int64, device=layout.device)
-    for count in (2, 4096):
-        q = torch.zeros(count, layer.num_heads, layer.head_size, dtype=layout.dtype, device=layout.device)
+    q = torch.zeros(len(nothing), layer.num_heads, layer.head_size, dtype=layout.dtype, device=layout.device)
+    for count in (2, len(nothing)):
         for parts in (1, 2):
-            _kernel()(q, nothing[:count], nothing, layout.k[0], layout.v[0], layer.impl.scale, parts=parts)
+            _kernel()(q[:count], nothing[:count], nothing, layout.k[0], layout.v[0], layer.impl.scale, parts=parts)
     add_question_mass(torch.zeros(len(nothing), device=layout.device), q[:2], nothing, layout.k[0])
-    if reads_far(layer.impl):
-        many = torch.zeros(LEAST_ROWS, dtype=torch.int64)
-        rows = EngineRows.of(many, many, nothing)
-        far_and_near(rows, pool, layer.impl)(0, q[:LEAST_ROWS])
 
 
 @dataclass(frozen=True, slots=True)

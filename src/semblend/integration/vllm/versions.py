@@ -33,7 +33,7 @@ SUPPORTED: tuple[Support, ...] = (
     Support("0.29", Evidence.RUN, f"{_CPU}; {_SOURCES}"),
     Support("0.30", Evidence.RUN, f"{_CPU}; {_SOURCES}"),
     Support("0.31", Evidence.RUN, f"{_CPU}; {_SOURCES}"),
-    Support("0.32", Evidence.RUN, f"{_CPU}; HTTP server, two ranks, other connectors, LoRA, hundreds of requests"),
+    Support("0.32", Evidence.RUN, f"{_CPU} and half precision; HTTP server, two ranks, other connectors, LoRA"),
 )
 
 

@@ -367,6 +367,15 @@ def test_a_plan_whose_two_passes_cost_more_than_a_prefill_is_declined_before_the
     assert world.half.finished("target").reason == "below_break_even"
 
 
+@pytest.mark.parametrize(("seam_tokens", "served"), [(0, True), (48, False)])
+def test_wide_seams_that_the_settings_ask_for_count_before_the_claim(seam_tokens, served):
+    world = World(seam_tokens=seam_tokens)
+    world.donor()
+    turned = [*DOCUMENT[150:], *DOCUMENT[100:150], *DOCUMENT[50:100], *DOCUMENT[:50]]
+    asked = {"semblend": {"quality": "balanced"}}
+    assert (world.half.matched(FakeRequest("target", turned, kv_transfer_params=asked), 0) > 0) == served
+
+
 def test_memory_of_requests_stays_flat(world):
     world.donor()
     for number in range(200):

@@ -125,11 +125,10 @@ def show(report: _report.Report, rows: list[dict[str, Any]], theirs: list[dict[s
     known = {(row["case"], row["recipe"]): row for row in theirs}
     ours = {(row["case"], row["recipe"]): row for row in rows}
     table = []
-    refused = [row for row in rows if row["outcome"] == "exact_prefix_route"]
+    served = [row for row in rows if row["outcome"] != "exact_prefix_route"]
     for scenario in sorted({row["scenario"] for row in rows}):
         for arm in ARMS:
-            picked = [row for row in rows if row["scenario"] == scenario and row["recipe"] == arm]
-            picked = [row for row in picked if row not in refused]
+            picked = [row for row in served if row["scenario"] == scenario and row["recipe"] == arm]
             if not picked:
                 continue
             f1, gap = defaultdict(list), defaultdict(list)
@@ -152,8 +151,8 @@ def show(report: _report.Report, rows: list[dict[str, Any]], theirs: list[dict[s
          "share computed", "with reuse"],
         table,
     )  # fmt: skip
-    if refused:
-        report.note(f"{len(refused)} answers came from vLLM's own prefix cache, which it had not emptied: left out")
+    if left_out := len(rows) - len(served):
+        report.note(f"{left_out} answers came from vLLM's own prefix cache, which it had not emptied: left out")
     report.note("minus embedded: F1 here minus the embedded engine's on the same prompt, paired; 95 % intervals")
     report.note("cold is asked twice: what is not 1 there is vLLM's own noise")
     report.note("share computed: tokens of the prompt that no donor provides in the end; repeated passes count once")

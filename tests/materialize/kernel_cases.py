@@ -273,13 +273,14 @@ def test_vllms_attention_for_far_keys_and_ours_for_near_ones_are_attention(chose
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize(("rows", "heads", "kv_heads", "total"), [(1, 2, 2, 1), (5, 6, 2, 70), (30, 7, 1, 200)])
-def test_the_mass_of_a_question_equals_its_twin(dtype, rows, heads, kv_heads, total, monkeypatch):
+def test_the_mass_of_a_question_equals_its_twin(dtype, rows, heads, kv_heads, total, block, monkeypatch):
     monkeypatch.setattr(mass_kernels, "parts_of", lambda *_: 3)
-    q, _, context, k, _, _ = attention_case([0] * rows, total, heads, kv_heads, 16, dtype, block=4)
+    q, _, context, k, _, _ = attention_case([0] * rows, total, heads, kv_heads, 16, dtype, block)
     have, want = (torch.full((total + 3,), 0.5, device=DEVICE) for _ in range(2))
     mass_kernels.add_question_mass(have, q, context, k)
-    add_attention(want, q.float(), k.flatten(0, 1)[context].float())
+    add_attention(want, q.float(), k.view(-1, kv_heads, 16)[context].float())
     torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
     assert abs(float(have.sum()) - 0.5 * len(have) - 1) < 1e-3
 

@@ -8,6 +8,11 @@ from semblend.materialize.first_pass import first_rows, two_passes_cost_more
 from semblend.materialize.quality import QualitySettings
 from semblend.span import Span
 
+
+def cost_more(spans, settings):
+    return two_passes_cost_more(first_rows(1000, 0, spans, settings), spans, 1000, settings)
+
+
 HALF = (Span("d", 0, 200, 600),)  # of a thousand tokens, two hundred before it and two hundred behind
 
 
@@ -28,17 +33,17 @@ def test_an_end_that_a_donor_holds_is_computed_all_the_same():
 
 @pytest.mark.parametrize(("most_work", "declined"), [(0.7, True), (0.75, False), (1.0, False), (7.0, False)])
 def test_the_bound_is_the_share_of_a_prefill_that_repairs_may_take(most_work, declined):
-    why = two_passes_cost_more(1000, 0, HALF, QualitySettings(most_work=most_work))
+    why = cost_more(HALF, QualitySettings(most_work=most_work))
     assert (why is not None) == declined
     assert why is None or why == "two passes compute 723 rows, over 70% of a prefill's 1000"
 
 
 def test_more_is_never_worth_it_than_a_prefill():
     many = tuple(Span("d", 0, 100 * i, 40) for i in range(10))
-    assert two_passes_cost_more(1000, 0, many, QualitySettings(most_work=7.0)) is not None
+    assert cost_more(many, QualitySettings(most_work=7.0)) is not None
 
 
 def test_wider_heads_of_spans_cost_more():
     many = tuple(Span("d", 0, 100 * i, 90) for i in range(10))
-    assert two_passes_cost_more(1000, 0, many, QualitySettings(seam_tokens=4)) is None
-    assert two_passes_cost_more(1000, 0, many, QualitySettings(seam_tokens=40)) is not None
+    assert cost_more(many, QualitySettings(seam_tokens=4)) is None
+    assert cost_more(many, QualitySettings(seam_tokens=40)) is not None

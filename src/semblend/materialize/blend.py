@@ -33,7 +33,7 @@ from torch import Tensor
 
 from semblend.config import QUALITY_MODES
 from semblend.materialize.donor_kv import DonorKv, DonorTensors
-from semblend.materialize.first_pass import first_rows, two_passes_cost_more
+from semblend.materialize.first_pass import two_passes_cost_more
 from semblend.materialize.layout import KvLayout
 from semblend.materialize.probe import (
     CANARY_TOLERANCE,
@@ -56,8 +56,7 @@ from semblend.materialize.risk import RepairedDeviation, Signs, entropy
 from semblend.materialize.splice import Move, splice
 from semblend.materialize.work import Refused, Work, runs_of
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
-from semblend.plan.selection import SELECTIONS, Positions, Scores, largest, reused_positions
-from semblend.span import Span
+from semblend.plan.selection import SELECTIONS, Positions, Scores, largest
 
 log = logging.getLogger("semblend.materialize")
 GLANCE_TOKENS = 256
@@ -106,12 +105,14 @@ class Blender:
     def _prepare(self, sequence: Target, plan: ReusePlan, mode: str, on_pass: OnPass | None) -> Blended:
         if mode not in QUALITY_MODES:
             raise Refused(DeclineReason.UNSUPPORTED_MODE, f"quality mode {mode!r} is unknown")
-        prompt = self._checked(sequence, plan, on_pass, spans=() if mode == "exact" else plan.spans)
+        prompt = Work.of(sequence, plan, self.pool.k.device, spans=() if mode == "exact" else plan.spans)
+        prompt.on_pass = on_pass
         if not prompt.spans:
             self._prefill(prompt)
             return self._result(prompt, "exact")
-        first = self._first_rows(prompt)
-        if mode == "balanced" and (why := self._cost_more(prompt)):
+        first = prompt.first_rows(self.settings)
+        cold = len(prompt.tokens) - prompt.exact
+        if mode == "balanced" and (why := two_passes_cost_more(first, prompt.spans, cold, self.settings)):
             raise Refused(DeclineReason.BELOW_BREAK_EVEN, why)
         watch = AttentionMass() if mode == "balanced" else None
         with self._loaded(prompt):
@@ -120,26 +121,6 @@ class Blender:
             return self._result(prompt, "fast")
         prompt.mass = self._ranks.seen(watch.mass)
         return self._result(prompt, self._gate(prompt))
-
-    def _checked(self, sequence: Target, plan: ReusePlan, on_pass: OnPass | None, spans: tuple[Span, ...]) -> Work:
-        if sequence.slots is None:
-            raise Refused(DeclineReason.VALIDATION_FAILED, "the prompt has no slots yet")
-        tokens = torch.as_tensor(sequence.tokens, dtype=torch.long)[: plan.prompt_tokens].cpu()
-        context = sequence.slots[: plan.prompt_tokens].to(self.pool.k.device)
-        if not 0 <= plan.exact_tokens < plan.prompt_tokens == len(tokens) == len(context):
-            raise Refused(
-                DeclineReason.VALIDATION_FAILED,
-                f"a plan for {plan.prompt_tokens} tokens ({plan.exact_tokens} exact), {len(tokens)} tokens, "
-                f"{len(context)} slots",
-            )
-        end = plan.exact_tokens
-        for span in spans:
-            if span.target_start < end or span.length < 1 or span.target_end > plan.prompt_tokens:
-                raise Refused(DeclineReason.VALIDATION_FAILED, f"{span} does not lie in order inside the prompt")
-            end = span.target_end
-        reused = reused_positions(spans)
-        computed = np.zeros(plan.prompt_tokens, dtype=bool)
-        return Work(tokens, context, spans, plan.exact_tokens, on_pass, reused, computed)
 
     @contextmanager
     def _loaded(self, prompt: Work) -> Iterator[None]:
@@ -200,12 +181,6 @@ class Blender:
                 f"layer-0 KV from donors is off by {error:.3g} of its size, at most {tolerance:g} is rounding",
             )
         return error
-
-    def _first_rows(self, prompt: Work) -> Positions:
-        return first_rows(len(prompt.tokens), prompt.exact, prompt.spans, self.settings)
-
-    def _cost_more(self, prompt: Work) -> str | None:
-        return two_passes_cost_more(len(prompt.tokens), prompt.exact, prompt.spans, self.settings)
 
     def _gate(self, prompt: Work) -> str:
         """Repairs until the next-token distribution stands still, time is up, or all is computed."""

@@ -27,14 +27,13 @@ def first_rows(tokens: int, exact: int, spans: Sequence[Span], settings: Quality
     return np.flatnonzero(wanted)
 
 
-def two_passes_cost_more(tokens: int, exact: int, spans: Sequence[Span], settings: QualitySettings) -> str | None:
-    """Why mode balanced is not worth its work; None when it is.
+def two_passes_cost_more(first: Positions, spans: Sequence[Span], cold: int, settings: QualitySettings) -> str | None:
+    """Why mode balanced is not worth its work; None when it is. ``cold``: the rows of a prefill.
 
     Two passes at least: with many gaps behind the first donor token they cost nearly as much as a prefill. And they may
     be in vain. So the bound is that of all repairs, not the whole prefill.
     """
-    first, reused = first_rows(tokens, exact, spans, settings), sum(span.length for span in spans)
-    again = int((first > spans[0].target_start).sum())
+    again, reused = int((first > spans[0].target_start).sum()), sum(span.length for span in spans)
     rows = len(first) + again + sum(round(step.percent / 100 * reused) for step in settings.steps[:1])
-    cold, bound = tokens - exact, min(1.0, settings.most_work)
+    bound = min(1.0, settings.most_work)
     return f"two passes compute {rows} rows, over {bound:.0%} of a prefill's {cold}" if rows >= bound * cold else None

@@ -45,8 +45,8 @@ class QueueingBlender(Blender):
         """Queues everything; a refusal that is known before that is a `Decline`, as from `prepare`."""
         with ExitStack() as held:
             try:
-                prompt = self._checked(sequence, plan, None, spans=plan.spans)
-                rows = self._first_rows(prompt)
+                prompt = Work.of(sequence, plan, self.pool.k.device, spans=plan.spans)
+                rows = prompt.first_rows(self.settings)
                 held.enter_context(self._loaded(prompt))
                 hidden = self._forward(prompt, "fast", rows, None, int(self.pool.k.shape[0]))
                 if hidden is None:

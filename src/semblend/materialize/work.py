@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from semblend.materialize.quality import OnPass, Pass
+from semblend.materialize.first_pass import first_rows
+from semblend.materialize.quality import OnPass, Pass, QualitySettings, Target
 from semblend.materialize.risk import Signs
-from semblend.plan.reuse_plan import Decline, DeclineReason
-from semblend.plan.selection import Positions
+from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
+from semblend.plan.selection import Positions, reused_positions
 from semblend.span import Span
 
 Mask = npt.NDArray[np.bool_]
@@ -35,9 +37,9 @@ class Work:
     context: Tensor
     spans: tuple[Span, ...]
     exact: int
-    on_pass: OnPass | None
     reused: Positions
     computed: Mask
+    on_pass: OnPass | None = None
     started: float = field(default_factory=time.perf_counter)
     passes: list[Pass] = field(default_factory=list)
     first_tail: Tensor | None = None
@@ -51,6 +53,31 @@ class Work:
     escalations: int = 0
     repaired: int = 0  # chosen by steps of the gate; heads of spans and the prompt's end come on top
     load_ms: float = 0.0
+
+    @classmethod
+    def of(cls, sequence: Target, plan: ReusePlan, device: torch.device, spans: tuple[Span, ...]) -> Work:
+        """The work on a prompt whose slots lie on ``device``; refused where plan and prompt do not fit together."""
+        if sequence.slots is None:
+            raise Refused(DeclineReason.VALIDATION_FAILED, "the prompt has no slots yet")
+        tokens = torch.as_tensor(sequence.tokens, dtype=torch.long)[: plan.prompt_tokens].cpu()
+        context = sequence.slots[: plan.prompt_tokens].to(device)
+        if not 0 <= plan.exact_tokens < plan.prompt_tokens == len(tokens) == len(context):
+            raise Refused(
+                DeclineReason.VALIDATION_FAILED,
+                f"a plan for {plan.prompt_tokens} tokens ({plan.exact_tokens} exact), {len(tokens)} tokens, "
+                f"{len(context)} slots",
+            )
+        end = plan.exact_tokens
+        for span in spans:
+            if span.target_start < end or span.length < 1 or span.target_end > plan.prompt_tokens:
+                raise Refused(DeclineReason.VALIDATION_FAILED, f"{span} does not lie in order inside the prompt")
+            end = span.target_end
+        computed = np.zeros(plan.prompt_tokens, dtype=bool)
+        return cls(tokens, context, spans, plan.exact_tokens, reused_positions(spans), computed)
+
+    def first_rows(self, settings: QualitySettings) -> Positions:
+        """What the first pass computes."""
+        return first_rows(len(self.tokens), self.exact, self.spans, settings)
 
     @property
     def stale(self) -> Positions:

@@ -31,7 +31,7 @@ from semblend.integration.vllm.receipts import ENGINE, Facts, receipt_of
 from semblend.integration.vllm.records import EngineFacts, Record, scheduled
 from semblend.integration.vllm.requests import asked_for, declined_request, namespace_of
 from semblend.integration.vllm.settings import ConnectorSettings
-from semblend.materialize.first_pass import two_passes_cost_more
+from semblend.materialize.first_pass import first_rows, two_passes_cost_more
 from semblend.materialize.quality import QualitySettings
 from semblend.plan.donor_cost import costs_a_donor
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
@@ -233,7 +233,8 @@ class SchedulerHalf:
         if (why := costs_a_donor(plan)) or record.mode != "balanced":
             return why
         quality = QualitySettings(seam_tokens=self.settings.config.seam_tokens)
-        return two_passes_cost_more(plan.prompt_tokens, plan.exact_tokens, plan.spans, quality)
+        first = first_rows(plan.prompt_tokens, plan.exact_tokens, plan.spans, quality)
+        return two_passes_cost_more(first, plan.spans, plan.prompt_tokens - plan.exact_tokens, quality)
 
     def _end_of(self, record: Record, plan: ReusePlan) -> int:
         """Where the claim ends: vLLM always computes the last token itself.

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend.confirm.outcome import Outcome
-from semblend.confirm.receipt import RECEIPT_FIELDS, TOKEN_KINDS, Receipt
+from semblend.confirm.receipt import CALLER_DETAILS, RECEIPT_FIELDS, TOKEN_KINDS, Receipt
 from semblend.errors import ReceiptError
 from semblend.plan.reuse_plan import DeclineReason
 from semblend.prompt import Namespace
@@ -201,3 +201,26 @@ def test_a_record_that_is_no_receipt_is_refused(
     with pytest.raises(ReceiptError) as refusal:
         Receipt.from_dict({**make_receipt().to_dict(), **changes})
     assert complaint in refusal.value.message
+
+
+CALLER_FIELDS = [name for name in SPEC_FIELDS if name not in ("namespace", "spans")]
+
+
+@given(receipts())
+def test_a_caller_sees_counts_outcome_risk_and_times_but_no_spans(receipt: Receipt) -> None:
+    seen = receipt.to_caller_dict()
+    assert list(seen) == CALLER_FIELDS
+    assert all(seen[name] == receipt.to_dict()[name] for name in CALLER_FIELDS if name != "detail")
+
+
+@pytest.mark.parametrize("reason", [*DeclineReason, None])
+def test_what_a_caller_reads_names_no_donor(make_cold_receipt: MakeReceipt, reason: DeclineReason | None) -> None:
+    said = "donor 'req-17' at 4096, 512 tokens"
+    seen = make_cold_receipt(reason=reason, detail=said).to_caller_dict()
+    own_text = (DeclineReason.TOO_SHORT, DeclineReason.UNSUPPORTED_MODE)  # written before any donor is looked at
+    assert (seen["detail"] == said) is (reason in own_text)
+    assert "req-17" not in json.dumps(seen) or reason in own_text
+
+
+def test_every_reason_has_words_for_the_caller() -> None:
+    assert set(CALLER_DETAILS) == set(DeclineReason)

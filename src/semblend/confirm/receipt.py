@@ -17,6 +17,29 @@ from semblend.span import Span
 TOKEN_KINDS = ("exact", "reused", "recomputed", "prefill")
 """Every token of a prompt is one of these four."""
 
+CALLER_DETAILS: Mapping[DeclineReason, str | None] = MappingProxyType(
+    {
+        DeclineReason.TOO_SHORT: None,
+        DeclineReason.UNSUPPORTED_MODE: None,
+        DeclineReason.NOTHING_SHARED: "no donor shares enough tokens with this prompt",
+        DeclineReason.BELOW_BREAK_EVEN: "reuse would cost more than it saves",
+        DeclineReason.LOW_REUSE_RATIO: "donors hold too small a share of this prompt",
+        DeclineReason.OVER_BUDGET: "the lookup took too long",
+        DeclineReason.QUALITY_RISK: "the quality gate computed every token",
+        DeclineReason.DISABLED: "reuse is switched off for this request or for the server",
+        DeclineReason.ERROR: "reuse failed; the prompt was computed",
+        DeclineReason.STALE: "the donor was replaced or evicted",
+        DeclineReason.NAMESPACE_MISMATCH: "the donor belongs to another namespace",
+        DeclineReason.CAPACITY: "there was no room for the donor's KV",
+        DeclineReason.VALIDATION_FAILED: "donor KV failed its check; the prompt was computed",
+    }
+)
+"""What a caller reads as ``detail``. None: the receipt's own text, which tells about the request and the engine only.
+
+The own text of every other reason may name donors, lengths of shared runs or paths of the server.
+"""
+
+_OPERATOR_FIELDS = ("namespace", "spans")
 _DIGEST_LENGTH = 32
 _SPAN_KEYS = tuple(row.name for row in SPAN_FIELDS)
 
@@ -110,6 +133,16 @@ class Receipt:
         record["reason"] = None if self.reason is None else str(self.reason)
         record["spans"] = [span_to_dict(span) for span in self.spans]
         return record
+
+    def to_caller_dict(self) -> JsonObject:
+        """What the caller of the request may see: `to_dict` without spans and namespace, with a general ``detail``.
+
+        Donor ids, starts and lengths would tell one caller which text stands in another caller's prompt. They stay in
+        the audit stream and in local use of the library.
+        """
+        record = {name: value for name, value in self.to_dict().items() if name not in _OPERATOR_FIELDS}
+        general = "" if self.reason is None else CALLER_DETAILS[self.reason]
+        return record if general is None else {**record, "detail": general}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Receipt:

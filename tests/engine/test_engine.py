@@ -305,6 +305,84 @@ def test_a_failing_pass_ends_its_requests_and_the_next_one_is_right(model, nan):
     engine.check()
 
 
+@pytest.mark.parametrize("nan", [False, True])
+def test_a_token_that_breaks_the_pass_ends_its_own_request_only(model, nan):
+    bad, victims = [5, 13, 7], [[1, 2, 3], [4] * 30, [9, 8]]
+    hidden_rows = {}
+
+    class BreaksRow(Failing):
+        """Raises for a pass with token 13, or makes NaN of that sequence's rows alone."""
+
+        def forward(self, rows: Rows, pool: Any) -> torch.Tensor:
+            hidden = self._model.forward(rows, pool)
+            for segment in rows.segments:
+                if 13 in rows.tokens[segment.start : segment.end].tolist():
+                    hidden_rows[len(rows.segments)] = True
+                    if not nan:
+                        raise RuntimeError("index out of range")
+                    hidden[segment.start : segment.end] = float("nan")
+            return hidden
+
+    for sampling in (Sampling(max_tokens=6), Sampling(max_tokens=6, temperature=1.0, seed=3)):
+        engine = Engine(BreaksRow(model, lambda rows: False), model.new_pool(512))
+        expected = make_engine(model, 512).generate([*victims, [5]], sampling)[:3]
+        assert all(13 not in completion.tokens for completion in expected)  # or a victim would break the pass itself
+        *fine, broken = engine.generate([*victims, bad], sampling)
+        assert tokens_of(fine) == tokens_of(expected)
+        assert broken.finish is FinishReason.ERROR
+        engine.check()
+    assert 4 in hidden_rows  # all four were in one batch
+
+
+def test_a_failed_draw_is_made_again_with_the_same_random_numbers(model, monkeypatch):
+    from semblend.engine import engine as module
+
+    asked = [
+        Request(f"r{i}", Prompt(p), Sampling(max_tokens=8, temperature=1.0, seed=i))
+        for i, p in enumerate(prompts(3, seed=2))
+    ]
+    expected = make_engine(model).generate(asked)
+    real, calls = module.sample, []
+
+    def fails_after_drawing(logits: torch.Tensor, draws: Any) -> Any:
+        found = real(logits, draws)
+        calls.append(len(draws))
+        if len(calls) in (1, 9):
+            raise RuntimeError("no memory for the answer")
+        return found
+
+    monkeypatch.setattr(module, "sample", fails_after_drawing)
+    engine = make_engine(model)
+    assert tokens_of(engine.generate(asked)) == tokens_of(expected)
+    assert calls[:4] == [3, 1, 1, 1]
+    engine.check()
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, 1 << 40])
+def test_a_token_outside_the_vocabulary_ends_its_own_request_only(model, monkeypatch, token):
+    from semblend.engine import engine as module
+
+    asked, sampling = [[1, 2, 3], [7] * 20, [9, 8]], Sampling(max_tokens=6)
+    expected = make_engine(model).generate(asked, sampling)
+    real = module.sample
+
+    def bends(logits: torch.Tensor, draws: Any) -> Any:
+        found = real(logits, draws)
+        for at, draw in enumerate(draws):
+            if list(draw.seen[:2]) == [7, 7] and len(draw.seen) == 22:
+                found[at] = module.Sampled(token)
+        return found
+
+    monkeypatch.setattr(module, "sample", bends)
+    engine = make_engine(model)
+    first, bad, last = engine.generate(asked, sampling)
+    assert tokens_of([first, last]) == tokens_of([expected[0], expected[2]])
+    assert bad.finish is FinishReason.ERROR
+    assert "vocabulary" in bad.detail
+    assert bad.tokens == expected[1].tokens[:2]
+    engine.check()
+
+
 def test_a_broken_listener_costs_its_own_request_only(model):
     def listener(chunk: Chunk) -> None:
         raise ValueError("gone")

@@ -195,3 +195,49 @@ def test_over_http_a_moved_document_is_reused_and_the_books_agree():
     assert too_high.status_code == 400
     kinds = live["totals"]["tokens"]
     assert sum(kinds.values()) == first["usage"]["prompt_tokens"] + second["usage"]["prompt_tokens"]
+
+
+HOSTILE = [
+    {"temperature": 1e-38},
+    {"temperature": 5e-324},
+    {"temperature": 1e-38, "top_k": 3, "logprobs": 2},
+    {"temperature": 1e-7, "top_p": 1e-38, "min_p": 1e-40},
+    {"repetition_penalty": 1e-38},
+    {"repetition_penalty": 1e-38, "temperature": 0},
+    {"repetition_penalty": 0.01, "temperature": 1e-9},
+    {"top_p": 5e-324},
+    {"min_p": 5e-324},
+    {"frequency_penalty": -2, "presence_penalty": 5e-324, "temperature": 1e-30},
+    {"logit_bias": {"3": 100, "4": 1e-45}, "repetition_penalty": 0.01, "temperature": 1e-30},
+]
+
+
+@pytest.mark.parametrize("hostile", HOSTILE, ids=str)
+def test_a_hostile_number_beside_a_victim_leaves_the_victims_answer_alone(hostile):
+    httpx = pytest.importorskip("httpx", reason="the test needs httpx")
+    pytest.importorskip("fastapi", reason="the server needs fastapi")
+    from semblend.engine.server import create_app
+
+    engine = make()
+    victim = {"prompt": TEXT, "max_tokens": 24, "temperature": 0, "ignore_eos": True, "semblend": {"reuse": False}}
+
+    async def talk():
+        transport = httpx.ASGITransport(create_app(engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            expected = (await http.post("/v1/completions", json=victim)).json()
+            attack = {"prompt": "hi", "max_tokens": 20, "ignore_eos": True, **hostile}
+            posts = [http.post("/v1/completions", json=body) for body in (victim, attack, victim, attack)]
+            answers = await asyncio.gather(*posts)
+        await engine.engine.call(lambda inner: inner.check())
+        return expected, answers
+
+    expected, (first, attacked, second, _) = run(engine, talk)
+    for answer in (first, second):
+        assert answer.status_code == 200
+        assert answer.json()["choices"] == expected["choices"]
+    if hostile.get("repetition_penalty") == 1e-38:
+        assert attacked.status_code == 400
+        assert "0.01" in attacked.json()["error"]["message"]
+    else:
+        assert attacked.status_code == 200, attacked.text
+        assert attacked.json()["usage"]["completion_tokens"] == 20

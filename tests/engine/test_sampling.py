@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semblend.engine.sampling import Draw, Sampling, make_generator, sample
+from semblend.engine.sampling import Draw, Sampling, make_generator, rewind, sample
 from semblend.errors import InputError
 
 VOCAB = 50
@@ -88,6 +88,58 @@ def test_a_row_without_a_usable_number_gives_nothing_and_leaves_its_neighbours_a
     assert [s and s.token for s in found] == [None, None, 7, None]
 
 
+HUGE = 3e38  # finite in float32; divided by any number below 1 it is not
+
+OVERFLOWS = [
+    {"repetition_penalty": 0.5},
+    {"logit_bias": ((0, 100.0),), "repetition_penalty": 0.5, "temperature": 1.0},
+    {"temperature": 0.5},
+    {"temperature": 0.5, "top_k": 4},
+    {"temperature": 0.5, "top_p": 0.5, "logprobs": 3},
+]
+
+
+@pytest.mark.parametrize("hostile", OVERFLOWS)
+def test_a_row_that_overflows_gives_nothing_and_changes_no_bit_of_its_neighbours(hostile):
+    logits = torch.randn(5, VOCAB, generator=make_generator(9))
+    asked = [{"logprobs": 2}, {"temperature": 1.0, "logprobs": 2}, {}, {"temperature": 1.0, "top_p": 0.7}, {}]
+
+    def draws(**middle) -> list[Draw]:
+        given = [fields if at != 2 else middle for at, fields in enumerate(asked)]
+        return [Draw(Sampling(**fields), make_generator(at), [0, 1]) for at, fields in enumerate(given)]
+
+    calm = sample(logits, draws())
+    logits[2, 0] = HUGE
+    found = sample(logits, draws(**hostile))
+    assert found[2] is None
+    assert found[:2] + found[3:] == calm[:2] + calm[3:]
+
+
+@pytest.mark.parametrize("tiny", [0.009, 1e-6, 1e-38, 1e-45, 5e-324])
+def test_a_tiny_temperature_is_raised_and_draws_the_likeliest_token(tiny):
+    assert Sampling(temperature=tiny).temperature == 0.01
+    assert Sampling(temperature=0).greedy
+    assert drawn(torch.tensor([1.0, 5.0, 2.0]), 50, temperature=tiny) == [1] * 50
+
+
+def test_a_subnormal_number_never_reaches_a_kernel():
+    tiny = 1e-40
+    made = Sampling(
+        temperature=1.0, top_p=tiny, min_p=tiny, frequency_penalty=-tiny, presence_penalty=tiny, logit_bias=((1, tiny),)
+    )
+    assert made.top_p == torch.finfo(torch.float32).tiny
+    assert (made.min_p, made.frequency_penalty, made.presence_penalty, made.logit_bias) == (0, 0, 0, ((1, 0),))
+    assert drawn(torch.tensor([1.0, 1.5, 1.2]), 50, temperature=1.0, top_p=tiny) == [1] * 50
+
+
+def test_a_rewound_generator_draws_the_same_tokens_again():
+    generator = make_generator(None)
+    draw, logits = Draw(Sampling(temperature=1.0), generator), torch.zeros(1, VOCAB)
+    tokens = [sample(logits, [draw])[0].token for _ in range(20)]
+    rewind(generator, 5)
+    assert [sample(logits, [draw])[0].token for _ in range(15)] == tokens[5:]
+
+
 settings_of_a_row = st.builds(
     Sampling,
     temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
@@ -118,6 +170,14 @@ def test_a_rows_token_does_not_depend_on_its_neighbours(asked, seed):
         {"top_k": -1},
         {"min_p": 2.0},
         {"repetition_penalty": 0.0},
+        {"repetition_penalty": 1e-38},
+        {"repetition_penalty": 0.009},
+        {"repetition_penalty": 1e38},
+        {"repetition_penalty": math.inf},
+        {"temperature": math.inf},
+        {"top_p": math.nan},
+        {"min_p": math.nan},
+        {"logit_bias": ((1, math.nan),)},
         {"max_tokens": 0},
         {"max_tokens": 1.5},
         {"logprobs": 21},

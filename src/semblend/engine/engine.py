@@ -25,7 +25,7 @@ from semblend.engine.radix import RadixCache
 from semblend.engine.request import Chunk, Completion, FinishReason, QueueFull, Request, Sequence, Stream
 from semblend.engine.reuse import Blender, NoBlender, Reuse
 from semblend.engine.rows import Rows
-from semblend.engine.sampling import Draw, Sampled, Sampling, make_generator, sample
+from semblend.engine.sampling import Draw, Sampled, Sampling, make_generator, rewind, sample
 from semblend.engine.scheduler import Batch, Piece, Scheduler
 from semblend.engine.settings_of_engine import EngineConfig
 from semblend.engine.spec import ModelSpec
@@ -35,6 +35,7 @@ from semblend.facade import SemBlend
 from semblend.prompt import Prompt
 
 log = logging.getLogger("semblend.engine")
+Results = list[tuple[Sequence, Sampled | None]]
 
 
 class RunsRows(Protocol):
@@ -97,7 +98,7 @@ class Engine:
 
     def submit(self, request: Request, listener: Callable[[Chunk], None] | None = None) -> Stream:
         """Queue a request; `QueueFull` where too many wait, `InputError` where it can never be answered."""
-        self._check_request(request)
+        request.check_fits(self.max_length, self.model.spec.vocab)
         stream = Stream(request.request_id, listener)
         sequence = self._sequence(request, stream)
         with self._lock:
@@ -144,8 +145,8 @@ class Engine:
         if batch.sequences:
             self._steps += 1
             try:
-                self._postprocess(self._run(batch))
-            except Exception as error:  # a failed pass ends its requests; the engine and the others live on
+                self._postprocess(self._run_isolated(batch))
+            except Exception as error:  # the books of this step broke: the engine and the other requests live on
                 log.exception("a step of %d tokens failed", batch.tokens)
                 self._fail(batch.sequences, error)
         return tuple(self._emitted)
@@ -216,7 +217,30 @@ class Engine:
 
     # -- run -------------------------------------------------------------------------------------------------------
 
-    def _run(self, batch: Batch) -> list[tuple[Sequence, Sampled | None]]:
+    def _run_isolated(self, batch: Batch) -> Results:
+        """Compute the batch; where that fails, compute each sequence alone and end only those that fail again.
+
+        A second pass is safe: it writes the same KV to the same slots, and ``computed`` moves only after a success.
+        """
+        try:
+            return self._run(batch)
+        except Exception as error:
+            log.exception("a step of %d tokens failed", batch.tokens)
+            if len(batch.sequences) == 1:
+                self._fail(batch.sequences, error)
+                return []
+        results: Results = []
+        for part in batch.split():
+            (sequence,) = part.sequences
+            rewind(sequence.generator, 0 if sequence.request.sampling.greedy else len(sequence.answer))
+            try:
+                results += self._run(part)
+            except Exception as error:
+                log.exception("request %s failed alone, too", sequence.request_id)
+                self._fail([sequence], error)
+        return results
+
+    def _run(self, batch: Batch) -> Results:
         """Compute the batch's pieces and sample one token for every sequence whose tokens all have KV now."""
         started = time.perf_counter()
         complete: list[Sequence] = []
@@ -247,11 +271,11 @@ class Engine:
 
     # -- postprocess -----------------------------------------------------------------------------------------------
 
-    def _postprocess(self, results: list[tuple[Sequence, Sampled | None]]) -> None:
+    def _postprocess(self, results: Results) -> None:
         for sequence, sampled in results:
             try:
                 if sampled is None:
-                    raise SemBlendError("the model's logits are not finite", hint="check the weights and the dtype")
+                    raise SemBlendError("the logits are not finite", hint="check penalties, weights and dtype")
                 self._advance(sequence, sampled)
             except Exception as error:  # one request's fault must not end its neighbours
                 log.exception("request %s failed", sequence.request_id)
@@ -266,7 +290,9 @@ class Engine:
                     self._retire(sequence, sequence.finish)
 
     def _advance(self, sequence: Sequence, sampled: Sampled) -> None:
-        """Append the token and say it."""
+        """Append the token and say it; a token outside the vocabulary would break the next pass for everybody."""
+        if not 0 <= sampled.token < self.model.spec.vocab:
+            raise SemBlendError(f"token {sampled.token} is not in the vocabulary", hint="check the model's logits")
         receipt = self.reuse.confirm(sequence) if sequence.receipt is None else None
         sequence.tokens.append(sampled.token)
         text, sequence.finish = self._text_and_finish(sequence, sampled.token)
@@ -342,26 +368,6 @@ class Engine:
             self.cancel(sequence.request_id)
 
     # -- requests --------------------------------------------------------------------------------------------------
-
-    def _check_request(self, request: Request) -> None:
-        length = len(request.prompt)
-        if length >= self.max_length:
-            raise InputError(
-                f"the prompt has {length} tokens, and this engine takes {self.max_length - 1} at most",
-                hint="shorten the prompt, or serve with a larger context and KV pool",
-            )
-        highest = int(request.prompt.token_ids.max())
-        if highest >= self.model.spec.vocab:
-            raise InputError(
-                f"token id {highest} is outside the model's vocabulary of {self.model.spec.vocab}",
-                hint="tokenize with the model's own tokenizer",
-            )
-        foreign = [token for token, _ in request.sampling.logit_bias if token >= self.model.spec.vocab]
-        if foreign:
-            raise InputError(
-                f"logit_bias names token {foreign[0]}, and the model's vocabulary has {self.model.spec.vocab}",
-                hint="name token ids of this model's tokenizer",
-            )
 
     def _sequence(self, request: Request, stream: Stream) -> Sequence:
         arrival = next(self._arrivals)

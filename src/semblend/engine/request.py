@@ -69,6 +69,27 @@ class Request:
         object.__setattr__(self, "stop", _texts(self.stop))
         object.__setattr__(self, "stop_ids", tuple(int(token) for token in self.stop_ids))
 
+    def check_fits(self, max_length: int, vocab: int) -> None:
+        """Raise `InputError` where a context of ``max_length`` tokens and ``vocab`` token ids cannot answer this."""
+        length = len(self.prompt)
+        if length >= max_length:
+            raise InputError(
+                f"the prompt has {length} tokens, and this engine takes {max_length - 1} at most",
+                hint="shorten the prompt, or serve with a larger context and KV pool",
+            )
+        highest = int(self.prompt.token_ids.max())
+        if highest >= vocab:
+            raise InputError(
+                f"token id {highest} is outside the model's vocabulary of {vocab}",
+                hint="tokenize with the model's own tokenizer",
+            )
+        foreign = [token for token, _ in self.sampling.logit_bias if token >= vocab]
+        if foreign:
+            raise InputError(
+                f"logit_bias names token {foreign[0]}, and the model's vocabulary has {vocab}",
+                hint="name token ids of this model's tokenizer",
+            )
+
     def walled(self, **defaults: str) -> Prompt:
         """The prompt in the namespace its KV belongs to; ``defaults`` fill fields that are empty."""
         namespace = self.prompt.namespace

@@ -16,19 +16,21 @@ from dataclasses import dataclass
 import torch
 
 from semblend.errors import InputError
+from semblend.wire.sampling import LEAST_PENALTY, SMALLEST_NORMAL, floor_temperature, flush_subnormal
 
 MAX_LOGPROBS = 20
+NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How a request's tokens are chosen and when they end.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``repetition_penalty`` above 1 makes
-    tokens of the prompt and the answer less likely to come again. ``frequency_penalty`` (for each time) and
-    ``presence_penalty`` (once) are taken from the logit of a token that the answer holds already. ``logit_bias`` adds
-    to the logits of tokens. ``logprobs``: None for none, n for the chosen token's and the n best ones', as the model
-    gave them (before bias, penalties, temperature and filters).
+    ``temperature`` 0 is greedy; one between 0 and 0.01 is raised to 0.01. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are
+    off. ``repetition_penalty`` above 1 makes tokens of the prompt and the answer less likely to come again.
+    ``frequency_penalty`` (for each time) and ``presence_penalty`` (once) are taken from the logit of a token that the
+    answer holds already. ``logit_bias`` adds to the logits of tokens. ``logprobs``: None for none, n for the chosen
+    token's and the n best ones', as the model gave them (before bias, penalties, temperature and filters).
 
     >>> Sampling(temperature=-1)
     Traceback (most recent call last):
@@ -52,7 +54,7 @@ class Sampling:
         _number("temperature", self.temperature, 0, 100, "0 is greedy, 1 the model's own distribution")
         _number("top_p", self.top_p, 0, 1, "1 is off", above=True)
         _number("min_p", self.min_p, 0, 1, "0 is off")
-        _number("repetition_penalty", self.repetition_penalty, 0, 100, "1 is off", above=True)
+        _number("repetition_penalty", self.repetition_penalty, LEAST_PENALTY, 100, "1 is off")
         _number("frequency_penalty", self.frequency_penalty, -2, 2, "0 is off")
         _number("presence_penalty", self.presence_penalty, -2, 2, "0 is off")
         for token, bias in self.logit_bias:
@@ -64,6 +66,16 @@ class Sampling:
             _whole("seed", self.seed, -(1 << 63), (1 << 64) - 1, "a seed has 64 bits")
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS, "0 gives the chosen token's alone")
+        self._keep_normal()
+
+    def _keep_normal(self) -> None:
+        """Move numbers that are too small for a kernel to the nearest ones that are not."""
+        object.__setattr__(self, "temperature", floor_temperature(self.temperature))
+        object.__setattr__(self, "top_p", max(self.top_p, SMALLEST_NORMAL))
+        for name in ("min_p", "frequency_penalty", "presence_penalty"):
+            object.__setattr__(self, name, flush_subnormal(getattr(self, name)))
+        biases = tuple((token, flush_subnormal(bias)) for token, bias in self.logit_bias)
+        object.__setattr__(self, "logit_bias", biases)
 
     @property
     def greedy(self) -> bool:
@@ -117,9 +129,19 @@ def make_generator(seed: int | None) -> torch.Generator:
     return generator
 
 
+def rewind(generator: torch.Generator, draws: int) -> None:
+    """Put a generator of `make_generator` back to where it was after its first ``draws`` tokens."""
+    generator.manual_seed(generator.initial_seed())
+    for _ in range(draws):
+        _uniform(generator)
+
+
 @torch.inference_mode()
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Sampled | None]:
-    """One token for each row of ``logits`` [m, vocab]; None for a row that holds no usable number (NaN, +inf).
+    """One token for each row of ``logits`` [m, vocab]; None for a row that cannot be sampled.
+
+    That is a row with NaN, +inf or nothing but -inf, before or after bias and penalties, or one whose probabilities are
+    not finite. Such a row changes no bit of its neighbours' results.
 
     >>> row = Draw(Sampling(), make_generator(0))
     >>> sample(torch.tensor([[0.0, 2.0, 1.0]]), [row])
@@ -128,12 +150,22 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Sampled | None]:
     if logits.ndim != 2 or logits.shape[0] != len(draws):
         raise InputError(f"{tuple(logits.shape)} logits for {len(draws)} draws", hint="pass one row a draw")
     raw = logits.float()
-    usable = (torch.isfinite(raw) | (raw == -math.inf)).all(dim=-1) & (raw > -math.inf).any(dim=-1)
+    usable = _find_usable(raw)
     raw = torch.where(usable[:, None], raw, 0.0)
-    chosen = _choose(_penalised(raw, draws), draws)
-    logprobs = _logprobs(raw, chosen, draws)
+    bent = _penalised(raw, draws)
+    if bent is not raw:
+        usable &= _find_usable(bent)
+        bent = torch.where(usable[:, None], bent, 0.0)
+    chosen = _choose(bent, draws)
+    usable &= (chosen >= 0) & (chosen < raw.shape[-1])
+    logprobs = _logprobs(raw, torch.where(usable, chosen, 0), draws)
     tokens, fine = chosen.tolist(), usable.tolist()
     return [Sampled(tokens[row], logprobs.get(row)) if fine[row] else None for row in range(len(draws))]
+
+
+def _find_usable(logits: torch.Tensor) -> torch.Tensor:
+    """For each row: whether every number is finite or -inf, and at least one is finite."""
+    return (torch.isfinite(logits) | (logits == -math.inf)).all(dim=-1) & (logits > -math.inf).any(dim=-1)
 
 
 def _choose(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
@@ -164,16 +196,25 @@ def _draw_filtered(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     outside |= probabilities < probabilities[:, :1] * _column(logits, (s.min_p for s in settings))
     outside[:, 0] = False
     position = _pick(probabilities.masked_fill(outside, 0.0), draws)
-    return tokens.gather(-1, position[:, None])[:, 0]
+    token = tokens.gather(-1, position.clamp(0, vocab - 1)[:, None])[:, 0]
+    return torch.where(position == NO_TOKEN, NO_TOKEN, token)
 
 
 def _pick(weights: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """The index at which each row's cumulative weight passes its next uniform number; never one of weight 0."""
+    """The index at which each row's cumulative weight passes its next uniform number; never one of weight 0.
+
+    `NO_TOKEN` for a row whose weights are not finite or add up to nothing.
+    """
     cumulative = weights.double().cumsum(dim=-1)
-    uniform = torch.stack([torch.rand(1, generator=d.generator, dtype=torch.float64) for d in draws])
+    uniform = torch.stack([_uniform(draw.generator) for draw in draws])
     total = cumulative[:, -1:]
     mark = torch.minimum(uniform.to(total.device) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, mark, right=True)[:, 0]
+    found = torch.searchsorted(cumulative, mark, right=True)
+    return torch.where(torch.isfinite(total) & (total > 0), found, NO_TOKEN)[:, 0]
+
+
+def _uniform(generator: torch.Generator) -> torch.Tensor:
+    return torch.rand(1, generator=generator, dtype=torch.float64)
 
 
 def _penalised(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:

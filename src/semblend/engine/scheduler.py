@@ -59,6 +59,11 @@ class Batch:
     def tokens(self) -> int:
         return sum(piece.end - piece.start for piece in self.pieces)
 
+    def split(self) -> tuple[Batch, ...]:
+        """One batch for each sequence."""
+        pieces = (Batch(pieces=(piece,)) for piece in self.pieces)
+        return (*pieces, *(Batch(filled=(sequence,)) for sequence in self.filled))
+
 
 def compute_all(sequence: Sequence) -> bool:
     """The `fill` of an engine without semantic reuse: no prompt is filled in another way."""

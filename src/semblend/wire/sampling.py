@@ -12,6 +12,12 @@ MOST_STOPS = 16
 MOST_TOP_LOGPROBS = 20
 MOST_BIASES = 1024
 MOST_TOKENS = 1 << 20
+LEAST_TEMPERATURE = 0.01
+"""Lower temperatures are raised to this one, as in vLLM: logits divided by less could overflow. 0 is greedy."""
+LEAST_PENALTY = 0.01
+"""A repetition penalty divides logits; by less than this they could overflow."""
+SMALLEST_NORMAL = 2.0**-126
+"""Below this a float32 is subnormal: some kernels read it as 0 and others do not."""
 _SEEDS = 2**63 - 1
 
 # Options that this engine does not have, and the values that ask for nothing. Anything else is refused: an option
@@ -116,13 +122,13 @@ def parse_sampling(fields: Fields, *, max_tokens: int | None, logprobs: int | No
     top_k = fields.integer("top_k", 0, -1, MOST_TOKENS) or 0
     return Sampling(
         max_tokens=max_tokens,
-        temperature=fields.number("temperature", 1.0, 0.0, 2.0),
-        top_p=_positive(fields, "top_p", 1.0, "leaves no token to draw: temperature 0 takes the likeliest token"),
+        temperature=floor_temperature(fields.number("temperature", 1.0, 0.0, 2.0)),
+        top_p=_top_p(fields),
         top_k=max(top_k, 0),
-        min_p=fields.number("min_p", 0.0, 0.0, 1.0),
-        repetition_penalty=_positive(fields, "repetition_penalty", 2.0, "divides by nothing: 1 is off"),
-        frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
-        presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
+        min_p=flush_subnormal(fields.number("min_p", 0.0, 0.0, 1.0)),
+        repetition_penalty=fields.number("repetition_penalty", 1.0, LEAST_PENALTY, 2.0),
+        frequency_penalty=flush_subnormal(fields.number("frequency_penalty", 0.0, -2.0, 2.0)),
+        presence_penalty=flush_subnormal(fields.number("presence_penalty", 0.0, -2.0, 2.0)),
         logit_bias=_biases(fields),
         seed=fields.integer("seed", None, -_SEEDS - 1, _SEEDS),
         stop=fields.texts("stop", MOST_STOPS),
@@ -133,11 +139,30 @@ def parse_sampling(fields: Fields, *, max_tokens: int | None, logprobs: int | No
     )
 
 
-def _positive(fields: Fields, name: str, high: float, problem: str) -> float:
-    value = fields.number(name, 1.0, 0.0, high)
+def floor_temperature(temperature: float) -> float:
+    """Raise a temperature above 0 to `LEAST_TEMPERATURE`; 0 stays 0.
+
+    >>> floor_temperature(1e-38), floor_temperature(0), floor_temperature(0.7)
+    (0.01, 0, 0.7)
+    """
+    return max(temperature, LEAST_TEMPERATURE) if temperature else temperature
+
+
+def flush_subnormal(value: float) -> float:
+    """Turn a number that float32 cannot hold with full precision into 0.
+
+    >>> flush_subnormal(-1e-40), flush_subnormal(0.5)
+    (0.0, 0.5)
+    """
+    return value if abs(value) >= SMALLEST_NORMAL else 0.0
+
+
+def _top_p(fields: Fields) -> float:
+    value = fields.number("top_p", 1.0, 0.0, 1.0)
     if value == 0.0:
-        fields.refuse(name, f"is 0, which {problem}", "leave it out for 1.0")
-    return value
+        problem = "is 0, which leaves no token to draw: temperature 0 takes the likeliest token"
+        fields.refuse("top_p", problem, "leave it out for 1.0")
+    return max(value, SMALLEST_NORMAL)
 
 
 def _biases(fields: Fields) -> tuple[tuple[int, float], ...]:
@@ -155,5 +180,5 @@ def _biases(fields: Fields) -> tuple[tuple[int, float], ...]:
         # isdecimal knows digits of every script; a token id has ours
         if not (name.isascii() and name.isdecimal() and len(name) <= 10 and int(name) < 2**31):
             fields.refuse("logit_bias", f"names the token {shown(name)}", "keys are token ids in decimal digits")
-        found.append((int(name), biases.number(name, 0.0, -100.0, 100.0)))
+        found.append((int(name), flush_subnormal(biases.number(name, 0.0, -100.0, 100.0))))
     return tuple(found)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from semblend import SemBlendConfig
 from semblend.integration.adapter import EngineRows, FakeStack, PagedPool, slots_of
 from semblend.integration.vllm.cache_layout import IndexedLayout, StridedLayout, probed
 from semblend.integration.vllm.metrics import Tally, merged, replay
 from semblend.integration.vllm.orders import Capture, Load, Orders
+from semblend.integration.vllm.settings import ConnectorSettings
+from semblend.integration.vllm.start import make_worker_half
 from semblend.integration.vllm.versions import SUPPORTED, Evidence, support
 from semblend.integration.vllm.worker_half import WorkerHalf
 from semblend.materialize.layout import KvLayout
@@ -39,7 +44,7 @@ class FakeEngine(FakeStack):
 class Worker:
     """A worker's half on the fake engine; blocks 0–19 belong to a donor, 20–39 to the prompt, 40–59 to a cold twin."""
 
-    def __init__(self, queues=None, **settings):
+    def __init__(self, queues=False, **settings):
         engine = self.engine = FakeEngine()
         quality = QualitySettings(mode="fast", first_seam_tokens=4, seam_tokens=4, **settings)
         stack = _WithLayout(engine)
@@ -152,7 +157,7 @@ def test_a_queued_load_fills_the_same_blocks_and_is_told_after_the_step():
     for worker in (at_once, queued):
         worker.donor([1, 2, 3, *DOCUMENT])
         worker.half.load(Orders(loads=[order]))
-    assert queued.half.take_report() is None, "nobody has looked yet"
+    assert queued.half.take_report() is None, "its verdict is read after the step"
     assert queued.half.donor_kv.holders == 1
     queued.half.capture(Orders())
     told, expected = queued.half.take_report().loaded["r"], at_once.half.take_report().loaded["r"]
@@ -174,6 +179,83 @@ def test_a_queued_load_that_turns_out_wrong_makes_its_blocks_invalid():
     loaded = worker.half.take_report().loaded["r"]
     assert (loaded.reason, loaded.failed, loaded.reused_tokens) == ("validation_failed", True, 0)
     assert worker.half.donor_kv.holders == 0
+
+
+POISONS = {
+    "wrong keys": lambda held: held.k.copy_(torch.roll(held.k, 7, dims=1)),
+    "numbers that are none": lambda held: held.v.fill_(float("nan")),
+}
+
+
+class StepOfVllm:
+    """The hooks of one step in vLLM's order, on a worker that `make_worker_half` made for an engine."""
+
+    def __init__(self, async_scheduling, use_v2_model_runner):
+        config = SimpleNamespace(
+            device_config=SimpleNamespace(device_type="cuda"),
+            scheduler_config=SimpleNamespace(async_scheduling=async_scheduling, max_num_batched_tokens=48),
+            use_v2_model_runner=use_v2_model_runner,
+            model_config=SimpleNamespace(model="m"),
+        )
+        self.worker = Worker()
+        settings = ConnectorSettings(config=SemBlendConfig(quality="fast"), donor_host_bytes=1 << 24)
+        self.worker.half = make_worker_half(_WithLayout(self.worker.engine), settings, config)
+
+    def poison(self, how):
+        held = self.worker.half.donor_kv.acquire("d", 1)
+        POISONS[how](held)
+        self.worker.half.donor_kv.release(held)
+
+    def run(self, load):
+        """Returns the prompt's KV as vLLM's forward pass finds it, and the blocks that the step then calls invalid."""
+        orders = Orders(loads=[load], served=["r"])
+        self.worker.half.before_step(orders)
+        self.worker.half.load(orders)
+        seen = self.worker.kv(load.tokens)
+        self.worker.half.capture(orders)
+        return seen, self.worker.half.take_invalid_blocks()
+
+
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize(("async_scheduling", "runner_v2"), [(True, False), (False, True), (True, True), (None, None)])
+def test_a_rejected_fast_load_is_refilled_before_the_forward_pass(async_scheduling, runner_v2, poison):
+    step = StepOfVllm(async_scheduling, runner_v2)
+    step.worker.donor([1, 2, 3, *DOCUMENT])
+    step.poison(poison)
+    tokens = (7, 8, *DOCUMENT, 12)
+    order = Load("r", tokens, tuple(range(20, 40)), 0, len(tokens), (Span("d", 3, 2, 80, generation=1),), "fast")
+    seen, invalid = step.run(order)
+    assert invalid == set(), "with this setting vLLM does not recover from invalid blocks"
+    loaded = step.worker.half.take_report().loaded["r"]
+    assert (loaded.reason, loaded.failed, loaded.reused_tokens) == ("validation_failed", False, 0)
+    assert loaded.prefill_tokens == len(tokens)
+    cold = step.worker.engine.cold(list(tokens), range(40, 60))
+    for ours, theirs in zip(seen, cold, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert step.worker.half.donor_kv.holders == 0
+
+
+def test_a_good_fast_load_is_one_pass_and_reports_no_invalid_block_with_async_scheduling():
+    step = StepOfVllm(async_scheduling=True, use_v2_model_runner=True)
+    step.worker.donor([1, 2, 3, *DOCUMENT])
+    step.worker.engine.passes.clear()
+    tokens = (7, 8, *DOCUMENT, 12)
+    order = Load("r", tokens, tuple(range(20, 40)), 0, len(tokens), (Span("d", 3, 2, 80, generation=1),), "fast")
+    _, invalid = step.run(order)
+    loaded = step.worker.half.take_report().loaded["r"]
+    assert (invalid, loaded.reason) == (set(), None)
+    assert loaded.reused_tokens > 0
+    assert sum(len(rows) > 1 for rows in step.worker.engine.passes) <= 2, "the pass and the canary's rows, no more"
+
+
+def test_with_synchronous_scheduling_vllm_computes_a_rejected_fast_load_again():
+    step = StepOfVllm(async_scheduling=False, use_v2_model_runner=False)
+    step.worker.donor([1, 2, 3, *DOCUMENT])
+    step.poison("wrong keys")
+    tokens = (7, 8, *DOCUMENT, 12)
+    order = Load("r", tokens, tuple(range(20, 40)), 0, len(tokens), (Span("d", 3, 2, 80, generation=1),), "fast")
+    _, invalid = step.run(order)
+    assert invalid == set(range(20, 26))
 
 
 @pytest.mark.parametrize("queues", [False, True])

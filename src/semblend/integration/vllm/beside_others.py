@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKV
 
 from semblend.errors import ConfigError
 from semblend.integration.vllm.connector_v1 import SemBlendConnectorV1
+from semblend.integration.vllm.start import load_failure_policy
 
 
 class MultiConnector(Parts):
@@ -37,7 +38,7 @@ class MultiConnector(Parts):
         self._our_index = ours[0]
         self._hidden: set[str] = set()
         # Ours has set it on its own part of the settings; vLLM reads this one.
-        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        self._kv_transfer_config.kv_load_failure_policy = load_failure_policy(vllm_config)
 
     @property
     def _ours(self) -> SemBlendConnectorV1:

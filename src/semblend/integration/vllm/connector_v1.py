@@ -30,7 +30,13 @@ from semblend.integration.vllm.model_access import StockModel, model_of_caller
 from semblend.integration.vllm.orders import Orders, Report
 from semblend.integration.vllm.scheduler_half import SchedulerHalf
 from semblend.integration.vllm.settings import connector_settings
-from semblend.integration.vllm.start import engine_facts, make_semblend, quality_settings, refusal
+from semblend.integration.vllm.start import (
+    engine_facts,
+    load_failure_policy,
+    make_semblend,
+    make_worker_half,
+    refusal,
+)
 from semblend.integration.vllm.worker_half import WorkerHalf
 
 try:
@@ -101,8 +107,8 @@ class SemBlendConnectorV1(KVConnectorBase_V1):
         self._tally: telemetry.Tally | None = None
         self._served: list[str] = []  # told back even where there is no worker half, or receipts would wait forever
         if role is KVConnectorRole.SCHEDULER:
-            # vLLM reads this after it has made us. Its default fails requests whose blocks a connector could not fill.
-            self._kv_transfer_config.kv_load_failure_policy = "recompute"
+            # vLLM reads this after it has made us.
+            self._kv_transfer_config.kv_load_failure_policy = load_failure_policy(vllm_config)
             semblend, self._tally = make_semblend(self._settings)
             facts = engine_facts(vllm_config, kv_cache_config, vllm.__version__, PACKAGE)
             self._scheduler = SchedulerHalf(facts, self._settings, semblend)
@@ -190,12 +196,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1):
             return  # the scheduler half has said so
         try:
             model = StockModel(model_of_caller(), config, caches, kv_caches, self._quiet)
-            self._worker = WorkerHalf(
-                model,
-                quality_settings(self._settings, config),
-                host_bytes=self._settings.donor_host_bytes,
-                device_bytes=self._settings.donor_device_bytes,
-            )
+            self._worker = make_worker_half(model, self._settings, config)
             self._worker.warm_up()
         except SemBlendError as error:  # without a worker half nothing is captured, so nothing is ever claimed
             log.warning("SemBlend reuses nothing in this engine: %s", error)

@@ -18,6 +18,7 @@ from semblend.integration.vllm.model_access import rope_config
 from semblend.integration.vllm.records import EngineFacts
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.integration.vllm.versions import Evidence, support
+from semblend.integration.vllm.worker_half import Engine, WorkerHalf
 from semblend.materialize.quality import QualitySettings
 from semblend.materialize.rope import refusal as rope_refusal
 from semblend.materialize.thresholds import Thresholds, thresholds_for
@@ -110,6 +111,46 @@ def quality_settings(settings: ConnectorSettings, vllm_config: Any) -> QualitySe
         latency_budget_ms=settings.latency_budget_ms,
         seam_tokens=settings.config.seam_tokens,
         chunk_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
+    )
+
+
+def may_queue_loads(vllm_config: Any) -> bool:
+    """Whether the verdict on a load of mode fast may be read after vLLM's step: on a GPU, where vLLM recovers from it.
+
+    vLLM recovers from a rejected load by computing the invalid blocks again. Two settings break that, and the answer
+    is then computed on rejected KV (vLLM issue 49250; 0 of 24 tokens right on an H200 with vLLM 0.26):
+
+    - async scheduling: the next step is already scheduled, and its placeholder tokens are not taken back;
+    - model runner V2: the worker keeps its own count of computed tokens, which does not go back.
+
+    There the verdict is read before the step. A setting that this version of vLLM does not tell counts as unsafe.
+    """
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
+    return device == "cuda" and recovers_rejected_blocks(vllm_config)
+
+
+def recovers_rejected_blocks(vllm_config: Any) -> bool:
+    """Whether this vLLM computes blocks again correctly that are reported invalid after a step."""
+    scheduled_in_order = getattr(vllm_config.scheduler_config, "async_scheduling", None) is False
+    return scheduled_in_order and getattr(vllm_config, "use_v2_model_runner", None) is False
+
+
+def load_failure_policy(vllm_config: Any) -> str:
+    """vLLM's ``kv_load_failure_policy`` for blocks that even a plain pass of ours could not fill.
+
+    ``recompute`` where vLLM does that correctly. Otherwise ``fail``: an error is better than a wrong answer.
+    """
+    return "recompute" if recovers_rejected_blocks(vllm_config) else "fail"
+
+
+def make_worker_half(model: Engine, settings: ConnectorSettings, vllm_config: Any) -> WorkerHalf:
+    """The worker half for a model that runs in this engine."""
+    return WorkerHalf(
+        model,
+        quality_settings(settings, vllm_config),
+        host_bytes=settings.donor_host_bytes,
+        device_bytes=settings.donor_device_bytes,
+        queues=may_queue_loads(vllm_config),
     )
 
 

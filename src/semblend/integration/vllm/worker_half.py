@@ -1,8 +1,8 @@
 """The half that lives beside vLLM's worker: it copies donor KV out, and brings it back to other positions.
 
     load      donor KV into the request's blocks, then what has to be computed, by the stock model, watched by the gate.
-              Whatever goes wrong, the request's blocks are filled by a plain pass over all its tokens; and if that
-              fails too, vLLM is told that the blocks are invalid and computes them itself
+              Whatever goes wrong, the request's blocks are filled by a plain pass over all its tokens, before vLLM's
+              forward pass of the step; if that fails too, vLLM is told that the blocks are invalid
     capture   after the step's forward pass: exact prompts become donors, in host memory, under a byte budget. On a GPU
               the copies are queued beside the next steps; a request that ends before its copy has arrived gives its
               blocks away, and the step that gets them is ordered behind the copy (`before_step`)
@@ -47,7 +47,8 @@ class Engine(Stack, Protocol):
 class WorkerHalf:
     """See the module. The layout is asked for at the first use: the backend is not ready before.
 
-    ``queues``: loads of mode fast are left to the device and looked at after the step; by default on a GPU.
+    ``queues``: loads of mode fast are left to the device and their verdict is read after the step. Only where vLLM
+    recovers from a verdict that late: see `semblend.integration.vllm.start.may_queue_loads`.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class WorkerHalf:
         *,
         host_bytes: int,
         device_bytes: int = 0,
-        queues: bool | None = None,
+        queues: bool = False,
     ) -> None:
         self._engine = engine
         self._quality = quality
@@ -70,7 +71,7 @@ class WorkerHalf:
         )
         self.donor_kv.reserve(engine.device)
         self._reading: dict[str, Arrival] = {}
-        self._queues = engine.device.type == "cuda" if queues is None else queues
+        self._queues = queues
         self._under_way: list[tuple[Load, Begun]] = []
         self._pool: PagedPool | None = None
         self._blenders: dict[str, PagedBlender] = {}
@@ -113,10 +114,12 @@ class WorkerHalf:
                 self.donor_kv.drop(donor_id)
         orders.drops = []  # a step calls us once before and, without loads, once after its forward pass
         for load in orders.loads:
-            if self._queues and load.mode == "fast" and (begun := self._begun(load)) is not None:
+            begun = self._begin(load)
+            if self._queues and isinstance(begun, Begun):
                 self._under_way.append((load, begun))
             else:
-                self._report.loaded[load.request_id] = self._loaded(load)
+                found = begun.finish() if isinstance(begun, Begun) else begun
+                self._report.loaded[load.request_id] = self._settle(load, found)
         orders.loads = []
 
     def finish_loads(self) -> None:
@@ -180,26 +183,24 @@ class WorkerHalf:
             self._blenders[mode] = PagedBlender(self._engine, self.pool, self.donor_kv, quality)
         return self._blenders[mode]
 
-    def _begun(self, load: Load) -> Begun | None:
-        """The load, queued; None where it is better done at once, whatever the reason."""
+    def _begin(self, load: Load) -> Begun | Blended | Decline:
+        """Start a load: mode fast is queued on the device as one piece of work, every other mode is done at once."""
         try:
-            begun = self._blender(load.mode).begin(*self._placed(load))
+            blender = self._blender(load.mode)
+            if load.mode == "fast":
+                return blender.begin(*self._placed(load))
+            return blender.prepare(*self._placed(load), mode=load.mode)
         except Exception as error:  # the blender itself does not raise; what is around it may
-            self._failed("materialize", error, load.request_id)
-            return None
-        return begun if isinstance(begun, Begun) else None
+            log.warning("SemBlend: a load failed for %s: %s", load.request_id, error, exc_info=True)
+            return Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}")
 
-    def _loaded(self, load: Load) -> Loaded:
-        try:
-            blended = self._blender(load.mode).prepare(*self._placed(load), mode=load.mode)
-        except Exception as error:  # as above
-            self._failed("materialize", error, load.request_id)
-            blended = Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}")
-        if isinstance(blended, Blended):
-            return _told(load, blended)
-        if blended.reason is DeclineReason.ERROR:
-            self._report.errors.append(("materialize", blended.detail, load.request_id))
-        return self._computed(load, blended)
+    def _settle(self, load: Load, found: Blended | Decline) -> Loaded:
+        """Report a load that is right; fill the blocks of one that is not by a plain pass, before vLLM reads them."""
+        if isinstance(found, Blended):
+            return _told(load, found)
+        if found.reason is DeclineReason.ERROR:
+            self._report.errors.append(("materialize", found.detail, load.request_id))
+        return self._computed(load, found)
 
     def _placed(self, load: Load) -> tuple[Placed, ReusePlan]:
         context = slots_of(load.block_ids, self._engine.block_tokens, load.plan_tokens, self._engine.device)

@@ -50,10 +50,13 @@ class Engine:
         parts = (f"<|im_start|>system\n{lead}<|im_end|>\n<|im_start|>user\n", words, "\nWhat comes first?<|im_end|>\n")
         return [token for part in parts for token in self._tokenizer.encode(part, add_special_tokens=False)]
 
-    def ask(self, prompt: list[int], *, lora: Any = None, **asked: Any) -> dict[str, Any]:
+    def ask(
+        self, prompt: list[int], *, lora: Any = None, transfer: dict[str, Any] | None = None, **asked: Any
+    ) -> dict[str, Any]:
         from vllm import SamplingParams
 
-        extra = {"kv_transfer_params": {"semblend": asked}} if asked else None
+        wishes = (transfer or {}) | ({"semblend": asked} if asked else {})
+        extra = {"kv_transfer_params": wishes} if wishes else None
         params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, extra_args=extra)
         (output,) = self.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False, lora_request=lora)
         return {
@@ -111,6 +114,10 @@ def beside(settings: dict[str, Any]) -> dict[str, Any]:
     step("without us", target, opt_out=True)
     step("without us again", target, opt_out=True)
     step("donor again", donor)
+    handed_on = engine.prompt("You prefill for another engine.", 1)
+    told["handed on"] = engine.ask(handed_on, transfer={"do_remote_decode": True})
+    told["stored of it"] = stored() - told["stored"][-1]
+    engine.forget_prefixes()
     told["donors"] = len(ours._half.semblend.donors())
     told["reset"] = connector.reset_cache()
     told["donors after reset"] = len(ours._half.semblend.donors())

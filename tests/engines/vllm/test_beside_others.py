@@ -46,6 +46,13 @@ def test_the_other_connector_never_stores_what_we_served(guarded):
     assert guarded["without us again"]["tokens"] == guarded["without us"]["tokens"]
 
 
+def test_a_request_for_a_decode_engine_is_left_to_the_other_connector(guarded):
+    receipt = guarded["handed on"]["receipt"]
+    assert (receipt["reused_tokens"], receipt["reason"]) == (0, "unsupported_mode")
+    assert "do_remote_decode" in receipt["detail"]
+    assert guarded["stored of it"] == 1, "the other connector saw it and stored it, exact as it is"
+
+
 def test_nothing_is_left_and_a_reset_drops_our_donors(guarded):
     assert (guarded["records"], guarded["hidden"]) == (0, 0)
     assert guarded["donors"] > 0

@@ -296,6 +296,39 @@ def test_kinds_of_requests_that_we_cannot_serve_are_declined_with_a_reason(world
     assert world.half.finished("target").reason == "unsupported_mode"
 
 
+@pytest.mark.parametrize("flag", ["do_remote_decode", "do_remote_prefill"])
+def test_a_request_between_prefill_and_decode_engines_is_never_claimed_and_never_a_donor(world, flag):
+    world.donor()
+    request = target(kv_transfer_params={flag: True, "remote_engine_id": "e"})
+    claimed, orders = world.admit(request)
+    assert (claimed, orders.loads, orders.captures) == (0, [], [])
+    world.served(orders)
+    receipt = world.half.finished("target")
+    assert (receipt.outcome, receipt.reason) == ("cold_fallback", "unsupported_mode")
+    assert flag in receipt.detail
+    assert [donor.donor_id for donor in world.half.semblend.donors()] == ["donor"]
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_kv_of_another_engine_is_no_donor_though_its_connector_clears_the_flag(world, left):
+    request = target(kv_transfer_params={"do_remote_prefill": True})
+    if left:
+        world.half.left_to_another(request, 226)
+    else:
+        assert world.half.matched(request, 0) == 0
+    request.kv_transfer_params["do_remote_prefill"] = False  # as NIXL and Mooncake do when blocks are allocated
+    world.half.allocated(request, list(range(15)), 0)
+    orders = world.step(new=[(request, 0, 227)])
+    assert orders.served == ["target"]
+    assert orders.captures == []
+
+
+@pytest.mark.parametrize("flag", ["do_remote_decode", "do_remote_prefill"])
+def test_a_flag_that_is_off_declines_nothing(world, flag):
+    world.donor()
+    assert world.half.matched(target(kv_transfer_params={flag: False}), 0) == 226
+
+
 def test_an_engine_that_we_cannot_serve_keeps_no_donors():
     world = World(refusal="tensor parallel")
     world.donor()

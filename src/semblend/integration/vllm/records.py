@@ -26,11 +26,16 @@ class EngineFacts:
 
 @dataclass(slots=True)
 class Record:
-    """One request while it is with us."""
+    """One request while it is with us.
+
+    ``declined``: why a request of its kind is computed without us; None when it is not. It is found once, when the
+    request arrives: connectors between engines clear their flags in the request after they have loaded it.
+    """
 
     request: Any
     prompt: Prompt
     mode: str
+    declined: str | None = None
     local_tokens: int = 0
     decision: ReusePlan | Decline | None = None
     claim_end: int = 0

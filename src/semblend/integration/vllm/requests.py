@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +41,19 @@ def declined_request(request: Any) -> str | None:
         return "the request wants every token computed (prompt logprobs)"
     if getattr(request, "resumable", False):
         return "a streaming-input session grows while it runs"
+    return _declined_transfer(getattr(request, "kv_transfer_params", None) or {})
+
+
+def _declined_transfer(params: Mapping[str, Any]) -> str | None:
+    """Why a request that is split between a prefill and a decode engine is computed without us; None for others.
+
+    The decode engine caches the KV that it gets as exact, whatever it is, so the prefill engine must not reuse
+    approximately. What a decode engine gets comes from an engine that we know nothing about, so it is no donor.
+    """
+    if params.get("do_remote_decode"):
+        return "its KV goes to a decode engine, which would take approximate KV as exact (do_remote_decode)"
+    if params.get("do_remote_prefill"):
+        return "its KV comes from a prefill engine (do_remote_prefill)"
     return None
 
 

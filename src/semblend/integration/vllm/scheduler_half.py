@@ -204,12 +204,12 @@ class SchedulerHalf:
             asked = asked_for(request)
             prompt = Prompt(request.prompt_token_ids, namespace=namespace_of(request, self.facts.namespace))
             mode = asked.quality or self.settings.config.quality
-            record = self._records[request.request_id] = Record(request, prompt, mode)
+            record = self._records[request.request_id] = Record(request, prompt, mode, declined_request(request))
         return record
 
     def _decide(self, record: Record) -> None:
         request = record.request
-        why = self.facts.refusal or declined_request(request)
+        why = self.facts.refusal or record.declined
         if record.restarted:
             why = "the request was preempted and goes on with the tokens it has said"
         if why:
@@ -319,7 +319,7 @@ class SchedulerHalf:
 
     def _worth_keeping(self, record: Record) -> bool:
         """Only if enough of what is exact in it is new."""
-        if record.restarted or self.facts.refusal or declined_request(record.request):
+        if record.restarted or self.facts.refusal or record.declined:
             return False
         if not self.settings.config.enabled or asked_for(record.request).opt_out or record.block_ids is None:
             return False

@@ -75,6 +75,8 @@ class StableTokenizer:
     """
 
     name = STABLE
+    longest_piece = 16
+    """Most characters of one piece: a run of blanks."""
 
     def __init__(self) -> None:
         self._ids = _PieceIds()

@@ -38,6 +38,8 @@ TEXT = "a text that is a little longer than three blocks of tokens are"
 class Characters(NoText):
     """A tokenizer whose tokens are ASCII."""
 
+    longest_token_chars = 1
+
     def add(self, token):
         return chr(token)
 
@@ -161,6 +163,7 @@ def test_a_failing_engine_raises_and_tells_nothing_of_its_inside(monkeypatch):
 def test_the_server_is_told_the_models_limits():
     engine = make()
     assert (engine.model, engine.max_context, engine.vocab) == ("tiny", 512, 128)
+    assert engine.longest_token_chars == Characters.longest_token_chars
     assert engine.encode_chat([{"role": "user", "content": "hi"}]) == [104, 105]
     assert engine.namespace("t", "s") != engine.namespace("t", "")
 

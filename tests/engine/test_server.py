@@ -7,6 +7,7 @@ import json
 import random
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -497,6 +498,83 @@ def test_a_request_that_takes_too_long_is_ended():
             assert len(fake.cancelled) == 1
             fake.hold.set()
             assert (await http.post(CHAT, json=chat())).status_code == 200
+
+    run(test)
+
+
+# -- text that cannot fit ------------------------------------------------------------------------------------------
+
+
+class RecordsEncoding(FakeEngine):
+    """Remembers how many characters reached its tokenizer."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(SemBlend(SemBlendConfig(embedder="none")), **arguments)
+        self.encoded: list[int] = []
+
+    def encode(self, text: str) -> Any:
+        self.encoded.append(len(text))
+        return super().encode(text)
+
+
+HUGE = "7" * (16 * 1024**2 - 4096)  # as much as fits the body
+TOO_LONG = [
+    (CHAT, chat(HUGE), "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": HUGE[: len(HUGE) // 64]}] * 64}, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": HUGE}]}]}, "messages"),
+    ("/v1/completions", {"prompt": HUGE}, "prompt"),
+    ("/v1/completions", {"prompt": [HUGE]}, "prompt"),
+    ("/v1/completions", {"prompt": ["short", HUGE]}, "prompt"),
+    ("/v1/completions", {"prompt": HUGE, "stream": True}, "prompt"),
+    ("/v1/completions", {"prompt": [HUGE[: len(HUGE) // 64]] * 64}, "prompt"),
+    ("/generate", {"text": HUGE}, "text"),
+    ("/generate", {"text": HUGE, "stream": True}, "text"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), TOO_LONG, ids=range(len(TOO_LONG)))
+def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(path, body, param):
+    async def test():
+        fake = RecordsEncoding()
+        async with client(fake) as http:
+            answer = await http.post(path, json=body)
+            assert (await http.post(CHAT, json=chat("Hi"))).status_code == 200  # a short one is served
+        error = answer.json()["error"]
+        assert answer.status_code == 400
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+        assert "characters" in error["message"]
+        assert error["hint"]
+        assert max(fake.encoded) < 100
+        assert fake.cancelled == []
+
+    run(test)
+
+
+def test_refusing_sixteen_megabytes_takes_milliseconds():
+    from semblend.engine.server_requests import Service
+    from semblend.wire.completions import CompletionRequest
+
+    service = Service(engine(), ServerSettings(), Gate(1, 1))
+    asked = CompletionRequest.parse({"prompt": HUGE}, most_n=1)
+    started = time.perf_counter()
+    with pytest.raises(ApiError, match="characters"):
+        service.check_length(asked)
+    assert time.perf_counter() - started < 0.1
+
+
+def test_a_text_of_the_longest_tokens_that_fill_the_context_is_not_refused_by_its_length():
+    async def test():
+        fake = RecordsEncoding(max_context=64)
+        blanks = (" " * fake.longest_token_chars) * 60  # 60 tokens of 16 characters
+        async with client(fake) as http:
+            fits = await http.post("/v1/completions", json={"prompt": blanks, "max_tokens": 2})
+            over = await http.post("/v1/completions", json={"prompt": blanks + " " * 65, "max_tokens": 2})
+            texts = {"prompt": [blanks] * 8, "max_tokens": 2}
+            together = await http.post("/v1/completions", json=texts)
+        async with client(RecordsEncoding(max_context=64), max_list_chars=2000) as http:
+            too_many = await http.post("/v1/completions", json=texts)
+        assert (fits.status_code, over.status_code, together.status_code, too_many.status_code) == (200, 400, 200, 400)
+        assert "in 8 texts" in too_many.json()["error"]["message"]
 
     run(test)
 

@@ -220,3 +220,12 @@ def test_a_template_that_refuses_or_reaches_out_is_an_input_error(source: str) -
 def test_a_broken_template_is_named() -> None:
     with pytest.raises(InputError, match="not valid"):
         rendered("{% for %}")
+
+
+def test_the_longest_token_bounds_the_characters_that_a_number_of_tokens_can_stand_for():
+    for loaded in (byte_level(), with_blanks_in_front()):
+        pieces = [loaded.token_text(token) for token in range(loaded.vocab_size)]
+        assert max(map(len, pieces)) <= loaded.longest_token_chars
+        for text in ("the cat and the hat", "<|im_start|>" * 9, "日本語 🎉🎉" * 5, "a b c" * 7):
+            assert len(text) <= len(loaded.encode(text)) * loaded.longest_token_chars
+    assert byte_level().longest_token_chars == len("<|im_start|>")

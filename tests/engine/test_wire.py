@@ -47,6 +47,8 @@ KINDS = ("exact_tokens", "reused_tokens", "recomputed_tokens", "prefill_tokens")
 
 
 class Characters(NoText):
+    longest_token_chars = 1
+
     def add(self, token):
         return chr(token)
 

@@ -172,6 +172,8 @@ def test_the_embedded_engine_with_a_random_model_confirms_its_reuse(tmp_path):
     class Bytes(NoText):
         """A tokenizer whose tokens are bytes below 128."""
 
+        longest_token_chars = 1
+
         def add(self, token):
             return chr(token)
 

@@ -69,6 +69,7 @@ class FakeEngine:
         self.model = model
         self.max_context = max_context
         self.vocab = 2**31
+        self.longest_token_chars = StableTokenizer.longest_piece
         self.pace = Pace() if pace is None else pace
         self.hold = asyncio.Event()
         self.hold.set()

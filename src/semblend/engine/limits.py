@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from urllib.parse import urlsplit
 
@@ -20,13 +21,16 @@ class ServerSettings:
     """How the server behaves; the engine has its own settings.
 
     ``default_output_tokens`` bounds a chat answer whose request names no limit. ``aliases`` are further names
-    under which the model may be asked for. ``origins`` are web pages besides our own that may call from a browser;
-    ``local_only`` answers to names of this machine alone, so that no page can reach it under a name of its own.
+    under which the model may be asked for. ``max_list_chars`` bounds the characters of a list of prompts together; one
+    prompt is bounded by the context (see `refuse_long_texts`), and a list may always be as long as one prompt.
+    ``origins`` are web pages besides our own that may call from a browser; ``local_only`` answers to names of this
+    machine alone, so that no page can reach it under a name of its own.
     """
 
     tenants: Tenants = field(default_factory=Tenants)
     aliases: tuple[str, ...] = ()
     max_body_bytes: int = 16 * MIB
+    max_list_chars: int = 2 * MIB
     max_running: int = 64
     max_waiting: int = 256
     max_n: int = 8
@@ -44,6 +48,26 @@ class ServerSettings:
             lowest = 0 if f.name == "max_waiting" else 1
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not value >= lowest:
                 raise ConfigError(f"{f.name}={value!r} is below {lowest}", hint="see docs/guides/serve.md")
+
+
+def refuse_long_texts(lengths: Sequence[int], context_chars: int, list_chars: int, param: str) -> None:
+    """400 for texts, by their ``lengths`` in characters, that cannot fit the context however they are tokenized.
+
+    ``context_chars`` is the context in tokens times the characters of the longest token; ``list_chars`` bounds several
+    texts together. A tokenizer takes seconds and gigabytes for a text of 16 MB: it must not see one in vain.
+
+    >>> refuse_long_texts([2001], 2000, 10_000, "text")
+    Traceback (most recent call last):
+    semblend.wire.errors.ApiError: text has 2001 characters, the context holds at most 2000 (hint: send a shorter text)
+    """
+    longest, total, most = max(lengths, default=0), sum(lengths), max(context_chars, list_chars)
+    if longest > context_chars:
+        problem, hint = f"has {longest} characters, the context holds at most {context_chars}", "send a shorter text"
+    elif len(lengths) > 1 and total > most:
+        problem, hint = f"has {total} characters in {len(lengths)} texts, more than {most}", "send several requests"
+    else:
+        return
+    raise ApiError(400, f"{param} {problem}", hint=hint, param=param, code="context_length_exceeded")
 
 
 def refuse_foreign_page(host: str, origin: str | None, settings: ServerSettings) -> None:

@@ -45,6 +45,10 @@ class LocalEngine:
     def vocab(self) -> int:
         return self._inner.model.spec.vocab
 
+    @property
+    def longest_token_chars(self) -> int:
+        return self._tokenizer.longest_token_chars
+
     def namespace(self, tenant: str, salt: str) -> Namespace:
         return Namespace(tenant=tenant, model=self.model, salt=salt)
 

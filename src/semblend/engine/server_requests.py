@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from semblend.engine.limits import Gate, ServerSettings, refuse_foreign_page
+from semblend.engine.limits import Gate, ServerSettings, refuse_foreign_page, refuse_long_texts
 from semblend.engine.live import LiveBoard
 from semblend.engine.server_call import Asked, Call, Together
 from semblend.engine.serving import ServingEngine
@@ -74,6 +74,7 @@ class Service:
         identity = self.identify(request)
         asked = endpoint.parse(await read_json(request, self.settings), most_n=self.settings.max_n)
         self.check_model(asked.model)
+        self.check_length(asked)
         # Ids are ours, never the caller's: they name donors, and one tenant must not replace another's.
         id = f"{endpoint.prefix}{uuid.uuid4().hex}"
         call: Call | Together
@@ -91,6 +92,17 @@ class Service:
                 answers[chunk.index].add(chunk)
             body = call.reply().whole(answers, call.spent(answers))
         return JSONResponse(body, headers={"X-Request-ID": call.id})
+
+    def check_length(self, asked: Asked) -> None:
+        """Refuse text that is too long for the context, before it takes a place in line or reaches the tokenizer."""
+        context_chars = self.engine.max_context * self.engine.longest_token_chars
+        if isinstance(asked, ChatRequest):
+            param, lengths = "messages", [sum(len(message["content"]) for message in asked.messages)]
+        elif isinstance(asked, CompletionRequest):
+            param, lengths = "prompt", [len(prompt) for prompt in asked.prompts if isinstance(prompt, str)]
+        else:
+            param, lengths = "text", [len(asked.prompt)] if isinstance(asked.prompt, str) else []
+        refuse_long_texts(lengths, context_chars, self.settings.max_list_chars, param)
 
     def check_model(self, model: str) -> None:
         names = (self.engine.model, *self.settings.aliases)

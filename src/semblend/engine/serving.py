@@ -45,6 +45,11 @@ class ServingEngine(Protocol):
     def vocab(self) -> int:
         """Token ids are below this."""
 
+    @property
+    def longest_token_chars(self) -> int:
+        """Most characters of text that one token stands for. Longer texts than ``max_context`` times this are refused
+        before they are tokenized."""
+
     def namespace(self, tenant: str, salt: str) -> Namespace:
         """The wall around this tenant's donors of this model."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,16 @@ class ModelTokenizer:
     @property
     def vocab_size(self) -> int:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    @cached_property
+    def longest_token_chars(self) -> int:
+        """Most characters of text that one token stands for, by the longest entry of the vocabulary.
+
+        A byte-level vocabulary writes each byte as a character, so this is never too low for it. Rules outside the
+        vocabulary can put more characters into one token: an unknown token for a whole word, a normalizer that drops
+        blanks. A text that fills the context with such tokens alone is refused although it would fit.
+        """
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     @property
     def has_chat_template(self) -> bool:

@@ -31,6 +31,7 @@ from semblend.engine.serving import ServingRequest  # noqa: E402
 from semblend.engine.tenants import Tenants, bearer  # noqa: E402
 from semblend.errors import CapacityError, ConfigError  # noqa: E402
 from semblend.facade import SemBlend  # noqa: E402
+from semblend.plan.reuse_plan import Decline, DeclineReason  # noqa: E402
 from semblend.span import Span  # noqa: E402
 from semblend.wire.answer import Chunk  # noqa: E402
 from semblend.wire.errors import ApiError  # noqa: E402
@@ -611,17 +612,87 @@ def test_a_tenant_neither_reuses_nor_sees_what_is_anothers():
             assert ours["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
             seen = {}
             for name in ("sk-acme", "sk-bolt", "sk-root"):
-                donors = (await http.get("/api/donors", headers=key(name))).json()["donors"]
+                donors = (await http.get("/api/donors", headers=key(name))).json()
                 live = (await http.get("/api/live", headers=key(name))).json()
-                seen[name] = {donor["donor_id"] for donor in donors}
-                assert {one["id"] for one in live["requests"]} == seen[name]
-                assert live["donors"] == len(seen[name])
+                seen[name] = {one["id"] for one in live["requests"]}
+                named = {donor["donor_id"] for donor in donors["donors"]}
+                assert named == (seen[name] if name == "sk-root" else set())  # only an admin is told which they are
+                assert donors["count"] == live["donors"] == len(seen[name])
                 assert live["totals"]["requests"] == len(seen[name])
             assert seen == {"sk-acme": {theirs["id"]}, "sk-bolt": {ours["id"]}, "sk-root": {theirs["id"], ours["id"]}}
             path = f"/api/requests/{theirs['id']}"
             assert (await http.get(path, headers=key("sk-bolt"))).status_code == 404
             assert (await http.get(path, headers=key("sk-root"))).json()["tenant"] == "acme"
             assert "engine" not in (await http.get("/api/stats", headers=key("sk-bolt"))).json()
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/generate"])
+def test_donors_and_places_are_shown_to_an_admin_and_to_no_tenant(path, stream):
+    def asking(question: str) -> dict[str, Any]:
+        text = f"{question}\n{DOCUMENT}"
+        return {"text": text} if path == "/generate" else chat(text) if path == CHAT else {"prompt": text}
+
+    def last_object(text: str) -> dict[str, Any]:
+        return (events(text)[-1] if stream else json.loads(text))["semblend"]
+
+    async def test():
+        async with client(engine(), tenants=RING) as http:
+            texts = {}
+            for name in ("sk-acme", "sk-root"):
+                first = (await http.post(path, json=asking("When?"), headers=key(name))).json()
+                donor = first["meta_info"]["id"] if path == "/generate" else first["id"]
+                body = asking("From which pier, please?") | {"stream": stream}
+                texts[name] = (await http.post(path, json=body, headers=key(name))).text, donor
+            live = (await http.get("/api/live", headers=key("sk-acme"))).json()
+            whole = (await http.get("/api/live", headers=key("sk-root"))).json()
+            (text, donor), (full, own_donor) = texts["sk-acme"], texts["sk-root"]
+            told = last_object(text)
+            assert told["outcome"] == "backend_materialized_reuse"
+            assert told["reused_tokens"] > 0
+            assert not {"donors", "recomputed", "spans"} & set(told)
+            assert donor not in text
+            assert last_object(full)["donors"] == [own_donor]
+            assert last_object(full)["recomputed"]
+            for request in live["requests"]:
+                assert not {"donors", "recomputed"} & set(request["semblend"])
+                assert all(part[3] is None for part in request["strip"])
+                starts = [part[0] for part in request["strip"]]
+                assert len({part[2] for part in request["strip"]}) == len(starts)  # one part a kind: counts, no places
+                one = (await http.get(f"/api/requests/{request['id']}", headers=key("sk-acme"))).json()
+                assert one["semblend"] == request["semblend"]
+            assert any(request["semblend"]["donors"] == [own_donor] for request in whole["requests"])
+
+    run(test)
+
+
+def test_a_list_of_prompts_and_a_trusted_front_show_a_tenant_no_donors():
+    async def test():
+        texts = {"prompt": [f"{question}\n{DOCUMENT}" for question in ("When, please?", "From which pier?")]}
+        async with client(engine(), tenants=RING, address="10.1.2.3") as http:
+            front = {"X-Tenant-ID": "acme"}
+            first = (await http.post("/v1/completions", json={"prompt": f"When?\n{DOCUMENT}"}, headers=front)).json()
+            answer = await http.post("/v1/completions", json=texts, headers=front)
+        assert all(part["reused_tokens"] > 0 and "donors" not in part for part in answer.json()["semblend"])
+        assert first["id"] not in answer.text
+
+    run(test)
+
+
+def test_a_declines_own_words_stay_with_the_operator():
+    async def test():
+        fake = engine()
+        fake.semblend.lookup = lambda *given, **named: Decline(DeclineReason.STALE, "donor secret-1 was evicted")
+        async with client(fake, tenants=RING) as http:
+            tenant = await http.post(CHAT, json=chat(), headers=key("sk-acme"))
+            live = await http.get("/api/live", headers=key("sk-acme"))
+            operator = await http.post(CHAT, json=chat(), headers=key("sk-root"))
+        assert tenant.json()["semblend"]["reason"] == "stale"
+        assert tenant.json()["semblend"]["detail"]
+        assert "secret-1" not in tenant.text + live.text
+        assert operator.json()["semblend"]["detail"] == "donor secret-1 was evicted"
 
     run(test)
 

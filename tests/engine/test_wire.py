@@ -31,6 +31,7 @@ from semblend.engine.settings_of_engine import EngineConfig  # noqa: E402
 from semblend.engine.spec import ModelSpec  # noqa: E402
 from semblend.engine.stops import NoText  # noqa: E402
 from semblend.errors import SemBlendError  # noqa: E402
+from semblend.plan.reuse_plan import DeclineReason  # noqa: E402
 from semblend.span import Span  # noqa: E402
 from semblend.wire.answer import MOST_RUNS, semblend_object  # noqa: E402
 
@@ -295,28 +296,54 @@ def receipt(**values: Any) -> Receipt:
 
 
 def test_recomputed_runs_are_told_where_they_are_known_and_null_where_not():
-    assert semblend_object(receipt(), ((20, 26), (40, 44)))["recomputed"] == [[20, 26], [40, 44]]
-    assert semblend_object(receipt())["recomputed"] is None
-    assert semblend_object(receipt(), ((20, 26),))["recomputed"] is None  # they do not add up: not believed
+    def told(one: Receipt, runs: Any = ()) -> Any:
+        return semblend_object(one, runs, operator=True)["recomputed"]
+
+    assert told(receipt(), ((20, 26), (40, 44))) == [[20, 26], [40, 44]]
+    assert told(receipt()) is None
+    assert told(receipt(), ((20, 26),)) is None  # they do not add up: not believed
     none = receipt(reused_tokens=50, recomputed_tokens=0)
-    assert semblend_object(none)["recomputed"] == []
+    assert told(none) == []
     many = receipt(
         prompt_tokens=10_000, reused_tokens=5000, recomputed_tokens=MOST_RUNS + 1, prefill_tokens=4999 - MOST_RUNS,
         spans=(Span("d", 0, 0, 8000),),
     )  # fmt: skip
     runs = tuple((at, at + 1) for at in range(0, 2 * MOST_RUNS + 2, 2))
-    assert semblend_object(many, runs)["recomputed"] is None
+    assert told(many, runs) is None
+
+
+def test_a_caller_is_shown_counts_and_an_operator_the_donors_and_places_too():
+    declined = {"outcome": Outcome.BACKEND_DECLINED_REUSE, "reused_tokens": 0, "recomputed_tokens": 0, "spans": ()}
+    stale = receipt(**declined, prefill_tokens=100, reason=DeclineReason.STALE, detail="donor secret-1 is gone")
+    for one in (receipt(), stale):
+        caller, operator = semblend_object(one), semblend_object(one, operator=True)
+        assert set(operator) == OURS
+        assert set(caller) == OURS - {"donors", "recomputed"}
+        assert {name: caller[name] for name in caller if name != "detail"} == {
+            name: operator[name] for name in caller if name != "detail"
+        }
+    assert "secret-1" not in json.dumps(semblend_object(stale))
+    assert "secret-1" in semblend_object(stale, operator=True)["detail"]
+
+
+def test_a_strip_for_a_caller_shows_counts_and_no_places():
+    entry = Entry("r", "acme", "/", None, receipt=receipt(), recomputed=((20, 26), (40, 44)))
+    shown = entry.to_dict(operator=False)
+    assert shown["strip"] == [[0, 40, "reused", None], [40, 50, "recomputed", None], [50, 100, "prefill", None]]
+    assert not shown["places_known"]
+    assert "tenant" not in shown
+    assert "donors" not in shown["semblend"]
 
 
 def test_a_strip_with_told_runs_shows_them_and_says_so():
     entry = Entry("r", "", "/", None, receipt=receipt(), recomputed=((20, 26), (40, 44)))
-    shown = entry.to_dict(with_tenant=False)
+    shown = entry.to_dict(operator=True)
     assert shown["places_known"]
     assert [part[:3] for part in shown["strip"]] == [
         [0, 20, "prefill"], [20, 26, "recomputed"], [26, 40, "reused"], [40, 44, "recomputed"], [44, 70, "reused"],
         [70, 100, "prefill"],
     ]  # fmt: skip
-    unknown = Entry("r", "", "/", None, receipt=receipt()).to_dict(with_tenant=False)
+    unknown = Entry("r", "", "/", None, receipt=receipt()).to_dict(operator=True)
     assert not unknown["places_known"]
     assert sum(end - start for start, end, kind, _ in unknown["strip"] if kind == "recomputed") == 10
 

@@ -72,6 +72,14 @@ def test_a_contradiction_is_told(given_, expected, delta, told):
     assert all("\n" not in line for line in lines)
 
 
+def test_a_receipt_for_a_caller_confirms_without_naming_donors():
+    told = answer()
+    shown = {name: value for name, value in told.receipt.items() if name != "donors"}
+    found = confirm(replace(told, receipt=shown), Expected(donor_tokens=400, shared=0.8), moved(300))
+    assert found.confirmed_tokens == 300
+    assert found.contradictions == ()
+
+
 def test_an_engine_that_fills_gaps_itself_may_count_them_as_cached():
     assert confirm(answer(cached=336), Expected()).contradictions == ()
 

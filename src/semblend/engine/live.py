@@ -92,7 +92,9 @@ class Entry:
             return self.receipt.ttft_ms
         return _ms(self.admitted, self.first_token)
 
-    def to_dict(self, *, with_tenant: bool) -> JsonObject:
+    def to_dict(self, *, operator: bool) -> JsonObject:
+        """The request for the dashboard. Donors, places and the tenant's name are for an ``operator`` only."""
+        receipt = self.receipt
         body: JsonObject = {
             "id": self.id,
             "endpoint": self.endpoint,
@@ -106,11 +108,13 @@ class Entry:
             "output_tokens": self.output_tokens,
             "quality": self.quality,
             "error": self.error,
-            "semblend": None if self.receipt is None else semblend_object(self.receipt),
-            "places_known": self.receipt is None or places_known(self.receipt, self.recomputed),
-            "strip": [] if self.receipt is None else strip(self.receipt, self.recomputed),
+            "semblend": None if receipt is None else semblend_object(receipt, operator=operator),
+            "places_known": receipt is None or (operator and places_known(receipt, self.recomputed)),
+            "strip": [],
         }
-        return body | {"tenant": self.tenant} if with_tenant else body
+        if receipt is not None:
+            body["strip"] = strip(receipt, self.recomputed) if operator else strip_of_counts(receipt)
+        return body | {"tenant": self.tenant} if operator else body
 
 
 @dataclass(slots=True)
@@ -203,7 +207,7 @@ class LiveBoard:
         entry = self._entries.get(request_id)
         if entry is None or not identity.may_see(entry.tenant):
             return None
-        return entry.to_dict(with_tenant=identity.admin)
+        return entry.to_dict(operator=identity.admin)
 
     def tally(self, identity: Identity) -> Tally:
         total = Tally()
@@ -217,7 +221,7 @@ class LiveBoard:
         fresh = [entry for entry in self._visible(identity) if entry.sequence > after]
         return {
             "sequence": self._sequence,
-            "requests": [entry.to_dict(with_tenant=identity.admin) for entry in fresh],
+            "requests": [entry.to_dict(operator=identity.admin) for entry in fresh],
             "totals": self.tally(identity).to_dict(),
             "cold_samples": self.cold.samples,
         }
@@ -259,6 +263,23 @@ def strip(receipt: Receipt, recomputed: Ranges = ()) -> list[list[Any]]:
                 paint(min(end, span.target_end), "recomputed", donors[span.donor_id])
         paint(span.target_end, "reused", donors[span.donor_id])
     paint(receipt.prompt_tokens, "prefill")
+    return parts
+
+
+def strip_of_counts(receipt: Receipt) -> list[list[Any]]:
+    """A strip in the form of `strip` that shows how many tokens of each kind there are, and not where they lie.
+
+    >>> from semblend.confirm.outcome import Outcome
+    >>> strip_of_counts(Receipt(request_id="r", engine="e", namespace="0" * 32, outcome=Outcome.COLD_FALLBACK,
+    ...                         prompt_tokens=9, exact_tokens=4, prefill_tokens=5))
+    [[0, 4, 'exact', None], [4, 9, 'prefill', None]]
+    """
+    parts: list[list[Any]] = []
+    start = 0
+    for kind, count in receipt.tokens.items():
+        if count:
+            parts.append([start, start + count, kind, None])
+            start += count
     return parts
 
 

@@ -183,10 +183,11 @@ class Routes:
         return JSONResponse(found)
 
     async def donors(self, request: Request) -> Response:
+        """How many donors there are; which ones is for an admin only."""
         identity = self.service.identify(request)
         donors = self._donors(identity)
-        latest = donors[: -MOST_DONORS_SHOWN - 1 : -1]
-        return JSONResponse({"count": len(donors), "donors": [_donor(donor, identity) for donor in latest]})
+        latest = donors[: -MOST_DONORS_SHOWN - 1 : -1] if identity.admin else []
+        return JSONResponse({"count": len(donors), "donors": [_donor(donor) for donor in latest]})
 
     async def stats(self, request: Request) -> Response:
         identity = self.service.identify(request)
@@ -267,14 +268,14 @@ def _page(name: str, kind: str) -> Callable[..., Awaitable[Response]]:
     return page
 
 
-def _donor(donor: Donor, identity: Identity) -> dict[str, Any]:
-    body = {
+def _donor(donor: Donor) -> dict[str, Any]:
+    return {
         "donor_id": donor.donor_id,
         "tokens": donor.token_count,
         "created_unix_s": donor.created_unix_s,
         "pinned": donor.pinned,
+        "tenant": donor.namespace.tenant,
     }
-    return body | {"tenant": donor.namespace.tenant} if identity.admin else body
 
 
 __all__ = ["ServerSettings", "ServingEngine", "create_app", "listen", "serve"]

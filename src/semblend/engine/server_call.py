@@ -169,7 +169,8 @@ class Call:
             return ChatReply(head, logprobs, asked.include_usage)
         if isinstance(asked, CompletionRequest):
             return CompletionReply(head, logprobs, asked.include_usage)
-        return GenerateReply(replace(head, id=asked.rid or head.id), self._entry.prompt_tokens, logprobs)
+        head = replace(head, id=asked.rid or head.id)
+        return GenerateReply(head, self._entry.prompt_tokens, logprobs, self._identity.admin)
 
     def answers(self) -> list[Answer]:
         """Empty ones, to be filled by the chunks."""
@@ -178,7 +179,12 @@ class Call:
     def spent(self, answers: Sequence[Answer]) -> Spent:
         output, entry = sum(len(answer.token_ids) for answer in answers), self._entry
         return Spent(
-            entry.prompt_tokens, output, entry.receipt, time.perf_counter() - self.started, recomputed=entry.recomputed
+            entry.prompt_tokens,
+            output,
+            entry.receipt,
+            time.perf_counter() - self.started,
+            recomputed=entry.recomputed,
+            operator=self._identity.admin,
         )
 
 

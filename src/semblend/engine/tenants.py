@@ -21,7 +21,10 @@ _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A tenant sees its own donors and requests; an admin sees all and may flush."""
+    """A tenant sees its own requests, by counts. An admin is the operator: sees all requests and donors, and may flush.
+
+    Donor ids, spans and places in a prompt are shown to an admin only, in answers and on the dashboard.
+    """
 
     tenant: str = ""
     admin: bool = False
@@ -38,6 +41,8 @@ class _Key:
 
 class Tenants:
     """The key ring. Without keys and without fronts everyone is the one nameless tenant, and admin.
+
+    Such a server is meant for its operator's own machine: whoever reaches it sees receipts with donors and places.
 
     >>> Tenants({"sk-1": "acme"}).identify("sk-1").tenant
     'acme'

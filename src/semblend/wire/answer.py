@@ -14,6 +14,11 @@ IMPOSSIBLE = -9999.0
 MOST_RUNS = 2048
 """A prompt whose recomputed tokens lie in more runs than this says only how many they are."""
 
+CALLER_FIELDS = (
+    "outcome", "mode", "exact_tokens", "reused_tokens", "recomputed_tokens", "prefill_tokens", "risk", "escalations",
+    "ttft_ms", "reason", "detail",
+)  # fmt: skip
+
 Runs = tuple[tuple[int, int], ...]
 
 
@@ -83,7 +88,8 @@ class Head:
 class Spent:
     """What a request took: tokens in and out, and the engine's receipt (None where it gave none).
 
-    A request of several prompts has one of these in ``parts`` for each.
+    A request of several prompts has one of these in ``parts`` for each. ``operator`` says that whoever asked may see
+    donors and places.
     """
 
     prompt_tokens: int
@@ -92,6 +98,7 @@ class Spent:
     seconds: float = 0.0
     recomputed: Runs = ()
     parts: tuple[Spent, ...] = ()
+    operator: bool = False
 
     @classmethod
     def together(cls, parts: Sequence[Spent]) -> Spent:
@@ -132,27 +139,25 @@ class Spent:
         """The receipt's short form that goes with every answer; a list of them for several prompts."""
         if self.parts:
             return [part.semblend() for part in self.parts]
-        return None if self.receipt is None else semblend_object(self.receipt, self.recomputed)
+        if self.receipt is None:
+            return None
+        return semblend_object(self.receipt, self.recomputed, operator=self.operator)
 
 
-def semblend_object(receipt: Receipt, recomputed: Runs = ()) -> JsonObject:
-    """``recomputed`` is null where the places are not known, which is not the same as none."""
+def semblend_object(receipt: Receipt, recomputed: Runs = (), *, operator: bool = False) -> JsonObject:
+    """The receipt as an answer shows it: counts, outcome, reason, risk and times.
+
+    Only an ``operator`` also sees the donors, the places in ``recomputed`` and the reason's own words: they would tell
+    one caller which text stands in another caller's prompt. ``recomputed`` is null where the places are not known,
+    which is not the same as none.
+    """
+    record = receipt.to_dict() if operator else receipt.to_caller_dict()
+    shown = {name: record[name] for name in CALLER_FIELDS}
+    if not operator:
+        return shown
     told = len(recomputed) <= MOST_RUNS and sum(end - start for start, end in recomputed) == receipt.recomputed_tokens
-    return {
-        "outcome": str(receipt.outcome),
-        "mode": receipt.mode,
-        "exact_tokens": receipt.exact_tokens,
-        "reused_tokens": receipt.reused_tokens,
-        "recomputed_tokens": receipt.recomputed_tokens,
-        "prefill_tokens": receipt.prefill_tokens,
-        "recomputed": [list(run) for run in recomputed] if told else None,
-        "donors": list(receipt.donor_ids),
-        "risk": receipt.risk,
-        "escalations": receipt.escalations,
-        "ttft_ms": receipt.ttft_ms,
-        "reason": None if receipt.reason is None else str(receipt.reason),
-        "detail": receipt.detail,
-    }
+    runs = [list(run) for run in recomputed] if told else None
+    return shown | {"recomputed": runs, "donors": list(receipt.donor_ids)}
 
 
 class Reply(Protocol):

@@ -78,11 +78,15 @@ def _prompt(fields: Fields) -> str | tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class GenerateReply:
-    """SGLang's answer: in a stream, each event repeats the whole text so far."""
+    """SGLang's answer: in a stream, each event repeats the whole text so far.
+
+    ``operator`` says that whoever asked may see donors and places.
+    """
 
     head: Head
     prompt_tokens: int
     logprobs: bool = False
+    operator: bool = False
 
     def whole(self, answers: Sequence[Answer], spent: Spent) -> Any:
         bodies = [self._body(answer, spent) for answer in answers]
@@ -93,7 +97,8 @@ class GenerateReply:
         return []
 
     def piece(self, chunk: Chunk, answer: Answer) -> JsonObject:
-        return self._body(answer, Spent(self.prompt_tokens, len(answer.token_ids), answer.receipt), chunk.index)
+        spent = Spent(self.prompt_tokens, len(answer.token_ids), answer.receipt, operator=self.operator)
+        return self._body(answer, spent, chunk.index)
 
     def closing(self, answers: Sequence[Answer], spent: Spent) -> list[JsonObject]:
         return [self._body(answer, spent, answer.index) for answer in answers]

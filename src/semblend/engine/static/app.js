@@ -141,7 +141,7 @@ async function drawDonors() {
   const { donors } = await api("/api/donors");
   const row = (donor) => el("li", {}, el("code", { title: donor.donor_id }, donor.donor_id), el("b", {}, number(donor.tokens)),
     el("small", {}, [clock(donor.created_unix_s), donor.tenant ? `tenant ${donor.tenant}` : null, donor.pinned ? "in use" : null].filter(Boolean).join(" · ")));
-  $("donors").replaceChildren(...(donors.length ? donors.slice(0, 40).map(row) : [el("p", { class: "none" }, "None yet: the first cold request becomes one.")]));
+  $("donors").replaceChildren(...(donors.length ? donors.slice(0, 40).map(row) : [el("p", { class: "none" }, state.admin ? "None yet: the first cold request becomes one." : "Only an admin key shows them.")]));
 }
 
 const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en-GB");
@@ -165,7 +165,7 @@ function row(request, slowest, node) {
   node ??= el("details", {}, el("summary"), el("dl", { class: "receipt" }));
   node.className = `request ${request.state}${fresh ? " new" : ""}`;
   const outcome = request.semblend?.outcome;
-  const about = request.semblend?.reason ?? (request.semblend?.reused_tokens ? `${request.semblend.donors.length} donor${request.semblend.donors.length === 1 ? "" : "s"}${request.semblend.risk === null ? "" : ` · risk ${request.semblend.risk.toFixed(4)}`}` : "");
+  const about = request.semblend?.reason ?? (request.semblend?.reused_tokens ? [donorWords(request.semblend.donors), request.semblend.risk === null ? "" : `risk ${request.semblend.risk.toFixed(4)}`].filter(Boolean).join(" · ") : "");
   const word = request.state === "done" && outcome ? words(outcome).replace("backend ", "") : request.state === "cancelled" ? "client left" : request.state;
   const colour = request.state === "failed" ? "var(--bad)" : paint(OUTCOMES[outcome] ?? "prefill");
   node.firstChild.replaceChildren(
@@ -177,6 +177,9 @@ function row(request, slowest, node) {
   receipt(node.lastChild, request);
   return node;
 }
+
+/** Only an operator is told the donors. */
+const donorWords = (donors) => (donors ? `${donors.length} donor${donors.length === 1 ? "" : "s"}` : "");
 
 function mixWords(request) {
   if (!request.semblend) return [request.prompt_tokens ? `${tokens(request.prompt_tokens)}, at work…` : "in line…"];
@@ -206,7 +209,7 @@ function receipt(list, request) {
   if (of) {
     facts.push(["not computed", `${percent(saved(request), request.prompt_tokens)} %`], ["mode", of.mode || "–"], ["risk", of.risk === null ? "not probed" : `${of.risk.toFixed(5)} nats`], ["escalations", String(of.escalations)], ["reason", words(of.reason) || "–"]);
     if (of.detail) facts.push(["detail", of.detail]);
-    if (of.donors.length) facts.push(["donors", of.donors.join(", ")]);
+    if (of.donors?.length) facts.push(["donors", of.donors.join(", ")]);
   }
   if (request.error) facts.push(["error", request.error]);
   list.replaceChildren(...facts.map(([name, value]) => el("div", { class: ["detail", "donors", "error", "request"].includes(name) ? "span" : null }, el("dt", {}, name), el("dd", {}, value))));
@@ -270,7 +273,7 @@ class Cells {
   }
 
   point(event) {
-    if (!this.grid) return;
+    if (!this.grid || !state.admin) return; // drawn by counts, a cell is no particular token
     const { w, h, columns } = this.grid;
     const index = Math.floor(event.offsetY / h) * columns + Math.min(columns - 1, Math.floor(event.offsetX / w));
     const part = this.request.strip.find(([start, end]) => index >= start && index < end);
@@ -280,7 +283,8 @@ class Cells {
 
 /** An engine that tells how many tokens it recomputed, but not which, is drawn by share; say so. */
 function note(request) {
-  $("cell-note").textContent = request?.places_known === false ? "The engine told how many tokens it recomputed, not which: they are drawn at the head of each span." : "";
+  const text = state.admin ? "The engine told how many tokens it recomputed, not which: they are drawn at the head of each span." : "Drawn by counts: only an admin key shows where the tokens lie.";
+  $("cell-note").textContent = request?.places_known === false ? text : "";
 }
 
 // ---- playground ------------------------------------------------------------------------------------------

@@ -185,6 +185,7 @@ class Endurance:
         self._engine, self._args = engine, args
         self.tenths: list[Tenth] = []
         self._prompts: dict[str, list[int]] = {}
+        self._spans: dict[str, list[dict[str, Any]]] = {}  # of each request; only the audit stream has them
         self.spans = 0
         self.exact: list[tuple[list[int], list[int]]] = []
         self.evicted: Counter[str] = Counter()
@@ -199,6 +200,8 @@ class Endurance:
             self.wrong.append(f"error event: {event.fields}")
         elif event.kind == "donor_evicted":
             self.evicted[event.fields["reason"]] += 1
+        if (receipt := event.fields.get("receipt")) is not None:
+            self._spans[receipt.request_id] = receipt.to_dict()["spans"]
 
     def run(self) -> None:
         batches = list(rounds(self._args.documents, self._args.seed))
@@ -234,7 +237,7 @@ class Endurance:
             self.wrong.append(f"a receipt that does not add up: {counted} of {len(prompt)}")
         if receipt["reused_tokens"] and ask.kind == "exact":
             self.wrong.append(f"document {ask.document} was reused in mode exact")
-        for span in receipt["spans"]:
+        for span in self._spans.pop(receipt["request_id"]):
             self._compare(span, prompt)
         tenth.tokens.update(counted)
         tenth.outcomes.setdefault(ask.kind, Counter())[receipt["reason"] or receipt["outcome"]] += 1

@@ -95,6 +95,13 @@ class World:
         found: dict[str, Any] = output.kv_transfer_params["semblend"]
         return found
 
+    def audited(self, output: Any) -> dict[str, Any]:
+        """The whole receipt of a request, from the audit stream: the caller's has no spans and no donors."""
+        name = self.receipt(output)["request_id"]
+        found = [event.fields.get("receipt") for event in self.events if event.request_id == name]
+        (whole,) = [receipt.to_dict() for receipt in found if receipt is not None]
+        return dict(whole)
+
     def cold(self, prompt: list[int], **asked: Any) -> Any:
         """Computed by vLLM alone: nothing of ours, nothing from its prefix cache, and nothing kept of it."""
         self.forget_prefixes()

@@ -40,7 +40,8 @@ def test_a_document_under_another_instruction_is_reused(world):
     receipt = world.receipt(output)
     assert receipt["outcome"] == "backend_materialized_reuse"
     assert receipt["reused_tokens"] > 0.8 * len(document)
-    assert receipt["spans"][0]["target_start"] != receipt["spans"][0]["donor_start"]
+    span = world.audited(output)["spans"][0]
+    assert span["target_start"] != span["donor_start"]
     assert adds_up(receipt)
     assert output.num_cached_tokens == world.loads[-1].claim_end
     # Poisoned blocks (1000.0) all got KV, and it is near what a cold prefill computes.
@@ -55,7 +56,7 @@ def test_moved_keys_of_layer_0_are_exact_and_copied_values_are_bitwise(world):
     world.ask(world.instruction(2) + document + world.question())
     (output,) = world.ask(target)
     (k, v), (cold_k, cold_v) = world.kv_of(output)[0], world.kv_of(cold)[0]
-    (span,) = world.receipt(output)["spans"]
+    (span,) = world.audited(output)["spans"]
     inside = slice(span["target_start"] + 32, span["target_start"] + span["length"] - 1)
     assert torch.equal(v[inside], cold_v[inside])
     assert float((k - cold_k).abs().max()) < 1e-3
@@ -98,7 +99,7 @@ def test_holes_between_spans_are_computed_bitwise_as_in_a_cold_prefill(world, mo
     monkeypatch.setattr(world.half.semblend, "lookup", in_pieces(world.half.semblend.lookup))
     (second,) = world.ask(prompt)
     assert world.receipt(second)["detail"] == ""
-    assert len(world.receipt(second)["spans"]) == 3
+    assert len(world.audited(second)["spans"]) == 3
     assert world.receipt(second)["prefill_tokens"] >= 21 + 22
     assert worst(world.kv_of(second), world.kv_of(first), slice(0, len(prompt) - 1)) == 0.0
 
@@ -131,7 +132,7 @@ def test_passages_in_another_order_are_reused(world):
     world.ask(world.instruction(1) + first + second + world.question())
     (output,) = world.ask(world.instruction(2) + second + first + world.question())
     receipt = world.receipt(output)
-    starts = [span["donor_start"] for span in receipt["spans"]]
+    starts = [span["donor_start"] for span in world.audited(output)["spans"]]
     assert len(starts) == 2
     assert starts[0] > starts[1]
     assert adds_up(receipt)
@@ -142,7 +143,7 @@ def test_passages_of_several_donors_are_reused(world):
     (one,) = world.ask(world.instruction(1) + first + world.question())
     (two,) = world.ask(world.instruction(2) + second + world.question())
     (output,) = world.ask(world.instruction(3) + first + second + world.question())
-    donors = {span["donor_id"] for span in world.receipt(output)["spans"]}
+    donors = {span["donor_id"] for span in world.audited(output)["spans"]}
     assert {name.split("-")[0] for name in donors} == {one.request_id.split("-")[0], two.request_id.split("-")[0]}
 
 
@@ -154,7 +155,7 @@ def test_an_edited_token_is_computed_not_reused(world):
     cold = world.cold(target)
     world.ask(world.instruction(1) + document + world.question())
     (output,) = world.ask(target)
-    spans = world.receipt(output)["spans"]
+    spans = world.audited(output)["spans"]
     at = len(world.instruction(2)) + middle
     assert len(spans) == 2
     assert not any(span["target_start"] <= at < span["target_start"] + span["length"] for span in spans)
@@ -240,7 +241,7 @@ def test_an_aborted_request_leaves_no_claim_behind(world):
     assert world.half.semblend._claims == {}
     assert not world.half._records
     (output,) = world.ask(target)
-    assert world.receipt(output)["spans"][0]["donor_id"].startswith(donor.request_id)
+    assert world.audited(output)["spans"][0]["donor_id"].startswith(donor.request_id)
 
 
 def test_a_preempted_request_goes_on_exactly(world):

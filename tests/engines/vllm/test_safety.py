@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def test_approximate_kv_never_enters_the_prefix_cache(world):
     assert world.receipt(approximate)["reused_tokens"] > 0
     assert worst(world.kv_of(approximate), world.kv_of(cold)) > 1e-3, "it is an approximation"
     (later,) = world.ask(target, opt_out=True)  # vLLM alone, with its prefix cache on
-    first = world.receipt(approximate)["spans"][0]["target_start"]
+    first = world.audited(approximate)["spans"][0]["target_start"]
     assert later.num_cached_tokens <= first
     assert worst(world.kv_of(later), world.kv_of(cold)) == 0.0
     assert later.outputs[0].token_ids == cold.outputs[0].token_ids
@@ -77,7 +78,7 @@ def test_each_of_the_two_locks_alone_is_enough(world, monkeypatch, lock):
     (approximate,) = world.ask(target, tokens=40)
     assert world.receipt(approximate)["reused_tokens"] > 0
     (later,) = world.ask(target, opt_out=True)
-    assert later.num_cached_tokens <= world.receipt(approximate)["spans"][0]["target_start"]
+    assert later.num_cached_tokens <= world.audited(approximate)["spans"][0]["target_start"]
     assert worst(world.kv_of(later), world.kv_of(cold)) == 0.0
 
 
@@ -88,12 +89,28 @@ def test_kv_events_announce_no_approximate_block(world, monkeypatch, books):
     target, _ = shifted(world, 23)
     world.kv_events.clear()
     (output,) = world.ask(target, tokens=40)
-    first = world.receipt(output)["spans"][0]["target_start"]
+    first = world.audited(output)["spans"][0]["target_start"]
     sequence = target + list(output.outputs[0].token_ids)
     blocks = [tuple(sequence[i : i + 32]) for i in range(0, len(sequence) - 31, 32)]
     assert set(stored(world)) <= set(blocks[: first // 32])
     world.cold(target)
     assert set(blocks[first // 32 : len(target) // 32]) <= set(stored(world)), "exact blocks are announced as ever"
+
+
+def test_a_caller_learns_nothing_about_another_callers_prompt(world):
+    target, _ = shifted(world, 33)
+    (output,) = world.ask(target)
+    seen, whole = world.receipt(output), world.audited(output)
+    assert seen["reused_tokens"] > 0
+    assert not {"spans", "namespace"} & seen.keys()
+    assert whole["spans"][0]["donor_id"] not in json.dumps(seen)
+    for donor in world.half.semblend.donors():
+        world.worker.donor_kv.drop(donor.donor_id)
+    (declined,) = world.ask(target)
+    seen, whole = world.receipt(declined), world.audited(declined)
+    assert (seen["reason"], whole["reason"]) == ("stale", "stale")
+    assert "generation" in whole["detail"], "the operator reads which donor is gone"
+    assert seen["detail"] == "the donor was replaced or evicted"
 
 
 def test_a_reused_prompt_never_becomes_a_donor(world):
@@ -281,6 +298,6 @@ def test_what_vllm_counts_and_what_receipts_say_adds_up(world):
         kind: receipt[f"{kind}_tokens"] for kind in ("exact", "reused", "recomputed", "prefill")
     }
     claim = output.num_cached_tokens - receipt["exact_tokens"]
-    held = sum(span["length"] for span in receipt["spans"])
+    held = sum(span["length"] for span in world.audited(output)["spans"])
     assert receipt["reused_tokens"] + receipt["recomputed_tokens"] == held <= claim
     assert claim == world.loads[-1].claim_end - receipt["exact_tokens"]

@@ -110,7 +110,8 @@ def test_the_documented_line_is_enough(server):
     log = server.log.read_text()
     assert f"SemBlend materialized request_id={receipt['request_id']}" in log
     # vLLM's own split: what a donor held, and what was computed inside the claim.
-    held = sum(span["length"] for span in receipt["spans"])
+    assert "spans" not in receipt, "donors and positions are the operator's"
+    held = sum(span["length"] for span in confirmed(server)[receipt["request_id"]]["spans"])
     assert server.metric("vllm:external_prefix_cache_hits_total") == claimed - receipt["exact_tokens"]
     assert server.metric("vllm:prompt_tokens_cached_by_source_total", source="host") == held
     # Ours, beside them.

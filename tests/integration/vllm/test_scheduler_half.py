@@ -313,7 +313,7 @@ def test_a_request_between_prefill_and_decode_engines_is_never_claimed_and_never
 def test_kv_of_another_engine_is_no_donor_though_its_connector_clears_the_flag(world, left):
     request = target(kv_transfer_params={"do_remote_prefill": True})
     if left:
-        world.half.left_to_another(request, 226)
+        world.half.left_to_another(request, 100)
     else:
         assert world.half.matched(request, 0) == 0
     request.kv_transfer_params["do_remote_prefill"] = False  # as NIXL and Mooncake do when blocks are allocated

@@ -165,7 +165,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1):
         receipt = self._safely("receipt", lambda: half.finished(name), None, name)
         if receipt is None or not self._settings.receipts:
             return False, None
-        return False, {"semblend": receipt.to_dict()}
+        return False, {"semblend": receipt.to_caller_dict()}
 
     def reset_cache(self) -> bool | None:
         return self._safely("reset", lambda: self._half.reset(), False)

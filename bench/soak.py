@@ -277,6 +277,8 @@ def random_parts() -> tuple[Any, Any]:
     from semblend.engine.stops import NoText
 
     class Bytes(NoText):
+        longest_token_chars = 1
+
         def add(self, token: int) -> str:
             return chr(token)
 

@@ -55,11 +55,11 @@ unit: setup
 	$(BIN)/coverage report
 
 docs: setup
-	$(BIN)/python -m semblend.reference docs/reference
-	$(BIN)/python -m sembench.reference docs/reference
-	$(BIN)/python -m sembench.metric_reference docs/METRICS.md
-	$(BIN)/python -m semantickv.reference docs/reference
-	$(BIN)/python -m semantickv.lab_page docs/experiments-lab.md
+	$(BIN)/python -m tools.reference.semblend_pages docs/reference
+	$(BIN)/python -m tools.reference.sembench_pages docs/reference
+	$(BIN)/python -m tools.reference.metric_pages docs/METRICS.md
+	$(BIN)/python -m tools.reference.semantickv_pages docs/reference
+	$(BIN)/python -m tools.reference.lab_page docs/experiments-lab.md
 
 bench: setup
 	$(BIN)/python bench/run_all.py

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from semblend.materialize.blend import Blender
-from semblend.materialize.quality import Pass, Step
+from semblend.materialize.blend.blender import Blender
+from semblend.materialize.blend.quality import Pass, Step
 
 TAIL = 16
 

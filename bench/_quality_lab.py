@@ -15,17 +15,17 @@ from _gate_signals import OracleBlender, RolloutBlender, WatchedBlender
 from _quality_cases import Case
 from torch import Tensor
 
-from semblend.engine.model import Model
-from semblend.engine.paged_kv import KvPool
-from semblend.engine.rows import Rows
-from semblend.engine.tokenizer import ModelTokenizer
-from semblend.materialize.blend import Blender
-from semblend.materialize.donor_kv import DonorKv
-from semblend.materialize.layout import KvLayout
-from semblend.materialize.probe import QUESTION_ROWS
-from semblend.materialize.quality import Blended, Pass, Placed, QualitySettings, Step
-from semblend.materialize.splice import Move, splice
-from semblend.materialize.thresholds import Thresholds
+from semblend.engine.model.model import Model
+from semblend.engine.model.paged_kv import KvPool
+from semblend.engine.model.rows import Rows
+from semblend.engine.model.tokenizer import ModelTokenizer
+from semblend.materialize.blend.blender import Blender
+from semblend.materialize.blend.quality import Blended, Pass, Placed, QualitySettings, Step
+from semblend.materialize.donors.donor_kv import DonorKv
+from semblend.materialize.gate.probe import QUESTION_ROWS
+from semblend.materialize.gate.thresholds import Thresholds
+from semblend.materialize.kv.layout import KvLayout
+from semblend.materialize.kv.splice import Move, splice
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.plan.selection import reused_positions
 

@@ -16,16 +16,16 @@ import numpy as np
 import torch
 
 from semblend import Prompt, SemBlend, SemBlendConfig
-from semblend.engine.assemble import assemble
-from semblend.engine.engine import Engine
-from semblend.engine.model import Model
-from semblend.engine.request import Request
-from semblend.engine.rows import Rows
-from semblend.engine.sampling import Sampling
-from semblend.engine.settings_of_engine import EngineConfig
-from semblend.engine.spec import ModelSpec
-from semblend.materialize.quality import QualitySettings, Step
-from semblend.materialize.thresholds import Thresholds
+from semblend.engine.core.assemble import assemble
+from semblend.engine.core.config import EngineConfig
+from semblend.engine.core.engine import Engine
+from semblend.engine.core.request import Request
+from semblend.engine.model.model import Model
+from semblend.engine.model.rows import Rows
+from semblend.engine.model.sampling import Sampling
+from semblend.engine.model.spec import ModelSpec
+from semblend.materialize.blend.quality import QualitySettings, Step
+from semblend.materialize.gate.thresholds import Thresholds
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": {
@@ -78,7 +78,7 @@ def random_tokens(vocab: int, seed: int) -> Draw:
 
 def real_text(model: str, folder: Path) -> Draw:
     """Documents people ask questions about, end to end, each token once."""
-    from semblend.engine.tokenizer import ModelTokenizer
+    from semblend.engine.model.tokenizer import ModelTokenizer
     from semblend.models import resolve
 
     tokenizer = ModelTokenizer.load(resolve(model))

@@ -69,7 +69,7 @@ class Engine:
     def _connector(self, folder: Path) -> Any:
         from vllm.config import KVTransferConfig
 
-        from semblend.materialize.thresholds import Thresholds
+        from semblend.materialize.gate.thresholds import Thresholds
 
         (folder / "thresholds.json").write_text(Thresholds(**ACCEPT_AFTER_10).to_json(), encoding="utf-8")
         budget = int(self.task["donor_bytes"])
@@ -122,7 +122,7 @@ def _scatter_repairs() -> None:
 
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from semblend.materialize.quality import Step
+    from semblend.materialize.blend.quality import Step
 
     worker = get_kv_transfer_group()._worker
     worker._quality = replace(worker._quality, steps=(Step(10, "at_random"), *worker._quality.steps[1:]))

@@ -377,7 +377,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def load_encoder(args: argparse.Namespace) -> Encoder:
     from semblend.errors import SemBlendError
-    from semblend.tokenization import load_tokenizer
+    from semblend.text.tokenization import load_tokenizer
 
     try:
         return load_tokenizer(args.tokenizer)

@@ -36,8 +36,8 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
 
-    from semblend.engine.model import Model
-    from semblend.engine.tokenizer import ModelTokenizer
+    from semblend.engine.model.model import Model
+    from semblend.engine.model.tokenizer import ModelTokenizer
     from semblend.models import resolve
 
     path = resolve(args.model)
@@ -103,7 +103,7 @@ def compare(torch: Any, ours: Any, theirs: Any, ids: list[int]) -> tuple[int, fl
 def forward(model: Any, tokens: Any, chunk: int) -> Any:
     import torch
 
-    from semblend.engine.rows import Rows
+    from semblend.engine.model.rows import Rows
 
     pool = model.new_pool(len(tokens))
     context = pool.slots_of(pool.allocate(pool.blocks_for(len(tokens)))[::-1], 0, len(tokens))
@@ -115,7 +115,7 @@ def forward(model: Any, tokens: Any, chunk: int) -> Any:
 
 
 def greedy(torch: Any, model: Any, tokens: Any) -> list[int]:
-    from semblend.engine.rows import Rows
+    from semblend.engine.model.rows import Rows
 
     length = len(tokens) + GREEDY_TOKENS
     pool = model.new_pool(length)
@@ -130,7 +130,7 @@ def greedy(torch: Any, model: Any, tokens: Any) -> list[int]:
 
 def speed_table(report: Report, torch: Any, path: Path, quick: bool) -> None:
     """Best of a few runs: what this machine does while nobody else uses it."""
-    from semblend.engine.model import Model
+    from semblend.engine.model.model import Model
 
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -157,7 +157,7 @@ def speed_table(report: Report, torch: Any, path: Path, quick: bool) -> None:
 
 
 def speed(torch: Any, model: Any) -> list[float]:
-    from semblend.engine.rows import Rows
+    from semblend.engine.model.rows import Rows
 
     tokens = torch.arange(2048) * 17 % model.spec.vocab
     pool = model.new_pool(2048)

@@ -54,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--libcachesim", default="", help="a Python interpreter that can import libcachesim")
     args = parser.parse_args(arguments)
     report = _report.Report("eviction", args)
-    from semantickv.simulator import plant
-    from semantickv.trace import Trace
+    from semantickv.simulator.simulate import plant
+    from semantickv.traces.trace import Trace
 
     trace = Trace.read(_report.data_dir(args) / "traces" / "mooncake_conversation_first_half.jsonl.gz")
     trace = trace.head(600) if args.quick else trace
@@ -77,9 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def gain(report: _report.Report, forest: Any, *, judged: bool) -> list[str]:
     """Block hit rates of all policies, and how much of the gap between lru and Belady adaptive closes."""
-    from semantickv.capacity import Capacity
-    from semantickv.policies import POLICIES
-    from semantickv.simulator import simulate
+    from semantickv.simulator.capacity import Capacity
+    from semantickv.simulator.policies import POLICIES
+    from semantickv.simulator.simulate import simulate
 
     rates = {
         name: [simulate(forest, name, Capacity.blocks(size)).block_hit_rate for size in SIZES] for name in POLICIES
@@ -107,8 +107,8 @@ def gain(report: _report.Report, forest: Any, *, judged: bool) -> list[str]:
 
 def held_out(report: _report.Report, trace: Any, args: argparse.Namespace) -> None:
     """lru, the best classic, adaptive and Belady on what adaptive was tuned on and on what it was not."""
-    from semantickv.capacity import Capacity
-    from semantickv.simulator import plant, simulate
+    from semantickv.simulator.capacity import Capacity
+    from semantickv.simulator.simulate import plant, simulate
 
     rows, cells = [], []
     for name, one in held_out_traces(trace, args).items():
@@ -138,9 +138,9 @@ def held_out(report: _report.Report, trace: Any, args: argparse.Namespace) -> No
 
 
 def held_out_traces(trace: Any, args: argparse.Namespace) -> dict[str, Any]:
-    from semantickv.arrivals import Arrivals
-    from semantickv.text_workloads import TextSource, text_workload
-    from semantickv.trace import Trace
+    from semantickv.traces.trace import Trace
+    from semantickv.workloads.arrivals import Arrivals
+    from semantickv.workloads.from_text import TextSource, text_workload
 
     third = len(trace) // 3
     found = {"mooncake, first third (tuned on)": trace.head(third), "mooncake, the rest": trace.tail(third)}
@@ -156,7 +156,7 @@ def made_up(name: str, requests: int, seed: int) -> Any:
     """Documents of six blocks, each with two blocks of its own behind it: hard cases for one policy or the other."""
     import numpy as np
 
-    from semantickv.trace import Trace, TraceRequest
+    from semantickv.traces.trace import Trace, TraceRequest
 
     rng = np.random.default_rng(seed)
     favourites = rng.zipf(1.3, requests) % 2000
@@ -175,9 +175,9 @@ def made_up(name: str, requests: int, seed: int) -> Any:
 
 def bounds(report: _report.Report, forest: Any) -> None:
     """Capacity in tokens beside its own upper bound."""
-    from semantickv.bounds import upper_bound
-    from semantickv.capacity import Capacity
-    from semantickv.simulator import simulate
+    from semantickv.analysis.bounds import upper_bound
+    from semantickv.simulator.capacity import Capacity
+    from semantickv.simulator.simulate import simulate
 
     rows = []
     for tokens in (500_000, 2_500_000):
@@ -193,7 +193,7 @@ def curves(report: _report.Report, forest: Any) -> None:
     """Sampled curves against full ones."""
     import numpy as np
 
-    from semantickv.mrc import curve
+    from semantickv.analysis.mrc import curve
 
     rows = []
     for name in ("lru", "lfu", "s3fifo", "arc", "adaptive_semantic", "belady_bypass"):
@@ -208,9 +208,9 @@ def curves(report: _report.Report, forest: Any) -> None:
 
 
 def speed(report: _report.Report, forest: Any) -> None:
-    from semantickv.capacity import Capacity
-    from semantickv.policies import POLICIES
-    from semantickv.simulator import simulate
+    from semantickv.simulator.capacity import Capacity
+    from semantickv.simulator.policies import POLICIES
+    from semantickv.simulator.simulate import simulate
 
     rows = []
     for name in POLICIES:
@@ -237,9 +237,9 @@ def long_trace(report: _report.Report, accesses: int, seed: int) -> None:
 
     import numpy as np
 
-    from semantickv.capacity import Capacity
-    from semantickv.simulator import plant, simulate
-    from semantickv.trace import BLOCK_TYPES, Trace
+    from semantickv.simulator.capacity import Capacity
+    from semantickv.simulator.simulate import plant, simulate
+    from semantickv.traces.trace import BLOCK_TYPES, Trace
 
     rng = np.random.default_rng(seed)
     requests = accesses // 20
@@ -275,9 +275,9 @@ def peer(report: _report.Report, trace: Any, python: str) -> list[str]:
     if not python:
         report.note("libcachesim: not compared (no interpreter given with --libcachesim)")
         return []
-    from semantickv.capacity import Capacity
-    from semantickv.simulator import plant, simulate
-    from semantickv.trace import Trace, TraceRequest
+    from semantickv.simulator.capacity import Capacity
+    from semantickv.simulator.simulate import plant, simulate
+    from semantickv.traces.trace import Trace, TraceRequest
 
     ids = trace.ids.tolist()
     singles = Trace.from_requests(TraceRequest("", float(n), (i,), (1,), ("other",)) for n, i in enumerate(ids))

@@ -29,9 +29,9 @@ from _quality_cases import SCENARIOS, cases
 from _quality_lab import Lab, recipes
 from _quality_tables import show
 
-from semblend.engine.model import Model
-from semblend.engine.tokenizer import ModelTokenizer
-from semblend.materialize.thresholds import thresholds_for
+from semblend.engine.model.model import Model
+from semblend.engine.model.tokenizer import ModelTokenizer
+from semblend.materialize.gate.thresholds import thresholds_for
 
 
 def default_model() -> str:

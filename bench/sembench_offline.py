@@ -26,16 +26,16 @@ import _report
 import numpy as np
 from _report import REPO, progress
 
-from sembench.aggregate import aggregate, by_transform
-from sembench.build import ALL_TRANSFORMS, Builder
-from sembench.cases import read_manifest, write_manifest
-from sembench.datasets import Choice, Source, Task, load_sources
-from sembench.offline import TokenSpool, judge
-from sembench.planners import Proposal
+from sembench.manifests.build import ALL_TRANSFORMS, Builder
+from sembench.manifests.cases import read_manifest, write_manifest
+from sembench.manifests.datasets import Choice, Source, Task, load_sources
+from sembench.manifests.transforms import Options
+from sembench.offline.planners import Proposal
+from sembench.offline.replay import TokenSpool, judge
 from sembench.result import RequestRecord, read_result
-from sembench.transforms import Options
+from sembench.scoring.aggregate import aggregate, by_transform
 from semblend.span import Span
-from semblend.tokenization import StableTokenizer
+from semblend.text.tokenization import StableTokenizer
 
 BLOCK = 16
 PEER = "semblend-0.3.25"

@@ -92,8 +92,8 @@ class Asker:
 
     def request(self, number: int) -> Any:
         """One request, or two that are copies of each other."""
-        from semblend.engine.request import Request
-        from semblend.engine.sampling import Sampling
+        from semblend.engine.core.request import Request
+        from semblend.engine.model.sampling import Sampling
         from semblend.prompt import Namespace, Prompt
 
         chance = self._chance
@@ -154,8 +154,8 @@ def soak(engine: Any, asker: Asker, requests: int, seed: int, tell: Callable[[st
 
 def _references(engine: Any, asker: Asker) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Prompts and what a cold engine answers to them; the cache is empty again afterwards."""
-    from semblend.engine.request import Request
-    from semblend.engine.sampling import Sampling
+    from semblend.engine.core.request import Request
+    from semblend.engine.model.sampling import Sampling
 
     found = []
     for number in range(3):
@@ -169,8 +169,8 @@ def _references(engine: Any, asker: Asker) -> list[tuple[tuple[int, ...], tuple[
 
 
 def _again(engine: Any, reference: tuple[tuple[int, ...], tuple[int, ...]], number: int) -> Any:
-    from semblend.engine.request import Request
-    from semblend.engine.sampling import Sampling
+    from semblend.engine.core.request import Request
+    from semblend.engine.model.sampling import Sampling
     from semblend.prompt import Prompt
 
     name = f"again-{number}"
@@ -232,10 +232,10 @@ def build(args: argparse.Namespace, folder: str) -> tuple[Any, Any, Any]:
     """Engine, tokenizer and what keeps its events; the pool and the donor budgets are small on purpose."""
     from semblend import SemBlend, SemBlendConfig
     from semblend.confirm.sinks import MemorySink
-    from semblend.engine.assemble import assemble
-    from semblend.engine.settings_of_engine import EngineConfig
-    from semblend.materialize.quality import QualitySettings
-    from semblend.materialize.thresholds import thresholds_for
+    from semblend.engine.core.assemble import assemble
+    from semblend.engine.core.config import EngineConfig
+    from semblend.materialize.blend.quality import QualitySettings
+    from semblend.materialize.gate.thresholds import thresholds_for
 
     model, tokenizer = random_parts() if args.random else real_parts(args.model)
     sink = MemorySink(limit=200_000)
@@ -258,8 +258,8 @@ def build(args: argparse.Namespace, folder: str) -> tuple[Any, Any, Any]:
 def real_parts(name: str) -> tuple[Any, Any]:
     import torch
 
-    from semblend.engine.model import Model
-    from semblend.engine.tokenizer import ModelTokenizer
+    from semblend.engine.model.model import Model
+    from semblend.engine.model.tokenizer import ModelTokenizer
     from semblend.errors import SemBlendError
     from semblend.models import resolve
 
@@ -272,9 +272,9 @@ def real_parts(name: str) -> tuple[Any, Any]:
 
 def random_parts() -> tuple[Any, Any]:
     """A model of two layers over bytes; it knows nothing, and every path of the engine runs as with a real one."""
-    from semblend.engine.model import Model
-    from semblend.engine.spec import ModelSpec
-    from semblend.engine.stops import NoText
+    from semblend.engine.core.stops import NoText
+    from semblend.engine.model.model import Model
+    from semblend.engine.model.spec import ModelSpec
 
     class Bytes(NoText):
         longest_token_chars = 1
@@ -302,9 +302,9 @@ def weather(
     engine: Any, tokenizer: Any, asker: Asker, clients: int, seed: int, *, patience_s: float, **limits: Any
 ) -> tuple[Any, list[str]]:
     """The storm over HTTP, and what was wrong afterwards."""
-    from semblend.engine.limits import ServerSettings
-    from semblend.engine.local import LocalEngine
-    from semblend.engine.server import create_app
+    from semblend.engine.server.limits import ServerSettings
+    from semblend.engine.server.routes import create_app
+    from semblend.engine.server.serving_adapter import LocalEngine
 
     local = LocalEngine(engine, tokenizer)
     app = create_app(local, ServerSettings(**limits))

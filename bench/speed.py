@@ -24,7 +24,7 @@ import numpy as np
 from _documents import articles, leval, longbench, qmsum, rag
 
 from semblend import Prompt, ReusePlan, SemBlend, SemBlendConfig
-from semblend.tokenization import load_tokenizer
+from semblend.text.tokenization import load_tokenizer
 
 LENGTH = 8192
 VOCABULARY = 150_000

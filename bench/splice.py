@@ -106,9 +106,9 @@ class Scene:
     """A donor and a pool of one shape, and the three ways to bring the one into the other."""
 
     def __init__(self, torch: Any, shape: Shape, tokens: int, moves: int, seed: int) -> None:
-        from semblend.materialize.layout import KvLayout
-        from semblend.materialize.rope import RopeSpec
-        from semblend.materialize.splice import DonorTensors, Move
+        from semblend.materialize.kv.layout import KvLayout
+        from semblend.materialize.kv.rope import RopeSpec
+        from semblend.materialize.kv.splice import DonorTensors, Move
 
         self.torch = torch
         made = torch.Generator(device="cuda").manual_seed(seed)
@@ -133,12 +133,12 @@ class Scene:
         self.to[1].copy_(self.donor.v)
 
     def kernel(self) -> None:
-        from semblend.materialize.splice import splice
+        from semblend.materialize.kv.splice import splice
 
         splice(self.moves, self.layout, self.rope, check_slots=False)
 
     def plain(self) -> None:
-        from semblend.materialize.splice import splice_plain
+        from semblend.materialize.kv.splice import splice_plain
 
         splice_plain(self.moves, self.layout, self.rope)
 
@@ -155,7 +155,7 @@ class Scene:
 
 
 def attention_table(report: Report, torch: Any, shapes: list[Shape], lengths: list[int], runs: int, seed: int) -> None:
-    from semblend.materialize.attention_kernels import scattered_attention
+    from semblend.materialize.kv.attention_kernels import scattered_attention
 
     rows = []
     for shape in shapes:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from semblend import Namespace, Prompt
 from semblend.estimate import EstimateOptions, Estimator
-from semblend.tokenization import StableTokenizer
+from semblend.text.tokenization import StableTokenizer
 
 LOG = Path(__file__).parent / "data" / "ferry_desk.jsonl"
 

@@ -4,7 +4,7 @@ python examples/quickstart.py
 """
 
 from semblend import Decline, Prompt, ReusePlan, SemBlend
-from semblend.tokenization import StableTokenizer
+from semblend.text.tokenization import StableTokenizer
 
 MANUAL = " ".join(
     f"Pump {number} is started from the north panel, runs at {20 + number} bar, and trips after {90 - number} seconds "

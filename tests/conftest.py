@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from semblend import SemBlend, SemBlendConfig
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]  # helpers of tests, and tools/
 
 settings.register_profile("repo", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 settings.load_profile("repo")

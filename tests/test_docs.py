@@ -12,13 +12,13 @@ import pytest
 
 import semblend
 from semblend import errors
-from semblend.cli import build_parser
+from semblend.cli.main import build_parser
 from semblend.config import SETTINGS
 from semblend.confirm.events import EventKind
 from semblend.confirm.metrics import METRICS
-from semblend.explorer.server import STATIC
 from semblend.extras import NEEDED_BY, extras
-from semblend.reference import commands_of, main, options_of, render_all
+from semblend.web.explorer.server import STATIC
+from tools.reference.semblend_pages import commands_of, main, options_of, render_all
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"
@@ -148,7 +148,9 @@ def test_every_static_file_of_the_explorer_is_packaged() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = project["tool"]["setuptools"]["package-data"]["semblend"]
     for name, _ in STATIC.values():
-        assert any(fnmatch.fnmatch(f"explorer/static/{name}", pattern) for pattern in patterns), f"{name} is left out"
+        assert any(fnmatch.fnmatch(f"web/explorer/static/{name}", pattern) for pattern in patterns), (
+            f"{name} is left out"
+        )
 
 
 def test_published_figures_are_those_of_the_result_files() -> None:

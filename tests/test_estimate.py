@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend import Namespace, Prompt
-from semblend.cli import main
+from semblend.cli.main import main
 from semblend.estimate import EstimateOptions, Estimator, PrefixIndex, RequestEstimate, bucket_names
 
 RANDOM = np.random.default_rng(11)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from semblend import models
-from semblend.commands import models as command
+from semblend.cli.commands import models as command
 from semblend.errors import InputError, MissingDependencyError, SemBlendError
 from semblend.models import MODELS, KnownModel, Part, is_pulled, pull, resolve
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sembench.aggregate import aggregate, by_transform
-from sembench.paired import paired
 from sembench.result import RequestRecord, Result, write_result
+from sembench.scoring.aggregate import aggregate, by_transform
+from sembench.scoring.paired import paired
 
 TRANSFORMS = (
     "exact_repeat",

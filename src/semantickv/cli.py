@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from semblend import commandline
-from semblend.commandline import Parser
+from semblend.cli import commandline
+from semblend.cli.commandline import Parser
 
 COMMANDS = ("experiment", "replay", "advise", "collect", "workload", "segment", "policies", "check")
 DESCRIPTION = "What a cache should keep, and how much memory it needs (simulated)."

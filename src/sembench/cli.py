@@ -9,15 +9,30 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from semblend import commandline
-from semblend.commandline import Parser
+from semblend.cli import commandline
+from semblend.cli.commandline import Parser
 
 COMMANDS = (
-    "build", "audit_manifest", "checksum_manifest", "freeze", "verify_frozen", "run_offline",
-    "verify_endpoint", "calibrate_noise_floor", "run_live_sglang", "run_live_gateway", "run_load", "merge_results",
-    "engine_snapshot", "engine_window", "summarize_engine_events", "collect_k8s_engine_events", "assert_result_gates",
-    "compare", "report",
-)  # fmt: skip
+    "manifests.build",
+    "manifests.audit_manifest",
+    "manifests.checksum_manifest",
+    "manifests.freeze",
+    "manifests.verify_frozen",
+    "runs.run_offline",
+    "runs.verify_endpoint",
+    "runs.calibrate_noise_floor",
+    "runs.run_live_sglang",
+    "runs.run_live_gateway",
+    "runs.run_load",
+    "results.merge_results",
+    "witnesses.engine_snapshot",
+    "witnesses.engine_window",
+    "witnesses.summarize_engine_events",
+    "witnesses.collect_k8s_engine_events",
+    "results.assert_result_gates",
+    "results.compare",
+    "results.report",
+)
 DESCRIPTION = "Did reuse really help, and did it do no harm."
 
 

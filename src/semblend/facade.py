@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from semblend._foreign import refuse_foreign_distribution
 from semblend.config import SemBlendConfig, load_config
 from semblend.confirm.ledger import Ledger, Totals
 from semblend.confirm.metrics import Metrics, make_metrics
@@ -29,6 +28,7 @@ from semblend.evidence import EvidenceDesk
 from semblend.explanation import Explanation, explain
 from semblend.fingerprint.fingerprinter import Fingerprinter
 from semblend.fingerprint.hashes import DEFAULT_SCHEME, HashScheme
+from semblend.name_clash import refuse_foreign_distribution
 from semblend.pipeline import NOTHING_ALIGNED, Pipeline, Trace, kernels_can_be_loaded
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan, Similar
 from semblend.prompt import Prompt, checked_exact_tokens

@@ -18,7 +18,7 @@ import _transforms as transforms
 import corpus as corpus_module
 from _oracle import SharedRuns
 
-from semblend.tokenization import load_tokenizer
+from semblend.text.tokenization import load_tokenizer
 
 DATA = os.environ.get("SEMBLEND_TEST_DATA")
 needs_data = pytest.mark.skipif(not DATA, reason="SEMBLEND_TEST_DATA is not set")

@@ -18,10 +18,10 @@ from semblend.confirm.events import ENVELOPE, KINDS, Event, EventKind, EvictionR
 from semblend.confirm.fields import EVICTION_REASONS, TEXT_LIMIT
 from semblend.confirm.outcome import Outcome
 from semblend.confirm.receipt import Receipt
-from semblend.confirm.reference import SCHEMA_FILE, events_markdown, schema_json
 from semblend.errors import ReceiptError
 from semblend.plan.reuse_plan import DeclineReason
 from semblend.span import Span
+from tools.reference.event_pages import SCHEMA_FILE, events_markdown, schema_json
 
 MakeReceipt = Callable[..., Receipt]
 VALIDATOR = jsonschema.Draft202012Validator(event_schema())
@@ -36,7 +36,7 @@ def test_the_schema_is_a_schema() -> None:
 
 
 def test_the_schema_file_is_fresh() -> None:
-    assert SCHEMA_FILE.read_text(encoding="utf-8") == schema_json(), "run python -m semblend.confirm.reference"
+    assert SCHEMA_FILE.read_text(encoding="utf-8") == schema_json(), "run python -m tools.reference.event_pages"
     assert json.loads(schema_json()) == event_schema()
 
 

@@ -9,9 +9,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from semblend.confirm.metrics import METRICS, Metrics, NullMetrics, PrometheusMetrics, make_metrics
 from semblend.confirm.outcome import Outcome
 from semblend.confirm.receipt import Receipt
-from semblend.confirm.reference import metrics_markdown
 from semblend.errors import MissingDependencyError, ReceiptError
 from semblend.plan.reuse_plan import DeclineReason
+from tools.reference.event_pages import metrics_markdown
 
 MakeReceipt = Callable[..., Receipt]
 

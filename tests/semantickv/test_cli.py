@@ -12,11 +12,11 @@ import pytest
 
 from semantickv import settings
 from semantickv.cli import COMMANDS, build_parser, main
-from semantickv.policies import POLICIES
-from semantickv.reference import PAGE, render
-from semantickv.trace import Trace
+from semantickv.simulator.policies import POLICIES
+from semantickv.traces.trace import Trace
 from semblend.errors import ConfigError
-from semblend.reference import commands_of, options_of
+from tools.reference.semantickv_pages import PAGE, render
+from tools.reference.semblend_pages import commands_of, options_of
 
 ROOT = Path(__file__).parents[2]
 Captured = pytest.CaptureFixture[str]

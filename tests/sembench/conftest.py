@@ -3,4 +3,4 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # lying_backend, live_cases
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "live")]  # lying_backend, live_cases

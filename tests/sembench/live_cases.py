@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sembench.cases import Case, DonorPrompt, write_manifest
 from sembench.cli import main
+from sembench.manifests.cases import Case, DonorPrompt, write_manifest
 from sembench.result import Result, read_result
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from semantickv import advise_page
-from semantickv.advise import advise
-from semantickv.capacity import DTYPE_BYTES, KV_SHAPES, kv_bytes_per_token
+from semantickv.analysis.advise import advise
 from semantickv.commands import trace_flags
-from semantickv.experiment_files import new_folder
-from semantickv.policies import POLICIES
-from semblend.commands.output import print_json, say
+from semantickv.output import advise_page
+from semantickv.output.experiment_files import new_folder
+from semantickv.simulator.capacity import DTYPE_BYTES, KV_SHAPES, kv_bytes_per_token
+from semantickv.simulator.policies import POLICIES
+from semblend.cli.output import print_json, say
 from semblend.errors import InputError
 
 ABOUT = """Hit rate against memory for all policies on your own trace, the knee, what reuse at any position would

@@ -8,12 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from semantickv.capacity import Capacity
-from semantickv.experiments import CONFIG_FOLDER, SIX, config_files, load
-from semantickv.policies import POLICIES
-from semantickv.simulator import simulate
-from semantickv.workloads import workload
-from semblend.commands.output import table
+from semantickv.analysis.experiments import CONFIG_FOLDER, SIX, config_files, load
+from semantickv.simulator.capacity import Capacity
+from semantickv.simulator.policies import POLICIES
+from semantickv.simulator.simulate import simulate
+from semantickv.workloads.families import workload
+from semblend.cli.output import table
 
 ABOUT = "Check packages, policies and experiment configurations without running the experiments; exit 1 if one fails."
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from semantickv import settings
-from semantickv.classification import Classifier, load_rules
-from semantickv.collecting_proxy import CollectingProxy
-from semantickv.collection import Collector, TraceWriter
-from semantickv.mock_traffic import collect_mock
-from semantickv.segmentation import Segmenter
-from semblend.commands.output import say
+from semantickv.traces.classification import Classifier, load_rules
+from semantickv.traces.collecting_proxy import CollectingProxy
+from semantickv.traces.collection import Collector, TraceWriter
+from semantickv.traces.segmentation import Segmenter
+from semantickv.workloads.mock_traffic import collect_mock
+from semblend.cli.output import say
 from semblend.errors import InputError
 
 ABOUT = """Record traffic as a trace for replay and advise. With --upstream, a small proxy forwards every request as it

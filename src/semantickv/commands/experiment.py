@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from semantickv import experiment_files
-from semantickv.experiments import CONFIG_FOLDER, Experiment, Outcome, config_files, load
-from semantickv.experiments import run as simulate_experiment
-from semantickv.latency import against
-from semblend.commands.output import print_json, say, table
+from semantickv.analysis.experiments import CONFIG_FOLDER, Experiment, Outcome, config_files, load
+from semantickv.analysis.experiments import run as simulate_experiment
+from semantickv.analysis.latency import against
+from semantickv.output import experiment_files
+from semblend.cli.output import print_json, say, table
 from semblend.errors import InputError
 
 ABOUT = (

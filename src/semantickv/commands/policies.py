@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from semantickv.policies import POLICIES
-from semblend.commands.output import print_json, table
+from semantickv.simulator.policies import POLICIES
+from semblend.cli.output import print_json, table
 
 ABOUT = "List the eviction policies that replay, experiment and advise know."
 

@@ -6,12 +6,12 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from semantickv.capacity import DTYPE_BYTES, KV_SHAPES, Capacity
+from semantickv.analysis.latency import against
+from semantickv.analysis.replay import CHAINED_NOTE, DEFAULT_POLICIES, calibration_lines, replay, write
 from semantickv.commands import trace_flags
-from semantickv.experiment_files import new_folder
-from semantickv.latency import against
-from semantickv.replay import CHAINED_NOTE, DEFAULT_POLICIES, calibration_lines, replay, write
-from semblend.commands.output import print_json, say, table
+from semantickv.output.experiment_files import new_folder
+from semantickv.simulator.capacity import DTYPE_BYTES, KV_SHAPES, Capacity
+from semblend.cli.output import print_json, say, table
 from semblend.errors import InputError
 
 ABOUT = """Replay a trace (our JSONL, Mooncake, Bailian or Azure; plain or gzip) through several cache policies. The

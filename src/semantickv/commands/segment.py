@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from semantickv.classification import Classifier, load_rules
-from semantickv.segmentation import Block, Segmenter
-from semblend.commands.output import print_json, table
+from semantickv.traces.classification import Classifier, load_rules
+from semantickv.traces.segmentation import Block, Segmenter
+from semblend.cli.output import print_json, table
 from semblend.errors import InputError
 
 ABOUT = "Cut a prompt (text, chat messages or an OpenAI request) into typed blocks with lengths and hashes."

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from semantickv.calibration import Calibration, Observations, calibrate, observations
-from semantickv.latency import LatencyModel
-from semantickv.trace import Trace
-from semblend.commands.output import say
+from semantickv.analysis.calibration import Calibration, Observations, calibrate, observations
+from semantickv.analysis.latency import LatencyModel
+from semantickv.traces.trace import Trace
+from semblend.cli.output import say
 from semblend.errors import InputError
 
 FORMATS = ("auto", "semantickv", "mooncake", "bailian", "azure")

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from semantickv.arrivals import PROCESSES, Arrivals
-from semantickv.experiments import describe
-from semantickv.text_workloads import BLOCK_TOKENS, TEXT_WORKLOADS, TextSource, text_workload
-from semantickv.trace import Trace, TraceRequest
-from semantickv.workloads import FAMILIES, workload
-from semblend.commands.output import check_target, print_json, say
+from semantickv.analysis.experiments import describe
+from semantickv.traces.trace import Trace, TraceRequest
+from semantickv.workloads.arrivals import PROCESSES, Arrivals
+from semantickv.workloads.families import FAMILIES, workload
+from semantickv.workloads.from_text import BLOCK_TOKENS, TEXT_WORKLOADS, TextSource, text_workload
+from semblend.cli.output import check_target, print_json, say
 from semblend.errors import InputError
 
 ABOUT = """Write a trace: one of the made-up families, or real text (chats, agents, rag) from --data-dir with drawn

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
 
-from sembench.http_client import Exchange, JsonObject
+from sembench.backends.http_client import Exchange, JsonObject
 
 ROUTE_HEADERS = ("x-semantic-route", "x-gateway-route", "x-route")
 SEMANTIC_WORDS = ("semantic_placement", "semantic")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sembench.backends.base import Answer, Call, count, milliseconds, route_of, timing
-from sembench.http_client import Exchange, JsonObject, get_json, post_empty, post_stream
+from sembench.backends.http_client import Exchange, JsonObject, get_json, post_empty, post_stream
 
 if TYPE_CHECKING:
     import httpx

@@ -1,4 +1,4 @@
-"""A result as a page that a person would rather look at than read: HTML with plots, and Markdown."""
+"""A result as a page for people: HTML with plots, and Markdown. It reads a result and counts nothing again."""
 
 from __future__ import annotations
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sembench.aggregate import FALSE_SAFE_KL
 from sembench.report.frame import DOTS, Figure, Rows, both, pair_words
 from sembench.report.svg import Drawing, Scale, padded, thinned
 from sembench.report.time_charts import ttft_by_length, ttft_by_transform
 from sembench.report.view import RUNGS, Estimate, View, noise_band, quantile
 from sembench.report.words import DASH, milliseconds, number, percent, span, times, title_of
+from sembench.scoring.aggregate import FALSE_SAFE_KL
 
 # -- reuse ---------------------------------------------------------------------------------------------------------
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sembench.aggregate import FALSE_SAFE_F1, FALSE_SAFE_KL, aggregate, by_transform, measured
-from sembench.paired import Pair, paired, pairs_of
 from sembench.result import RequestRecord, Result
-from sembench.statistics import bootstrap_mean, bootstrap_median, mean, median, percentile
+from sembench.scoring.aggregate import FALSE_SAFE_F1, FALSE_SAFE_KL, aggregate, by_transform, measured
+from sembench.scoring.paired import Pair, paired, pairs_of
+from sembench.scoring.statistics import bootstrap_mean, bootstrap_median, mean, median, percentile
 
 RUNGS: tuple[tuple[str, str], ...] = (
     ("exact", "exact_block_hit_rate"),

@@ -1,1 +1,4 @@
-"""Shows on a real small model what reuse gains and what it costs: `semblend demo`, and the prompts of `calibrate`."""
+"""A demonstration on a real small model: `semblend demo`, and the prompts of `semblend calibrate`.
+
+Nothing else imports from here.
+"""

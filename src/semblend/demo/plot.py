@@ -9,7 +9,7 @@ from typing import Any
 from semblend.confirm.receipt import TOKEN_KINDS
 from semblend.demo.runner import COLD, Arm, Outcome
 from semblend.errors import InputError
-from semblend.plotting import pyplot as pyplot_of
+from semblend.web.plotting import pyplot as pyplot_of
 
 # The dashboard's colours, so that one legend serves both.
 KINDS = {

@@ -9,11 +9,11 @@ from semblend.config import SemBlendConfig
 from semblend.demo.runner import Encodes
 from semblend.demo.workloads import Workload
 from semblend.facade import SemBlend
-from semblend.logs import LoggedPrompt
 from semblend.materialize.calibrate import CalibrationPrompt
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.prompt import Namespace, Prompt, TokenArray
 from semblend.span import Span
+from semblend.text.logs import LoggedPrompt
 
 MIN_TOKENS = 32
 _CONFIG = SemBlendConfig(embedder="none", metrics=False)

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from semblend.confirm.receipt import Receipt
 from semblend.demo.workloads import Chat, Dialogue, Workload
-from semblend.engine.engine import Engine
-from semblend.engine.model import Model
-from semblend.engine.request import Chunk, Request
-from semblend.engine.sampling import Sampling
+from semblend.engine.core.engine import Engine
+from semblend.engine.core.request import Chunk, Request
+from semblend.engine.model.model import Model
+from semblend.engine.model.sampling import Sampling
 from semblend.errors import SemBlendError
-from semblend.materialize.probe import next_token_kl
+from semblend.materialize.gate.probe import next_token_kl
 from semblend.prompt import Prompt
 
 ANSWER_TOKENS = 24

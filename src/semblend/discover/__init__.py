@@ -1,1 +1,4 @@
-"""Who might have it: the donor store, its index, and the evidence beside them."""
+"""Who might hold the tokens of a prompt: the donor store, its index, and evidence of similarity.
+
+A candidate is a hint; only ``align`` proves equality.
+"""

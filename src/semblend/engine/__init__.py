@@ -1,5 +1,4 @@
 """The embedded engine: a small, readable server of Llama- and Qwen-shaped models over a paged KV pool.
 
-It exists so that semantic reuse can be run, measured and taught on any machine, a CPU included. Needs
-``pip install 'semblend-suite[local]'``; nothing below this package imports it.
+``core`` schedules and keeps the KV, ``model`` computes, ``server`` speaks HTTP. Only ``server`` knows about the wire.
 """

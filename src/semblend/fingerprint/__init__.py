@@ -1,1 +1,4 @@
-"""What a prompt looks like: hashes of its k-grams, and for evidence a sketch or an embedding."""
+"""What a prompt looks like: rolling hashes of its k-grams and, as evidence, a sketch or an embedding.
+
+Nothing here remembers a prompt.
+"""

@@ -1,1 +1,4 @@
-"""Engines that are not ours: one package each, over one protocol (`semblend.integration.adapter`)."""
+"""Engines that are not ours, one package each, over one contract (`semblend.materialize.contract`).
+
+An adapter translates; what would be the same in another engine belongs below.
+"""

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from semblend.materialize.donor_kv import DonorKv
-from semblend.materialize.host_memory import sent
-from semblend.materialize.layout import KvLayout
-from semblend.materialize.quality import QualitySettings
-from semblend.materialize.queueing import QueueingBlender
-from semblend.materialize.rope import RopeSpec
-from semblend.materialize.work import runs_of
+from semblend.materialize.blend.blend_state import runs_of
+from semblend.materialize.blend.quality import QualitySettings
+from semblend.materialize.blend.queueing import QueueingBlender
+from semblend.materialize.donors.donor_kv import DonorKv
+from semblend.materialize.kv.host_memory import sent
+from semblend.materialize.kv.layout import KvLayout
+from semblend.materialize.kv.rope import RopeSpec
 
 
 class Layout(Protocol):

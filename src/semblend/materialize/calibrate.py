@@ -1,6 +1,6 @@
 """Measures where the gate of a model may open: what a repair shows, the true damage, and what follows from them.
 
-Every prompt is prepared cold, and once with each step alone. Each step gives signs (`semblend.materialize.risk`) and
+Every prompt is prepared cold, and once with each step alone. Each step gives signs (`materialize.gate.risk`) and
 the divergence from cold of what would have been served. From all prompts: weights that turn signs into an expected
 divergence, the largest expected divergence at which few of the prompts that pass are damaged (*false-safe*), and the
 layer-1 deviations from which a small step is seldom enough.
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from semblend.errors import InputError
-from semblend.materialize.blend import Blender
-from semblend.materialize.donor_kv import DonorKv
-from semblend.materialize.probe import Model, RowsOf, next_token_kl
-from semblend.materialize.quality import Blended, Placed, QualitySettings
-from semblend.materialize.risk import RiskModel, Signs, fitted
-from semblend.materialize.thresholds import STEPS, Thresholds
+from semblend.materialize.blend.blender import Blender
+from semblend.materialize.blend.quality import Blended, Placed, QualitySettings
+from semblend.materialize.donors.donor_kv import DonorKv
+from semblend.materialize.gate.probe import Model, RowsOf, next_token_kl
+from semblend.materialize.gate.risk import RiskModel, Signs, fitted
+from semblend.materialize.gate.thresholds import STEPS, Thresholds
 from semblend.plan.reuse_plan import DeclineReason, ReusePlan
 from semblend.span import Span
 

@@ -1,1 +1,4 @@
-"""Is it worth it: cost, layers, selection, and a decision that carries its reason."""
+"""Is reuse worth it: costs, selection of tokens to recompute, and a decision that carries its reason.
+
+Nothing here touches KV.
+"""

@@ -1,1 +1,4 @@
-"""What goes over the wire: the request and answer shapes of OpenAI and SGLang, checked by hand, no web framework."""
+"""Requests and replies of OpenAI's and SGLang's HTTP APIs as checked data.
+
+No web framework and no torch: the server, the proxy and the router share it.
+"""

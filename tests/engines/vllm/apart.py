@@ -92,7 +92,7 @@ def _lmcache() -> tuple[dict[str, Any], Callable[[], int]]:
 def beside(settings: dict[str, Any]) -> dict[str, Any]:
     """A donor, a prompt that shares its document, the same prompts again with vLLM's own cache empty."""
     if settings.get("unguarded"):
-        from semblend.integration.vllm import start
+        from semblend.integration.vllm import startup_checks as start
 
         start.in_multi_connector = lambda: False
     other, stored = _lmcache() if settings.get("lmcache") else _example(Path(settings["storage"]))

@@ -29,7 +29,7 @@ def main(ranks: int, folder: Path, out: Path) -> None:
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
-    from semblend.materialize.thresholds import Thresholds
+    from semblend.materialize.gate.thresholds import Thresholds
 
     if not (folder / "config.json").exists():
         write_model(folder)

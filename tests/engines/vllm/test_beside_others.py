@@ -11,7 +11,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 PLAIN = {"kv_connector": "MultiConnector"}
-GUARDED = PLAIN | {"kv_connector_module_path": "semblend.integration.vllm.beside_others"}
+GUARDED = PLAIN | {"kv_connector_module_path": "semblend.integration.vllm.multi_connector"}
 KINDS = ("exact", "reused", "recomputed", "prefill")
 
 
@@ -112,7 +112,7 @@ def test_without_that_refusal_approximate_kv_is_stored_as_exact(apart, tmp_path)
 def test_a_hidden_request_is_in_no_part_of_a_step_that_others_see():
     from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
-    from semblend.integration.vllm.beside_others import without
+    from semblend.integration.vllm.multi_connector import without
 
     output = SchedulerOutput.make_empty()
     output.num_scheduled_tokens = {"a": 5, "b": 1, "c": 1}

@@ -54,7 +54,7 @@ def test_approximate_kv_never_enters_the_prefix_cache(world):
 
 
 def test_without_our_two_locks_the_same_check_fails(world, monkeypatch):
-    from semblend.integration.vllm import scheduler_half
+    from semblend.integration.vllm.scheduler import scheduler_half
 
     monkeypatch.setattr(scheduler_half, "salt", lambda request, first: None)
     monkeypatch.setattr(scheduler_half, "withdraw", lambda *rest: None)
@@ -67,7 +67,7 @@ def test_without_our_two_locks_the_same_check_fails(world, monkeypatch):
 
 @pytest.mark.parametrize("lock", ["salt", "withdraw"])
 def test_each_of_the_two_locks_alone_is_enough(world, monkeypatch, lock):
-    from semblend.integration.vllm import scheduler_half
+    from semblend.integration.vllm.scheduler import scheduler_half
 
     if lock == "salt":
         monkeypatch.setattr(scheduler_half, "withdraw", lambda *rest: None)
@@ -231,7 +231,7 @@ def test_a_failing_worker_never_fails_a_request(world, monkeypatch, part):
     if part == "_blender":
         monkeypatch.setattr(world.worker, "_blender", broken)
     else:
-        from semblend.materialize import blend
+        from semblend.materialize.blend import blender as blend
 
         monkeypatch.setattr(blend, "splice", broken)
     (output,) = world.ask(target)

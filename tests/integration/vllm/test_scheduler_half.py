@@ -10,10 +10,10 @@ import pytest
 
 from semblend import Namespace, SemBlend, SemBlendConfig
 from semblend.confirm.sinks import MemorySink
-from semblend.integration.vllm.hash_chain import restore, salt
 from semblend.integration.vllm.orders import Loaded, Report
-from semblend.integration.vllm.records import EngineFacts
-from semblend.integration.vllm.scheduler_half import SchedulerHalf
+from semblend.integration.vllm.scheduler.hash_chain import restore, salt
+from semblend.integration.vllm.scheduler.records import EngineFacts
+from semblend.integration.vllm.scheduler.scheduler_half import SchedulerHalf
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.plan.reuse_plan import DeclineReason
 

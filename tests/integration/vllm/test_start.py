@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from semblend.integration.vllm import start
-from semblend.integration.vllm.start import in_multi_connector, load_failure_policy, may_queue_loads, refusal
+from semblend.integration.vllm import startup_checks as start
+from semblend.integration.vllm.startup_checks import in_multi_connector, load_failure_policy, may_queue_loads, refusal
 from semblend.integration.vllm.versions import SUPPORTED, Evidence, support
 
 
@@ -25,7 +25,7 @@ def made_by(module, name="MultiConnector"):
     ("module", "refused"),
     [
         ("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector", True),
-        ("semblend.integration.vllm.beside_others", False),
+        ("semblend.integration.vllm.multi_connector", False),
         ("vllm_of_somebody_else", False),
     ],
 )

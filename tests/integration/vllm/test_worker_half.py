@@ -9,15 +9,15 @@ import torch
 
 from semblend import SemBlendConfig
 from semblend.integration.adapter import EngineRows, FakeStack, PagedPool, slots_of
-from semblend.integration.vllm.cache_layout import IndexedLayout, StridedLayout, probed
 from semblend.integration.vllm.metrics import Tally, merged, replay
 from semblend.integration.vllm.orders import Capture, Load, Orders
 from semblend.integration.vllm.settings import ConnectorSettings
-from semblend.integration.vllm.start import make_worker_half
+from semblend.integration.vllm.startup_checks import make_worker_half
 from semblend.integration.vllm.versions import SUPPORTED, Evidence, support
-from semblend.integration.vllm.worker_half import WorkerHalf
-from semblend.materialize.layout import KvLayout
-from semblend.materialize.quality import QualitySettings
+from semblend.integration.vllm.worker.cache_layout import IndexedLayout, StridedLayout, probed
+from semblend.integration.vllm.worker.worker_half import WorkerHalf
+from semblend.materialize.blend.quality import QualitySettings
+from semblend.materialize.kv.layout import KvLayout
 from semblend.span import Span
 
 BLOCK = 16
@@ -407,7 +407,7 @@ def test_versions_that_nobody_looked_at_are_named_so():
 
 
 def test_a_renamed_argument_in_vllm_is_named(tmp_path):
-    from semblend.integration.vllm.contract import CONTRACT, missing
+    from semblend.integration.vllm.source_check import CONTRACT, missing
 
     assert len(missing(tmp_path)) == sum(not need.optional for need in CONTRACT), "an empty folder meets nothing"
     (tmp_path / "forward_context.py").write_text("def set_forward_context(attn_metadata, config, num_tokens): ...\n")

@@ -26,18 +26,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from semblend.confirm.metrics import make_metrics
 from semblend.errors import SemBlendError
 from semblend.integration.vllm import metrics as telemetry
-from semblend.integration.vllm.model_access import StockModel, model_of_caller
 from semblend.integration.vllm.orders import Orders, Report
-from semblend.integration.vllm.scheduler_half import SchedulerHalf
+from semblend.integration.vllm.scheduler.scheduler_half import SchedulerHalf
 from semblend.integration.vllm.settings import connector_settings
-from semblend.integration.vllm.start import (
+from semblend.integration.vllm.startup_checks import (
     engine_facts,
     load_failure_policy,
     make_semblend,
     make_worker_half,
     refusal,
 )
-from semblend.integration.vllm.worker_half import WorkerHalf
+from semblend.integration.vllm.worker.model_access import StockModel, model_of_caller
+from semblend.integration.vllm.worker.worker_half import WorkerHalf
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource

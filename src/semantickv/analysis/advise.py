@@ -1,0 +1,251 @@
+"""Which policy and how much memory: hit rates over a range of sizes for one trace, and what follows. Simulated.
+
+The advice is modest on purpose. The best policy is named only where it beats LRU by more than `NOISE`; the knee is
+where more memory stops paying; bounds that know the future are drawn, never recommended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from semantickv.analysis.experiments import describe
+from semantickv.analysis.latency import BOUNDS, LatencyModel
+from semantickv.analysis.mrc import curve
+from semantickv.simulator.capacity import Capacity, kv_bytes_per_token
+from semantickv.simulator.forest import Forest, plant
+from semantickv.simulator.policies import POLICIES
+from semantickv.simulator.simulate import Simulated, simulate
+from semantickv.traces.trace import Trace
+from semblend.errors import InputError
+
+NOISE = 0.005
+"""Hit rates that differ by less than this are called equal: half a point."""
+SIZES = 10
+GIB = 2**30
+MOST_ACCESSES = 60_000_000  # accesses times sizes times policies beyond which curves come from samples: about a minute
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One policy at one size."""
+
+    tokens: int
+    token_hit_rate: float
+    block_hit_rate: float
+    tokens_saved: int
+    error: float = 0.0  # standard error of the rates where they come from samples
+
+
+@dataclass(frozen=True, eq=False)
+class Advice:
+    """Curves of hit rate against memory, and what to do. ``capacity`` sizes are in tokens of KV."""
+
+    trace: Trace
+    facts: Mapping[str, Any]
+    latency: LatencyModel
+    model: str
+    dtype: str
+    curves: Mapping[str, tuple[Point, ...]]
+    anywhere: tuple[Point, ...]  # the advised policy in block mode; empty where the trace cannot tell
+    policy: str
+    knee: int  # index into the sizes
+    hours: float
+    at_knee: Simulated
+    rate: float = 1.0  # share of the blocks that were simulated
+    hour_cost: float | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(point.tokens for point in self.curves["lru"])
+
+    @property
+    def token_bytes(self) -> int:
+        return kv_bytes_per_token(self.model, self.dtype)
+
+    @property
+    def ceiling(self) -> Point:
+        """LRU where everything fits: what a prefix cache could ever give on this trace."""
+        return self.curves["lru"][-1]
+
+    def point(self, policy: str) -> Point:
+        """A policy at the knee."""
+        return self.curves[policy][self.knee]
+
+    def gib(self, tokens: int) -> float:
+        return tokens * self.token_bytes / GIB
+
+    @property
+    def saved_hours(self) -> float:
+        """Prefill time saved over the trace, in hours, by the latency line."""
+        return self.point(self.policy).tokens_saved * self.latency.token_latency_ms / 3.6e6
+
+    @property
+    def saved_a_day(self) -> float:
+        """The same for a day of such traffic."""
+        return self.saved_hours * 24 / self.hours if self.hours else 0.0
+
+    @property
+    def ttft_cold_ms(self) -> float:
+        return self.latency.base_ttft_ms + self.latency.token_latency_ms * self._mean_tokens
+
+    @property
+    def ttft_ms(self) -> float:
+        return self.latency.base_ttft_ms + self.latency.token_latency_ms * self._mean_tokens * (
+            1 - self.point(self.policy).token_hit_rate
+        )
+
+    @property
+    def _mean_tokens(self) -> float:
+        return float(self.facts["prompt_tokens"]) / max(1, int(self.facts["requests"]))
+
+    def as_json(self) -> dict[str, Any]:
+        def listed(points: Sequence[Point]) -> list[dict[str, float]]:
+            return [
+                {
+                    "tokens": point.tokens,
+                    "gib": round(self.gib(point.tokens), 4),
+                    "token_hit_rate": point.token_hit_rate,
+                    "block_hit_rate": point.block_hit_rate,
+                    "tokens_saved": point.tokens_saved,
+                    "standard_error": point.error,
+                }
+                for point in points
+            ]
+
+        return {
+            "simulated": True,
+            "trace": dict(self.facts) | {"format": self.trace.format, "skipped_lines": self.trace.skipped},
+            "sampled": self.rate,
+            "kv": {"model": self.model, "dtype": self.dtype, "bytes_per_token": self.token_bytes},
+            "latency": self.latency.as_json(),
+            "advice": {
+                "policy": self.policy,
+                "tokens": self.sizes[self.knee],
+                "gib": round(self.gib(self.sizes[self.knee]), 4),
+                "token_hit_rate": self.point(self.policy).token_hit_rate,
+                "prefill_hours_saved_a_day": self.saved_a_day,
+                "avg_ttft_ms_without_a_cache": self.ttft_cold_ms,
+                "avg_ttft_ms": self.ttft_ms,
+            },
+            "curves": {policy: listed(points) for policy, points in self.curves.items()},
+            "position_independent": listed(self.anywhere) or None,
+        }
+
+
+def advise(
+    trace: Trace,
+    *,
+    policies: Sequence[str] | None = None,
+    latency: LatencyModel | None = None,
+    model: str = "qwen2.5-7b",
+    dtype: str = "bf16",
+    sizes: Sequence[int] | None = None,
+    hour_cost: float | None = None,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> Advice:
+    """Simulate every policy at every size; ``sizes`` are tokens of KV (default: ten, up to where everything fits)."""
+    chosen = tuple(dict.fromkeys(["lru", *(policies or POLICIES)]))
+    kv_bytes_per_token(model, dtype)  # an unknown model is told before the work
+    forest = plant(trace, "prefix")
+    steps = tuple(sorted(set(sizes))) if sizes else default_sizes(trace, forest)
+    if not steps or steps[0] < 1:
+        raise InputError("a size of the cache must be at least one token")
+    rate = min(1.0, MOST_ACCESSES / max(1, trace.block_accesses * (len(chosen) + 1) * len(steps)))
+    say = progress or _silent
+    curves = {}
+    for policy in chosen:
+        say(f"{policy}: {len(steps)} sizes" + (f", {rate:.1%} of the blocks" if rate < 1 else ""))
+        curves[policy] = _points(forest, policy, steps, rate, seed)
+    best, knee = choose(curves)
+    anywhere: tuple[Point, ...] = ()
+    if not trace.chained:
+        say(f"{best}, blocks at any position")
+        anywhere = _points(plant(trace, "block"), best, steps, rate, seed)
+    return Advice(
+        trace=trace,
+        facts=describe(trace),
+        latency=latency or LatencyModel(),
+        model=model,
+        dtype=dtype,
+        curves=curves,
+        anywhere=anywhere,
+        policy=best,
+        knee=knee,
+        hours=float(trace.arrival_s[-1] - trace.arrival_s[0]) / 3600 if len(trace) else 0.0,
+        at_knee=simulate(forest, best, Capacity.tokens(steps[knee]), seed=seed),
+        rate=rate,
+        hour_cost=hour_cost,
+    )
+
+
+def default_sizes(trace: Trace, forest: Forest) -> tuple[int, ...]:
+    """From about the longest prompt to where everything fits, in equal ratios."""
+    everything = max(2, int(forest.tokens.sum(dtype=np.int64)))
+    least = max(1, min(int(trace.request_tokens.max(initial=1)), everything // 2), everything // 512)
+    return tuple(int(size) for size in np.unique(np.geomspace(least, everything, SIZES).astype(np.int64)))
+
+
+def choose(curves: Mapping[str, Sequence[Point]]) -> tuple[str, int]:
+    """The policy to use and the index of the knee.
+
+    The knee is found on the upper edge of all policies that do not know the future. LRU is advised unless another is
+    better by more than `NOISE` there.
+    """
+    online = {policy: points for policy, points in curves.items() if policy not in BOUNDS}
+    edge = [max(points[at].token_hit_rate for points in online.values()) for at in range(len(curves["lru"]))]
+    knee = knee_of([point.tokens for point in curves["lru"]], edge)
+    best = max(online, key=lambda policy: (online[policy][knee].token_hit_rate, policy == "lru"))
+    gain = online[best][knee].token_hit_rate - online["lru"][knee].token_hit_rate
+    return (best if gain > NOISE else "lru"), knee
+
+
+def knee_of(sizes: Sequence[int], rates: Sequence[float]) -> int:
+    """Where the curve stands highest above the straight line from no memory to all of it.
+
+    >>> knee_of([1, 2, 4, 8, 16], [0.1, 0.3, 0.5, 0.52, 0.53])
+    2
+    """
+    if not rates or rates[-1] <= 0:
+        return 0
+    top = max(rates)
+    above = [rate / top - size / sizes[-1] for size, rate in zip(sizes, rates, strict=True)]
+    return int(np.argmax(above))
+
+
+def _silent(_: str) -> None:
+    """No progress."""
+
+
+def _points(forest: Forest, policy: str, sizes: Sequence[int], rate: float, seed: int) -> tuple[Point, ...]:
+    """A policy at every size: full runs, or for a long trace the sampled curve, whose block rates stand for both."""
+    if rate < 1:
+        sampled = curve(forest, policy, sizes, unit="tokens", rate=rate, seed=seed)
+        total = int(forest.trace.request_tokens.sum())
+        return tuple(
+            Point(size, float(hit), float(hit), int(hit * total), 0.0 if np.isnan(error) else float(error))
+            for size, hit, error in zip(sizes, sampled.hit_rates, sampled.errors, strict=True)
+        )
+    runs = [simulate(forest, policy, Capacity.tokens(size), seed=seed) for size in sizes]
+    return tuple(
+        Point(run.capacity.size, run.token_hit_rate, run.block_hit_rate, int(run.tokens_saved)) for run in runs
+    )
+
+
+def hits_by_type(advice: Advice) -> dict[str, tuple[int, int]]:
+    """Tokens by type: all that were asked for, and those that hit at the knee (hits come first in a prompt)."""
+    trace = advice.trace
+    left = np.asarray(advice.at_knee.hit_tokens_by_request, dtype=np.int64)
+    ends = np.cumsum(trace.tokens, dtype=np.int64)
+    before = ends - trace.tokens
+    offset = before - np.repeat(before[trace.starts[:-1]] if len(trace) else before, np.diff(trace.starts))
+    hit = np.where(offset + trace.tokens <= left[trace.request], trace.tokens, 0)
+    return {
+        name: (int(trace.tokens[trace.types == n].sum(dtype=np.int64)), int(hit[trace.types == n].sum()))
+        for n, name in enumerate(trace.type_names)
+        if (trace.types == n).any()
+    }

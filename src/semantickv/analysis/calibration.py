@@ -1,0 +1,222 @@
+"""The latency line from observed requests: robust against stragglers, with its uncertainty.
+
+Serving times have a long tail on one side (a queue, a preemption), so plain least squares is pulled upwards. Here the
+slope starts from the median of pairwise slopes (Theil-Sen) and is polished by Huber's weights; the intervals come from
+a bootstrap of the requests. Both numbers are kept at or above zero: a negative base or slope has no meaning.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from semantickv.analysis.latency import LatencyModel
+from semantickv.traces.trace import Trace
+from semblend.errors import InputError
+from semblend.text.logs import MAX_LINE_BYTES
+
+Floats = npt.NDArray[np.float64]
+FEWEST = 8
+HUBER = 1.345  # in robust standard deviations: 95 % as efficient as least squares where noise is normal
+PAIRS = 200_000
+RESAMPLES = 400
+_MAD = 1.4826
+
+
+@dataclass(frozen=True, eq=False)
+class Observations:
+    """Observed times to first token and the prompt tokens that were computed for them.
+
+    ``assumed_cold`` counts the requests whose trace did not say how many tokens came from a cache: all their prompt
+    tokens are taken as computed, which makes the slope too small where a cache did help.
+    """
+
+    prefill_tokens: Floats
+    ttft_ms: Floats
+    assumed_cold: int = 0
+    left_out: int = 0
+
+    def __len__(self) -> int:
+        return len(self.ttft_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A fitted line with 95 % intervals (bootstrap over requests) and what it leaves unexplained."""
+
+    base_ttft_ms: float
+    token_latency_ms: float
+    base_interval_ms: tuple[float, float]
+    token_interval_ms: tuple[float, float]
+    requests: int
+    assumed_cold: int
+    left_out: int
+    outliers: int
+    residual_mad_ms: float
+    explained: float
+    least_squares: tuple[float, float]
+    method: str = "Theil-Sen start, Huber weights, bootstrap of requests"
+
+    @property
+    def model(self) -> LatencyModel:
+        return LatencyModel(self.base_ttft_ms, self.token_latency_ms, "calibrated")
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def calibrate(seen: Observations, *, seed: int = 0) -> Calibration:
+    """Fit the line; needs some requests of different length.
+
+    >>> tokens = np.arange(100, 2000, 50.0)
+    >>> fitted = calibrate(Observations(tokens, 50 + 0.1 * tokens))
+    >>> round(fitted.base_ttft_ms, 3), round(fitted.token_latency_ms, 5), fitted.outliers
+    (50.0, 0.1, 0)
+    """
+    x, y = seen.prefill_tokens, seen.ttft_ms
+    if len(x) < FEWEST:
+        raise InputError(
+            f"{len(x)} requests have an observed time to first token, calibration needs {FEWEST}",
+            hint="collect a longer trace, or pass --base-ms and --ms-per-uncached-token",
+        )
+    if np.ptp(x) <= 0:
+        raise InputError(
+            f"all {len(x)} observed requests computed {x[0]:g} tokens: no slope can be seen",
+            hint="collect prompts of different length, or pass --base-ms and --ms-per-uncached-token",
+        )
+    drawn = np.random.default_rng(seed)
+    base, slope = _fit(x, y, drawn)
+    samples = np.array([_fit(x[pick], y[pick], drawn) for pick in _resamples(len(x), x, drawn)])
+    low, high = np.percentile(samples, (2.5, 97.5), axis=0)
+    residuals = y - base - slope * x
+    spread = _spread(residuals)
+    around = np.abs(y - np.median(y)).sum()
+    plain = np.polyfit(x, y, 1)
+    return Calibration(
+        base_ttft_ms=base,
+        token_latency_ms=slope,
+        base_interval_ms=(float(low[0]), float(high[0])),
+        token_interval_ms=(float(low[1]), float(high[1])),
+        requests=len(x),
+        assumed_cold=seen.assumed_cold,
+        left_out=seen.left_out,
+        outliers=int((np.abs(residuals - np.median(residuals)) > 3 * max(spread, 1e-9)).sum()),
+        residual_mad_ms=spread,
+        explained=float(1 - np.abs(residuals).sum() / around) if around else 1.0,
+        least_squares=(float(plain[1]), float(plain[0])),
+    )
+
+
+def _resamples(count: int, x: Floats, drawn: np.random.Generator) -> Iterator[npt.NDArray[np.int64]]:
+    """Picks of requests with replacement; one that saw a single length is drawn again."""
+    made = 0
+    while made < RESAMPLES:
+        pick = drawn.integers(0, count, count)
+        if np.ptp(x[pick]) > 0:
+            made += 1
+            yield pick
+
+
+def _fit(x: Floats, y: Floats, drawn: np.random.Generator) -> tuple[float, float]:
+    slope = _theil_sen(x, y, drawn)
+    base = float(np.median(y - slope * x))
+    for _ in range(30):
+        residuals = y - base - slope * x
+        spread = _spread(residuals)
+        if spread <= 1e-12:
+            break
+        weights = np.minimum(1.0, HUBER * spread / np.maximum(np.abs(residuals), 1e-12))
+        mean_x, mean_y = np.average(x, weights=weights), np.average(y, weights=weights)
+        new = float(np.sum(weights * (x - mean_x) * (y - mean_y)) / max(np.sum(weights * (x - mean_x) ** 2), 1e-12))
+        moved = abs(new - slope) * float(np.ptp(x))
+        slope, base = new, float(mean_y - new * mean_x)
+        if moved < 1e-6 * max(spread, 1e-9):
+            break
+    if slope < 0:
+        return max(0.0, float(np.median(y))), 0.0
+    if base < 0:  # through the origin, with the slope that the middle of the data has
+        longer = x > 0
+        return 0.0, max(0.0, float(np.median(y[longer] / x[longer])))
+    return base, slope
+
+
+def _theil_sen(x: Floats, y: Floats, drawn: np.random.Generator) -> float:
+    """The median slope of pairs of requests; of at most `PAIRS` of them, drawn at random."""
+    count = len(x)
+    if count * (count - 1) // 2 <= 2000:
+        left, right = np.triu_indices(count, 1)
+    else:
+        pairs = min(PAIRS, 8 * count)
+        left, right = drawn.integers(0, count, pairs), drawn.integers(0, count, pairs)
+    apart = x[right] - x[left]
+    keep = apart != 0
+    slopes = (y[right] - y[left])[keep] / apart[keep]
+    return float(np.median(slopes)) if len(slopes) else 0.0
+
+
+def _spread(residuals: Floats) -> float:
+    return float(_MAD * np.median(np.abs(residuals - np.median(residuals))))
+
+
+def observations(path: str | Path, trace: Trace) -> Observations:
+    """What a trace says about its own times: ``observed_ttft_ms`` with ``observed_prefill_tokens`` (or prefix hits).
+
+    ``trace`` is the same file as the simulator read it; formats without times give no observations.
+    """
+    seen = ~np.isnan(trace.ttft_ms)
+    if not seen.any():
+        raise InputError(
+            f"{path} holds no observed time to first token", hint="a line needs observed_ttft_ms; see collect"
+        )
+    prompt = trace.request_tokens.astype(np.float64)
+    computed = _computed(path) if trace.request_ids else {}
+    tokens, times, cold, left_out = [], [], 0, 0
+    for request in np.flatnonzero(seen):
+        time_ms, known = float(trace.ttft_ms[request]), computed.get(trace.request_ids[request])
+        if not (np.isfinite(time_ms) and time_ms > 0) or (known is not None and known > prompt[request] * 4 + 64):
+            left_out += 1
+            continue
+        cold += known is None
+        tokens.append(prompt[request] if known is None else known)
+        times.append(time_ms)
+    return Observations(np.array(tokens), np.array(times), cold, left_out)
+
+
+def _computed(path: str | Path) -> dict[str, float]:
+    """Request to computed tokens, for the lines of a JSONL trace that tell; others are left to the caller."""
+    found: dict[str, float] = {}
+    for raw in _lines(Path(path)):
+        try:
+            line = json.loads(raw)
+        except (ValueError, RecursionError):
+            continue  # the trace's reader has complained about it, or was told to skip it
+        if not isinstance(line, dict) or "request_id" not in line:
+            continue
+        prefill, hits = line.get("observed_prefill_tokens"), line.get("observed_prefix_hit_tokens")
+        blocks = line.get("blocks")
+        if isinstance(prefill, int | float) and prefill >= 0:
+            found[str(line["request_id"])] = float(prefill)
+        elif isinstance(hits, int | float) and isinstance(blocks, list):
+            counts = (block.get("token_count") for block in blocks if isinstance(block, dict))
+            total = sum(count for count in counts if isinstance(count, int))
+            found[str(line["request_id"])] = max(0.0, total - float(hits))
+    return found
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Lines up to the limit of length; longer ones are passed over."""
+    with path.open("rb") as plain:
+        packed = plain.read(2) == b"\x1f\x8b"
+    with gzip.open(path, "rb") if packed else path.open("rb") as stream:
+        while raw := stream.readline(MAX_LINE_BYTES):
+            if raw.endswith(b"\n") or len(raw) < MAX_LINE_BYTES:
+                yield raw
+            while raw and not raw.endswith(b"\n"):
+                raw = stream.readline(MAX_LINE_BYTES)

@@ -1,0 +1,163 @@
+"""Hit rate against memory: exact or sampled. Simulated, like everything here.
+
+* LRU is a stack policy: one pass over the stack distances gives every size. On a sample of blocks (SHARDS) distances
+  are scaled by the sampling rate, and the sample's error in the number of accesses is corrected.
+* Other policies are run in miniature: the same sample against a cache that is smaller in proportion.
+
+A block is in the sample or not by a hash of its number, so all its uses are. In prefix mode the parent of a sampled
+block is its nearest sampled ancestor. The error given is the standard error over several disjoint samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from semantickv.simulator.capacity import Capacity, Unit
+from semantickv.simulator.forest import Forest
+from semantickv.simulator.policies import Policy, find_policy
+from semantickv.simulator.simulate import simulate
+from semantickv.traces.trace import Trace
+from semblend.errors import InputError
+
+STACK_POLICIES: Final = frozenset({"lru"})
+FULL_ACCESSES: Final = 2_000_000  # up to here nothing is gained by sampling
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """Block hit rates of one policy at several sizes."""
+
+    policy: str
+    unit: Unit
+    sizes: npt.NDArray[np.int64]
+    hit_rates: npt.NDArray[np.float64]
+    errors: npt.NDArray[np.float64]  # standard error; zero for a full run
+    method: Literal["full", "stack", "shards", "miniature"]
+    rate: float
+    simulated: Literal[True] = True
+
+
+def curve(
+    forest: Forest,
+    policy: str | Policy,
+    sizes: Sequence[int],
+    *,
+    unit: Unit = "blocks",
+    rate: float | None = None,
+    samples: int = 3,
+    seed: int = 0,
+) -> Curve:
+    """The curve of a policy. Without a rate: all accesses up to two millions, else a share that leaves as many."""
+    chosen = find_policy(policy)
+    if rate is None:
+        rate = min(1.0, FULL_ACCESSES / max(1, len(forest.node)))
+    if not 0 < rate <= 1:
+        raise InputError(f"a sampling rate of {rate:g}", hint="more than 0, at most 1")
+    wanted = np.asarray(sizes, np.int64)
+    stack = chosen.name in STACK_POLICIES and find_spec("numba") is not None
+    if rate == 1:
+        rates = stack_rates(forest, wanted, unit) if stack else run_rates(forest, chosen, wanted, unit, seed)
+        return Curve(chosen.name, unit, wanted, rates, np.zeros(len(wanted)), "stack" if stack else "full", 1.0)
+    samples = max(1, min(samples, int(1 / rate)))
+    runs = []
+    for number in range(samples):
+        part = sample(forest, rate, seed, number)
+        if stack:
+            runs.append(stack_rates(part, wanted, unit, rate, len(forest.node)))
+        else:
+            small = np.maximum(1, np.round(wanted * rate)).astype(np.int64)
+            runs.append(run_rates(part, chosen, small, unit, seed, rate, len(forest.node)))
+    table = np.array(runs)
+    error = table.std(axis=0, ddof=1) / np.sqrt(samples) if samples > 1 else np.full(len(wanted), np.nan)
+    return Curve(chosen.name, unit, wanted, table.mean(axis=0), error, "shards" if stack else "miniature", rate)
+
+
+def run_rates(
+    forest: Forest,
+    policy: Policy,
+    sizes: npt.NDArray[np.int64],
+    unit: Unit,
+    seed: int = 0,
+    rate: float = 1.0,
+    accesses: int | None = None,
+) -> npt.NDArray[np.float64]:
+    """Block hit rate of one run per size, corrected as in `stack_rates`. Learners' evidence is scaled with the rate."""
+    expected = len(forest.node) if accesses is None else accesses * rate
+    missing = expected - len(forest.node)
+    scaled: dict[str, Any] = {"share": rate} if rate < 1 else {}
+    hits = np.array([simulate(forest, policy, Capacity(unit, int(n)), seed=seed, **scaled).block_hits for n in sizes])
+    return np.clip((hits + missing) / max(1.0, expected), 0.0, 1.0)
+
+
+def stack_rates(
+    forest: Forest,
+    sizes: npt.NDArray[np.int64],
+    unit: Unit = "blocks",
+    rate: float = 1.0,
+    accesses: int | None = None,
+) -> npt.NDArray[np.float64]:
+    """LRU's block hit rate at every size from one pass; exact for blocks at rate 1.
+
+    A sample holds more or fewer accesses than its share; the difference is put down to the shortest distances, where a
+    few very popular blocks cause most of it.
+    """
+    from semantickv.simulator.kernels_stack import stack_distances
+
+    distance = stack_distances(forest.trace.starts, forest.node, forest.sizes(unit))
+    known = np.sort(distance[distance >= 0]) / rate
+    expected = len(forest.node) if accesses is None else accesses * rate
+    hits = np.searchsorted(known, sizes, side="right") + (expected - len(forest.node))
+    return np.clip(hits / max(1.0, expected), 0.0, 1.0)
+
+
+def sample(forest: Forest, rate: float, seed: int = 0, number: int = 0) -> Forest:
+    """The accesses of a share of the nodes; samples of different ``number`` (below 1 / rate) have no node in common."""
+    draw = _uniform(forest.nodes, seed)
+    kept = (draw >= number * rate) & (draw < (number + 1) * rate)
+    renumbered = np.cumsum(kept, dtype=np.int64) - 1
+    parent = forest.parent.copy()
+    while True:  # climb to the nearest sampled ancestor
+        lost = (parent >= 0) & ~kept[parent]
+        if not lost.any():
+            break
+        parent[lost] = forest.parent[parent[lost]]
+    access = kept[forest.node]
+    before = np.concatenate(([0], np.cumsum(access)))
+    trace = forest.trace
+    part = Trace(
+        trace.ids[access],
+        trace.tokens[access],
+        trace.types[access],
+        before[trace.starts].astype(np.int64),
+        trace.arrival_s,
+        trace.tenant,
+        trace.output_tokens,
+        trace.ttft_ms,
+        trace.type_names,
+        trace.tenant_names,
+        trace.name,
+        trace.format,
+        trace.skipped,
+        trace.chained,
+    )
+    above = parent[kept]
+    above = np.where(above >= 0, renumbered[above], -1).astype(np.int32)
+    node = renumbered[forest.node[access]].astype(np.int32)
+    return Forest(
+        part, forest.mode, node, above, forest.tokens[kept], forest.types[kept], forest.depth[kept], forest.tail[access]
+    )
+
+
+def _uniform(count: int, seed: int) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) per node, the same in every run."""
+    mixed = np.arange(count, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15 * (seed + 1) % 2**64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    mixed ^= mixed >> np.uint64(31)
+    return (mixed >> np.uint64(11)).astype(np.float64) / 2.0**53

@@ -1,0 +1,226 @@
+"""The files of an experiment: results.json, metrics.csv, summary.md and six pictures; and the summary over several."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from semantickv.analysis.experiments import Outcome, describe
+from semantickv.analysis.latency import BOUNDS, SIMULATED_NOTE, against
+from semantickv.output import plots
+from semblend.cli.output import write_json
+from semblend.errors import InputError
+
+# What the SemanticKV text reports for the experiments of the same name, in block mode: average simulated TTFT of LRU
+# and of adaptive in ms, and their block hit rates. Its workloads are its own; ours have the same dimensions only.
+PUBLISHED: Final[Mapping[str, Mapping[str, float]]] = MappingProxyType(
+    {
+        "low_memory_rag_stress": {
+            "lru": 149.9362, "adaptive": 96.4737, "lru_hits": 0.367725, "adaptive_hits": 0.600529,
+        },
+        "shared_system_prompt_high_reuse": {
+            "lru": 89.4469, "adaptive": 89.4469, "lru_hits": 0.664352, "adaptive_hits": 0.664352,
+        },
+        "tool_agent_session_reuse": {
+            "lru": 90.0865, "adaptive": 91.1179, "lru_hits": 0.548529, "adaptive_hits": 0.201471,
+        },
+        "legal_review_long_context": {
+            "lru": 97.7219, "adaptive": 99.0933, "lru_hits": 0.705357, "adaptive_hits": 0.4375,
+        },
+        "workload_shift_static_vs_adaptive": {
+            "lru": 112.5770, "adaptive": 90.2206, "lru_hits": 0.549242, "adaptive_hits": 0.659091,
+        },
+    }
+)  # fmt: skip
+COLUMNS = (
+    "experiment_id", "mode", "policy", "hit_rate", "block_hit_rate", "token_hit_rate", "tokens_saved", "evictions",
+    "avg_ttft_ms", "p50_ttft_ms", "p95_ttft_ms", "ttft_gain_vs_lru", "utilization", "regret", "simulated",
+)  # fmt: skip
+
+
+def new_folder(parent: str | Path, name: str, now: datetime | None = None) -> Path:
+    """``parent/<timestamp>_<name>``, made; a second one of the same second gets a number."""
+    stamp = (now or datetime.now(UTC)).strftime("%Y%m%d_%H%M%S")
+    for attempt in range(1000):
+        folder = Path(parent) / (f"{stamp}_{name}" if not attempt else f"{stamp}_{name}_{attempt}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise InputError(f"cannot make {folder}: {error.strerror}", hint="pass another --output-dir") from None
+        return folder
+    raise InputError(f"{parent} already holds a thousand results of this second", hint="pass another --output-dir")
+
+
+def write_text(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"cannot write {path}: {error.strerror}", hint="check the folder and its permissions"
+        ) from None
+
+
+def csv_text(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    out = io.StringIO()
+    writer = csv.DictWriter(out, fieldnames=list(columns), extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def metric_rows(outcome: Outcome) -> list[dict[str, Any]]:
+    """One flat row a policy and mode."""
+    rows = []
+    for mode, records in outcome.records.items():
+        for record in records:
+            gain = against(records, record["policy"])
+            flat = {key: round(value, 6) if isinstance(value, float) else value for key, value in record.items()}
+            rows.append(
+                flat
+                | {
+                    "experiment_id": outcome.experiment.experiment_id,
+                    "mode": mode,
+                    "ttft_gain_vs_lru": "" if gain is None else round(gain, 6),
+                }
+            )
+    return rows
+
+
+def write(outcome: Outcome, folder: Path, *, pictures: bool = True) -> None:
+    """All files of one experiment."""
+    write_json(str(folder / "results.json"), outcome.as_json())
+    write_text(folder / "metrics.csv", csv_text(metric_rows(outcome), COLUMNS))
+    write_text(folder / "summary.md", summary(outcome))
+    if pictures:
+        draw(outcome, folder)
+
+
+def draw(outcome: Outcome, folder: Path) -> None:
+    """The six pictures that the source text names."""
+    experiment, records = outcome.experiment, outcome.records
+    note = (
+        f"{experiment.experiment_id}, seed {experiment.seed}: {len(outcome.trace)} requests, "
+        f"{experiment.capacity_tokens:,} tokens of cache"
+    )
+    panels = {f"{mode} mode": records[mode] for mode in records}
+
+    def values(key: str) -> dict[str, list[tuple[str, float]]]:
+        return {name: [(record["policy"], record[key]) for record in rows] for name, rows in panels.items()}
+
+    plots.bars(folder / "policy_comparison_avg_ttft.png", "Average time to first token (estimated)",
+               values("avg_ttft_ms"), unit="ms", best="low", note=note)  # fmt: skip
+    plots.bars(
+        folder / "policy_comparison_hit_rate.png", "Block hit rate", values("block_hit_rate"), unit="%", note=note
+    )
+    plots.bars(folder / "tokens_saved_by_policy.png", "Prompt tokens not computed", values("tokens_saved"),
+               unit="tokens", note=note)  # fmt: skip
+    evicted = {n: {record["policy"]: record["evictions_by_type"] for record in rows} for n, rows in panels.items()}
+    plots.stacked(folder / "evictions_by_semantic_type.png", "What was evicted", evicted, note=note)
+    over = {f"{mode} mode": lines for mode, lines in outcome.weights_over_time.items()}
+    plots.lines(folder / "adaptive_weights_over_time.png", "What adaptive_semantic has learned", over, x="requests",
+                y="returns per cache-ful of waiting", note=note,
+                empty="adaptive_semantic did not run or keeps no weights")  # fmt: skip
+    over = {f"{mode} mode": lines for mode, lines in outcome.utilization_over_time.items()}
+    plots.lines(folder / "memory_utilization_over_time.png", "Share of the cache in use", over, x="requests",
+                y="used", note=note, share=True)  # fmt: skip
+
+
+def summary(outcome: Outcome) -> str:
+    """The result in words, as Markdown."""
+    experiment, facts = outcome.experiment, describe(outcome.trace)
+    lines = [
+        f"# {experiment.experiment_id} (simulated)",
+        "",
+        f"> {SIMULATED_NOTE}",
+        "",
+        str(experiment.metadata.get("description", "")),
+        "",
+        f"{facts['requests']} requests, {facts['block_accesses']:,} block accesses, {facts['distinct_blocks']:,} "
+        f"distinct blocks of {facts['distinct_tokens']:,} tokens; cache {experiment.capacity_tokens:,} tokens; seed "
+        f"{experiment.seed}. TTFT = {experiment.latency.base_ttft_ms:g} ms + uncached tokens x "
+        f"{experiment.latency.token_latency_ms:g} ms.",
+    ]
+    for mode, records in outcome.records.items():
+        lines += ["", f"## {mode} mode", "", *record_table(records), "", _verdict(records)]
+    published = PUBLISHED.get(experiment.experiment_id)
+    if published and "block" in outcome.records:
+        lines += ["", "## Beside the source text (block mode)", "", *_beside(outcome, published)]
+    return "\n".join(lines) + "\n"
+
+
+def record_table(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A Markdown table of policies."""
+    lines = [
+        "| policy | block hits | token hits | tokens saved | evictions | avg TTFT | p95 TTFT | against LRU |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for record in records:
+        gain = against(list(map(dict, records)), record["policy"])
+        lines.append(
+            f"| {record['policy']} | {record['block_hit_rate']:.2%} | {record['token_hit_rate']:.2%} | "
+            f"{record['tokens_saved']:,} | {record['evictions']:,} | {record['avg_ttft_ms']:.2f} ms | "
+            f"{record['p95_ttft_ms']:.2f} ms | {'' if gain is None else f'{gain:+.2%}'} |"
+        )
+    return lines
+
+
+def _verdict(records: Sequence[Mapping[str, Any]]) -> str:
+    best = min((record["avg_ttft_ms"] for record in records if record["policy"] not in BOUNDS), default=0.0)
+    return f"Lowest average TTFT (simulated): {_best(records)}, {best:.2f} ms. Policies named belady know the future."
+
+
+def _beside(outcome: Outcome, published: Mapping[str, float]) -> list[str]:
+    here = {record["policy"]: record for record in outcome.records["block"]}
+    lines = ["| | source text | here |", "|---|---:|---:|"]
+    for policy, key in (("lru", "lru"), ("adaptive_semantic", "adaptive")):
+        if policy in here:
+            lines.append(f"| {policy} avg TTFT | {published[key]:.2f} ms | {here[policy]['avg_ttft_ms']:.2f} ms |")
+            hits = f"{published[key + '_hits']:.1%} | {here[policy]['block_hit_rate']:.1%}"
+            lines.append(f"| {policy} block hits | {hits} |")
+    gain = against(outcome.records["block"], "adaptive_semantic")
+    if gain is not None:
+        lines.append(f"| adaptive against LRU | {1 - published['adaptive'] / published['lru']:+.2%} | {gain:+.2%} |")
+    return lines
+
+
+def write_aggregate(outcomes: Sequence[Outcome], folder: Path) -> None:
+    """``aggregate_summary.csv`` and ``.md``: every policy of every experiment, the main results beside the source's."""
+    rows = [row for outcome in outcomes for row in metric_rows(outcome)]
+    write_text(folder / "aggregate_summary.csv", csv_text(rows, COLUMNS))
+    lines = [
+        "# All experiments (simulated)",
+        "",
+        f"> {SIMULATED_NOTE}",
+        "",
+        "adaptive_semantic against LRU, average simulated TTFT (positive: adaptive is faster), and the best policy.",
+        "",
+        "| experiment | source text | block mode | prefix mode | best, block mode | best, prefix mode |",
+        "|---|---:|---:|---:|---|---|",
+    ]
+    for outcome in outcomes:
+        name = outcome.experiment.experiment_id
+        known = PUBLISHED.get(name)
+        source = f"{1 - known['adaptive'] / known['lru']:+.2%}" if known else ""
+        gains = {mode: against(records, "adaptive_semantic") for mode, records in outcome.records.items()}
+        cells = [source, *("" if gains.get(mode) is None else f"{gains[mode]:+.2%}" for mode in ("block", "prefix"))]
+        cells += [_best(outcome.records.get(mode, [])) for mode in ("block", "prefix")]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    for outcome in outcomes:
+        for mode, records in outcome.records.items():
+            lines += ["", f"## {outcome.experiment.experiment_id}, {mode} mode", "", *record_table(records)]
+    write_text(folder / "aggregate_summary.md", "\n".join(lines) + "\n")
+
+
+def _best(records: Sequence[Mapping[str, Any]]) -> str:
+    """Which policies are fastest, within half a per mille; all of them where all are."""
+    real = [record for record in records if record["policy"] not in BOUNDS]
+    best = min((record["avg_ttft_ms"] for record in real), default=0.0)
+    names = [record["policy"] for record in real if record["avg_ttft_ms"] <= best * 1.0005]
+    return "all equal" if len(names) == len(real) > 1 else ", ".join(names)

@@ -1,0 +1,114 @@
+"""A trace made ready for one mode: every block access becomes the number of a node.
+
+In prefix mode a node is a block *behind a certain beginning*: nodes form a forest, one tree per tenant and first
+block, and a request is a path from a root. In block mode a node is a block wherever it stands, without parents.
+Tenants never share nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from semantickv.traces.trace import Trace
+from semblend.errors import InputError
+
+Mode = Literal["prefix", "block"]
+MODES: tuple[Mode, ...] = ("prefix", "block")
+
+
+@dataclass(frozen=True, eq=False)
+class Forest:
+    """Nodes are numbered in order of first appearance; ``parent`` is -1 for a root and in block mode."""
+
+    trace: Trace
+    mode: Mode
+    node: npt.NDArray[np.int32]  # per block access
+    parent: npt.NDArray[np.int32]  # per node, as are the rest
+    tokens: npt.NDArray[np.int32]
+    types: npt.NDArray[np.int16]
+    depth: npt.NDArray[np.int32]
+    tail: npt.NDArray[np.bool_]  # per access: the last block of its request
+
+    @property
+    def nodes(self) -> int:
+        return len(self.parent)
+
+    def sizes(self, unit: str) -> npt.NDArray[np.int32]:
+        """What a node takes of the capacity."""
+        return self.tokens if unit == "tokens" else np.ones(self.nodes, np.int32)
+
+    @cached_property
+    def next_use(self) -> npt.NDArray[np.int32]:
+        """For every access, the next request that uses its node; the number of requests if none does."""
+        if find_spec("numba") is not None:
+            from semantickv.simulator.kernels import next_uses
+
+            compiled: npt.NDArray[np.int32] = next_uses(self.node, self.trace.starts, self.nodes)
+            return compiled
+        return self._next_use_plain()
+
+    def _next_use_plain(self) -> npt.NDArray[np.int32]:
+        never = len(self.trace)
+        later = np.full(self.nodes, never, np.int32)
+        out = np.empty(len(self.node), np.int32)
+        starts, node = self.trace.starts, self.node
+        for r in range(never - 1, -1, -1):
+            mine = node[starts[r] : starts[r + 1]]
+            out[starts[r] : starts[r + 1]] = later[mine]
+            later[mine] = r
+        return out
+
+
+def plant(trace: Trace, mode: Mode = "prefix", *, share_tenants: bool = False) -> Forest:
+    """Number the nodes of a trace."""
+    if mode not in MODES:
+        raise InputError(f"unknown mode {mode!r}", hint="prefix or block")
+    tenants = np.zeros(len(trace), np.int32) if share_tenants else trace.tenant
+    number = _number_compiled if find_spec("numba") is not None else _number_plain
+    node, count = number(trace, tenants, mode == "prefix")
+    return _forest(trace, mode, node, count)
+
+
+def _number_compiled(trace: Trace, tenants: npt.NDArray[np.int32], prefix: bool) -> tuple[npt.NDArray[np.int32], int]:
+    from semantickv.simulator.kernels import number_nodes
+
+    accesses = trace.block_accesses
+    slots = np.full(1 << max(4, int(accesses * 1.5).bit_length()), -1, np.int32)
+    above, ids = np.empty(accesses, np.int32), np.empty(accesses, np.int64)
+    node, count = number_nodes(trace.ids, trace.starts, tenants, prefix, above, ids, slots)
+    return node, int(count)
+
+
+def _number_plain(trace: Trace, tenants: npt.NDArray[np.int32], prefix: bool) -> tuple[npt.NDArray[np.int32], int]:
+    lookup: dict[tuple[int, int], int] = {}
+    node = np.empty(trace.block_accesses, np.int32)
+    starts, ids = trace.starts.tolist(), trace.ids.tolist()
+    for r, tenant in enumerate(tenants.tolist()):
+        root = above = -1 - tenant
+        for i in range(starts[r], starts[r + 1]):
+            number = lookup.setdefault((above, ids[i]), len(lookup))
+            node[i] = number
+            above = number if prefix else root
+    return node, len(lookup)
+
+
+def _forest(trace: Trace, mode: Mode, node: npt.NDArray[np.int32], count: int) -> Forest:
+    """Facts of a node come from its first access; sizes from its largest, so that a node never grows."""
+    first = np.full(count, -1, np.int64)
+    first[node[::-1]] = np.arange(len(node) - 1, -1, -1)
+    tokens = np.zeros(count, np.int32)
+    np.maximum.at(tokens, node, trace.tokens)
+    depth = trace.place[first]
+    parent = np.full(count, -1, np.int32)
+    if mode == "prefix":
+        below = depth > 0
+        parent[below] = node[first[below] - 1]
+    tail = np.zeros(len(node), bool)
+    tail[trace.starts[1:][np.diff(trace.starts) > 0] - 1] = True
+    return Forest(trace, mode, node, parent, tokens, trace.types[first], depth, tail)

@@ -1,0 +1,131 @@
+"""Replay a trace against a cache of a given size: `simulate`. Nothing here is measured on an engine.
+
+The steps of one request are told in `semantickv.simulator.plain`; `semantickv.simulator.kernels` is the same, compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from semantickv.simulator.capacity import Capacity
+from semantickv.simulator.forest import Forest, Mode, plant
+from semantickv.simulator.plain import Counts, PlainRun
+from semantickv.simulator.policies import Policy, find_policy
+from semantickv.simulator.policies.semantic import TYPE_WEIGHTS
+from semantickv.traces.trace import Trace
+from semblend.errors import InputError
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The result of one simulated run. Rates are shares between 0 and 1, over the requests after the warm-up."""
+
+    policy: str
+    mode: Mode
+    capacity: Capacity
+    requests: int
+    block_accesses: int
+    block_hits: int
+    token_accesses: int
+    token_hits: int
+    requests_with_a_hit: int
+    evictions: int
+    evictions_by_type: Mapping[str, int]
+    utilization: float
+    regret: int  # accesses that missed a block which had been cached and evicted
+    weights: Mapping[str, float] = field(default_factory=dict)
+    hit_tokens_by_request: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32), repr=False)
+    simulated: Literal[True] = True
+
+    @property
+    def block_hit_rate(self) -> float:
+        return self.block_hits / self.block_accesses if self.block_accesses else 0.0
+
+    @property
+    def token_hit_rate(self) -> float:
+        return self.token_hits / self.token_accesses if self.token_accesses else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the requests that found at least one block."""
+        return self.requests_with_a_hit / self.requests if self.requests else 0.0
+
+    @property
+    def tokens_saved(self) -> int:
+        return self.token_hits
+
+
+def simulate(
+    trace: Trace | Forest,
+    policy: str | Policy,
+    capacity: Capacity,
+    *,
+    mode: Mode = "prefix",
+    seed: int = 0,
+    warm_up: int = 0,
+    engine: Literal["auto", "compiled", "plain"] = "auto",
+    share_tenants: bool = False,
+    **policy_options: Any,
+) -> Simulated:
+    """Run one policy over a trace. Pass a `Forest` (see `plant`) to prepare a trace once for many runs.
+
+    >>> from semantickv.traces.trace import Trace, TraceRequest
+    >>> asks = [TraceRequest(str(i), i, (1, 2), (16, 16), ("system", "user")) for i in range(4)]
+    >>> simulate(Trace.from_requests(asks), "lru", Capacity.blocks(2)).block_hits
+    6
+    """
+    forest = trace if isinstance(trace, Forest) else plant(trace, mode, share_tenants=share_tenants)
+    chosen = find_policy(policy)
+    if warm_up < 0:
+        raise InputError("warm_up counts requests and can't be negative")
+    options = {**_defaults(capacity), **chosen.options, **policy_options, "seed": seed}
+    warm_up = min(warm_up, len(forest.trace))
+    counts = _counts(forest, chosen, capacity, engine, warm_up, options)
+    return _result(forest, chosen, capacity, counts, warm_up)
+
+
+def _defaults(capacity: Capacity) -> dict[str, Any]:
+    """Options that depend on the capacity: TinyLFU forgets over ten cache-fuls."""
+    return {"window": max(10, 10 * capacity.size), "type_weights": TYPE_WEIGHTS, "unit": capacity.unit}
+
+
+def _counts(
+    forest: Forest, chosen: Policy, capacity: Capacity, engine: str, warm_up: int, options: dict[str, Any]
+) -> Counts:
+    compiled = chosen.kernel is not None and engine != "plain" and find_spec("numba") is not None
+    if engine == "compiled" and not compiled:
+        raise InputError(f"policy {chosen.name!r} has no compiled twin here", hint="use engine='auto'")
+    if compiled:
+        from semantickv.simulator.compiled import run_compiled
+
+        return run_compiled(forest, chosen, capacity, warm_up, options)
+    return PlainRun(forest, chosen.plain(), capacity, warm_up, options).run()
+
+
+def _result(forest: Forest, chosen: Policy, capacity: Capacity, counts: Counts, warm_up: int) -> Simulated:
+    trace = forest.trace
+    by_type = counts.evicted
+    counted = len(trace) - warm_up
+    return Simulated(
+        policy=chosen.name,
+        mode=forest.mode,
+        capacity=capacity,
+        requests=counted,
+        block_accesses=int(len(trace.ids) - trace.starts[warm_up]),
+        block_hits=int(counts.hit_blocks[warm_up:].sum(dtype=np.int64)),
+        token_accesses=int(trace.request_tokens[warm_up:].sum()),
+        token_hits=int(counts.hit_tokens[warm_up:].sum(dtype=np.int64)),
+        requests_with_a_hit=int(np.count_nonzero(counts.hit_blocks[warm_up:])),
+        evictions=int(by_type.sum()),
+        evictions_by_type={name: int(n) for name, n in zip(trace.type_names, by_type, strict=True) if n},
+        utilization=float(counts.used_share[warm_up:].mean()) if counted else 0.0,
+        regret=int(counts.regret[warm_up:].sum(dtype=np.int64)),
+        weights=counts.weights,
+        hit_tokens_by_request=counts.hit_tokens,
+    )

@@ -1,0 +1,186 @@
+"""A small proxy for `semantickv collect`: forwards OpenAI-compatible requests as they are, and records them.
+
+Standard library only. One thread a request; what comes from the upstream is passed on at once, byte for byte. A prompt
+that cannot be recorded is forwarded all the same: watching must not cost an answer.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+from semantickv.traces.collection import Collector, Recording
+from semblend.errors import InputError
+
+RECORDED = ("/v1/chat/completions", "/v1/completions")
+MAX_BODY_BYTES = 64 << 20
+PIECE = 1 << 16
+_HOP = {
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailers", "transfer-encoding",
+    "upgrade", "host", "content-length", "accept-encoding",
+}  # fmt: skip
+
+
+class CollectingProxy(ThreadingHTTPServer):
+    """Listens on ``host``:``port`` (0: any free one), forwards to ``upstream``, at most ``most`` requests at once."""
+
+    daemon_threads = True
+
+    def __init__(
+        self, upstream: str, collector: Collector, *, host: str = "127.0.0.1", port: int = 0, timeout_s: float = 600.0,
+        most: int = 64,
+    ) -> None:  # fmt: skip
+        parts = urlsplit(upstream)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InputError(f"upstream {upstream!r} is no address", hint="for example http://127.0.0.1:8001")
+        self.upstream, self.collector, self.timeout_s = parts, collector, timeout_s
+        self.room = threading.BoundedSemaphore(most)
+        self.unrecorded = 0
+        try:
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            raise InputError(f"cannot listen on {host}:{port}: {error.strerror}", hint="pass another --port") from None
+
+    @property
+    def address(self) -> str:
+        return f"http://{self.server_address[0]!s}:{self.server_address[1]}"
+
+    def connect(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self.upstream.scheme == "https" else http.client.HTTPConnection
+        return kind(str(self.upstream.hostname), self.upstream.port, timeout=self.timeout_s)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: CollectingProxy
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """No line a request on standard error."""
+
+    def do_GET(self) -> None:  # the name that http.server calls
+        self._forward(b"")
+
+    def do_POST(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdigit():
+            self._refuse(411, "the request needs a Content-Length")
+        elif int(length) > MAX_BODY_BYTES:
+            self._refuse(413, f"the request is longer than {MAX_BODY_BYTES} bytes")
+        else:
+            self._forward(self.rfile.read(int(length)))
+
+    def _forward(self, body: bytes) -> None:
+        if not self.server.room.acquire(blocking=False):
+            self._refuse(503, "too many requests at once")
+            return
+        try:
+            with ExitStack() as stack:
+                recording = self._recording(body)
+                if recording is not None:
+                    stack.enter_context(recording)
+                self._exchange(body, recording)
+        except _NotAnswered as error:
+            self._refuse(502, str(error))
+        except (ConnectionError, TimeoutError):
+            self.close_connection = True  # the client has left; the recording is given up
+        finally:
+            self.server.room.release()
+
+    def _recording(self, body: bytes) -> Recording | None:
+        if self.command != "POST" or self.path.split("?")[0] not in RECORDED:
+            return None
+        try:
+            request = json.loads(body)
+            if not isinstance(request, Mapping):
+                raise InputError("the body is no object")
+            return self.server.collector.begin(
+                request,
+                session=self.headers.get("X-Session-ID", ""),
+                tenant=self.headers.get("X-Tenant-ID", ""),
+            )
+        except (ValueError, InputError):
+            self.server.unrecorded += 1
+            return None
+
+    def _exchange(self, body: bytes, recording: Recording | None) -> None:
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
+        connection = self.server.connect()
+        try:
+            try:
+                connection.request(
+                    self.command, self.server.upstream.path.rstrip("/") + self.path, body or None, headers
+                )
+                answer = connection.getresponse()
+            except (OSError, http.client.HTTPException) as error:
+                raise _NotAnswered(f"the upstream did not answer: {error}") from None
+            self._pass_on(answer, recording)
+        finally:
+            connection.close()
+
+    def _pass_on(self, answer: http.client.HTTPResponse, recording: Recording | None) -> None:
+        self.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in _HOP:
+                self.send_header(name, value)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        reader = _Reader(recording, "event-stream" in (answer.getheader("Content-Type") or ""))
+        try:
+            while piece := answer.read1(PIECE):
+                reader.feed(piece)
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+        except (OSError, http.client.HTTPException):
+            self.close_connection = True  # no closing chunk: the client sees that the answer was cut off
+            raise ConnectionResetError from None
+        self.wfile.write(b"0\r\n\r\n")
+        reader.end()
+        if answer.status >= 400 and recording is not None:
+            raise ConnectionAbortedError  # passed on whole, but an error is no request served
+
+    def _refuse(self, status: int, message: str) -> None:
+        text = json.dumps({"error": {"message": message, "type": "semantickv_collect"}}).encode()
+        self.close_connection = True
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+
+class _NotAnswered(Exception):  # noqa: N818  # not an error of ours
+    pass
+
+
+class _Reader:
+    """Reads along for usage and the first token; never in the way of the bytes."""
+
+    def __init__(self, recording: Recording | None, events: bool) -> None:
+        self.recording, self.events, self.held = recording, events, b""
+
+    def feed(self, piece: bytes) -> None:
+        if self.recording is None or len(self.held) > MAX_BODY_BYTES:
+            return
+        self.held += piece
+        if self.events:
+            *lines, self.held = self.held.split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:"):
+                    self._json(line[5:].strip(), part=True)
+
+    def end(self) -> None:
+        if self.recording is not None and not self.events:
+            self._json(self.held, part=False)
+
+    def _json(self, text: bytes, *, part: bool) -> None:
+        assert self.recording is not None
+        try:
+            value = json.loads(text)
+        except ValueError:
+            return  # [DONE], or an answer that is no JSON
+        (self.recording.part if part else self.recording.answered)(value)

@@ -1,0 +1,279 @@
+"""Traces from live traffic: cut each prompt into typed blocks, keep hashes and lengths, write one JSON line a request.
+
+By default no text is kept: a line has hashes, token counts, types and times. Hashes of short texts can be guessed by
+trying; a ``key`` prevents that. Watching only: nothing here decides what a backend caches.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import heapq
+import inspect
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from semantickv.traces.segmentation import Block, Segmenter
+from semblend.errors import InputError
+
+MOST_HELD = 4096
+Json = dict[str, Any]
+
+
+def record_of(blocks: tuple[Block, ...], *, request_id: str, at_ms: float, redact: bool = True, **known: Any) -> Json:
+    """One line of a trace, in the names that `semantickv replay` reads; what is None is left out."""
+    written = []
+    for place, block in enumerate(blocks):
+        entry: Json = {
+            "content_hash": block.content_hash,
+            "semantic_type": block.type,
+            "token_count": block.tokens,
+            "position": place,
+        }
+        written.append(entry if redact else entry | {"text": block.text})
+    line: Json = {"request_id": request_id, "timestamp_ms": round(at_ms, 3), "blocks": written}
+    return line | {name: value for name, value in known.items() if value is not None}
+
+
+class TraceWriter:
+    """Appends lines to a file in order of arrival, from any thread.
+
+    Requests end in another order than they arrive; a finished one waits until all before it are finished or given up.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.written = self.dropped = 0
+        self._lock = threading.Lock()
+        self._next_ticket = self._next_out = 0
+        self._held: list[tuple[int, str]] = []
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._stream: IO[str] = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"cannot write {path}: {error.strerror}", hint="pass another --output-dir") from None
+
+    def ticket(self) -> int:
+        """A place in the order of arrival; every ticket must be given back to `put`."""
+        with self._lock:
+            self._next_ticket += 1
+            return self._next_ticket - 1
+
+    def put(self, ticket: int, line: Json | None) -> None:
+        """The line of a ticket; None gives the ticket up."""
+        text = "" if line is None else json.dumps(line, ensure_ascii=False, separators=(",", ":"))
+        with self._lock:
+            if ticket < self._next_out or self._stream.closed:  # its place has been given away, or we have stopped
+                self.dropped += 1
+                return
+            heapq.heappush(self._held, (ticket, text))
+            if len(self._held) > MOST_HELD:  # one request hangs; the others do not wait for ever
+                self._next_out = self._held[0][0]
+            self._flush()
+
+    def _flush(self) -> None:
+        while self._held and self._held[0][0] <= self._next_out:
+            ticket, text = heapq.heappop(self._held)
+            self._next_out = ticket + 1
+            if text:
+                self._stream.write(text + "\n")
+                self.written += 1
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Write what is still held and close the file."""
+        with self._lock:
+            while self._held and not self._stream.closed:
+                self._next_out = self._held[0][0]
+                self._flush()
+            self._stream.close()
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass
+class Collector:
+    """Watches requests. Use `begin` and the `Recording` it gives, or `wrap` a handler.
+
+    ``clock`` gives seconds and never jumps; times in the trace count from the first request.
+    """
+
+    writer: TraceWriter
+    segmenter: Segmenter = field(default_factory=Segmenter)
+    redact: bool = True
+    clock: Callable[[], float] = time.monotonic
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    _began: float | None = field(default=None, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def begin(self, body: Mapping[str, Any], *, session: str = "", tenant: str = "") -> Recording:
+        """A request has arrived; ``body`` is the OpenAI request."""
+        with self._lock:  # ticket and time together: the order of lines is the order of their times
+            now = self.clock()
+            self._began = now if self._began is None else self._began
+            ticket = self.writer.ticket()
+        try:
+            blocks = self._blocks(body)
+        except InputError:
+            self.writer.put(ticket, None)
+            raise
+        return Recording(self, ticket, now, blocks, self._name(session), self._name(tenant), str(body.get("model", "")))
+
+    def _blocks(self, body: Mapping[str, Any]) -> tuple[Block, ...]:
+        if body.get("messages") is not None:
+            tools = self.segmenter.text(json.dumps(body["tools"]), "tools") if body.get("tools") else ()
+            return (*tools, *self.segmenter.messages(body["messages"]))
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1:
+            prompt = prompt[0]
+        if not isinstance(prompt, str) or not prompt:
+            raise InputError("the request has neither messages nor a prompt of text", hint="see the OpenAI API")
+        return self.segmenter.text(prompt)
+
+    def _name(self, name: str) -> str:
+        """Sessions and tenants are people: their names are hashed as well."""
+        if not name or not self.redact:
+            return name
+        key = self.segmenter.key.encode()[:64]
+        return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=6, key=key).hexdigest()
+
+    def wrap(self, handler: Callable[..., Any]) -> Callable[..., Any]:
+        """The same handler, watched. It takes the request's body first; it may be plain, async or a generator.
+
+        ``session`` and ``tenant`` given to the handler as keywords are noted and passed on.
+        """
+        if inspect.isasyncgenfunction(handler):
+            return self._wrap_async_stream(handler)
+        if inspect.iscoroutinefunction(handler):
+            return self._wrap_async(handler)
+        if inspect.isgeneratorfunction(handler):
+            return self._wrap_stream(handler)
+        return self._wrap_plain(handler)
+
+    def _start(self, body: Any, known: Mapping[str, Any]) -> Recording:
+        return self.begin(body, session=str(known.get("session", "")), tenant=str(known.get("tenant", "")))
+
+    def _wrap_plain(self, handler: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(handler)
+        def watched(body: Any, *rest: Any, **known: Any) -> Any:
+            with self._start(body, known) as recording:
+                return recording.answered(handler(body, *rest, **known))
+
+        return watched
+
+    def _wrap_async(self, handler: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(handler)
+        async def watched(body: Any, *rest: Any, **known: Any) -> Any:
+            with self._start(body, known) as recording:
+                return recording.answered(await handler(body, *rest, **known))
+
+        return watched
+
+    def _wrap_stream(self, handler: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(handler)
+        def watched(body: Any, *rest: Any, **known: Any) -> Any:
+            with self._start(body, known) as recording:
+                for part in handler(body, *rest, **known):
+                    recording.part(part)
+                    yield part
+
+        return watched
+
+    def _wrap_async_stream(self, handler: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(handler)
+        async def watched(body: Any, *rest: Any, **known: Any) -> Any:
+            with self._start(body, known) as recording:
+                async for part in handler(body, *rest, **known):
+                    recording.part(part)
+                    yield part
+
+        return watched
+
+
+@dataclass
+class Recording:
+    """One request under way; leaving its ``with`` block writes the line, an error gives it up."""
+
+    collector: Collector
+    ticket: int
+    began: float
+    blocks: tuple[Block, ...]
+    session: str
+    tenant: str
+    model: str
+    first_s: float | None = None
+    usage: Mapping[str, Any] = field(default_factory=dict)
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.collector.writer.put(self.ticket, None if kind is not None else self._line())
+
+    def part(self, part: Any) -> None:
+        """A part of a streamed answer: the first one that carries text or a tool call stops the clock."""
+        if not isinstance(part, Mapping):
+            if self.first_s is None and part:
+                self.first_s = self.collector.clock()
+            return
+        if self.first_s is None and _says_something(part):
+            self.first_s = self.collector.clock()
+        self._note(part)
+
+    def answered(self, answer: Any) -> Any:
+        """A whole answer. When its first token came is unknown: total time is not time to first token."""
+        if isinstance(answer, Mapping):
+            self._note(answer)
+        return answer
+
+    def _note(self, answer: Mapping[str, Any]) -> None:
+        if isinstance(answer.get("usage"), Mapping):
+            self.usage = answer["usage"]
+
+    def _line(self) -> Json:
+        collector = self.collector
+        ended = collector.clock()
+        prompt, cached = self.usage.get("prompt_tokens"), None
+        details = self.usage.get("prompt_tokens_details")
+        if isinstance(details, Mapping) and isinstance(details.get("cached_tokens"), int):
+            cached = details["cached_tokens"]
+        computed = prompt - cached if isinstance(prompt, int) and cached is not None else None
+        return record_of(
+            self.blocks,
+            request_id=f"r{self.ticket:08d}",
+            at_ms=(self.began - (collector._began or 0.0)) * 1000,
+            redact=collector.redact,
+            session_id=self.session or None,
+            tenant_id=self.tenant or None,
+            model_name=self.model or None,
+            output_tokens=_whole(self.usage.get("completion_tokens")),
+            observed_ttft_ms=None if self.first_s is None else round((self.first_s - self.began) * 1000, 3),
+            observed_total_latency_ms=round((ended - self.began) * 1000, 3),
+            observed_prefix_hit_tokens=cached,
+            observed_prefill_tokens=computed if computed is not None and computed >= 0 else None,
+            metadata=dict(collector.metadata) or None,
+        )
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and value >= 0 else None
+
+
+def _says_something(part: Mapping[str, Any]) -> bool:
+    for choice in part.get("choices") or ():
+        if not isinstance(choice, Mapping):
+            continue
+        delta = choice.get("delta")
+        said = delta if isinstance(delta, Mapping) else choice
+        if any(said.get(name) for name in ("content", "text", "tool_calls", "reasoning_content", "reasoning")):
+            return True
+    return False

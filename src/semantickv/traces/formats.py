@@ -1,0 +1,321 @@
+"""Readers of trace files: our JSONL, Mooncake, Bailian (Alibaba) and Azure CSV; plain or gzip.
+
+==========  ==========================================================================  ======================
+format      a line holds                                                                block
+==========  ==========================================================================  ======================
+semantickv  ``timestamp_ms``, ``blocks[{content_hash, semantic_type, token_count}]``    as given, by content
+mooncake    ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids``       512 tokens, chained
+bailian     ``timestamp`` (s), ``chat_id``, ``input_length``, ``type``, ``hash_ids``    16 tokens, chained
+azure       ``TIMESTAMP,ContextTokens,GeneratedTokens``                                 512 tokens, never shared
+==========  ==========================================================================  ======================
+
+A line that can't be used stops the reading with file, line and field, or is skipped and counted (``skip_bad``).
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any, Final
+
+from semantickv.traces.trace import Trace, TraceBuilder, TraceRequest
+from semblend.errors import InputError
+
+FORMATS: Final = ("semantickv", "mooncake", "bailian", "azure")
+MAX_LINE_BYTES: Final = 64 << 20
+_DEFAULT_BLOCK: Final = {"mooncake": 512, "bailian": 16, "azure": 512}
+_INT64: Final = 2**63
+
+
+class _BadFieldError(Exception):
+    """A field of the line at hand can't be used."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(problem)
+        self.field, self.problem = field, problem
+
+
+def read_trace(
+    path: str | os.PathLike[str],
+    format: str = "auto",
+    *,
+    block_tokens: int | None = None,
+    skip_bad: bool = False,
+    sort: bool = False,
+) -> Trace:
+    """Read a file; ``auto`` recognises the format by its first usable line."""
+    if format not in ("auto", *FORMATS):
+        raise InputError(f"unknown trace format {format!r}", hint="auto, " + ", ".join(FORMATS))
+    if block_tokens is not None and block_tokens <= 0:
+        raise InputError(f"block_tokens is {block_tokens}", hint="a block has at least one token")
+    file = Path(path)
+    if format == "auto":
+        format = _sniff(file)
+    builder = TraceBuilder(name=file.name, format=format, chained=format in ("mooncake", "bailian"))
+    builder.sort = sort
+    reader = _Reader(file, format, block_tokens or _DEFAULT_BLOCK.get(format, 0))
+    with closing(_lines(file)) as lines:
+        for number, line in lines:
+            try:
+                _add(builder, reader.request(line, number), reader.time_field)
+            except _BadFieldError as bad:
+                if not skip_bad:
+                    raise _error(file, number, bad) from None
+                builder.skipped += 1
+    if not len(builder):
+        raise InputError(f"{file}: no request in it", hint=f"read as {format}; {builder.skipped} lines were skipped")
+    return builder.build()
+
+
+def _add(builder: TraceBuilder, request: TraceRequest | None, time_field: str) -> None:
+    if request is None:  # a heading
+        return
+    if not builder.sort and request.arrival_s < builder.last_arrival_s:
+        raise _BadFieldError(time_field, f"{request.arrival_s:g} s is earlier than the line before")
+    builder.add(request)
+
+
+def _error(file: Path, number: int, bad: _BadFieldError) -> InputError:
+    hint = "sort the file, or read it with sort" if "earlier" in bad.problem else "correct the line, or skip bad lines"
+    return InputError(f"{file}: line {number}: field {bad.field!r}: {bad.problem}", hint=hint)
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[IO[bytes]]:
+    """Gzip is recognised by its first bytes, whatever the name."""
+    try:
+        plain = file.open("rb")
+    except OSError as error:
+        raise InputError(f"can't read {file}: {error.strerror}", hint="check the path") from None
+    with plain:
+        if plain.peek(2)[:2] == b"\x1f\x8b":
+            with gzip.GzipFile(fileobj=plain) as unpacked:
+                yield unpacked  # type: ignore[misc]
+        else:
+            yield plain
+
+
+def _lines(file: Path) -> Generator[tuple[int, bytes | None], None, None]:
+    """Numbered lines; None stands for one that is too long to hold, whose rest is passed over in pieces."""
+    with _open(file) as stream:
+        number = 0
+        try:
+            while line := stream.readline(MAX_LINE_BYTES):
+                number += 1
+                if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                    while (rest := stream.readline(1 << 20)) and not rest.endswith(b"\n"):
+                        pass
+                    yield number, None
+                elif line.strip():
+                    yield number, line
+        except (OSError, EOFError, zlib.error) as error:
+            raise InputError(f"{file}: line {number + 1}: the compressed data is damaged: {error}") from None
+
+
+def _sniff(file: Path) -> str:
+    """The format of the first line that tells; a file of bad lines is read as ours, which then says what is wrong."""
+    with closing(_lines(file)) as lines:
+        for number, line in lines:
+            if number > 100:
+                break
+            if line is None:
+                continue
+            if line.lstrip(b"\xef\xbb\xbf").upper().startswith(b"TIMESTAMP,"):
+                return "azure"
+            try:
+                found = _format_of(json.loads(line))
+            except (ValueError, RecursionError):
+                continue
+            if found:
+                return found
+    return "semantickv"
+
+
+def _format_of(record: object) -> str | None:
+    if not isinstance(record, dict):
+        return None
+    if "blocks" in record:
+        return "semantickv"
+    if "hash_ids" in record:
+        return "bailian" if "chat_id" in record else "mooncake"
+    return None
+
+
+class _Reader:
+    """Turns one line into a request, or says which field is wrong."""
+
+    def __init__(self, file: Path, format: str, block_tokens: int) -> None:
+        self.file, self.format, self.block_tokens = file, format, block_tokens
+        self.time_field = {"azure": "TIMESTAMP", "semantickv": "timestamp_ms"}.get(format, "timestamp")
+        self.columns: list[str] = []
+        self.begin: datetime | None = None
+        self.fresh = 0  # next id that nobody shares
+        make: Mapping[str, Callable[[dict[str, Any], int], TraceRequest]] = {
+            "semantickv": self._semantickv,
+            "mooncake": self._chained,
+            "bailian": self._chained,
+        }
+        self.make = make.get(format)
+
+    def request(self, line: bytes | None, number: int) -> TraceRequest | None:
+        if line is None:
+            raise _BadFieldError("line", f"longer than {MAX_LINE_BYTES >> 20} MiB")
+        if self.make is None:
+            return self._azure(line, number)
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise _BadFieldError("line", f"not JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise _BadFieldError("line", "not a JSON object")
+        other = _format_of(record)
+        if other != self.format and other is not None:
+            raise _BadFieldError("line", f"looks like {other}, the file is read as {self.format}")
+        return self.make(record, number)
+
+    def _semantickv(self, record: dict[str, Any], number: int) -> TraceRequest:
+        blocks = record.get("blocks")
+        if not isinstance(blocks, list):
+            raise _BadFieldError("blocks", "missing" if blocks is None else "not a list")
+        ids, tokens, types = [], [], []
+        for place, block in enumerate(blocks):
+            where = f"blocks[{place}]"
+            if not isinstance(block, dict):
+                raise _BadFieldError(where, "not an object")
+            ids.append(_block_id(block, where))
+            tokens.append(_whole(block, "token_count", least=1, where=where))
+            types.append(_text(block, "semantic_type", "other", where=where))
+        ttft = _real(record, "observed_ttft_ms") if record.get("observed_ttft_ms") is not None else None
+        return TraceRequest(
+            _text(record, "request_id", str(number)),
+            _real(record, "timestamp_ms") / 1000,
+            tuple(ids),
+            tuple(tokens),
+            tuple(types),
+            _whole(record, "output_tokens", default=0),
+            _text(record, "tenant_id", "default"),
+            _text(record, "session_id", ""),
+            ttft,
+        )
+
+    def _chained(self, record: dict[str, Any], number: int) -> TraceRequest:
+        """Mooncake counts milliseconds, Bailian seconds; Bailian's kind of request stands in for a block type."""
+        hashes = record.get("hash_ids")
+        if not isinstance(hashes, list):
+            raise _BadFieldError("hash_ids", "missing" if hashes is None else "not a list")
+        for place, value in enumerate(hashes):
+            if type(value) is not int or not -_INT64 <= value < _INT64:
+                raise _BadFieldError(f"hash_ids[{place}]", f"{value!r} is not an integer of 64 bits")
+        length = _whole(record, "input_length")
+        tokens = _split(length, len(hashes), self.block_tokens)
+        if tokens is None:
+            raise _BadFieldError(
+                "hash_ids", f"{len(hashes)} blocks of {self.block_tokens} tokens can't hold {length} tokens"
+            )
+        bailian = self.format == "bailian"
+        kind = _text(record, "type", "other") if bailian else "other"
+        return TraceRequest(
+            str(record.get("chat_id", number)),
+            _real(record, "timestamp") / (1 if bailian else 1000),
+            tuple(hashes),
+            tokens,
+            (kind,) * len(hashes),
+            _whole(record, "output_length", default=0),
+        )
+
+    def _azure(self, line: bytes, number: int) -> TraceRequest | None:
+        cells = next(csv.reader([line.decode("utf-8-sig", "replace").strip()]))
+        if not self.columns:
+            missing = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} - set(cells)
+            if missing:
+                raise _BadFieldError(sorted(missing)[0], "missing in the heading")
+            self.columns = cells
+            return None
+        if len(cells) != len(self.columns):
+            raise _BadFieldError("line", f"{len(cells)} cells under {len(self.columns)} headings")
+        record: dict[str, Any] = dict(zip(self.columns, cells, strict=True))
+        for field in ("ContextTokens", "GeneratedTokens"):
+            try:
+                record[field] = int(record[field])
+            except ValueError:
+                raise _BadFieldError(field, f"{record[field]!r} is not a whole number") from None
+        try:  # the fraction has seven digits, one more than datetime takes
+            when = datetime.fromisoformat(record["TIMESTAMP"].strip()[:26])
+        except ValueError:
+            raise _BadFieldError("TIMESTAMP", f"{record['TIMESTAMP']!r} is not a time") from None
+        self.begin = self.begin or when
+        seconds = (when - self.begin).total_seconds()
+        if seconds < 0:
+            raise _BadFieldError("TIMESTAMP", "earlier than the first line")
+        length = _whole(record, "ContextTokens")
+        blocks = -(-length // self.block_tokens)
+        self.fresh += blocks
+        ids = tuple(range(self.fresh - blocks, self.fresh))
+        tokens = _split(length, blocks, self.block_tokens) or ()
+        output = _whole(record, "GeneratedTokens")
+        return TraceRequest(str(number), seconds, ids, tokens, ("other",) * blocks, output)
+
+
+def _split(length: int, blocks: int, block_tokens: int) -> tuple[int, ...] | None:
+    """Full blocks and a last one that may be partly filled; None if the numbers contradict each other."""
+    last = length - (blocks - 1) * block_tokens
+    if blocks == 0:
+        return () if length == 0 else None
+    return (block_tokens,) * (blocks - 1) + (last,) if 0 < last <= block_tokens else None
+
+
+def _block_id(block: dict[str, Any], where: str) -> int:
+    for field in ("content_hash", "block_id"):
+        value = block.get(field)
+        if type(value) is int and -_INT64 <= value < _INT64:
+            return value
+        if isinstance(value, str) and value:
+            return int.from_bytes(hashlib.blake2b(value.encode(), digest_size=8).digest(), "big", signed=True)
+        if value is not None:
+            raise _BadFieldError(f"{where}.{field}", f"{value!r} is neither text nor an integer of 64 bits")
+    raise _BadFieldError(f"{where}.content_hash", "missing")
+
+
+def _number(record: dict[str, Any], field: str, default: float | None, where: str) -> Any:
+    value = record.get(field, default)
+    name = f"{where}.{field}" if where else field
+    if value is None:
+        raise _BadFieldError(name, "missing")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise _BadFieldError(name, f"{value!r} is not a number")
+    return value
+
+
+def _real(record: dict[str, Any], field: str) -> float:
+    value = float(_number(record, field, None, ""))
+    if value < 0:
+        raise _BadFieldError(field, f"{value:g} is negative")
+    return value
+
+
+def _whole(record: dict[str, Any], field: str, *, default: int | None = None, least: int = 0, where: str = "") -> int:
+    value = _number(record, field, default, where)
+    name = f"{where}.{field}" if where else field
+    if value != int(value) or value >= 2**31:
+        raise _BadFieldError(name, f"{value!r} is not a whole number below 2**31")
+    if value < least:
+        raise _BadFieldError(name, f"{value} is less than {least}")
+    return int(value)
+
+
+def _text(record: dict[str, Any], field: str, default: str, where: str = "") -> str:
+    value = record.get(field)
+    if value is None:
+        return default
+    if not isinstance(value, str):
+        raise _BadFieldError(f"{where}.{field}" if where else field, f"{value!r} is not text")
+    return value

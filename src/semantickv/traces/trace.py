@@ -1,0 +1,273 @@
+"""A serving trace as arrays: which blocks every request asked for, in which order, and when.
+
+A trace comes from `semantickv.traces.formats` (files) or from `TraceRequest` values made by a generator. The
+simulator never sees text: a block is an integer id, its number of tokens and the name of its semantic type.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from semblend.errors import InputError
+
+BLOCK_TYPES: Final = (
+    "system",
+    "user",
+    "retrieved_context",
+    "tool_output",
+    "assistant",
+    "template",
+    "code",
+    "legal_evidence",
+    "other",
+)
+
+IntArray = npt.NDArray[np.integer[Any]]
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """One request: its blocks from the first to the last, and what is known about it.
+
+    >>> TraceRequest("r1", 0.5, (7, 8), (512, 100), ("system", "user")).tokens
+    612
+    """
+
+    request_id: str
+    arrival_s: float
+    block_ids: tuple[int, ...]
+    block_tokens: tuple[int, ...]
+    block_types: tuple[str, ...]
+    output_tokens: int = 0
+    tenant: str = "default"
+    session: str = ""
+    ttft_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.block_ids) == len(self.block_tokens) == len(self.block_types):
+            raise InputError(f"request {self.request_id!r}: ids, tokens and types of its blocks differ in number")
+        if not (self.arrival_s >= 0 and np.isfinite(self.arrival_s)):
+            raise InputError(f"request {self.request_id!r}: arrival_s must be finite and not negative")
+        if any(tokens <= 0 for tokens in self.block_tokens):
+            raise InputError(f"request {self.request_id!r}: a block has no tokens", hint="leave empty blocks out")
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.block_tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Requests in order of arrival; the blocks of request ``r`` are ``ids[starts[r]:starts[r + 1]]``.
+
+    ``chained`` says that an id already stands for the block *and everything before it* (Mooncake, Bailian). Such a
+    trace cannot show what reuse independent of position would add, and block mode over it is a lower bound of it.
+    """
+
+    ids: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int32]
+    types: npt.NDArray[np.int16]
+    starts: npt.NDArray[np.int64]
+    arrival_s: FloatArray
+    tenant: npt.NDArray[np.int32]
+    output_tokens: npt.NDArray[np.int32]
+    ttft_ms: FloatArray  # nan where it was not observed
+    type_names: tuple[str, ...]
+    tenant_names: tuple[str, ...]
+    name: str = "trace"
+    format: str = "requests"
+    skipped: int = 0
+    chained: bool = False
+    request_ids: tuple[str, ...] = field(default=(), repr=False)
+    sessions: tuple[str, ...] = field(default=(), repr=False)
+
+    @staticmethod
+    def from_requests(requests: Iterable[TraceRequest], name: str = "trace") -> Trace:
+        """The trace of these requests, which must come in order of arrival."""
+        builder = TraceBuilder(name=name, format="requests")
+        for request in requests:
+            builder.add(request)
+        return builder.build()
+
+    @staticmethod
+    def read(
+        path: str | os.PathLike[str],
+        format: str = "auto",
+        block_tokens: int | None = None,
+        skip_bad: bool = False,
+        sort: bool = False,
+    ) -> Trace:
+        """Read a trace file (plain or gzip): our JSONL, Mooncake, Bailian or Azure CSV; see `trace_formats`."""
+        from semantickv.traces.formats import read_trace
+
+        return read_trace(path, format, block_tokens=block_tokens, skip_bad=skip_bad, sort=sort)
+
+    def __len__(self) -> int:
+        """Number of requests."""
+        return len(self.arrival_s)
+
+    @property
+    def block_accesses(self) -> int:
+        return len(self.ids)
+
+    @cached_property
+    def request(self) -> npt.NDArray[np.int32]:
+        """For every block access, the number of its request."""
+        return np.repeat(np.arange(len(self), dtype=np.int32), np.diff(self.starts))
+
+    @cached_property
+    def place(self) -> npt.NDArray[np.int32]:
+        """For every block access, its index inside its request."""
+        counts = np.diff(self.starts)
+        return (np.arange(len(self.ids), dtype=np.int64) - np.repeat(self.starts[:-1], counts)).astype(np.int32)
+
+    @cached_property
+    def request_tokens(self) -> npt.NDArray[np.int64]:
+        """Prompt tokens of every request."""
+        total = np.concatenate(([0], np.cumsum(self.tokens, dtype=np.int64)))
+        return total[self.starts[1:]] - total[self.starts[:-1]]
+
+    def requests(self) -> Iterator[TraceRequest]:
+        """The requests as values: for tests, exporters and people."""
+        for r in range(len(self)):
+            blocks = slice(self.starts[r], self.starts[r + 1])
+            ttft = float(self.ttft_ms[r])
+            yield TraceRequest(
+                self.request_ids[r] if self.request_ids else str(r),
+                float(self.arrival_s[r]),
+                tuple(map(int, self.ids[blocks])),
+                tuple(map(int, self.tokens[blocks])),
+                tuple(self.type_names[kind] for kind in self.types[blocks]),
+                int(self.output_tokens[r]),
+                self.tenant_names[self.tenant[r]],
+                self.sessions[r] if self.sessions else "",
+                None if np.isnan(ttft) else ttft,
+            )
+
+    def head(self, requests: int) -> Trace:
+        """The first ``requests`` requests, as views."""
+        return self._cut(0, min(requests, len(self)))
+
+    def tail(self, first: int) -> Trace:
+        """The requests from number ``first`` on."""
+        return self._cut(min(first, len(self)), len(self))
+
+    def _cut(self, low: int, high: int) -> Trace:
+        first, last = int(self.starts[low]), int(self.starts[high])
+        return Trace(
+            self.ids[first:last],
+            self.tokens[first:last],
+            self.types[first:last],
+            self.starts[low : high + 1] - first,
+            self.arrival_s[low:high],
+            self.tenant[low:high],
+            self.output_tokens[low:high],
+            self.ttft_ms[low:high],
+            self.type_names,
+            self.tenant_names,
+            self.name,
+            self.format,
+            self.skipped,
+            self.chained,
+            self.request_ids[low:high],
+            self.sessions[low:high],
+        )
+
+
+class TraceBuilder:
+    """Collects requests into flat machine arrays: ten million blocks cost about 140 MB, not gigabytes of objects."""
+
+    def __init__(self, name: str, format: str, *, chained: bool = False, keep_names: bool = True) -> None:
+        self.name, self.format, self.chained, self.keep_names = name, format, chained, keep_names
+        self.skipped = 0
+        self.sort = False
+        self._ids, self._tokens, self._types = array("q"), array("i"), array("h")
+        self._starts, self._arrival, self._tenant = array("q", [0]), array("d"), array("i")
+        self._output, self._ttft = array("i"), array("d")
+        self._type_numbers = {kind: number for number, kind in enumerate(BLOCK_TYPES)}
+        self._tenant_numbers: dict[str, int] = {}
+        self._names: list[str] = []
+        self._sessions: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._arrival)
+
+    @property
+    def last_arrival_s(self) -> float:
+        return self._arrival[-1] if self._arrival else 0.0
+
+    def add(self, request: TraceRequest) -> None:
+        if not self.sort and request.arrival_s < self.last_arrival_s:
+            raise InputError(
+                f"request {request.request_id!r} arrives at {request.arrival_s:g} s, before the one ahead of it "
+                f"({self.last_arrival_s:g} s)",
+                hint="sort the requests by arrival, or read with sort=True",
+            )
+        numbers = self._type_numbers
+        self._ids.extend(request.block_ids)
+        self._tokens.extend(request.block_tokens)
+        self._types.extend([numbers.setdefault(kind, len(numbers)) for kind in request.block_types])
+        self._starts.append(len(self._ids))
+        self._arrival.append(request.arrival_s)
+        self._tenant.append(self._tenant_numbers.setdefault(request.tenant, len(self._tenant_numbers)))
+        self._output.append(request.output_tokens)
+        self._ttft.append(np.nan if request.ttft_ms is None else request.ttft_ms)
+        if self.keep_names:
+            self._names.append(request.request_id)
+            self._sessions.append(request.session)
+
+    def build(self) -> Trace:
+        trace = Trace(
+            np.array(self._ids, dtype=np.int64),
+            np.array(self._tokens, dtype=np.int32),
+            np.array(self._types, dtype=np.int16),
+            np.array(self._starts, dtype=np.int64),
+            np.array(self._arrival, dtype=np.float64),
+            np.array(self._tenant, dtype=np.int32),
+            np.array(self._output, dtype=np.int32),
+            np.array(self._ttft, dtype=np.float64),
+            tuple(self._type_numbers),
+            tuple(self._tenant_numbers) or ("default",),
+            self.name,
+            self.format,
+            self.skipped,
+            self.chained,
+            tuple(self._names),
+            tuple(self._sessions),
+        )
+        return _by_arrival(trace) if self.sort else trace
+
+
+def _by_arrival(trace: Trace) -> Trace:
+    """The same requests in order of arrival; requests of one moment keep their order."""
+    order = np.argsort(trace.arrival_s, kind="stable")
+    counts = np.diff(trace.starts)[order]
+    starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+    gather = np.repeat(trace.starts[:-1][order] - starts[:-1], counts) + np.arange(starts[-1])
+    return Trace(
+        trace.ids[gather],
+        trace.tokens[gather],
+        trace.types[gather],
+        starts,
+        trace.arrival_s[order],
+        trace.tenant[order],
+        trace.output_tokens[order],
+        trace.ttft_ms[order],
+        trace.type_names,
+        trace.tenant_names,
+        trace.name,
+        trace.format,
+        trace.skipped,
+        trace.chained,
+        tuple(trace.request_ids[r] for r in order) if trace.request_ids else (),
+        tuple(trace.sessions[r] for r in order) if trace.sessions else (),
+    )

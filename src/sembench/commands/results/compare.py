@@ -1,0 +1,61 @@
+"""``sembench compare``: two results, item by item."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from sembench.files import replacing
+from sembench.result import read_result
+from sembench.scoring.compare import compare
+from semblend.cli.output import say, table
+
+
+def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "compare",
+        help="what changed between two results, and what is only noise",
+        description="Compare two results item by item, with 95 %% intervals that draw whole documents.",
+    )
+    parser.add_argument("base", metavar="BASE", help="the result to compare with")
+    parser.add_argument("new", metavar="NEW", help="the result to judge")
+    parser.add_argument("--output", metavar="FILE", help="write the comparison here too")
+    parser.add_argument("--fail-on-worse", action="store_true", help="exit 1 where a metric got worse beyond noise")
+
+
+def run(args: argparse.Namespace) -> int:
+    found = {"base": args.base, "new": args.new, **compare(read_result(args.base), read_result(args.new))}
+    text = json.dumps(found, indent=2, ensure_ascii=True)
+    if args.output:
+        with replacing(args.output) as stream:
+            stream.write(text + "\n")
+    print(text)
+    _tell(found)
+    worse = [row["metric"] for row in (*found["metrics"], *found["negative_controls"]) if row["verdict"] == "worse"]
+    if args.fail_on_worse and worse:
+        say(f"gate failed: worse beyond noise: {', '.join(worse)}")
+        return 1
+    return 0
+
+
+def _tell(found: dict[str, Any]) -> None:
+    say(f"{found['items_shared']} items of {found['sources']} sources in both results")
+    for side in ("base", "new"):
+        if found[f"items_only_in_{side}"]:
+            say(f"hint: {found[f'items_only_in_{side}']} items are only in {found[side]} and were left out")
+    for line in found["setup_differences"]:
+        say(f"hint: not the same set-up: {line}")
+    rows = [_row(row) for row in found["metrics"]]
+    rows += [(f"negatives: {first}", *rest) for first, *rest in map(_row, found["negative_controls"])]
+    if rows:
+        say(table(rows, head=("metric", "n", "base", "new", "change", "95 %", "verdict"), right=(1, 2, 3, 4)))
+
+
+def _row(row: dict[str, Any]) -> tuple[str, ...]:
+    ratio = row["kind"] == "ratio"
+    change = f"×{row['change']:.3f}" if ratio else f"{row['change']:+.4f}"
+    ci = row["change_ci"]
+    spread = "" if ci is None else (f"×{ci[0]:.3f} to ×{ci[1]:.3f}" if ratio else f"{ci[0]:+.4f} to {ci[1]:+.4f}")
+    name = row["metric"]
+    return name, str(row["n"]), f"{row['base']:.4g}", f"{row['new']:.4g}", change, spread, row["verdict"]

@@ -1,0 +1,183 @@
+"""The flags that the live commands share, and what becomes of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sembench.backends.http_client import check_url
+from sembench.live.session import Session, run_session, summary
+from sembench.live.settings import ISOLATIONS, PAIRED_ARMS, LiveSettings
+from sembench.scoring.answers import QUALITY_THRESHOLD
+from sembench.witnesses.engine_flags import engine_flags, require_fair_flags
+from semblend.errors import InputError
+
+SECRET = ("api_key", "admin_key", "judge_api_key")
+NOT_CONFIG = (*SECRET, "run", "command", "debug", "manifest", "output", "resume", "quiet")
+
+
+def add_run_flags(parser: argparse.ArgumentParser) -> None:
+    """What is run and what the result calls itself."""
+    parser.add_argument("--manifest", required=True, metavar="FILE", help="cases from sembench build")
+    parser.add_argument("--output", required=True, metavar="FILE", help="the result, JSON")
+    parser.add_argument("--model", required=True, help="the model that the server must serve")
+    parser.add_argument("--max-items", type=count, metavar="N", help="N cases, every transform in turn")
+    parser.add_argument("--block-size", type=count, default=16, metavar="N", help="tokens a block (default: 16)")
+    parser.add_argument("--tokenizer", default="", help="name of the tokenizer, sent to routers (default: the model)")
+    parser.add_argument("--timeout-seconds", type=float, default=None, metavar="S", help="limit of one request")
+    parser.add_argument("--resume", action="store_true", help="go on where an interrupted run stopped")
+    parser.add_argument("--skip-verify", action="store_true", help="do not ask the server which model it serves")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    told = parser.add_argument_group("what the result says of itself")
+    told.add_argument("--run-id", default="", help="default: one is made up")
+    told.add_argument("--backend-id", default="", help="name of the backend, for comparisons")
+    told.add_argument("--baseline-id", default="", help="name of the run to compare with")
+    told.add_argument("--engine-version", default="", help="version of the engine")
+
+
+def add_measuring_flags(parser: argparse.ArgumentParser) -> None:
+    how = parser.add_argument_group("how it is measured")
+    how.add_argument("--paired", action="store_true", help="cold, warm and rerun of every case, in random order")
+    how.add_argument("--no-rerun", action="store_true", help="with --paired: leave the second cold arm out")
+    how.add_argument("--arm", choices=["single", "cold", "warm"], default="single", help="one arm alone, to be merged")
+    how.add_argument("--seed", type=int, default=0, help="of the order of arms (default: 0)")
+    how.add_argument(
+        "--isolation", choices=["auto", *ISOLATIONS], default="auto", help="how a case gets an empty cache"
+    )
+    how.add_argument("--warmup-requests", type=count0, default=2, metavar="N", help="thrown away (default: 2)")
+    how.add_argument("--cooldown-ms", type=float, default=0.0, metavar="MS", help="pause after each request")
+    how.add_argument("--post-donor-delay-ms", type=float, default=0.0, metavar="MS", help="pause behind the donors")
+    how.add_argument("--capture-logprobs", action="store_true", help="ask for log-probabilities: KL, perplexity")
+    how.add_argument("--top-logprobs-num", type=count, default=8, metavar="N", help="alternatives (default: 8)")
+    how.add_argument(
+        "--quality-threshold", type=float, default=QUALITY_THRESHOLD, metavar="SHARE", help="default: 0.60"
+    )
+    how.add_argument("--no-reuse", action="store_true", help="ask the backend not to reuse: the baseline")
+    how.add_argument("--tenant-pairs", type=count0, default=0, metavar="N", help="ask N prompts as another tenant, too")
+    how.add_argument("--other-tenant", default="tenant-b", metavar="NAME", help="who that is (default: tenant-b)")
+    how.add_argument("--tenant-salt", action="store_true", help="tenants also differ in cache_salt")
+
+
+def add_confirmation_flags(parser: argparse.ArgumentParser) -> None:
+    who = parser.add_argument_group("who confirms")
+    who.add_argument("--metrics-url", nargs="+", action="extend", default=[], metavar="URL", help="Prometheus text")
+    who.add_argument("--connector-audit", nargs="+", action="extend", default=[], metavar="FILE", help="audit JSONL")
+    who.add_argument("--engine-serve-command", default="", metavar="TEXT", help="how the engine was started")
+    who.add_argument("--engine-serve-command-file", default="", metavar="FILE", help="the same, from a file")
+    who.add_argument("--engine-env", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help="its settings")
+    who.add_argument("--require-phase0-flags", action="store_true", help="refuse an engine that was started unfairly")
+    keys = parser.add_argument_group("keys and judge")
+    keys.add_argument("--api-key", action="append", default=[], metavar="[TENANT=]KEY", help="@FILE reads it")
+    keys.add_argument("--admin-key", default="", metavar="KEY", help="for flushing and metrics; @FILE reads it")
+    keys.add_argument("--judge-url", default="", metavar="URL", help="an OpenAI endpoint that judges the answers")
+    keys.add_argument("--judge-model", default="", help="its model")
+    keys.add_argument("--judge-api-key", default="", metavar="KEY", help="its key; @FILE reads it")
+
+
+def settings_of(args: argparse.Namespace, **own: Any) -> LiveSettings:
+    """The settings of the flags above; a command adds its own."""
+    arms: tuple[str, ...] = (args.arm,)
+    if args.paired:
+        if args.arm != "single":
+            raise InputError(f"--paired runs all arms, --arm {args.arm} one", hint="leave one of them out")
+        arms = PAIRED_ARMS[:2] if args.no_rerun else PAIRED_ARMS
+    if len(arms) > 1 and own.get("isolation") == "none":
+        raise InputError("a cold arm needs an empty cache", hint="leave --isolation and --no-flush-per-item out")
+    return LiveSettings(
+        arms=arms,
+        post_donor_delay_ms=args.post_donor_delay_ms,
+        cooldown_ms=args.cooldown_ms,
+        warmup_requests=args.warmup_requests,
+        block_size=args.block_size,
+        top_logprobs=args.top_logprobs_num if args.capture_logprobs else None,
+        quality_threshold=args.quality_threshold,
+        tenant_pairs=args.tenant_pairs,
+        other_tenant=args.other_tenant,
+        tenant_salt=args.tenant_salt,
+        reuse=not args.no_reuse,
+        seed=args.seed,
+        max_items=args.max_items,
+        **own,
+    )
+
+
+def session_of(args: argparse.Namespace, *, engine: str, metrics_urls: Sequence[str], **own: Any) -> Session:
+    command = args.engine_serve_command
+    if args.engine_serve_command_file:
+        command = read_text(args.engine_serve_command_file)
+    flags = engine_flags(command, args.engine_env)
+    if args.require_phase0_flags:
+        require_fair_flags(flags)
+    admin = secret(args.admin_key)
+    return Session(
+        manifest=args.manifest,
+        output=args.output,
+        model=args.model,
+        metrics_urls=[check_url(url, "--metrics-url") for url in args.metrics_url] or metrics_urls,
+        metrics_required=bool(args.metrics_url),
+        headers={"Authorization": f"Bearer {admin}"} if admin else {},
+        audit_paths=args.connector_audit,
+        verify=not args.skip_verify,
+        resume=args.resume,
+        engine=flags,
+        identity={
+            "engine": engine,
+            "run_id": args.run_id or None,
+            "backend_id": args.backend_id or None,
+            "baseline_id": args.baseline_id or None,
+            "engine_version": args.engine_version or None,
+        },
+        config={name: value for name, value in vars(args).items() if name not in NOT_CONFIG},
+        judge_url=check_url(args.judge_url, "--judge-url") if args.judge_url else "",
+        judge_model=args.judge_model,
+        judge_key=secret(args.judge_api_key),
+        quiet=args.quiet,
+        **own,
+    )
+
+
+def finish(session: Session, settings: LiveSettings) -> int:
+    """Run it; 1 where not a single request was answered."""
+    result = run_session(session, settings)
+    print(json.dumps(summary(result, session.output)))
+    return 1 if result.requests and all(record.error for record in result.requests) else 0
+
+
+def keys_of(pairs: Sequence[str]) -> Mapping[str, str]:
+    """API keys by tenant; a key without a tenant is everyone's.
+
+    >>> keys_of(["acme=k1", "k2"])
+    {'acme': 'k1', '': 'k2'}
+    """
+    found = {}
+    for pair in pairs:
+        tenant, equals, key = pair.partition("=")
+        found[tenant if equals else ""] = secret(key if equals else pair)
+    return found
+
+
+def secret(text: str) -> str:
+    """A key, or the content of the file behind ``@``: a command line can be read by others."""
+    return read_text(text[1:]).strip() if text.startswith("@") else text
+
+
+def read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}", hint="check the path") from None
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def count0(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)

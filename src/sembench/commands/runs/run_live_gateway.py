@@ -1,0 +1,91 @@
+"""``sembench run-live-gateway``: replay a manifest through any OpenAI-compatible gateway."""
+
+from __future__ import annotations
+
+import argparse
+from urllib.parse import urlsplit
+
+from sembench.backends.gateway import GatewayBackend
+from sembench.backends.http_client import check_url
+from sembench.commands.runs.live_flags import (
+    add_confirmation_flags,
+    add_measuring_flags,
+    add_run_flags,
+    count,
+    count0,
+    finish,
+    keys_of,
+    session_of,
+    settings_of,
+)
+from semblend.errors import InputError
+
+TIMEOUT_S = 900.0
+RESET = "/reset_prefix_cache"
+
+
+def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "run-live-gateway",
+        help="replay a manifest through an OpenAI-compatible gateway",
+        description="Prime donors at --donor-url, ask recipients through --gateway-url, and weigh what comes back.",
+    )
+    add_run_flags(parser)
+    parser.add_argument("--gateway-url", required=True, metavar="URL", help="where recipients go")
+    parser.add_argument("--donor-url", default="", metavar="URL", help="where donors are primed (default: the gateway)")
+    parser.add_argument(
+        "--worker-url", nargs="+", action="extend", default=[], metavar="URL", help="engines behind it, for metrics"
+    )
+    parser.add_argument(
+        "--reset-url", nargs="+", action="extend", default=[], metavar="URL", help=f"POSTed to empty caches ({RESET})"
+    )
+    parser.add_argument("--tenant", default="tenant-a", help="sent as x-tenant-id (default: tenant-a)")
+    parser.add_argument("--template", default="rag-template-v1", help="sent as x-chat-template-id")
+    parser.add_argument("--donor-max-tokens", type=count, default=1, metavar="N", help="default: 1")
+    parser.add_argument("--recipient-max-tokens", type=count, default=256, metavar="N", help="default: 256")
+    parser.add_argument("--concurrency", type=count, default=1, metavar="N", help="requests at once (default: 1)")
+    parser.add_argument(
+        "--min-donor-gap-requests", type=count0, default=0, metavar="N", help="cases primed before a recipient is asked"
+    )
+    parser.add_argument("--throughput-output", default="", metavar="FILE", help="requests a second, JSON")
+    add_measuring_flags(parser)
+    add_confirmation_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    gateway = check_url(args.gateway_url, "--gateway-url")
+    donor = check_url(args.donor_url, "--donor-url") if args.donor_url else ""
+    workers = [check_url(url, "--worker-url") for url in args.worker_url]
+    resets = [_reset(check_url(url, "--reset-url")) for url in args.reset_url]
+    isolation = args.isolation
+    if isolation == "auto":
+        isolation = "flush" if resets else "salt"
+    if isolation == "flush" and not resets:
+        raise InputError("a gateway cannot be flushed", hint=f"give --reset-url http://engine:port{RESET}")
+    settings = settings_of(
+        args,
+        isolation=isolation,
+        donor_tokens=args.donor_max_tokens,
+        recipient_tokens=args.recipient_max_tokens,
+        tenant=args.tenant,
+        template=args.template,
+        concurrency=args.concurrency,
+        min_donor_gap_requests=args.min_donor_gap_requests,
+    )
+    keys = keys_of(args.api_key)
+    session = session_of(
+        args,
+        engine="gateway",
+        metrics_urls=[f"{url}/metrics" for url in dict.fromkeys(workers or [one for one in (gateway, donor) if one])],
+        make=lambda client: GatewayBackend(
+            client, gateway, args.model, donor_url=donor, reset_urls=resets, keys=keys, tokenizer=args.tokenizer
+        ),
+        timeout_s=args.timeout_seconds or TIMEOUT_S,
+        throughput_output=args.throughput_output,
+    )
+    return finish(session, settings)
+
+
+def _reset(url: str) -> str:
+    """A URL without a path means the engine's usual one."""
+    return url if urlsplit(url).path.strip("/") else url + RESET

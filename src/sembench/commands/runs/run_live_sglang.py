@@ -1,0 +1,59 @@
+"""``sembench run-live-sglang``: replay a manifest on a server that speaks SGLang's native API."""
+
+from __future__ import annotations
+
+import argparse
+
+from sembench.backends.http_client import check_url
+from sembench.backends.sglang import SglangBackend
+from sembench.commands.runs.live_flags import (
+    add_confirmation_flags,
+    add_measuring_flags,
+    add_run_flags,
+    count,
+    finish,
+    keys_of,
+    session_of,
+    settings_of,
+)
+
+TIMEOUT_S = 3600.0
+
+
+def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "run-live-sglang",
+        help="replay a manifest on an SGLang server, or the embedded one",
+        description="Prime donors, ask recipients over /generate, and weigh what the server says of reuse.",
+    )
+    add_run_flags(parser)
+    parser.add_argument("--base-url", required=True, metavar="URL", help="the server, such as http://localhost:30000")
+    parser.add_argument("--donor-max-new-tokens", type=count, default=1, metavar="N", help="default: 1")
+    parser.add_argument("--recipient-max-new-tokens", type=count, default=16, metavar="N", help="default: 16")
+    parser.add_argument("--no-flush-per-item", action="store_true", help="do not empty the cache between cases")
+    parser.add_argument("--tenant", default="", help="sent as x-tenant-id")
+    add_measuring_flags(parser)
+    add_confirmation_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    base = check_url(args.base_url, "--base-url")
+    isolation = args.isolation
+    if isolation == "auto":
+        isolation = "none" if args.no_flush_per_item else "flush"
+    settings = settings_of(
+        args,
+        isolation=isolation,
+        donor_tokens=args.donor_max_new_tokens,
+        recipient_tokens=args.recipient_max_new_tokens,
+        tenant=args.tenant,
+    )
+    keys = keys_of(args.api_key)
+    session = session_of(
+        args,
+        engine="sglang",
+        metrics_urls=[f"{base}/metrics"],
+        make=lambda client: SglangBackend(client, base, keys=keys),
+        timeout_s=args.timeout_seconds or TIMEOUT_S,
+    )
+    return finish(session, settings)

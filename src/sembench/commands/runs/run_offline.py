@@ -1,0 +1,234 @@
+"""Replay a manifest without a server: exact blocks, what a planner proposes, and what of it is token-equal.
+
+All donors of the manifest and the distractors are in one store; --store per-item gives every case its own donors only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from sembench.live.resume_log import Partial
+from sembench.manifests.case_subset import check_versions, chosen_cases
+from sembench.manifests.cases import Case, manifest_sha256, read_manifest
+from sembench.manifests.writer import write_document
+from sembench.offline.planners import BUILT_IN, PlannerOptions, planner_factory
+from sembench.offline.replay import STORES, Distractor, Replay
+from sembench.offline.tokenizers import Chosen, choose_tokenizer
+from sembench.provenance import environment_info, run_info, utc_now
+from sembench.result import RequestRecord, Result, write_result
+from sembench.scoring.aggregate import aggregate, by_transform
+from semblend.cli.output import Progress, say, table
+from semblend.errors import InputError
+
+DEFAULT_DISTRACTORS = "32"
+_DISTRACTOR_WORDS = 700
+
+
+def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "run-offline", help="replay a manifest without a server", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--manifest", required=True, help="made by sembench build; packed if it ends in .gz")
+    parser.add_argument("--output", required=True, help="result file")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens of a KV block")
+    parser.add_argument("--tokenizer", default=None, help="stable (default), a file, a model name, tiktoken:NAME")
+    parser.add_argument(
+        "--no-tokenizer-stand-in", action="store_true", help="fail where a named tokenizer is not at hand"
+    )
+    parser.add_argument("--planner", default="ours", help=f"{', '.join(BUILT_IN)}, or module:Class")
+    parser.add_argument("--store", choices=STORES, default="one", help="one store for all, or one for each item")
+    parser.add_argument(
+        "--distractors", default=DEFAULT_DISTRACTORS, metavar="N|MANIFEST",
+        help="unrelated donors in the one store: so many made ones, or all donors of another manifest",
+    )  # fmt: skip
+    parser.add_argument("--max-items", type=int, default=None, help="N cases and their donors, every transform in turn")
+    parser.add_argument("--chunk-size", type=int, default=256, help="tokens of a chunk, for lmcache-chunks")
+    parser.add_argument("--semblend-path", default="", help="folder to import a module:Class planner from")
+    parser.add_argument("--semblend-embedder", default=None, help="evidence beside the spans (default: none)")
+    parser.add_argument("--semblend-min-similarity", type=float, default=None, help="lowest cosine of that evidence")
+    parser.add_argument("--semblend-min-reuse-ratio", type=float, default=None, help="decline below this share")
+    parser.add_argument("--disable-multi-donor", action="store_true", help="only the spans of the best donor")
+    parser.add_argument("--resume", action="store_true", help="go on with an interrupted run")
+    parser.add_argument("--skip-bad", action="store_true", help="leave out lines that cannot be read, and count them")
+    parser.add_argument("--skip-verify", action="store_true", help="accept a manifest of mixed benchmark versions")
+    parser.add_argument("--quiet", action="store_true", help="no progress and no table")
+    for name in ("--run-id", "--backend-id", "--baseline-id", "--engine-version"):
+        parser.add_argument(name, default=None, help="kept in the result")
+    parser.add_argument("--arm", default="single", choices=("cold", "warm", "single"), help="kept in the result")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.block_size < 1 or args.chunk_size < 1:
+        raise InputError("--block-size and --chunk-size start at 1", hint="use 16 and 256")
+    if args.semblend_path:
+        sys.path.insert(0, args.semblend_path)
+    options = PlannerOptions(
+        args.block_size, args.chunk_size, args.semblend_embedder, args.semblend_min_similarity,
+        args.semblend_min_reuse_ratio, not args.disable_multi_donor,
+    )  # fmt: skip
+    planner_factory(args.planner, options)  # a wrong name is told before the long work
+    chosen = choose_tokenizer(args.tokenizer, allow_stand_in=not args.no_tokenizer_stand_in)
+    if chosen.stand_in:
+        say(f"warning: {chosen.note}")
+    manifest = _Manifest(args.manifest, args.max_items, args.skip_bad, args.skip_verify)
+    config = _config(args, options, chosen)
+    capacity = manifest.donor_chars + _distractor_chars(args) if args.store == "one" else manifest.largest_item_chars
+    factory = planner_factory(args.planner, replace(options, capacity_chars=capacity))
+    partial = Partial(args.output, {"manifest_sha256": manifest.sha256, **config}, resume=args.resume)
+    finished = False
+    try:
+        distractors = _distractors(args.distractors if args.store == "one" else "0")
+        replay = Replay(manifest, factory, chosen.encoder, args.block_size, args.arm, distractors)
+        records = _replayed(replay, manifest, partial, args)
+        result = _result(args, manifest, config, records)
+        write_result(args.output, result)
+        finished = True
+    finally:
+        partial.close(finished=finished)
+    _tell(args, result, manifest)
+    return 0
+
+
+class _Manifest:
+    """The manifest as something that can be read again and again; what is wrong with it is told once."""
+
+    def __init__(self, path: str, max_items: int | None, skip_bad: bool, skip_verify: bool) -> None:
+        if max_items is not None and max_items < 1:
+            raise InputError(f"--max-items is {max_items}", hint="ask for one item or more")
+        self.path, self._max_items = path, max_items
+        self.sha256 = manifest_sha256(path)
+        self.items = 0
+        self._bad_lines: set[str] = set()
+        self._on_bad = self._count if skip_bad else None
+        versions: set[str] = set()
+        seen: set[str] = set()
+        self.donor_chars = self.largest_item_chars = 0
+        for case in self():
+            self.items += 1
+            chars = {donor.donor_id: len(donor.text) for donor in case.donor_prompts}
+            self.largest_item_chars = max(self.largest_item_chars, sum(chars.values()))
+            self.donor_chars += sum(own for donor_id, own in chars.items() if donor_id not in seen)
+            seen |= chars.keys()
+            versions.add(case.benchmark_version)
+        check_versions(path, list(versions)[:1] if skip_verify else versions)
+        if self.bad:
+            say(f"warning: {self.bad} lines left out")
+
+    @property
+    def bad(self) -> int:
+        return len(self._bad_lines)
+
+    def __call__(self) -> Iterator[Case]:
+        return chosen_cases(self.path, self._max_items, self._on_bad)
+
+    def _count(self, error: InputError) -> None:
+        if error.message not in self._bad_lines:  # the file is read more than once
+            self._bad_lines.add(error.message)
+            say(f"left out: {error.message}")
+
+
+def _replayed(replay: Replay, manifest: _Manifest, partial: Partial, args: argparse.Namespace) -> list[RequestRecord]:
+    progress = Progress(args.quiet)
+
+    def told(what: str, count: int) -> None:
+        if progress.due():
+            of = f" of {manifest.items}" if what == "recipients" else ""
+            progress.show(f"{what}: {count}{of}")
+
+    walk = replay.one_store if args.store == "one" else replay.per_item
+    earlier = dict(partial.done)
+    if earlier:
+        say(f"going on after {len(earlier)} of {manifest.items} items")
+    for record in walk(told, earlier.__contains__):
+        partial.add(record.item_id, (record,))
+    progress.clear()
+    return [partial.done[case.item_id][0] for case in manifest()]
+
+
+def _distractors(given: str) -> Any:
+    """A function that gives (id, text) pairs, each time from the start."""
+    if given.isdigit():
+        return lambda: (
+            (f"distractor-{number:05d}", write_document(f"distractor:{number}", _DISTRACTOR_WORDS).context)
+            for number in range(int(given))
+        )
+
+    def from_manifest() -> Iterable[Distractor]:
+        for case in read_manifest(given):
+            for donor in case.donor_prompts:
+                yield f"distractor-{donor.donor_id}", donor.text
+
+    return from_manifest
+
+
+def _distractor_chars(args: argparse.Namespace) -> int:
+    if args.distractors.isdigit():
+        return int(args.distractors) * _DISTRACTOR_WORDS * 8
+    return sum(len(donor.text) for case in read_manifest(args.distractors) for donor in case.donor_prompts)
+
+
+def _config(args: argparse.Namespace, options: PlannerOptions, chosen: Chosen) -> dict[str, Any]:
+    return {
+        "mode": "offline",
+        "planner": args.planner,
+        "store": args.store,
+        "distractors": args.distractors if args.store == "one" else "0",
+        "block_size": args.block_size,
+        "tokenizer": chosen.as_dict(),
+        "max_items": args.max_items,
+        "chunk_size": options.chunk_size,
+        "semblend_embedder": options.embedder,
+        "semblend_min_similarity": options.min_similarity,
+        "semblend_min_reuse_ratio": options.min_reuse_ratio,
+        "multi_donor": options.multi_donor,
+    }
+
+
+def _result(args: argparse.Namespace, manifest: _Manifest, config: Any, records: list[RequestRecord]) -> Result:
+    run_object = run_info(
+        engine="offline",
+        manifest_path=args.manifest,
+        manifest_sha256=manifest.sha256,
+        run_id=args.run_id,
+        arm=args.arm,
+        engine_version=args.engine_version,
+        backend_id=args.backend_id,
+        baseline_id=args.baseline_id,
+    )
+    return Result(
+        created_at_utc=utc_now(),
+        run=run_object,
+        config={**config, "bad_lines": manifest.bad},
+        environment=environment_info(),
+        aggregate=aggregate(records),
+        by_transform=by_transform(records),
+        requests=tuple(records),
+    )
+
+
+def _tell(args: argparse.Namespace, result: Result, manifest: _Manifest) -> None:
+    names = ("exact_prefix_block_hit_rate", "exact_block_hit_rate", "semantic_candidate_block_rate",
+             "semantic_eligible_block_rate", "semantic_eligible_lift", "wrong_tokens")  # fmt: skip
+    if not args.quiet:
+        groups = {**result.by_transform, "all": result.aggregate}
+        rows = [[name, own["request_count"], *(_shown(own[key]) for key in names)] for name, own in groups.items()]
+        head = ("transform", "n", "exact prefix", "exact blocks", "candidate", "eligible", "lift", "wrong tokens")
+        say(table(rows, head=head, right=range(1, len(head))))
+    shared = result.aggregate["negative_control_semantic_eligible_tokens"]
+    if shared:
+        say(
+            f"warning: {shared} tokens of negative controls are held by donors; "
+            f"sembench audit-manifest --manifest {args.manifest} shows which"
+        )
+    summary = {key: result.aggregate[key] for key in (*names, "negative_control_semantic_eligible_rate")}
+    print(json.dumps({"result": args.output, "items": manifest.items, **summary}))
+
+
+def _shown(value: Any) -> str:
+    return "–" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)

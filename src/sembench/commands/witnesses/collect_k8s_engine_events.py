@@ -1,0 +1,85 @@
+"""``sembench collect-k8s-engine-events``: fetch a pod's log and summarize it."""
+
+from __future__ import annotations
+
+import argparse
+
+from sembench.commands.witnesses.summarize_engine_events import deliver
+from sembench.files import replacing
+from sembench.witnesses.engine_events import ENGINES, summarize_file
+from sembench.witnesses.kubernetes_logs import DEFAULT_TAIL, PodLog, read_pod_log, seconds_of, time_of
+from semblend.cli.output import say
+from semblend.errors import InputError
+
+
+def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "collect-k8s-engine-events",
+        help="fetch an engine's log from Kubernetes and summarize it",
+        description="Fetch a pod's log with the Kubernetes client, or with kubectl where it is not installed.",
+    )
+    parser.add_argument("--engine", required=True, choices=ENGINES, help="whose lines these are")
+    parser.add_argument("--namespace", required=True, help="the pod's namespace")
+    parser.add_argument("--pod", required=True, help="the pod")
+    parser.add_argument("--container", help="the container, where the pod has several")
+    parser.add_argument(
+        "--tail", type=int, metavar="N",
+        help=f"only the last N lines, -1 for all; {DEFAULT_TAIL}, or all with --since or --since-time",
+    )  # fmt: skip
+    parser.add_argument("--since", metavar="DURATION", help="only lines younger than this, like 15m")
+    parser.add_argument("--since-time", metavar="TIME", help="only lines from this time on, like 2026-06-22T18:00:00Z")
+    parser.add_argument("--previous", action="store_true", help="the container before its last restart")
+    parser.add_argument("--output-log", required=True, metavar="FILE", help="write the log here")
+    parser.add_argument("--output-summary", metavar="FILE", help="write the summary here; without it, to stdout")
+    parser.add_argument(
+        "--client", choices=("auto", "python", "kubectl"), default="auto",
+        help="how to ask: the kubernetes package where it is installed, else kubectl (auto)",
+    )  # fmt: skip
+    parser.add_argument("--context", help="context of the kubeconfig")
+    parser.add_argument("--kubeconfig", metavar="FILE", help="kubeconfig to use")
+    parser.add_argument("--timeout-seconds", type=float, default=300.0, metavar="S", help="give up after this (300)")
+
+
+def run(args: argparse.Namespace) -> int:
+    wanted = wanted_log(args)
+    lines = 0
+    with replacing(args.output_log) as stream:
+        for line in read_pod_log(wanted, args.client):
+            stream.write(line + "\n")
+            lines += 1
+    say(f"{wanted.name}: {lines} lines to {args.output_log}")
+    if lines == 0:
+        say("hint: no line in this range; check --since-time, --container and the clock")
+    if wanted.tail is not None and lines >= wanted.tail:
+        say(f"hint: exactly {lines} lines came, so older ones may be cut; raise --tail, or --tail -1 for all")
+    # A pod's log mixes streams, and its first line may be half a record: broken lines are counted, not fatal.
+    deliver(summarize_file(args.engine, args.output_log, skip_bad=True), args.output_summary)
+    return 0
+
+
+def wanted_log(args: argparse.Namespace) -> PodLog:
+    """The log that the flags ask for; names that would read as flags are refused before anything runs."""
+    for flag in ("namespace", "pod", "container", "context"):
+        value = getattr(args, flag)
+        if value is not None and (not value.strip() or value.startswith("-")):
+            raise InputError(f"--{flag} {value!r} is no name", hint=f"pass the {flag}'s name")
+    if args.since and args.since_time:
+        raise InputError("--since and --since-time are both given", hint="pass one of them")
+    ranged = bool(args.since or args.since_time)
+    tail = args.tail if args.tail is not None else (-1 if ranged else DEFAULT_TAIL)
+    if tail == 0 or tail < -1:
+        raise InputError(f"--tail {tail} asks for no line", hint="pass a positive number, or -1 for all")
+    if args.timeout_seconds <= 0:
+        raise InputError(f"--timeout-seconds {args.timeout_seconds:g} is not positive", hint="pass seconds, like 300")
+    return PodLog(
+        namespace=args.namespace,
+        pod=args.pod,
+        container=args.container,
+        tail=None if tail == -1 else tail,
+        since_s=seconds_of(args.since) if args.since else None,
+        since_time=time_of(args.since_time) if args.since_time else None,
+        previous=args.previous,
+        context=args.context,
+        kubeconfig=args.kubeconfig,
+        timeout_s=args.timeout_seconds,
+    )

@@ -1,0 +1,56 @@
+"""``sembench engine-snapshot``: the counters of an engine now, and against an earlier snapshot."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from typing import Any
+
+from sembench.backends.http_client import check_url, get_text, open_client
+from sembench.files import replacing
+from sembench.provenance import utc_now
+from sembench.witnesses.prometheus import parse
+from sembench.witnesses.snapshots import SNAPSHOT_VERSION, delta_between, read_snapshot
+
+
+def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "engine-snapshot",
+        help="save the counters of an engine; with --before, what they did since",
+        description="Scrape Prometheus endpoints. With --before, subtract an earlier snapshot of the same endpoints.",
+    )
+    parser.add_argument("--metrics-url", nargs="+", action="extend", required=True, metavar="URL", help="endpoints")
+    parser.add_argument("--output", required=True, metavar="FILE", help="the snapshot, JSON")
+    parser.add_argument("--before", default="", metavar="FILE", help="an earlier snapshot")
+    parser.add_argument("--timeout-seconds", type=float, default=30.0, metavar="S", help="default: 30")
+
+
+def run(args: argparse.Namespace) -> int:
+    urls = [check_url(url, "--metrics-url") for url in args.metrics_url]
+    endpoints = asyncio.run(_scrape(urls, args.timeout_seconds))
+    snapshot: dict[str, Any] = {
+        "snapshot_version": SNAPSHOT_VERSION,
+        "created_at_utc": utc_now(),
+        "endpoints": endpoints,
+    }
+    if args.before:
+        snapshot["delta"] = delta_between(read_snapshot(args.before), endpoints)
+    with replacing(args.output) as stream:
+        stream.write(json.dumps(snapshot, indent=1) + "\n")
+    failed = sum(one["error"] is not None for one in endpoints.values())
+    print(json.dumps({"output": args.output, "endpoints": len(urls), "failed": failed} | snapshot.get("delta", {})))
+    return 1 if failed == len(urls) else 0
+
+
+async def _scrape(urls: list[str], timeout_s: float) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    async with open_client(timeout_s) as client:
+        for url in urls:
+            text, error = await get_text(client, url)
+            samples = [] if text is None else parse(text).items()
+            found[url] = {
+                "error": error,
+                "samples": [[name, dict(labels), value] for (name, labels), value in samples if value == value],
+            }
+    return found

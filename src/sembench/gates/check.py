@@ -1,0 +1,186 @@
+"""Gates: what a result must show before anybody may call it good.
+
+A gate names one metric and one bound. A requested gate whose metric nobody observed fails: silence proves nothing.
+The numbers are computed again from the requests; a file whose own aggregate says something else fails as well.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sembench.files import open_text
+from sembench.gates.table import GATES, Gate
+from sembench.result import Result
+from sembench.scoring.aggregate import aggregate, measured
+from sembench.scoring.paired import paired, pairs_of
+from sembench.scoring.statistics import bootstrap_mean, mean
+from semblend.errors import InputError
+
+_SAME = 1e-6
+
+
+@dataclass
+class Observations:
+    """Every metric a gate may read: its value, where known its interval and n, and where it was taken from."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    intervals: dict[str, Sequence[float] | None] = field(default_factory=dict)
+    counts: dict[str, int | None] = field(default_factory=dict)
+    disagreements: dict[str, str] = field(default_factory=dict)
+    unverified: set[str] = field(default_factory=set)
+
+    def put(self, name: str, value: Any, ci: Any = None, n: Any = None) -> None:
+        self.values[name], self.intervals[name], self.counts[name] = _finite(value), ci, n
+
+
+def observe(
+    result: Result, summaries: Sequence[Mapping[str, Any]], calibration: Mapping[str, Any] | None = None
+) -> Observations:
+    """All metrics of a result and of the engine summaries beside it."""
+    seen = Observations()
+    again = aggregate(result.requests) if result.requests else {}
+    again_paired = paired(result.requests) or {}
+    for gate in GATES:
+        _take(seen, gate.metric, result.aggregate, again)
+        if seen.values.get(gate.metric) is None:
+            _take(seen, gate.metric, result.paired or {}, again_paired)
+    _derive_paired(seen, result, {**(result.paired or {}), **again_paired}, calibration)
+    _derive_confirmed(seen, result)
+    _derive_engine(seen, summaries)
+    if not any(record.confirmation_sources for record in result.requests) and result.requests:
+        seen.put("contradiction_count", None)  # nobody spoke, so nobody agreed
+    return seen
+
+
+def _take(seen: Observations, name: str, stated: Mapping[str, Any], computed: Mapping[str, Any]) -> None:
+    """The computed value where requests allow one; what the file states must be the same."""
+    found = computed if computed.get(name) is not None else stated
+    if name not in found and name in seen.values:
+        return
+    seen.put(name, found.get(name), found.get(f"{name}_ci"), found.get(f"{name}_n"))
+    own, file_says = computed.get(name), stated.get(name)
+    if computed and isinstance(file_says, (int, float)) and not _same(own, file_says):
+        seen.disagreements[name] = f"the file states {_text(file_says)}, its requests give {_text(own)}"
+        if own is None:
+            seen.put(name, None)
+    if not computed and file_says is not None:
+        seen.unverified.add(name)
+
+
+def _derive_paired(
+    seen: Observations, result: Result, pairs: Mapping[str, Any], calibration: Mapping[str, Any] | None
+) -> None:
+    speed = pairs.get("negative_control_ttft_speedup_median")
+    seen.put("negative_control_speedup_deviation", None if speed is None else abs(speed - 1.0))
+    total, dirty = pairs.get("pairs_total"), pairs.get("pairs_contaminated")
+    seen.put("contaminated_pair_rate", dirty / total if total and dirty is not None else None, n=total)
+    whole = pairs_of(result.requests)
+    seen.put("contamination_checked", all(p.cold.flush_contaminated is not None for p in whole) if whole else None)
+    floor = None if calibration is None else calibration.get("rouge_l_mean")
+    rouge = pairs.get("warm_vs_cold_output_rouge_l_mean")
+    seen.put("warm_vs_cold_rouge_drop", None if floor is None or rouge is None else floor - rouge)
+
+
+def _derive_confirmed(seen: Observations, result: Result) -> None:
+    """Distance from cold where KV was reused: requests that ran cold would only water it down."""
+    reused = [record for record in measured(result.requests) if record.backend_confirmed_tokens]
+    for name, attribute in (("confirmed_cold_kl_mean", "cold_kl_topk"), ("confirmed_cold_f1_mean", "cold_f1")):
+        known = [(getattr(r, attribute), r.cluster) for r in reused if getattr(r, attribute) is not None]
+        values = [float(value) for value, _ in known]
+        ci = bootstrap_mean([cluster for _, cluster in known], values)
+        seen.put(name, mean(values), ci, len(values))
+
+
+def _derive_engine(seen: Observations, summaries: Sequence[Mapping[str, Any]]) -> None:
+    # An empty log shows no error because it shows nothing.
+    spoken = [summary for summary in summaries if summary.get("lines", 1)]
+    for name in ("materialization_events", "materialized_tokens", "materialized_units"):
+        seen.put(name, sum(_count(summary, name) for summary in spoken) if spoken else None)
+    seen.put("engine_errors", sum(_count(summary, "errors") for summary in spoken) if spoken else None)
+    proofs = [bool(summary.get("materialized_semantic_kv_reuse")) for summary in spoken]
+    seen.put("materialized_semantic_kv_reuse", any(proofs) if spoken else None)
+
+
+def check(
+    seen: Observations, requested: Mapping[str, float | bool], *, allow_missing: bool = False, pessimistic: bool = False
+) -> tuple[list[str], list[str]]:
+    """The reasons why gates fail, one line each, and the metrics that were missing."""
+    failures, missing = [], []
+    by_name = {gate.name: gate for gate in GATES}
+    for name, bound in requested.items():
+        gate = by_name[name]
+        if gate.metric in seen.disagreements:
+            failures.append(f"{gate.flag}: {gate.metric}: {seen.disagreements[gate.metric]}")
+        elif seen.values.get(gate.metric) is None:
+            missing.append(gate.metric)
+            if not allow_missing:
+                failures.append(f"{gate.flag}: {gate.metric} was not observed; it needs {gate.needs}")
+        elif reason := _broken(gate, seen, bound, pessimistic):
+            failures.append(f"{gate.flag}: {reason}")
+    return failures, missing
+
+
+def _broken(gate: Gate, seen: Observations, bound: float | bool, pessimistic: bool) -> str | None:
+    value = seen.values[gate.metric]
+    if gate.bound == "true":
+        return None if value else f"{gate.metric} is false"
+    limit = 0.0 if isinstance(bound, bool) else bound
+    ci = seen.intervals.get(gate.metric)
+    judged = value
+    if pessimistic and ci:
+        judged = ci[0] if gate.bound == "min" else ci[1]
+    if (judged >= limit - _SAME * 1e-3) if gate.bound == "min" else (judged <= limit + _SAME * 1e-3):
+        return None
+    n = seen.counts.get(gate.metric)
+    notes = [f"95 % {_text(ci[0])} to {_text(ci[1])}" if ci else "", f"n={n}" if n is not None else ""]
+    note = ", ".join(part for part in notes if part)
+    word = "at least" if gate.bound == "min" else "at most"
+    return f"{gate.metric} is {_text(value)}{f' ({note})' if note else ''}, wanted {word} {_text(limit)}"
+
+
+def read_summary(path: str | Path) -> dict[str, Any]:
+    """An engine summary; of another tool too, as long as it has the counters."""
+    value = read_object(path)
+    if "materialization_events" not in value or "errors" not in value:
+        raise InputError(f"{path} is no engine summary", hint="make one with sembench summarize-engine-events --output")
+    return value
+
+
+def read_object(path: str | Path) -> dict[str, Any]:
+    with open_text(path) as stream:
+        try:
+            value = json.load(stream)
+        except (ValueError, EOFError) as error:
+            raise InputError(f"{path} is not a whole JSON file: {error}", hint="make it again") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path} holds no JSON object", hint="check the path")
+    return value
+
+
+def _count(summary: Mapping[str, Any], name: str) -> int:
+    """A counter; some tools write the list of what they counted."""
+    value = summary.get(name, 0)
+    if isinstance(value, (list, dict)):
+        return len(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InputError(f"engine summary: {name} is {value!r}, not a count", hint="make the summary again")
+    return value
+
+
+def _same(left: Any, right: float) -> bool:
+    if not isinstance(left, (int, float)):
+        return False
+    return math.isclose(left, right, rel_tol=1e-6, abs_tol=_SAME)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

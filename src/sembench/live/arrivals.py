@@ -1,0 +1,135 @@
+"""When requests arrive: drawn from a process, or taken from a trace.
+
+Open loop: a request is sent at its time whether or not earlier ones were answered, as people do. A closed loop, where
+the next one waits for the last, hides every queue that a slow server builds.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import itertools
+import json
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from sembench.files import open_text
+from sembench.manifests.cases import Case
+from semblend.errors import InputError
+
+BLOCK_TOKENS = 512
+"""Tokens that one hash id of a Mooncake trace stands for."""
+_SYLLABLES = ("ba", "ko", "ri", "mu", "te", "sa", "lo", "ni", "fa", "du", "pe", "gi", "wa", "zo", "hu", "ya")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A prompt, the second at which it arrives, and how much to answer (None: the run's default)."""
+
+    at_s: float
+    text: str
+    output_tokens: int | None = None
+
+
+def poisson(
+    prompts: Iterable[str], rate: float, *, burstiness: float = 1.0, seed: int = 0, limit: int | None = None
+) -> list[Arrival]:
+    """Arrivals at ``rate`` a second. Gaps are gamma distributed; ``burstiness`` 1 is Poisson, below 1 comes in bursts.
+
+    >>> [arrival.at_s for arrival in poisson(["a", "b"], math.inf)]
+    [0.0, 0.0]
+    """
+    if not rate > 0 or not burstiness > 0:
+        raise InputError(f"rate {rate:g} and burstiness {burstiness:g} must be above 0", hint="inf sends all at once")
+    drawn, now, arrivals = random.Random(seed), 0.0, []
+    for text in itertools.islice(prompts, limit):
+        arrivals.append(Arrival(now, text))
+        if math.isfinite(rate):
+            now += drawn.gammavariate(burstiness, 1.0 / (rate * burstiness))
+    return arrivals
+
+
+def prompts_of(cases: Iterable[Case], *, with_donors: bool = True) -> Iterator[str]:
+    """Donors and recipients in the order in which traffic would bring them."""
+    for case in cases:
+        if with_donors:
+            yield from (donor.text for donor in case.donor_prompts)
+        yield case.recipient_prompt
+
+
+def from_trace(
+    path: str, *, time_scale: float = 1.0, limit: int | None = None, most_tokens: int | None = None
+) -> list[Arrival]:
+    """Arrivals of a Mooncake (JSON Lines) or an Azure (CSV) trace, from its first request on.
+
+    ``time_scale`` 2 plays it at double speed. Traces hold no text: prompts are made up, and equal hash ids of a
+    Mooncake trace become equal text, so that what was shared stays shared. ``most_tokens`` cuts long prompts.
+    """
+    if not time_scale > 0:
+        raise InputError(f"--time-scale {time_scale:g} must be above 0", hint="2 plays the trace at double speed")
+    name = path.removesuffix(".gz")
+    with open_text(path) as stream:
+        rows = _azure(stream, path) if name.endswith(".csv") else _mooncake(stream, path)
+        taken = list(itertools.islice(rows, limit))
+    if not taken:
+        raise InputError(f"{path} holds no requests", hint="pass a Mooncake JSON Lines or an Azure CSV trace")
+    first = min(row.at_s for row in taken)
+    arrivals = []
+    for number, row in enumerate(taken):
+        tokens = row.input_tokens if most_tokens is None else min(row.input_tokens, most_tokens)
+        arrivals.append(Arrival((row.at_s - first) / time_scale, _text(row, tokens, number), row.output_tokens))
+    return sorted(arrivals, key=lambda arrival: arrival.at_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    at_s: float
+    input_tokens: int
+    output_tokens: int
+    blocks: Sequence[int] = ()
+
+
+def _mooncake(lines: Iterable[str], path: str) -> Iterator[_Row]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            yield _Row(row["timestamp"] / 1000, row["input_length"], row["output_length"], row.get("hash_ids") or ())
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f"{path} line {number} is no request of a Mooncake trace: {error}",
+                hint="a line has timestamp, input_length, output_length and hash_ids",
+            ) from None
+
+
+def _azure(lines: Iterable[str], path: str) -> Iterator[_Row]:
+    for number, row in enumerate(csv.DictReader(lines), start=2):
+        try:
+            at = datetime.fromisoformat(row["TIMESTAMP"].strip()[:26]).timestamp()
+            yield _Row(at, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"{path} line {number} is no request of an Azure trace: {error}",
+                hint="the columns are TIMESTAMP, ContextTokens, GeneratedTokens",
+            ) from None
+
+
+def _text(row: _Row, tokens: int, number: int) -> str:
+    """About so many tokens: a made-up word takes between one and three of them, so two words stand for three."""
+    blocks = row.blocks or [-number - 1 - at * 1_000_003 for at in range(math.ceil(tokens / BLOCK_TOKENS))]
+    words: list[str] = []
+    for block in blocks:
+        words.extend(_block(block))
+        if len(words) >= tokens // 2:
+            break
+    return " ".join(words[: max(tokens // 2, 1)])
+
+
+def _block(block: int) -> Iterator[str]:
+    digest = hashlib.shake_128(str(block).encode()).digest(BLOCK_TOKENS // 2)
+    for value in digest:
+        yield _SYLLABLES[value >> 4] + _SYLLABLES[value & 15]

@@ -1,0 +1,190 @@
+"""Load: requests at their times, times as ``vllm bench serve`` names them, and what of it met its promise.
+
+Times run from the moment a request was due: waiting for a free connection under ``max_concurrency`` is waiting, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sembench.backends.base import Answer, Backend, Call
+from sembench.live.arrivals import Arrival
+from sembench.scoring.statistics import mean, median, percentile
+from semblend.errors import InputError
+
+METRICS = ("ttft", "tpot", "itl", "e2el")
+PERCENTILES = (50, 90, 95, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One answer of a load run; times in milliseconds. ``late_ms``: sent so long after it was due."""
+
+    answer: Answer
+    due_s: float
+    late_ms: float
+    finished_s: float
+
+    @property
+    def ok(self) -> bool:
+        return self.answer.error is None and self.answer.ttft_ms is not None
+
+    @property
+    def output_tokens(self) -> int:
+        counted = self.answer.output_tokens
+        return counted if counted is not None else len(self.answer.inter_token_ms) + 1
+
+    @property
+    def ttft_ms(self) -> float:
+        return (self.answer.ttft_ms or 0.0) + self.late_ms
+
+    @property
+    def e2el_ms(self) -> float:
+        return (self.answer.latency_ms or 0.0) + self.late_ms
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Time per output token behind the first; None for an answer of one token."""
+        rest = self.output_tokens - 1
+        return ((self.answer.latency_ms or 0.0) - (self.answer.ttft_ms or 0.0)) / rest if rest > 0 else None
+
+    def meets(self, slo: Mapping[str, float]) -> bool:
+        values = {"ttft": self.ttft_ms, "tpot": self.tpot_ms or 0.0, "e2el": self.e2el_ms}
+        return all(values[name] <= limit for name, limit in slo.items())
+
+
+def parse_slo(texts: Sequence[str]) -> dict[str, float]:
+    """Limits in milliseconds from words such as ``ttft:500``.
+
+    >>> parse_slo(["ttft:500", "tpot:50"])
+    {'ttft': 500.0, 'tpot': 50.0}
+    """
+    limits: dict[str, float] = {}
+    for text in texts:
+        name, _, limit = text.partition(":")
+        try:
+            limits[name] = float(limit)
+        except ValueError:
+            limits[name] = -1.0
+        if name not in ("ttft", "tpot", "e2el") or not limits[name] > 0:
+            raise InputError(f"--slo {text!r} is no promise", hint="write ttft:500 tpot:50 e2el:3000, in milliseconds")
+    return limits
+
+
+async def play(
+    backend: Backend,
+    arrivals: Sequence[Arrival],
+    *,
+    output_tokens: int,
+    max_concurrency: int | None = None,
+    tenant: str = "",
+    on_done: Callable[[int], None] | None = None,
+) -> tuple[list[Timed], float]:
+    """Send every request at its time. Returns the answers in order of arrival, and the seconds it all took."""
+    gate = asyncio.Semaphore(max_concurrency) if max_concurrency else None
+    run, done, started = uuid.uuid4().hex[:8], 0, time.perf_counter()
+
+    async def one(number: int, arrival: Arrival) -> Timed:
+        nonlocal done
+        await asyncio.sleep(max(arrival.at_s - (time.perf_counter() - started), 0))
+        call = Call(
+            text=arrival.text,
+            max_tokens=arrival.output_tokens or output_tokens,
+            request_id=f"sb-{run}-{number}",
+            tenant=tenant,
+        )
+        if gate is None:
+            sent, answer = time.perf_counter(), await backend.ask(call)
+        else:
+            async with gate:
+                sent, answer = time.perf_counter(), await backend.ask(call)
+        done += 1
+        if on_done is not None:
+            on_done(done)
+        late = 1000 * max(sent - started - arrival.at_s, 0.0)
+        return Timed(answer, arrival.at_s, late, time.perf_counter() - started)
+
+    tasks = [asyncio.create_task(one(number, arrival)) for number, arrival in enumerate(arrivals)]
+    try:
+        timed = list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+    return timed, time.perf_counter() - started
+
+
+def summarize(timed: Sequence[Timed], duration_s: float, slo: Mapping[str, float]) -> dict[str, Any]:
+    """The fields of ``vllm bench serve``; times are None where nothing was answered."""
+    good = [one for one in timed if one.ok]
+    inputs = [one.answer.prompt_tokens for one in good if one.answer.prompt_tokens is not None]
+    output = sum(one.output_tokens for one in good)
+    found: dict[str, Any] = {
+        "duration": duration_s,
+        "completed": len(good),
+        "failed": len(timed) - len(good),
+        "total_input_tokens": sum(inputs) if inputs else None,
+        "total_output_tokens": output,
+        "request_throughput": len(good) / duration_s,
+        "request_goodput": sum(one.meets(slo) for one in good) / duration_s if slo else None,
+        "goodput_share": sum(one.meets(slo) for one in good) / len(timed) if slo and timed else None,
+        "output_throughput": output / duration_s,
+        "total_token_throughput": (sum(inputs) + output) / duration_s if inputs else None,
+        "max_concurrent_requests": _most_at_once(timed),
+        "mean_late_ms": mean([one.late_ms for one in timed]),
+        "p99_late_ms": percentile([one.late_ms for one in timed], 99),
+    }
+    series = {
+        "ttft": [one.ttft_ms for one in good],
+        "tpot": [value for one in good if (value := one.tpot_ms) is not None],
+        "itl": [gap for one in good for gap in one.answer.inter_token_ms],
+        "e2el": [one.e2el_ms for one in good],
+    }
+    for name in METRICS:
+        found |= _spread(name, series[name])
+    return found | _reuse(good)
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    centre = mean(values)
+    found = {f"mean_{name}_ms": centre, f"median_{name}_ms": median(values)}
+    spread = None if centre is None else (sum((value - centre) ** 2 for value in values) / len(values)) ** 0.5
+    return found | {f"std_{name}_ms": spread} | {f"p{at}_{name}_ms": percentile(values, at) for at in PERCENTILES}
+
+
+def _reuse(good: Sequence[Timed]) -> dict[str, Any]:
+    """What the backend says it reused under load; None where it says nothing."""
+    receipts = [one.answer.receipt for one in good if one.answer.receipt is not None]
+    cached = [one.answer.cached_tokens for one in good if one.answer.cached_tokens is not None]
+    return {
+        "reused_tokens": sum(int(receipt.get("reused_tokens") or 0) for receipt in receipts) if receipts else None,
+        "cached_tokens": sum(cached) if cached else None,
+        "receipts": len(receipts),
+    }
+
+
+def _most_at_once(timed: Sequence[Timed]) -> int:
+    """Requests under way at the busiest moment."""
+    moments = [(one.due_s + one.late_ms / 1000, 1) for one in timed] + [(one.finished_s, -1) for one in timed]
+    now = most = 0
+    for _, step in sorted(moments):
+        now += step
+        most = max(most, now)
+    return most
+
+
+def details(timed: Sequence[Timed]) -> dict[str, Any]:
+    """One list a quantity, in order of arrival, as ``--save-detailed`` of ``vllm bench serve`` writes them; seconds."""
+    return {
+        "input_lens": [one.answer.prompt_tokens for one in timed],
+        "output_lens": [one.output_tokens if one.ok else 0 for one in timed],
+        "ttfts": [one.ttft_ms / 1000 if one.ok else None for one in timed],
+        "itls": [[gap / 1000 for gap in one.answer.inter_token_ms] for one in timed],
+        "start_times": [one.due_s + one.late_ms / 1000 for one in timed],
+        "generated_texts": [one.answer.text for one in timed],
+        "errors": [one.answer.error or "" for one in timed],
+    }

@@ -1,0 +1,120 @@
+"""A record out of an answer: one request as the result file tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sembench.backends.base import Answer, Call, Route
+from sembench.live.settings import PAIRED_ARMS, LiveSettings
+from sembench.manifests.cases import Case
+from sembench.result import OUTPUT_TEXT_CHARS, RequestRecord
+from sembench.scoring.comparison import against_gold
+from sembench.witnesses.confirmation import Confirmation
+
+
+def record_of(
+    call: Call,
+    case: Case,
+    arm: str,
+    answer: Answer,
+    verdict: Confirmation,
+    settings: LiveSettings,
+    donors: Sequence[Answer],
+) -> RequestRecord:
+    """Everything that is known of one request. A donor that failed makes the request an error: it was no fair test."""
+    failed = next((f"a donor could not be primed: {donor.error}" for donor in donors if donor.error), None)
+    prompt, meta = answer.prompt_tokens, case.metadata
+    return RequestRecord(
+        item_id=case.item_id,
+        dataset=case.dataset,
+        transform=case.transform,
+        negative_control=case.negative_control,
+        source_id=case.source_id,
+        pair_id=case.item_id if arm in PAIRED_ARMS else None,
+        arm=arm,
+        tenant=call.tenant or None,
+        traffic_class=_text(meta.get("traffic_class")),
+        donor_count=len(donors),
+        prompt_tokens=prompt,
+        total_blocks=_blocks(prompt, settings.block_size),
+        expected_supplied_tokens=_int(meta.get("expected_supplied_tokens")),
+        expected_span_target_start=_int(meta.get("expected_span_target_start")),
+        donor_worker_ids=tuple(donor.route.worker_id for donor in donors if donor.route.worker_id),
+        error=answer.error or failed,
+        **_confirmed(verdict, settings.block_size),
+        **_told(answer),
+        **_routed(answer.route),
+        **({} if answer.error else against_gold(answer.text, case, settings.quality_threshold)),
+    )
+
+
+def _confirmed(verdict: Confirmation, block: int) -> dict[str, Any]:
+    """Live, the exact hit is what the engine's own prefix cache served."""
+    return {
+        "exact_hit_blocks": _blocks(verdict.exact_tokens, block),
+        "exact_hit_tokens": verdict.exact_tokens,
+        "exact_prefix_hit_blocks": _blocks(verdict.exact_tokens, block),
+        "exact_prefix_hit_tokens": verdict.exact_tokens,
+        "backend_confirmed_blocks": _blocks(verdict.confirmed_tokens, block),
+        "backend_confirmed_tokens": verdict.confirmed_tokens,
+        "confirmation_sources": verdict.sources,
+        "contradictions": verdict.contradictions,
+        "exact_tokens": verdict.exact_tokens,
+        "reused_tokens": verdict.reused_tokens,
+        "recomputed_tokens": verdict.recomputed_tokens,
+        "prefill_tokens": verdict.prefill_tokens,
+        "risk": verdict.risk,
+        "fuzzy_confirmed_tokens": verdict.fuzzy_tokens,
+        "external_confirmed_tokens": verdict.external_tokens,
+        "external_confirmed_tokens_source": None if verdict.external_tokens is None else "arm_prometheus_delta",
+        "flush_contaminated": verdict.contaminated,
+    }
+
+
+def _told(answer: Answer) -> dict[str, Any]:
+    receipt = answer.receipt or {}
+    donors = receipt.get("donors")
+    return {
+        "donor_ids": tuple(str(one) for one in donors) if isinstance(donors, list) else (),
+        "rejection_reason": _text(receipt.get("reason")),
+        "engine_request_id": answer.ids[0] if answer.ids else None,
+        "ttft_ms": answer.ttft_ms,
+        "latency_ms": answer.latency_ms,
+        "server_ttft_ms": _float(receipt.get("ttft_ms")),
+        "engine_ttft_ms": answer.engine_ttft_ms,
+        "queue_time_ms": answer.queue_time_ms,
+        "output_text": answer.text[:OUTPUT_TEXT_CHARS],
+        "output_tokens": answer.output_tokens,
+        "output_token_ids": answer.token_ids or None,
+        "output_top_logprobs": [dict(one) for one in answer.top_logprobs] or None,
+        "finish_reason": answer.finish_reason,
+    }
+
+
+def _routed(route: Route) -> dict[str, Any]:
+    return {
+        "route_endpoint_id": route.endpoint_id,
+        "route_outcome": route.outcome,
+        "route_semantic_score": route.semantic_score,
+        "route_total_score": route.total_score,
+        "route_reason": route.reason,
+        "gateway_route_header": route.header,
+        "worker_id": route.worker_id,
+    }
+
+
+def _blocks(tokens: int | None, block: int) -> int | None:
+    return None if tokens is None else tokens // block
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _int(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _float(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

@@ -1,0 +1,97 @@
+"""The diary of a run: one line an item, beside the result that is yet to come.
+
+A run that is interrupted, or whose server dies, loses at most the item it was at. The result itself appears only when
+all is done; the diary is deleted then.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from sembench.files import make_folder_of, replacing
+from sembench.result import RequestRecord, record_from_json, record_to_json
+from semblend._version import __version__
+from semblend.cli.output import say
+from semblend.errors import InputError
+
+FORMAT = "sembench.partial.v1"
+
+
+class Partial:
+    """Opened at the start of a run. ``what`` says what is run; a diary about something else is not continued."""
+
+    def __init__(self, output: str, what: Mapping[str, Any], *, resume: bool) -> None:
+        self.path = Path(f"{output}.partial.jsonl")
+        self.done: dict[str, tuple[RequestRecord, ...]] = {}
+        make_folder_of(self.path)
+        if resume and self.path.exists():
+            self.done = self._read(what)
+        elif self.path.exists():  # hours of measuring may lie in it: a forgotten --resume must not delete them
+            self.path.replace(f"{self.path}.old")
+            say(f"note: an interrupted run was found and kept as {self.path}.old; --resume would have gone on with it")
+        # Written beside it and put in its place: what was measured earlier is never missing, not for a moment.
+        with replacing(self.path) as stream:
+            stream.write(_line({"partial_version": FORMAT, "sembench_version": __version__, "what": dict(what)}))
+            stream.writelines(_item(item_id, records) for item_id, records in self.done.items())
+        self._stream: TextIO = self.path.open("a", encoding="utf-8")
+
+    def add(self, item_id: str, records: Sequence[RequestRecord]) -> None:
+        self.done[item_id] = tuple(records)
+        self._stream.write(_item(item_id, records))
+        self._stream.flush()
+
+    def close(self, *, finished: bool) -> None:
+        self._stream.close()
+        if finished:
+            self.path.unlink(missing_ok=True)
+
+    def _read(self, what: Mapping[str, Any]) -> dict[str, tuple[RequestRecord, ...]]:
+        """Items without an error; a last line that was cut off is left out."""
+        found: dict[str, tuple[RequestRecord, ...]] = {}
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines, start=1):
+            value = _object(line)
+            if value is None or (number > 1 and not {"item_id", "records"} <= value.keys()):
+                if number == len(lines) > 1:
+                    break
+                raise InputError(f"{self.path} line {number} is damaged", hint="start without --resume")
+            if number == 1:
+                self._check(value, what)
+                continue
+            records = tuple(record_from_json(one, where=f"{self.path} line {number}") for one in value["records"])
+            if all(record.error is None for record in records):
+                found[value["item_id"]] = records
+        return found
+
+    def _check(self, header: Mapping[str, Any], what: Mapping[str, Any]) -> None:
+        wrote = header.get("sembench_version")
+        if header.get("partial_version") != FORMAT or wrote != __version__:
+            raise InputError(
+                f"{self.path} was begun by version {wrote}, this is {__version__}", hint="start without --resume"
+            )
+        earlier = header.get("what", {})
+        for name, value in what.items():
+            if earlier.get(name) != json.loads(json.dumps(value)):
+                raise InputError(
+                    f"{self.path} was begun with {name} {earlier.get(name)!r}, now it is {value!r}",
+                    hint="use the same arguments, or start without --resume",
+                )
+
+
+def _item(item_id: str, records: Sequence[RequestRecord]) -> str:
+    return _line({"item_id": item_id, "records": [record_to_json(record) for record in records]})
+
+
+def _line(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=True) + "\n"
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None

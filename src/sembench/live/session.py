@@ -1,0 +1,256 @@
+"""A live run from its arguments to its result file: verify, run, judge, write."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sembench.backends.base import Backend
+from sembench.backends.http_client import open_client
+from sembench.files import make_folder_of, open_text, replacing
+from sembench.live.judge import judge
+from sembench.live.loop import LiveRun
+from sembench.live.resume_log import Partial
+from sembench.live.settings import LiveSettings
+from sembench.manifests.case_subset import chosen_cases, count_cases
+from sembench.manifests.cases import manifest_sha256, read_manifest
+from sembench.provenance import environment_info, run_info, utc_now
+from sembench.result import RequestRecord, Result, write_result
+from sembench.scoring.aggregate import aggregate, by_transform
+from sembench.scoring.paired import paired
+from sembench.scoring.statistics import mean, percentile
+from sembench.witnesses.audit import AuditLog
+from sembench.witnesses.prometheus import Scraper
+from semblend.cli.output import Progress, say
+from semblend.errors import InputError
+
+if TYPE_CHECKING:
+    import httpx
+
+BAR = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """Everything a run needs besides its settings. ``make`` builds the backend around an open client."""
+
+    manifest: str
+    output: str
+    model: str
+    make: Callable[[httpx.AsyncClient], Backend]
+    timeout_s: float
+    metrics_urls: Sequence[str] = ()
+    metrics_required: bool = False
+    headers: Mapping[str, str] = field(default_factory=dict)
+    audit_paths: Sequence[str] = ()
+    verify: bool = True
+    resume: bool = False
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    judge_url: str = ""
+    judge_model: str = ""
+    judge_key: str = ""
+    throughput_output: str = ""
+    quiet: bool = False
+
+
+def run_session(session: Session, settings: LiveSettings) -> Result:
+    """Run, write the result, return it. An interruption leaves the diary behind and says how to go on."""
+    try:
+        return asyncio.run(_run(session, settings))
+    except KeyboardInterrupt:
+        say("hint: the same command with --resume goes on where this stopped")
+        raise
+
+
+async def _run(session: Session, settings: LiveSettings) -> Result:
+    make_folder_of(session.output)
+    for path in session.audit_paths:  # told now, and not after an hour of measuring
+        open_text(path).close()
+    total = count_cases(session.manifest, settings.max_items, one_version=session.verify)
+    what = {
+        "manifest_sha256": manifest_sha256(session.manifest),
+        "model": session.model,
+        **{name: _plain(value) for name, value in asdict(settings).items() if name != "max_items"},
+    }
+    async with open_client(session.timeout_s, session.headers) as client:
+        backend = session.make(client)
+        if session.verify:
+            await verify_model(backend, session.model)
+        scraper = Scraper(client, session.metrics_urls)
+        if not session.metrics_required:
+            await scraper.keep_working_ones()
+        partial = Partial(session.output, what, resume=session.resume)
+        if partial.done:
+            say(f"{len(partial.done)} cases are done already; going on with the rest")
+        live = LiveRun(
+            backend,
+            settings,
+            scraper,
+            partial,
+            audit=(lambda: AuditLog.read(session.audit_paths)) if session.audit_paths else None,
+            progress=_Bar(total, quiet=session.quiet).show,
+        )
+        finished, started = False, time.perf_counter()
+        try:
+            records = await live.run(chosen_cases(session.manifest, settings.max_items))
+            wall_s = time.perf_counter() - started
+            records = await _judged(session, records)
+            result = _result(session, settings, live, records, scraper.urls)
+            write_result(session.output, result)
+            if session.throughput_output:
+                _write_throughput(session.throughput_output, throughput(records, live, settings, wall_s))
+            finished = not any(record.error for record in records)  # else --resume asks the failed cases again
+        finally:
+            partial.close(finished=finished)
+    _talk(live, records, scraper.urls, settings)
+    return result
+
+
+async def verify_model(backend: Backend, model: str) -> None:
+    """Refuse to measure a server that serves something else, or nothing."""
+    names, error = await backend.model_names()
+    if error is not None:
+        raise InputError(f"the server does not answer: {error}", hint="check the URL, or --skip-verify")
+    if model and model not in names:
+        raise InputError(
+            f"the server serves {', '.join(names) or 'no model'}, not {model}", hint="check --model, or --skip-verify"
+        )
+
+
+async def _judged(session: Session, records: list[RequestRecord]) -> list[RequestRecord]:
+    """A client of its own: the keys of the server that is measured are none of the judge's business."""
+    if not session.judge_url:
+        return records
+    say(f"judging {len(records)} answers")
+    questions = {case.item_id: (case.input, case.answers) for case in read_manifest(session.manifest)}
+    headers = {"Authorization": f"Bearer {session.judge_key}"} if session.judge_key else {}
+    async with open_client(session.timeout_s, headers) as client:
+        return await judge(client, session.judge_url, session.judge_model or session.model, records, questions)
+
+
+def _result(
+    session: Session, settings: LiveSettings, live: LiveRun, records: Sequence[RequestRecord], urls: Sequence[str]
+) -> Result:
+    delta = live.engine_delta() if urls else None
+    arm = "paired" if len(settings.arms) > 1 else settings.arms[0]
+    return Result(
+        created_at_utc=utc_now(),
+        run=run_info(
+            manifest_path=session.manifest,
+            manifest_sha256=manifest_sha256(session.manifest),
+            arm=arm,
+            **session.identity,
+        ),
+        config={
+            **session.config,
+            **{name: _plain(value) for name, value in asdict(settings).items()},
+            "mode": "live",
+            "isolation_verified": live.isolation_verified,
+            "metrics_urls": list(urls),
+        },
+        engine={**session.engine, "prometheus": None if delta is None else {"delta": delta}},
+        environment=environment_info(),
+        aggregate=aggregate(records),
+        paired=paired(records),
+        by_transform=by_transform(records),
+        requests=tuple(records),
+    )
+
+
+def throughput(
+    records: Sequence[RequestRecord], live: LiveRun, settings: LiveSettings, wall_s: float
+) -> dict[str, Any]:
+    """How much went through. Pauses that we made ourselves are taken out of the second rate."""
+    idle = len(records) * (settings.post_donor_delay_ms + settings.cooldown_ms) / 1000 / settings.concurrency
+    requests = len(records) + len(live.donor_ttft_ms)
+    output = sum(record.output_tokens or 0 for record in records)
+    busy = max(wall_s - idle, 1e-9)
+    return {
+        "requests": requests,
+        "items": len({record.item_id for record in records}),
+        "errors": sum(record.error is not None for record in records),
+        "concurrency": settings.concurrency,
+        "wall_seconds": wall_s,
+        "settle_seconds_est": idle,
+        "idle_seconds": idle,
+        "settle_excluded_basis": "post_donor_delay_ms and cooldown_ms, shared by the concurrent requests",
+        "requests_per_second": requests / wall_s,
+        "requests_per_second_excluding_settle": requests / busy,
+        "output_tokens_per_second": output / wall_s,
+        "donor_ttft_ms": _spread(live.donor_ttft_ms),
+        "recipient_ttft_ms": _spread([record.ttft_ms for record in records if record.ttft_ms is not None]),
+        "recipient_latency_ms": _spread([record.latency_ms for record in records if record.latency_ms is not None]),
+    }
+
+
+def summary(result: Result, output: str) -> dict[str, Any]:
+    """The line that goes to standard output."""
+    names = (
+        "request_count", "error_count", "contradiction_count", "backend_confirmed_tokens",
+        "backend_confirmed_block_rate", "negative_control_backend_confirmed_rate", "quality_pass_rate", "mean_ttft_ms",
+    )  # fmt: skip
+    found: dict[str, Any] = {"output": output} | {name: result.aggregate.get(name) for name in names}
+    if result.paired is not None:
+        wanted = ("pairs_used", "hit_rate", "blended_ttft_speedup_median", "hit_only_ttft_speedup_median")
+        found |= {name: result.paired[name] for name in wanted}
+    return found
+
+
+def _talk(live: LiveRun, records: Sequence[RequestRecord], urls: Sequence[str], settings: LiveSettings) -> None:
+    """What a person should know before believing the numbers."""
+    errors = [record.error for record in records if record.error]
+    contradicted = [record for record in records if record.contradictions]
+    if live.isolation_verified is False:
+        say("warning: the cache was not empty between cases; times and reuse are not to be trusted")
+    if live.isolation_verified is None and settings.isolation != "none":
+        say("note: the server does not report cached tokens, so an empty cache could not be verified")
+    if not urls:
+        say("note: no metrics endpoint answered; counters confirm nothing in this run")
+    if errors:
+        say(f"warning: {len(errors)} of {len(records)} requests failed, the first with: {errors[0]}")
+        say("hint: the same command with --resume asks the failed cases again and writes the result anew")
+    if contradicted:
+        first = contradicted[0]
+        say(f"warning: {len(contradicted)} requests do not add up, {first.item_id}: {first.contradictions[0]}")
+
+
+class _Bar:
+    """A bar on standard error with what is left to wait, reckoned from the cases since the first."""
+
+    def __init__(self, total: int, *, quiet: bool) -> None:
+        self._total = total
+        self._progress = Progress(quiet)
+        self._first: tuple[int, float] | None = None
+
+    def show(self, done: int, record: RequestRecord) -> None:
+        now = time.monotonic()
+        first, since = self._first = self._first or (done, now)
+        if done >= self._total:
+            self._progress.clear()
+        elif self._progress.due():
+            full = math.floor(BAR * done / self._total)
+            bar = "#" * full + "-" * (BAR - full)
+            left = (now - since) / (done - first) * (self._total - done) if done > first else None
+            told = "" if left is None else f"  {left:.0f} s left"
+            self._progress.show(f"[{bar}] {done}/{self._total}  {record.transform}{told}")
+
+
+def _write_throughput(path: str, value: Mapping[str, Any]) -> None:
+    with replacing(path) as stream:
+        stream.write(json.dumps(value, indent=1) + "\n")
+
+
+def _spread(values: Sequence[float]) -> dict[str, float | None]:
+    shares = {f"p{share}": percentile(values, share) for share in (50, 90, 99)}
+    return shares | {"mean": mean(values)}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,256 @@
+"""Where documents come from: the fixture, the synthetic writer, LongBench v1 and v2.
+
+LongBench is looked for in ``--longbench-dir``, then in the local Hugging Face cache, then on the hub. Its licence is
+its authors': what is built from it stays with whoever builds it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sembench.files import open_text
+from sembench.manifests.fixture_texts import TEXTS
+from sembench.manifests.writer import write_document
+from semblend.errors import InputError, MissingDependencyError
+
+PROFILES = ("fixture", "synthetic-v1", "longbench-v1", "longbench-v2")
+LONGBENCH_V1 = (
+    "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum", "multi_news",
+    "passage_retrieval_en", "lcc", "repobench-p",
+)  # fmt: skip
+LONGBENCH_V2 = ("longbench-v2",)
+HUB_REPOS = {"longbench-v1": ("THUDM/LongBench", "zai-org/LongBench"), "longbench-v2": ("THUDM/LongBench-v2",)}
+HUB_FILES = {"longbench-v1": "data.zip", "longbench-v2": "data.json"}
+_ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
+_WRITTEN_HELD_OUT = 5
+_SYNTHETIC_WORDS = (500, 900, 1600)
+
+# What is asked where a dataset has no question of its own.
+_TASKS = {
+    "gov_report": "Summarise the report in one page.",
+    "multi_news": "Write one summary of all the articles.",
+    "qmsum": "What was decided in the meeting?",
+    "lcc": "Write the next line of this code.",
+    "repobench-p": "Write the next line of this code.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A question and the answers that count as right; none where nobody knows."""
+
+    question: str
+    answers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A document with what is asked about it. ``held_out`` documents never become donors."""
+
+    dataset: str
+    source_id: str
+    context: str
+    tasks: tuple[Task, ...]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    held_out: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to load. ``max_items`` counts the documents of each dataset that become donors."""
+
+    profile: str = "fixture"
+    datasets: tuple[str, ...] = ()
+    max_items: int | None = None
+    longbench_dir: str = ""
+    hf_revision: str | None = None
+    hold_out: bool = True
+
+
+def load_sources(choice: Choice) -> Iterator[list[Source]]:
+    """The documents of one dataset at a time, those that become donors first, then the held-out ones."""
+    if choice.max_items is not None and choice.max_items < 1:
+        raise InputError(f"--max-items-per-dataset is {choice.max_items}", hint="ask for one document or more")
+    if choice.profile == "fixture":
+        yield _only(_fixture(), choice)
+    elif choice.profile == "synthetic-v1":
+        yield _synthetic(30 if choice.max_items is None else choice.max_items, choice.hold_out)
+    elif choice.profile in HUB_REPOS:
+        known = LONGBENCH_V1 if choice.profile == "longbench-v1" else LONGBENCH_V2
+        for name in choice.datasets or known:
+            if choice.datasets or not choice.longbench_dir or _file_in(Path(choice.longbench_dir), name):
+                yield _held_out(_rows(name, choice), choice)
+    else:
+        raise InputError(f"no profile {choice.profile!r}", hint="one of " + ", ".join(PROFILES))
+
+
+# -- ours ----------------------------------------------------------------------------------------------------------
+
+
+def _fixture() -> Iterator[Source]:
+    for text in TEXTS:
+        tasks = tuple(Task(fact.question, (fact.answer,)) for fact in text.facts)
+        context = "\n\n".join(text.paragraphs)
+        yield Source("fixture", text.name, context, tasks, {"domain": text.domain}, text.held_out)
+    for number in range(_WRITTEN_HELD_OUT):  # more negative controls than we could write by hand
+        yield _made("fixture", f"written-{number}", 400, held_out=True)
+
+
+def _only(sources: Iterable[Source], choice: Choice) -> list[Source]:
+    kept = list(sources)
+    donors = [source for source in kept if not source.held_out][: choice.max_items]
+    return donors + [source for source in kept if source.held_out]
+
+
+def _synthetic(count: int, hold_out: bool) -> list[Source]:
+    spare = max(2, count // 2) if hold_out else 0
+    lengths = (_SYNTHETIC_WORDS[number % len(_SYNTHETIC_WORDS)] for number in range(count + spare))
+    return [
+        _made("synthetic-v1", f"synthetic-{number:04d}", words, held_out=number >= count)
+        for number, words in enumerate(lengths)
+    ]
+
+
+def _made(dataset: str, name: str, words: int, *, held_out: bool) -> Source:
+    made = write_document(f"{dataset}:{name}", words)
+    tasks = tuple(Task(question, (answer,)) for question, answer in made.facts)
+    return Source(dataset, name, made.context, tasks, {"length": words}, held_out)
+
+
+# -- LongBench -----------------------------------------------------------------------------------------------------
+
+
+def _held_out(rows: Iterable[tuple[int, dict[str, Any]]], choice: Choice) -> list[Source]:
+    """The first documents become donors; as many of the next, or a fifth of a small file, are held out."""
+    limit = None if choice.max_items is None else choice.max_items * (2 if choice.hold_out else 1)
+    found: list[Source] = []
+    for number, row in rows:
+        if limit is not None and len(found) >= limit:
+            break
+        source = _source(number, row, choice.profile)
+        if source is not None:
+            found.append(source)
+    if not choice.hold_out:
+        return found
+    spare = min(len(found) - 1, max(1, len(found) // 5))
+    keep = len(found) - spare if choice.max_items is None else min(choice.max_items, len(found) - spare)
+    return [
+        Source(s.dataset, s.source_id, s.context, s.tasks, s.metadata, held_out=at >= keep)
+        for at, s in enumerate(found)
+    ]
+
+
+def _source(number: int, row: Mapping[str, Any], profile: str) -> Source | None:
+    context = row.get("context")
+    if not isinstance(context, str) or not context.strip():
+        return None
+    if profile == "longbench-v2":
+        return _multiple_choice(number, row, context)
+    dataset = str(row.get("dataset") or profile)
+    question = str(row.get("input") or "").strip() or _TASKS.get(dataset, "What is the main point of the material?")
+    answers = tuple(str(answer) for answer in row.get("answers") or () if str(answer).strip())
+    metadata = {"length": row.get("length"), "language": row.get("language"), "source_index": number}
+    return Source(dataset, str(row.get("_id") or number), context, (Task(question, answers),), metadata)
+
+
+def _multiple_choice(number: int, row: Mapping[str, Any], context: str) -> Source:
+    letters = {letter: str(row.get(f"choice_{letter}", "")) for letter in "ABCD"}
+    options = "\n".join(f"{letter}. {text}" for letter, text in letters.items())
+    answer = str(row.get("answer", "")).strip()
+    task = Task(f"{row.get('question', '')}\n{options}\nAnswer with one letter.", (answer,) if answer else ())
+    metadata = {
+        "domain": row.get("domain"),
+        "length": row.get("length"),
+        "source_index": number,
+        "multiple_choice": True,
+    }
+    return Source("longbench-v2", str(row.get("_id") or number), context, (task,), metadata)
+
+
+def _rows(name: str, choice: Choice) -> Iterator[tuple[int, dict[str, Any]]]:
+    if choice.longbench_dir:
+        folder = Path(choice.longbench_dir)
+        if not folder.is_dir():
+            raise InputError(
+                f"{folder} is not a folder", hint="pass --longbench-dir with the folder of the .jsonl files"
+            )
+        path = _file_in(folder, name)
+        if path is None:
+            tried = ", ".join(f"{name}{ending}" for ending in _ENDINGS)
+            raise InputError(f"{folder} holds no dataset {name}", hint=f"looked for {tried}")
+        with open_text(path) as stream:
+            yield from _parsed(stream, str(path))
+        return
+    path = _from_hub(choice)
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(path) as archive:
+            inside = next((item for item in archive.namelist() if item.endswith(f"/{name}.jsonl")), None)
+            if inside is None:
+                raise InputError(f"LongBench has no dataset {name}", hint="one of " + ", ".join(LONGBENCH_V1))
+            with archive.open(inside) as raw:
+                yield from _parsed(io.TextIOWrapper(raw, encoding="utf-8"), inside)
+    else:
+        with open_text(path) as stream:
+            yield from _parsed(stream, str(path))
+
+
+def _file_in(folder: Path, name: str) -> Path | None:
+    names = (name, "data") if name in LONGBENCH_V2 else (name,)
+    places = (folder / f"{stem}{ending}" for stem in names for ending in _ENDINGS)
+    return next((path for path in places if path.is_file()), None)
+
+
+def _parsed(stream: Iterable[str], where: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows of a JSON Lines file, or of one JSON list."""
+    if where.removesuffix(".gz").endswith(".json"):
+        lines: Iterable[Any] = _json("".join(stream), where, 1)
+        if not isinstance(lines, list):
+            raise InputError(f"{where} holds no list", hint="expected one JSON list of records")
+    else:
+        lines = (_json(line, where, number) for number, line in enumerate(stream, start=1) if line.strip())
+    for number, row in enumerate(lines):
+        if not isinstance(row, dict):
+            raise InputError(f"{where} record {number} is no object", hint="expected LongBench records")
+        yield number, row
+
+
+def _json(text: str, where: str, number: int) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where} line {number} is not JSON: {error.msg}", hint="fetch the file again") from None
+
+
+def _from_hub(choice: Choice) -> Path:
+    """The archive from the local cache, else from the hub; the cache is asked first and needs no network."""
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError:
+        raise MissingDependencyError(
+            "LongBench from the hub needs the package huggingface_hub",
+            hint="pip install 'semblend-suite[longbench]', or pass --longbench-dir",
+        ) from None
+    why = ""
+    for offline in (True, False):
+        for repo in HUB_REPOS[choice.profile]:
+            try:
+                return Path(
+                    hf_hub_download(
+                        repo, HUB_FILES[choice.profile], repo_type="dataset", revision=choice.hf_revision,
+                        local_files_only=offline,
+                    )
+                )  # fmt: skip
+            except (OSError, ValueError) as error:  # not cached, no network, no such file: all are these
+                why = str(error).partition("\n")[0]
+            except Exception as error:  # the http client's own errors share no base with anything above
+                why = f"{type(error).__name__}: {error}".partition("\n")[0]
+    raise InputError(
+        f"LongBench is neither in the Hugging Face cache nor can it be fetched: {why}",
+        hint="pass --longbench-dir with a folder that holds qasper.jsonl, hotpotqa.jsonl, ...",
+    )

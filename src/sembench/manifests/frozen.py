@@ -1,0 +1,74 @@
+"""A set of manifests that must not change: a small file that holds their checksums and what they are made of.
+
+Manifests stay out of version control (their texts belong to others); the frozen file goes in, and anybody who builds
+the manifests again can see whether they are the same work.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sembench.files import open_text
+from sembench.manifests.cases import manifest_sha256, read_manifest
+from semblend.errors import InputError
+
+FROZEN_VERSION = "sembench.frozen.v1"
+ENDINGS = (".jsonl", ".jsonl.gz")
+
+
+def described(path: Path) -> dict[str, Any]:
+    """Checksum and counts of one manifest; a line that can't be used raises."""
+    transforms: Counter[str] = Counter()
+    versions: set[str] = set()
+    negatives = 0
+    for case in read_manifest(path):
+        transforms[case.transform] += 1
+        versions.add(case.benchmark_version)
+        negatives += case.negative_control
+    return {
+        "sha256": manifest_sha256(path),
+        "items": transforms.total(),
+        "negative_controls": negatives,
+        "benchmark_versions": sorted(versions),
+        "by_transform": dict(sorted(transforms.items())),
+    }
+
+
+def manifests_in(folder: str) -> list[Path]:
+    """The manifests of a folder, by name."""
+    if not Path(folder).is_dir():
+        raise InputError(f"{folder} is not a folder", hint="pass the folder that sembench build wrote to")
+    return sorted(path for path in Path(folder).iterdir() if path.name.endswith(ENDINGS))
+
+
+def read_frozen(path: str) -> Mapping[str, Mapping[str, Any]]:
+    """Name to description of every frozen manifest."""
+    with open_text(path) as stream:
+        try:
+            value = json.load(stream)
+        except ValueError as error:
+            raise InputError(f"{path} is not a whole JSON file: {error}", hint="freeze the manifests again") from None
+    if not isinstance(value, dict) or value.get("frozen_version") != FROZEN_VERSION:
+        raise InputError(f"{path} is no {FROZEN_VERSION}", hint="make one with sembench freeze")
+    manifests = value.get("manifests")
+    if not isinstance(manifests, dict) or not all(isinstance(own, dict) for own in manifests.values()):
+        raise InputError(f"{path}: manifests is not an object of objects", hint="freeze the manifests again")
+    return manifests
+
+
+def differences(frozen: Mapping[str, Mapping[str, Any]], folder: str) -> list[str]:
+    """One line for each manifest that is gone or not what it was."""
+    lines = []
+    for name, was in frozen.items():
+        path = Path(folder) / name
+        if not path.is_file():
+            lines.append(f"{name} is missing")
+            continue
+        checksum = manifest_sha256(path)
+        if checksum != was.get("sha256"):
+            lines.append(f"{name} has the SHA-256 {checksum[:12]}…, frozen was {str(was.get('sha256'))[:12]}…")
+    return lines

@@ -1,0 +1,204 @@
+"""Who proposes reuse: ours, nobody, plain block hashing, LMCache-style chunks, or a class that you name.
+
+A planner of your own is a class that takes `PlannerOptions` and has two methods::
+
+    class Mine:
+        def __init__(self, options: PlannerOptions) -> None: ...
+        def register(self, donor_id: str, prompt: Prompt) -> None: ...   # prompt.token_ids, prompt.text
+        def propose(self, prompt: Prompt) -> Proposal: ...
+
+and runs as ``--planner my_module:Mine``. What it proposes is checked token by token against the donors that the
+benchmark itself keeps: a wrong token is counted as wrong and is never eligible, whatever the planner believes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from sembench.manifests.blocks import content_hashes, rolling_hashes
+from semblend.errors import InputError
+from semblend.prompt import Prompt
+from semblend.span import Span
+
+_LEAST_BYTES = 1 << 26
+BUILT_IN = ("ours", "none", "block-hash", "lmcache-chunks")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerOptions:
+    """What the command line says to a planner; None means the planner's own default."""
+
+    block_size: int = 16
+    chunk_size: int = 256
+    embedder: str | None = None
+    min_similarity: float | None = None
+    min_reuse_ratio: float | None = None
+    multi_donor: bool = True
+    capacity_chars: int = 1 << 24  # text of all donors that one store will have to hold
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Spans that a planner would reuse, in any order; a reason where there are none."""
+
+    spans: tuple[Span, ...] = ()
+    similarity: float | None = None
+    reason: str | None = None
+
+
+class Planner(Protocol):
+    def register(self, donor_id: str, prompt: Prompt, /) -> None:
+        """Remember a donor. Ids are unique; the prompt is read-only and may be kept."""
+
+    def propose(self, prompt: Prompt, /) -> Proposal:
+        """Which donor tokens to copy where. Called for one prompt after the other, all donors being registered."""
+
+
+class Ours:
+    """This project's library, with room for every donor of the manifest."""
+
+    def __init__(self, options: PlannerOptions) -> None:
+        from semblend.config import SemBlendConfig
+        from semblend.discover.store import BYTES_PER_TOKEN
+        from semblend.facade import SemBlend
+
+        given: dict[str, Any] = {"embedder": options.embedder or "none"}
+        if options.min_similarity is not None:
+            given["min_similarity"] = options.min_similarity
+        if options.min_reuse_ratio is not None:
+            given["min_reuse_ratio"] = options.min_reuse_ratio
+        self._multi_donor = options.multi_donor
+        # Nearly every token has a character or more. The budget reserves address space; memory is taken as it is used.
+        room = max(_LEAST_BYTES, int(options.capacity_chars * BYTES_PER_TOKEN * 1.25))
+        self._blend = SemBlend(SemBlendConfig(max_donors=1 << 24, max_bytes=room, metrics=False, **given))
+        self._blend.on_evicted(_refuse_eviction)
+
+    def register(self, donor_id: str, prompt: Prompt) -> None:
+        self._blend.register(prompt, donor_id=donor_id)
+
+    def propose(self, prompt: Prompt) -> Proposal:
+        from semblend.plan.reuse_plan import Decline
+
+        decision = self._blend.lookup(prompt)
+        similarity = max((similar.similarity for similar in decision.evidence), default=None)
+        if isinstance(decision, Decline):
+            return Proposal((), similarity, str(decision.reason))
+        spans = decision.spans if self._multi_donor else _of_best_donor(decision.spans)
+        return Proposal(spans, similarity)
+
+    def close(self) -> None:
+        self._blend.close()
+
+
+class Nobody:
+    """Proposes nothing: what is left is the exact cache."""
+
+    def __init__(self, _options: PlannerOptions) -> None:
+        pass
+
+    def register(self, _donor_id: str, _prompt: Prompt) -> None:
+        pass
+
+    def propose(self, _prompt: Prompt) -> Proposal:
+        return Proposal(reason="disabled")
+
+
+class BlockHash:
+    """Full blocks by content, on the grid of both sides: a hit needs the same phase, wherever the block stands."""
+
+    def __init__(self, options: PlannerOptions) -> None:
+        self._size = options.block_size
+        self._places: dict[int, tuple[str, int]] = {}
+
+    def register(self, donor_id: str, prompt: Prompt) -> None:
+        for at, block in enumerate(content_hashes(prompt.token_ids, self._size).tolist()):
+            self._places.setdefault(block, (donor_id, at * self._size))
+
+    def propose(self, prompt: Prompt) -> Proposal:
+        found = [
+            Span(*self._places[block], at * self._size, self._size)
+            for at, block in enumerate(content_hashes(prompt.token_ids, self._size).tolist())
+            if block in self._places
+        ]
+        return Proposal(tuple(found), reason=None if found else "nothing_shared")
+
+
+class LmcacheChunks:
+    """Donors cut into chunks (256 tokens) on their grid, found at any offset of a prompt, left to right."""
+
+    def __init__(self, options: PlannerOptions) -> None:
+        self._size = options.chunk_size
+        self._places: dict[int, tuple[str, int]] = {}
+        self._known = np.empty(0, dtype=np.uint64)
+
+    def register(self, donor_id: str, prompt: Prompt) -> None:
+        for at, chunk in enumerate(content_hashes(prompt.token_ids, self._size).tolist()):
+            self._places.setdefault(chunk, (donor_id, at * self._size))
+
+    def propose(self, prompt: Prompt) -> Proposal:
+        if len(self._known) != len(self._places):
+            self._known = np.sort(np.fromiter(self._places, dtype=np.uint64, count=len(self._places)))
+        rolled = rolling_hashes(prompt.token_ids, self._size)
+        if not len(self._known) or not len(rolled):
+            return Proposal(reason="nothing_shared")
+        places = np.minimum(np.searchsorted(self._known, rolled), len(self._known) - 1)
+        spans, free = [], 0
+        for start in np.flatnonzero(self._known[places] == rolled).tolist():
+            if start >= free:
+                spans.append(Span(*self._places[int(rolled[start])], start, self._size))
+                free = start + self._size
+        return Proposal(tuple(spans), reason=None if spans else "nothing_shared")
+
+
+def _refuse_eviction(eviction: Any) -> None:
+    """A donor that had to go would make the planner look worse than it is."""
+    raise InputError(
+        f"the planner has no room for all donors: {eviction.donor.donor_id} was evicted", hint="use fewer items"
+    )
+
+
+def planner_factory(name: str, options: PlannerOptions) -> Callable[[], Planner]:
+    """Makes planners of that name: one for a whole run, or one an item."""
+    built_in: dict[str, Callable[[PlannerOptions], Planner]] = {
+        "ours": Ours,
+        "none": Nobody,
+        "block-hash": BlockHash,
+        "lmcache-chunks": LmcacheChunks,
+    }
+    if name in built_in:
+        return lambda: built_in[name](options)
+    made = _named_class(name)
+    return lambda: made(options)
+
+
+def _named_class(name: str) -> Callable[[PlannerOptions], Planner]:
+    module, _, attribute = name.partition(":")
+    hint = f"one of {', '.join(BUILT_IN)}, or module:Class"
+    if not module or not attribute:
+        raise InputError(f"no planner {name!r}", hint=hint)
+    try:
+        found: Any = getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        raise InputError(
+            f"planner {name}: {error}", hint="install the module, or add its folder with --semblend-path"
+        ) from None
+    except AttributeError:
+        raise InputError(f"planner {name}: module {module} has no {attribute}", hint=hint) from None
+    for method in ("register", "propose"):
+        if not callable(getattr(found, method, None)):
+            raise InputError(f"planner {name} has no method {method}", hint="see docs/guides/benchmark-offline.md")
+    made: Callable[[PlannerOptions], Planner] = found
+    return made
+
+
+def _of_best_donor(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+    held: dict[str, int] = {}
+    for span in spans:
+        held[span.donor_id] = held.get(span.donor_id, 0) + span.length
+    best = max(held, key=lambda donor_id: held[donor_id], default="")
+    return tuple(span for span in spans if span.donor_id == best)

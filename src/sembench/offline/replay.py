@@ -1,0 +1,244 @@
+"""Offline replay: what would an exact cache have, what does a planner propose, and how much of that holds.
+
+One store keeps every donor of the manifest and the distractors, so that finding the right donor is part of the test;
+``per-item`` gives every case a store of its own, for comparison with benchmarks that do so. A proposed token counts as
+eligible only when it equals the donor's token at that place, in the copy that the benchmark keeps for itself (on
+disk: memory grows with the planner's own store, not with the texts).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sembench.manifests.blocks import HashSet, content_hashes, prefix_hashes
+from sembench.manifests.cases import Case, DonorPrompt
+from sembench.offline.planners import Planner, Proposal
+from sembench.offline.tokenizers import Encoder
+from sembench.result import RequestRecord
+from semblend.prompt import Prompt, TokenArray
+
+STORES = ("one", "per-item")
+Distractor = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A proposal, counted. Blocks are full blocks on the recipient's grid."""
+
+    candidate_tokens: int
+    candidate_blocks: int
+    eligible_tokens: int
+    eligible_blocks: int
+    wrong_tokens: int
+
+
+class TokenSpool:
+    """Token arrays by name, in a temporary file: the benchmark's own copy of every donor."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(prefix="sembench-")  # noqa: SIM115, closed in close()
+        self._places: dict[str, tuple[int, int]] = {}
+        self._end = 0
+        self.tokens = 0
+
+    def add(self, name: str, tokens: TokenArray) -> None:
+        self._file.seek(self._end)
+        self._file.write(tokens.astype("<i4").tobytes())
+        self._places[name] = (self._end, len(tokens))
+        self._end += 4 * len(tokens)
+        self.tokens += len(tokens)
+
+    def length(self, name: str) -> int | None:
+        return self._places[name][1] if name in self._places else None
+
+    def read(self, name: str, start: int, length: int) -> TokenArray:
+        self._file.seek(self._places[name][0] + 4 * start)
+        return np.frombuffer(self._file.read(4 * length), dtype="<i4")
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def judge(tokens: TokenArray, proposal: Proposal, donors: TokenSpool, block_size: int) -> Verdict:
+    """Check every proposed token. Where spans overlap, the later one counts.
+
+    A block is a candidate when all its tokens are proposed, and eligible when in addition all of them are equal and
+    come from one donor in one piece: what a backend can take over as a block.
+    """
+    proposed = np.zeros(len(tokens), dtype=np.bool_)
+    equal = np.zeros(len(tokens), dtype=np.bool_)
+    piece = np.full(len(tokens), -1, dtype=np.int64)
+    pieces: dict[tuple[str, int], int] = {}
+    wrong = 0
+    for span in proposal.spans:
+        low, high = max(span.target_start, 0), min(span.target_end, len(tokens))
+        wrong += max(0, span.length) - max(0, high - low)  # proposed for places that do not exist
+        if high <= low:
+            continue
+        proposed[low:high], equal[low:high] = True, False
+        held, start = donors.length(span.donor_id), span.donor_start + low - span.target_start
+        if held is not None and start >= 0 and start + high - low <= held:
+            equal[low:high] = donors.read(span.donor_id, start, high - low) == tokens[low:high]
+            piece[low:high] = pieces.setdefault((span.donor_id, start - low), len(pieces))
+    blocks = len(tokens) // block_size
+    whole = _by_block(proposed, blocks, block_size).all(axis=1)
+    sound = _by_block(equal, blocks, block_size).all(axis=1)
+    owners = piece[: blocks * block_size].reshape(blocks, block_size)
+    single = (owners == owners[:, :1]).all(axis=1)
+    return Verdict(
+        candidate_tokens=int(proposed.sum()),
+        candidate_blocks=int(whole.sum()),
+        eligible_tokens=int(equal.sum()),
+        eligible_blocks=int((sound & single).sum()),
+        wrong_tokens=wrong + int((proposed & ~equal).sum()),
+    )
+
+
+def _by_block(flags: npt.NDArray[np.bool_], blocks: int, block_size: int) -> npt.NDArray[np.bool_]:
+    return flags[: blocks * block_size].reshape(blocks, block_size)
+
+
+class Store:
+    """A planner, the exact caches beside it, and the benchmark's copy of their donors."""
+
+    def __init__(self, planner: Planner, encoder: Encoder, block_size: int) -> None:
+        self.planner = planner
+        self.donors = TokenSpool()
+        self._encoder = encoder
+        self._block_size = block_size
+        self._content, self._prefix = HashSet(), HashSet()
+        self._digests: dict[str, bytes] = {}
+
+    def add(self, name: str, text: str, item_id: str = "") -> bool:
+        """Register a donor once; False if that text is already there under that name.
+
+        Another text under a name that is taken gets a name of its own: a manifest may use short ids again and again.
+        """
+        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        if self._digests.get(name) == digest:
+            return False
+        if name in self._digests:
+            name = f"{name}@{item_id}"
+            if self._digests.get(name) == digest:
+                return False
+        tokens = self._encoder.encode(text)
+        if not len(tokens):
+            return False
+        self._digests[name] = digest
+        self.donors.add(name, tokens)
+        self._content.add(content_hashes(tokens, self._block_size))
+        self._prefix.add(prefix_hashes(tokens, self._block_size))
+        self.planner.register(name, Prompt(tokens, text=text))
+        return True
+
+    def replay(self, case: Case, arm: str) -> RequestRecord:
+        """One recipient: exact blocks, then the planner, then the check of what it says."""
+        tokens = self._encoder.encode(case.recipient_prompt)
+        facts: dict[str, Any] = {
+            "item_id": case.item_id,
+            "dataset": case.dataset,
+            "transform": case.transform,
+            "negative_control": case.negative_control,
+            "source_id": case.source_id,
+            "arm": arm,
+            "donor_count": len(case.donor_prompts),
+            "prompt_tokens": len(tokens),
+            "total_blocks": len(tokens) // self._block_size,
+        }
+        if not len(tokens):
+            return RequestRecord(**facts, error="the recipient has no tokens")
+        prompt = Prompt(tokens, text=case.recipient_prompt)
+        content = int(self._content.holds(content_hashes(tokens, self._block_size)).sum())
+        prefix = int(np.logical_and.accumulate(self._prefix.holds(prefix_hashes(tokens, self._block_size))).sum())
+        started = time.perf_counter()
+        proposal = self.planner.propose(prompt)
+        latency_ms = (time.perf_counter() - started) * 1e3
+        verdict = judge(tokens, proposal, self.donors, self._block_size)
+        return RequestRecord(
+            **facts,
+            exact_hit_blocks=content,
+            exact_hit_tokens=content * self._block_size,
+            exact_prefix_hit_blocks=prefix,
+            exact_prefix_hit_tokens=prefix * self._block_size,
+            semantic_candidate_blocks=verdict.candidate_blocks,
+            semantic_candidate_tokens=verdict.candidate_tokens,
+            semantic_eligible_blocks=verdict.eligible_blocks,
+            semantic_eligible_tokens=verdict.eligible_tokens,
+            wrong_tokens=verdict.wrong_tokens,
+            semblend_found=bool(proposal.spans),
+            semblend_similarity=proposal.similarity,
+            semblend_reuse_ratio=verdict.candidate_tokens / len(tokens),
+            semblend_latency_ms=round(latency_ms, 4),
+            donor_ids=tuple(dict.fromkeys(span.donor_id for span in proposal.spans)),
+            rejection_reason=proposal.reason,
+        )
+
+    def close(self) -> None:
+        self.donors.close()
+        close = getattr(self.planner, "close", None)
+        if callable(close):
+            close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """How cases are replayed. ``cases`` is called for each pass over the manifest, which is never held in memory."""
+
+    cases: Callable[[], Iterable[Case]]
+    planner: Callable[[], Planner]
+    encoder: Encoder
+    block_size: int = 16
+    arm: str = "single"
+    distractors: Callable[[], Iterable[Distractor]] = tuple
+
+    def one_store(self, told: Callable[[str, int], None], skip: Callable[[str], bool]) -> Iterator[RequestRecord]:
+        """Distractors and all donors first, then every recipient; ``told`` hears of progress, ``skip`` of done ones."""
+        with self._store() as store:
+            for name, text in self.distractors():
+                store.add(name, text)
+                told("distractors", len(store.donors))
+            for case in self.cases():
+                for donor in case.donor_prompts:
+                    self._add(store, donor, case)
+                told("donors", len(store.donors))
+            for number, case in enumerate(self.cases(), start=1):
+                if not skip(case.item_id):
+                    yield store.replay(case, self.arm)
+                told("recipients", number)
+
+    def per_item(self, told: Callable[[str, int], None], skip: Callable[[str], bool]) -> Iterator[RequestRecord]:
+        """A fresh store for every case, with its own donors only: nothing to confuse them with."""
+        for number, case in enumerate(self.cases(), start=1):
+            if not skip(case.item_id):
+                with self._store() as store:
+                    for donor in case.donor_prompts:
+                        self._add(store, donor, case)
+                    yield store.replay(case, self.arm)
+            told("recipients", number)
+
+    def _store(self) -> Store:
+        return Store(self.planner(), self.encoder, self.block_size)
+
+    @staticmethod
+    def _add(store: Store, donor: DonorPrompt, case: Case) -> None:
+        store.add(donor.donor_id, donor.text, case.item_id)

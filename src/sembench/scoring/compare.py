@@ -1,0 +1,202 @@
+"""Two results, item by item: what changed, and whether it is more than noise.
+
+Only items that both results hold are compared, each with itself. The interval of a difference draws whole documents,
+since cases cut from one document move together. A difference whose interval holds "no change" is within noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from sembench.result import RequestRecord, Result
+from sembench.scoring.aggregate import measured
+from sembench.scoring.paired import pairs_of
+from sembench.scoring.statistics import bootstrap_mean
+from semblend.errors import InputError
+
+Kind = Literal["difference", "ratio"]
+Verdict = Literal["better", "worse", "within noise", "changed", "too few sources", "identical"]
+Read = Callable[[RequestRecord], float | None]
+
+_CONTEXT = ("manifest_sha256", "sembench_version", "engine", "engine_version", "backend_id")
+_CONFIG = ("mode", "block_size", "tokenizer", "model", "planner", "quality_threshold")
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number of one request. Times are compared as ratios of geometric means, shares as differences."""
+
+    name: str
+    read: Read
+    better: Literal["higher", "lower", "neither"]
+    kind: Kind = "difference"
+
+
+def _field(name: str) -> Read:
+    def read(record: RequestRecord) -> float | None:
+        value = getattr(record, name)
+        return None if value is None else float(value)
+
+    return read
+
+
+def _share(top: str, bottom: str) -> Read:
+    def read(record: RequestRecord) -> float | None:
+        part, whole = getattr(record, top), getattr(record, bottom)
+        return None if part is None or not whole else part / whole
+
+    return read
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("ttft_ms", _field("ttft_ms"), "lower", "ratio"),
+    Metric("latency_ms", _field("latency_ms"), "lower", "ratio"),
+    Metric("semblend_latency_ms", _field("semblend_latency_ms"), "lower", "ratio"),
+    Metric("exact_block_hit_rate", _share("exact_hit_blocks", "total_blocks"), "neither"),
+    Metric("semantic_candidate_block_rate", _share("semantic_candidate_blocks", "total_blocks"), "neither"),
+    Metric("semantic_eligible_block_rate", _share("semantic_eligible_blocks", "total_blocks"), "higher"),
+    Metric("backend_confirmed_block_rate", _share("backend_confirmed_blocks", "total_blocks"), "higher"),
+    Metric("backend_confirmed_token_rate", _share("backend_confirmed_tokens", "prompt_tokens"), "higher"),
+    Metric("quality_pass_rate", _field("quality_pass"), "higher"),
+    Metric("quality_score", _field("quality_score"), "higher"),
+    Metric("quality_f1", _field("quality_f1"), "higher"),
+    Metric("quality_rouge_l", _field("quality_rouge_l"), "higher"),
+    Metric("cold_f1", _field("cold_f1"), "higher"),
+    Metric("cold_rouge_l", _field("cold_rouge_l"), "higher"),
+    Metric("cold_kl_topk", _field("cold_kl_topk"), "lower"),
+    Metric("donor_fact_answered_rate", _field("donor_fact_answered"), "lower"),
+    Metric("planted_fact_answered_rate", _field("planted_fact_answered"), "higher"),
+    Metric("wrong_tokens", _field("wrong_tokens"), "lower"),
+    Metric("error_rate", lambda record: float(record.error is not None), "lower"),
+)
+# On unrelated pairs reuse is harm, so "more" is worse there.
+_HARM_ON_NEGATIVES = {
+    "semantic_eligible_block_rate",
+    "backend_confirmed_block_rate",
+    "backend_confirmed_token_rate",
+}
+
+
+def compare(base: Result, new: Result) -> dict[str, Any]:
+    """The comparison, ready for JSON: what was paired, what differs in the set-up, and every metric's difference."""
+    left, right = _by_key(base), _by_key(new)
+    shared = [key for key in left if key in right]
+    if not shared:
+        raise InputError("the two results share no item", hint="compare results of one manifest; item_id joins them")
+    pairs = [(left[key], right[key]) for key in shared]
+    positive = [pair for pair in pairs if not pair[0].negative_control]
+    negative = [pair for pair in pairs if pair[0].negative_control]
+    by_transform = {name: _differences(group) for name, group in _groups(positive).items()}
+    return {
+        "items_shared": len(shared),
+        "items_only_in_base": len(left) - len(shared),
+        "items_only_in_new": len(right) - len(shared),
+        "sources": len({old.cluster for old, _ in pairs}),
+        "setup_differences": setup_differences(base, new),
+        "metrics": _differences(positive) + _speedups(base, new),
+        "negative_controls": _differences(negative, negatives=True),
+        "by_transform": by_transform,
+    }
+
+
+def setup_differences(base: Result, new: Result) -> list[str]:
+    """Where the two runs were not the same experiment, one line each."""
+    lines: list[str] = []
+    for part, names in (("run", _CONTEXT), ("config", _CONFIG)):
+        old, young = getattr(base, part) or {}, getattr(new, part) or {}
+        changed = (name for name in names if old.get(name) != young.get(name))
+        lines += [f"{part}.{name}: {old.get(name)!r} → {young.get(name)!r}" for name in changed]
+    return lines
+
+
+def difference(
+    metric: Metric, values: Sequence[tuple[float, float]], clusters: Sequence[str], *, negatives: bool = False
+) -> dict[str, Any]:
+    """One metric over paired values: both means, the change, its interval and what to make of it."""
+    rows = np.asarray(values, dtype=np.float64)
+    if metric.kind == "ratio":
+        kept: list[bool] = np.all(rows > 0, axis=1).tolist()
+        rows, clusters = rows[kept], [name for name, keep in zip(clusters, kept, strict=True) if keep]
+        if not len(rows):
+            return {}
+        rows = np.log(rows)
+    means = rows.mean(axis=0)
+    change = float(means[1] - means[0])
+    ci = bootstrap_mean(clusters, (rows[:, 1] - rows[:, 0]).tolist())
+    shown = np.exp(means) if metric.kind == "ratio" else means
+    better = "lower" if negatives and metric.name in _HARM_ON_NEGATIVES else metric.better
+    return {
+        "metric": metric.name,
+        "kind": metric.kind,
+        "n": len(rows),
+        "base": float(shown[0]),
+        "new": float(shown[1]),
+        "change": float(np.exp(change)) if metric.kind == "ratio" else change,
+        "change_ci": [float(np.exp(end)) for end in ci] if ci and metric.kind == "ratio" else ci,
+        "verdict": _verdict(change, ci, better, identical=bool((rows[:, 0] == rows[:, 1]).all())),
+    }
+
+
+def _verdict(change: float, ci: Sequence[float] | None, better: str, *, identical: bool) -> Verdict:
+    if identical:
+        return "identical"
+    if ci is None:
+        return "too few sources"
+    if ci[0] <= 0 <= ci[1]:
+        return "within noise"
+    if better == "neither":
+        return "changed"
+    return "better" if (change > 0) == (better == "higher") else "worse"
+
+
+def _differences(pairs: Sequence[tuple[RequestRecord, RequestRecord]], *, negatives: bool = False) -> list[Any]:
+    found = []
+    for metric in METRICS:
+        known = [
+            (old, new, cluster)
+            for left, right in pairs
+            if (old := metric.read(left)) is not None and (new := metric.read(right)) is not None
+            for cluster in (left.cluster,)
+        ]
+        if known:
+            row = difference(metric, [(o, n) for o, n, _ in known], [c for _, _, c in known], negatives=negatives)
+            found += [row] if row else []
+    return found
+
+
+def _speedups(base: Result, new: Result) -> list[Any]:
+    """Cold over warm TTFT of each pair, where both results have both arms."""
+    left = {pair.cold.item_id: pair for pair in pairs_of(base.requests) if not pair.cold.negative_control}
+    right = {pair.cold.item_id: pair for pair in pairs_of(new.requests)}
+    known = [
+        (old, young, left[name].cluster)
+        for name in left
+        if name in right and (old := left[name].speedup) and (young := right[name].speedup)
+    ]
+    metric = Metric("ttft_speedup", lambda _: None, "higher", "ratio")
+    return [difference(metric, [(o, n) for o, n, _ in known], [c for _, _, c in known])] if known else []
+
+
+def _by_key(result: Result) -> dict[str, RequestRecord]:
+    """The judged arm of every item; failed requests take part (their error is a metric)."""
+    found: dict[str, RequestRecord] = {}
+    for record in measured(result.requests):
+        if record.item_id in found:
+            raise InputError(
+                f"item {record.item_id} stands twice in one result", hint="compare results of one run each"
+            )
+        found[record.item_id] = record
+    return found
+
+
+def _groups(
+    pairs: Sequence[tuple[RequestRecord, RequestRecord]],
+) -> Mapping[str, list[tuple[RequestRecord, RequestRecord]]]:
+    groups: dict[str, list[tuple[RequestRecord, RequestRecord]]] = {}
+    for pair in pairs:
+        groups.setdefault(pair[0].transform, []).append(pair)
+    return groups

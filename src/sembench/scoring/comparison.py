@@ -1,0 +1,64 @@
+"""One answer against the gold answers, and against what the same prompt said cold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sembench.backends.base import Answer
+from sembench.manifests.cases import Case
+from sembench.result import RequestRecord
+from sembench.scoring import answers as scoring
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """An answer as far as it can be compared: from a server just now, or from a result file."""
+
+    text: str
+    units: Sequence[object]
+    token_logprobs: Sequence[float] = ()
+    top_logprobs: Sequence[Mapping[str, float]] = ()
+
+    @classmethod
+    def of_answer(cls, answer: Answer) -> Said:
+        return cls(answer.text, answer.output_units, answer.token_logprobs, answer.top_logprobs)
+
+    @classmethod
+    def of_record(cls, record: RequestRecord) -> Said:
+        """A result file keeps at most 2000 characters; of both sides alike."""
+        text = record.output_text or ""
+        top = record.output_top_logprobs
+        top = [one for one in top if isinstance(one, dict)] if isinstance(top, list) else []
+        return cls(text, record.output_token_ids or tuple(text.split()), (), top)
+
+
+def against_gold(text: str, case: Case, threshold: float) -> dict[str, Any]:
+    """The quality fields of a record; None where the case has no answers or no planted facts."""
+    score = scoring.answer_recall(text, case.answers)
+    planted, donor = case.planted_fact, case.donor_fact
+    says_planted = None if planted is None else scoring.says(text, planted)
+    return {
+        "quality_score": score,
+        "quality_pass": None if score is None else score >= threshold,
+        "quality_f1": scoring.best_of(scoring.token_f1, text, case.answers),
+        "quality_rouge_l": scoring.best_of(scoring.rouge_l, text, case.answers),
+        "exact_match": scoring.best_of(scoring.exact_match, text, case.answers),
+        "edit_similarity": scoring.best_of(scoring.edit_similarity, text, case.answers),
+        "planted_fact_answered": says_planted,
+        "donor_fact_answered": None if donor is None else scoring.says(text, donor) and not says_planted,
+    }
+
+
+def against_cold(record: RequestRecord, warm: Said, cold: Said) -> RequestRecord:
+    """The record of the warm answer with its distance from the cold one."""
+    divergence = scoring.first_divergence(cold.units, warm.units)
+    return replace(
+        record,
+        cold_f1=scoring.token_f1(warm.text, cold.text),
+        cold_rouge_l=scoring.rouge_l(warm.text, cold.text),
+        cold_kl_topk=scoring.kl_topk(cold.top_logprobs, warm.top_logprobs, divergence),
+        first_divergence=divergence,
+        ppl_ratio=scoring.ppl_ratio(cold.token_logprobs, warm.token_logprobs, divergence),
+    )

@@ -1,0 +1,4 @@
+"""Evidence of reuse: responses, counters, audit streams and engine logs, held against each other.
+
+Nothing here asks a server for an answer.
+"""

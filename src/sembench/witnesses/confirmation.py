@@ -1,0 +1,227 @@
+"""What a backend's own words say about reuse, and where they contradict each other.
+
+Four witnesses: the receipt in the answer, the usage object, the counters of the server, its audit stream. Time is not
+one of them: a fast answer is a fast answer. Where witnesses disagree, the statement that flatters least counts:
+the smallest for a case that may reuse, the largest for one that must not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sembench.backends.base import Answer, count
+from sembench.witnesses.prometheus import EXACT_TOKENS, EXTERNAL_HITS, REQUESTS, REUSED_TOKENS, Delta
+
+MATERIALIZED = "backend_materialized_reuse"
+WINDOW_CHARS = 32
+"""Reuse comes in runs of 32 tokens or more, and a token has at least a character."""
+SLACK_SHARE = 1.25
+SLACK_TOKENS = 64
+"""Characters are not tokens and chat templates repeat: what is claimed may exceed what is shared by this much."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What we know of a request before the backend says a word.
+
+    ``donor_tokens``: length of the primed donors as the server counted it. ``shared``: share of the recipient's text
+    that stands in a donor's, an upper bound of what can be reused. ``alone``: nothing else ran between the scrapes.
+    """
+
+    must_be_cold: bool = False
+    may_reuse: bool = True
+    other_tenant: bool = False
+    donor_tokens: int | None = None
+    shared: float | None = None
+    alone: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confirmation:
+    """The verdict over one request. ``confirmed_tokens`` None: no witness spoke about reuse."""
+
+    confirmed_tokens: int | None = None
+    exact_tokens: int | None = None
+    reused_tokens: int | None = None
+    recomputed_tokens: int | None = None
+    prefill_tokens: int | None = None
+    risk: float | None = None
+    external_tokens: int | None = None
+    fuzzy_tokens: int | None = None
+    sources: tuple[str, ...] = ()
+    contradictions: tuple[str, ...] = ()
+    contaminated: bool | None = None
+
+
+def confirm(answer: Answer, expected: Expected, delta: Delta | None = None) -> Confirmation:
+    """Weigh the witnesses of one answer. The audit stream is joined later, by `audit.with_audit`."""
+    receipt = answer.receipt or {}
+    parts = {kind: count(receipt.get(f"{kind}_tokens")) for kind in ("exact", "reused", "recomputed", "prefill")}
+    counters = _Counters.of(delta, expected.alone)
+    said = {
+        "receipt": parts["reused"],
+        "usage": answer.cached_semantic if answer.cached_tokens != 0 else 0,
+        "prometheus": counters.reused if counters.believable else None,
+    }
+    statements = {source: tokens for source, tokens in said.items() if tokens is not None}
+    exact = parts["exact"]
+    if exact is None:
+        exact = answer.cached_exact
+    if exact is None and answer.cached_tokens is not None and "receipt" not in statements:
+        exact = max(answer.cached_tokens - (answer.cached_semantic or 0), 0)
+    contradictions = [
+        *_receipt_against_itself(receipt, parts, answer),
+        *_receipt_against_usage(parts, answer),
+        *_receipt_against_counters(parts["reused"], counters),
+        *_against_what_we_know(statements, exact, answer, expected),
+    ]
+    cached = max(exact or 0, answer.cached_tokens or 0, *(statements.values() or (0,)))
+    known = exact is not None or answer.cached_tokens is not None or bool(statements)
+    return Confirmation(
+        confirmed_tokens=_verdict(statements.values(), exact, answer.cached_tokens, expected),
+        exact_tokens=exact,
+        reused_tokens=parts["reused"],
+        recomputed_tokens=parts["recomputed"],
+        prefill_tokens=parts["prefill"],
+        risk=_measure(receipt.get("risk")),
+        external_tokens=None if counters.external is None or not counters.believable else int(counters.external),
+        fuzzy_tokens=answer.cached_semantic,
+        sources=_sources(statements, answer),
+        contradictions=tuple(contradictions),
+        contaminated=(cached > 0 if known else None) if expected.must_be_cold else None,
+    )
+
+
+def _verdict(statements: Iterable[int], exact: int | None, cached: int | None, expected: Expected) -> int | None:
+    told = list(statements)
+    if expected.other_tenant:  # another tenant's exact prefix is a leak as well
+        return None if exact is None and not told else max(told, default=0) + (exact or 0)
+    if not told:
+        return None
+    if not expected.may_reuse:
+        return max(told)
+    return min(told) if cached is None else min(*told, cached)
+
+
+def _sources(statements: Mapping[str, int], answer: Answer) -> tuple[str, ...]:
+    named = list(statements)
+    if answer.cached_tokens is not None and "usage" not in named:
+        named.append("usage")
+    return tuple(source for source in ("receipt", "usage", "prometheus") if source in named)
+
+
+@dataclass(frozen=True, slots=True)
+class _Counters:
+    """What the server's counters did while the request ran. ``believable``: they saw this request and no other."""
+
+    reused: int | None = None
+    exact: int | None = None
+    external: float | None = None
+    requests: float | None = None
+    believable: bool = False
+
+    @classmethod
+    def of(cls, delta: Delta | None, alone: bool) -> _Counters:
+        if delta is None or delta.reset_detected or not alone:
+            return cls()
+        requests = delta.moved(*REQUESTS)
+        reused, external = delta.moved(*REUSED_TOKENS), delta.moved(*EXTERNAL_HITS)
+        moved = reused if reused is not None else external
+        exact = delta.moved(*EXACT_TOKENS)
+        return cls(
+            None if moved is None else int(moved),
+            None if exact is None else int(exact),
+            external,
+            requests,
+            believable=moved is not None and requests in (None, 1),
+        )
+
+
+def _receipt_against_itself(
+    receipt: Mapping[str, Any], parts: Mapping[str, int | None], answer: Answer
+) -> Iterable[str]:
+    reused = parts["reused"]
+    if reused is None:
+        if receipt:
+            yield "the receipt does not say how many tokens were reused"
+        return
+    if None not in parts.values() and answer.prompt_tokens is not None:
+        total = sum(value or 0 for value in parts.values())
+        if total != answer.prompt_tokens:
+            yield f"the receipt's parts sum to {total}, the prompt has {answer.prompt_tokens} tokens"
+    outcome = receipt.get("outcome")
+    if outcome is not None and (outcome == MATERIALIZED) != (reused > 0):
+        yield f"the receipt says {outcome} with {reused} tokens reused"
+    if reused > 0 and "donors" in receipt and not receipt["donors"]:
+        yield f"the receipt claims {reused} reused tokens and names no donor"
+
+
+def _receipt_against_usage(parts: Mapping[str, int | None], answer: Answer) -> Iterable[str]:
+    if parts["reused"] is None or answer.cached_tokens is None:
+        return
+    held = (parts["exact"] or 0) + parts["reused"]
+    if answer.cached_tokens < held:
+        yield f"usage counts {answer.cached_tokens} cached tokens, the receipt {held}"
+    # an engine that claims one range and fills its gaps itself counts what was recomputed as cached, and no more
+    elif answer.cached_tokens > held + (parts["recomputed"] or 0):
+        yield f"usage counts {answer.cached_tokens} cached tokens, the receipt only {held}"
+    if answer.cached_semantic is not None and answer.cached_semantic != parts["reused"]:
+        yield f"usage counts {answer.cached_semantic} semantic tokens, the receipt {parts['reused']}"
+
+
+def _receipt_against_counters(reused: int | None, counters: _Counters) -> Iterable[str]:
+    if reused is None or counters.reused is None:
+        return
+    if counters.requests == 0 and reused > 0:
+        yield f"the receipt claims {reused} reused tokens, the counters saw no request"
+    elif counters.believable and counters.reused != reused:
+        moved = f"moved by {counters.reused}" if counters.reused else "did not move"
+        yield f"the receipt claims {reused} reused tokens, the counters {moved}"
+
+
+def _against_what_we_know(
+    statements: Mapping[str, int], exact: int | None, answer: Answer, expected: Expected
+) -> Iterable[str]:
+    reused = max(statements.values(), default=0)
+    if expected.must_be_cold:
+        cached = max(exact or 0, answer.cached_tokens or 0)
+        if reused > 0:
+            yield f"{reused} tokens reused where no donor was primed"
+        elif cached > 0:
+            yield f"{cached} tokens cached right after the cache was emptied"
+        return
+    if expected.other_tenant:
+        held = max(answer.cached_tokens or 0, (exact or 0) + reused)
+        if held > 0:
+            yield f"{held} tokens of another tenant were served"
+        return
+    if expected.donor_tokens is not None and reused > expected.donor_tokens:
+        yield f"{reused} tokens reused of donors that hold {expected.donor_tokens}"
+    if expected.shared is not None and answer.prompt_tokens:
+        most = expected.shared * answer.prompt_tokens * SLACK_SHARE + SLACK_TOKENS
+        if reused > most:
+            share = f"donors share {expected.shared:.0%} of the text"
+            yield f"{reused} of {answer.prompt_tokens} tokens reused, but {share}"
+
+
+def shared_text(recipient: str, donors: Sequence[str]) -> float:
+    """The share of the recipient's characters inside a window of 32 that a donor has too: what could be reused at best.
+
+    >>> shared_text("x" * 10, ["x" * 10]), round(shared_text("q" * 32 + "a" * 64, ["a" * 64]), 2)
+    (0.0, 0.67)
+    """
+    if len(recipient) < WINDOW_CHARS:
+        return 0.0
+    known = {donor[at : at + WINDOW_CHARS] for donor in donors for at in range(len(donor) - WINDOW_CHARS + 1)}
+    covered, end = 0, 0
+    for at in range(len(recipient) - WINDOW_CHARS + 1):
+        if recipient[at : at + WINDOW_CHARS] in known:
+            covered += at + WINDOW_CHARS - max(end, at)
+            end = at + WINDOW_CHARS
+    return covered / len(recipient)
+
+
+def _measure(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

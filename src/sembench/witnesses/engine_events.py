@@ -1,0 +1,193 @@
+"""What an engine's log proves: events counted once, errors by their level, and nothing read into user text.
+
+An error is a record whose *level* says so, or a Python traceback; a multi-line record is one error. The same word in
+a prompt or an answer is no error. Semantic events are believed only from the first letter of a message.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from sembench.files import open_text
+from sembench.witnesses.parsers import PARSERS, EngineEvent, EngineEventKind, Parser
+from sembench.witnesses.parsers.line import Level, LogLine, json_object, level_of_object, read_line
+from semblend.errors import InputError
+
+SUMMARY_VERSION = "sembench.engine_events.v1"
+ENGINES = tuple(PARSERS)
+_EXAMPLES = 5
+_EXAMPLE_CHARS = 300
+_FRAME = re.compile(r'^\s+File "')
+
+
+@dataclass
+class ErrorCounter:
+    """Counts error and warning records; a record's further lines, and a traceback under it, belong to it."""
+
+    errors: int = 0
+    warnings: int = 0
+    examples: list[dict[str, Any]] = field(default_factory=list)
+    _record: tuple[str, Level] = ("", Level.PLAIN)
+    _suspect: LogLine | None = None
+
+    def feed(self, line: LogLine) -> None:
+        suspect, self._suspect = self._suspect, None
+        # A traceback is one only if a frame follows: anybody can write its first line into a prompt.
+        if suspect is not None and _FRAME.match(line.message) and self._record[1] is not Level.ERROR:
+            self.add_error(suspect.number, suspect.text)
+            self._record = (self._record[0], Level.ERROR)
+        if line.opens_record and not self._same_record(line):
+            self._open(line)
+        if line.opens_traceback and self._record[1] is not Level.ERROR:
+            self._suspect = line
+
+    def add_error(self, number: int, text: str) -> None:
+        self.errors += 1
+        if len(self.examples) < _EXAMPLES:
+            self.examples.append({"line": number, "text": text.strip()[:_EXAMPLE_CHARS]})
+
+    def _same_record(self, line: LogLine) -> bool:
+        """Lines of one record share process, time and source; each of them may carry the level again."""
+        header, level = self._record
+        return line.timed and line.header == header and level.value >= line.level.value
+
+    def _open(self, line: LogLine) -> None:
+        self._record = (line.header, line.level)
+        if line.level is Level.ERROR:
+            self.add_error(line.number, line.text)
+        elif line.level is Level.WARNING:
+            self.warnings += 1
+
+
+@dataclass
+class Tally:
+    """Adds up the events of one engine; a key that was seen before does not count again."""
+
+    engine: str
+    where: str
+    skip_bad: bool = False
+    lines: int = 0
+    bad_lines: int = 0
+    repeated: int = 0
+    counts: Counter[EngineEventKind] = field(default_factory=Counter)
+    tokens: int = 0
+    units: int = 0
+    rope_corrections: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    errors: ErrorCounter = field(default_factory=ErrorCounter)
+    _seen: set[tuple[EngineEventKind, tuple[object, ...]]] = field(default_factory=set)
+
+    def read(self, lines: Iterable[str]) -> Parser:
+        parser = make_parser(self.engine, self.where)
+        for event in self._events(parser, lines):
+            self._count(event)
+        for event in parser.finish():
+            self._count(event)
+        return parser
+
+    def _events(self, parser: Parser, lines: Iterable[str]) -> Iterator[EngineEvent]:
+        for number, text in enumerate(lines, start=1):
+            self.lines += 1
+            line = read_line(number, text)
+            try:
+                found = tuple(parser.feed(line))
+                self._watch(line)
+            except InputError:
+                if not self.skip_bad:
+                    raise
+                self.bad_lines += 1
+                continue
+            yield from found
+
+    def _watch(self, line: LogLine) -> None:
+        record = json_object(line, self.where, audit=False) if line.level is Level.PLAIN else None
+        if record is not None and level_of_object(record) is Level.ERROR:
+            self.errors.add_error(line.number, line.text)
+        elif record is not None and level_of_object(record) is Level.WARNING:
+            self.errors.warnings += 1
+        else:
+            self.errors.feed(line)
+
+    def _count(self, event: EngineEvent) -> None:
+        if event.key is not None:
+            seen = (event.kind, event.key)
+            if seen in self._seen:
+                self.repeated += 1
+                return
+            self._seen.add(seen)
+        if event.kind is EngineEventKind.ERROR:
+            self.errors.add_error(event.line, event.reason or "error event")
+        self.counts[event.kind] += 1
+        if event.kind is EngineEventKind.REJECTED:
+            self.reasons[event.reason] += 1
+        if event.kind is EngineEventKind.MATERIALIZED:
+            self.tokens += event.tokens
+            self.units += event.units
+            self.rope_corrections += event.rope_corrected
+
+
+def make_parser(engine: str, where: str) -> Parser:
+    try:
+        return PARSERS[engine](where)
+    except KeyError:
+        raise InputError(f"no log format {engine!r}", hint=f"one of {', '.join(ENGINES)}") from None
+
+
+def engine_events(engine: str, lines: Iterable[str], where: str = "log") -> Iterator[EngineEvent]:
+    """Every event of a log in order, repetitions included; for joining them to requests."""
+    parser = make_parser(engine, where)
+    for number, text in enumerate(lines, start=1):
+        yield from parser.feed(read_line(number, text))
+    yield from parser.finish()
+
+
+def summarize(engine: str, lines: Iterable[str], where: str = "log", *, skip_bad: bool = False) -> dict[str, Any]:
+    """The summary of a log, ready for JSON.
+
+    >>> found = summarize("sglang", ["[FUZZY] Realized 64 fuzzy tokens request_id=r1", "a prompt with ERROR in it"])
+    >>> found["materialized_tokens"], found["errors"], found["materialized_semantic_kv_reuse"]
+    (64, 0, False)
+    """
+    tally = Tally(engine, where, skip_bad)
+    parser = tally.read(lines)
+    hits, done = tally.counts[EngineEventKind.SEMANTIC_HIT], tally.counts[EngineEventKind.MATERIALIZED]
+    semantic = [kind for kind in EngineEventKind if kind is not EngineEventKind.ERROR]
+    return {
+        "summary_version": SUMMARY_VERSION,
+        "engine": engine,
+        "input": where,
+        "lines": tally.lines,
+        "bad_lines": tally.bad_lines,
+        "donor_registrations": tally.counts[EngineEventKind.DONOR_REGISTERED],
+        "semantic_hits": hits,
+        "load_advertisements": tally.counts[EngineEventKind.LOAD_ADVERTISED],
+        "materialization_events": done,
+        "materialized_tokens": tally.tokens,
+        "materialized_units": tally.units,
+        "rope_corrections": tally.rope_corrections,
+        "engine_boundaries": tally.counts[EngineEventKind.ENGINE_BOUNDARY],
+        "rejection_reasons": dict(sorted(tally.reasons.items())),
+        "errors": tally.errors.errors,
+        "error_examples": tally.errors.examples,
+        "runtime_warnings": tally.errors.warnings,
+        "events": sum(tally.counts[kind] for kind in semantic),
+        "repeated_events": tally.repeated,
+        "counted_once": parser.counted_once,
+        "caveat": parser.caveat,
+        "materialized_semantic_kv_reuse": done > 0 and (hits > 0 or parser.receipt_suffices),
+    }
+
+
+def summarize_file(engine: str, path: str, *, skip_bad: bool = False) -> dict[str, Any]:
+    """The summary of a log file, ``.gz`` too; bytes that are no UTF-8 are part of somebody's text and pass."""
+    make_parser(engine, path)  # a wrong engine is told before the file is opened
+    with open_text(path) as stream:
+        stream.reconfigure(errors="replace")  # type: ignore[attr-defined]
+        try:
+            return summarize(engine, stream, path, skip_bad=skip_bad)
+        except (EOFError, OSError) as error:
+            raise InputError(f"cannot read {path}: {error}", hint="the file is cut off or damaged") from None

@@ -1,0 +1,56 @@
+"""What a parser may find in an engine's log: five kinds of event, the same for every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from sembench.witnesses.parsers.line import LogLine
+
+
+class EngineEventKind(StrEnum):
+    """What an engine says it did. Only `MATERIALIZED` is reuse."""
+
+    DONOR_REGISTERED = "donor_registered"
+    SEMANTIC_HIT = "semantic_hit"
+    LOAD_ADVERTISED = "load_advertised"
+    MATERIALIZED = "materialized"
+    REJECTED = "rejected"
+    ENGINE_BOUNDARY = "engine_boundary"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEvent:
+    """One statement of an engine.
+
+    Two events with equal kind and ``key`` are one thing said twice; an event without a key can't be told from a
+    second one of its sort and always counts.
+    """
+
+    kind: EngineEventKind
+    line: int
+    key: tuple[object, ...] | None = None
+    request_id: str | None = None
+    tokens: int = 0
+    units: int = 0
+    similarity: float | None = None
+    reason: str = ""
+    rope_corrected: bool = False
+
+
+class Parser(Protocol):
+    """Reads one engine's lines. It may hold a line back until a later one tells whether both are one event."""
+
+    # Why two lines of this engine are one event, for the summary and the docs.
+    counted_once: str
+    # What the lines can not prove; empty where nothing is left open.
+    caveat: str
+    # Whether a materialized event is semantic by itself, or needs a semantic hit beside it.
+    receipt_suffices: bool
+
+    def feed(self, line: LogLine) -> Iterable[EngineEvent]: ...
+
+    def finish(self) -> Iterable[EngineEvent]: ...

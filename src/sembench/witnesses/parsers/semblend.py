@@ -1,0 +1,115 @@
+"""SemBlend's own audit stream: reuse is what a receipt confirms, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from sembench.witnesses.parsers.event import EngineEvent, EngineEventKind
+from sembench.witnesses.parsers.line import LogLine, count_of, json_object
+from semblend.confirm.events import EventKind
+from semblend.confirm.receipt import Receipt
+from semblend.errors import InputError, SemBlendError
+
+
+class SemblendParser:
+    """Receipts are read as receipts: one whose parts do not add up is refused, not counted."""
+
+    counted_once = (
+        "a donor by id and generation; a hit, a plan and a confirmed receipt by request; a reason by request, however "
+        "many events repeat it"
+    )
+    caveat = ""
+    receipt_suffices = True
+
+    def __init__(self, where: str = "audit") -> None:
+        self._where = where
+
+    def feed(self, line: LogLine) -> Iterable[EngineEvent]:
+        record = json_object(line, self._where)
+        if record is None or "schema_version" not in record:
+            return ()
+        readers = {
+            EventKind.DONOR_REGISTERED: self._donor,
+            EventKind.LOOKUP: self._lookup,
+            EventKind.REUSE_PLANNED: self._planned,
+            EventKind.REUSE_DECLINED: self._refused,
+            EventKind.FALLBACK: self._refused,
+            EventKind.REUSE_CONFIRMED: self._confirmed,
+            EventKind.ERROR: self._error,
+        }
+        name = record.get("event")
+        reader = readers.get(EventKind(name)) if name in set(EventKind) else None
+        return reader(line, record) if reader else ()
+
+    def finish(self) -> Iterable[EngineEvent]:
+        return ()
+
+    def _donor(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
+        donor, tokens = str(record.get("donor_id")), self._count(line, record, "tokens")
+        key = (donor, record.get("generation"))
+        yield EngineEvent(EngineEventKind.DONOR_REGISTERED, line.number, key, _request(record), tokens, 1)
+
+    def _lookup(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
+        tokens, similarity = self._count(line, record, "reusable_tokens"), record.get("similarity")
+        if tokens:
+            yield EngineEvent(
+                EngineEventKind.SEMANTIC_HIT,
+                line.number,
+                _key(record),
+                _request(record),
+                tokens,
+                1,
+                float(similarity) if isinstance(similarity, (int, float)) else None,
+            )
+        yield from self._refused(line, record)
+
+    def _planned(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
+        spans = record.get("spans")
+        units = len(spans) if isinstance(spans, list) else 1
+        tokens = self._count(line, record, "reused_tokens")
+        yield EngineEvent(EngineEventKind.LOAD_ADVERTISED, line.number, _key(record), _request(record), tokens, units)
+
+    def _refused(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
+        reason = record.get("reason")
+        if isinstance(reason, str) and reason:
+            key = _key(record, reason)
+            yield EngineEvent(EngineEventKind.REJECTED, line.number, key, _request(record), reason=reason)
+
+    def _confirmed(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
+        written = record.get("receipt")
+        try:
+            receipt = Receipt.from_dict(written if isinstance(written, dict) else {})
+        except (SemBlendError, TypeError) as error:
+            what = error.message if isinstance(error, SemBlendError) else str(error)
+            raise InputError(
+                f"{self._where}, line {line.number}, field receipt: {what}",
+                hint="a receipt that does not hold proves nothing; --skip-bad goes on without it",
+            ) from None
+        if receipt.reused_tokens:
+            yield EngineEvent(
+                EngineEventKind.MATERIALIZED,
+                line.number,
+                (receipt.request_id,),
+                receipt.request_id,
+                receipt.reused_tokens,
+                len(receipt.spans),
+                rope_corrected=any(span.shift for span in receipt.spans),
+            )
+
+    def _error(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
+        reason = f"{record.get('where')}: {record.get('message')}"
+        yield EngineEvent(EngineEventKind.ERROR, line.number, None, _request(record), reason=reason)
+
+    def _count(self, line: LogLine, record: dict[str, Any], name: str) -> int:
+        return count_of(record, name, self._where, line.number)
+
+
+def _request(record: dict[str, Any]) -> str | None:
+    value = record.get("request_id")
+    return value if isinstance(value, str) and value else None
+
+
+def _key(record: dict[str, Any], *rest: object) -> tuple[object, ...] | None:
+    request_id = _request(record)
+    return None if request_id is None else (request_id, *rest)

@@ -1,0 +1,113 @@
+"""SGLang: the FUZZY lines. Two families of lines tell of one hit and of one materialization; each counts once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from urllib.parse import unquote
+
+from sembench.witnesses.parsers.event import EngineEvent, EngineEventKind
+from sembench.witnesses.parsers.line import LogLine, fields_of, number_in
+
+_DONOR = re.compile(r"^\[FUZZY\] register_donor(?:_async)?: ok\s+(?P<rest>.*)$")
+_HIT = re.compile(
+    r"^(?:\[[A-Z][A-Z ]*\]\s+)?(?:SemBlend\s+)?(?:semantic|fuzzy)\b[^'\"=]*?\b(?:hit|matched)\b:?\s*(?P<rest>.*)$",
+    re.IGNORECASE,
+)
+_SUCCESS = re.compile(r"^\[FUZZY RADIX\] Fuzzy match success:\s*(?P<rest>.*)$")
+_REALIZED = re.compile(r"^\[FUZZY\] Realized (?P<tokens>\d+) fuzzy tokens\b\s*(?P<rest>.*)$")
+_PHASE = re.compile(r"^\[FUZZY RADIX\] segmented prefill realized donor phase:\s*(?P<rest>.*)$")
+_REQUEST_NAMES = ("request_id", "rid", "req")
+
+
+class SglangParser:
+    """Joins the provider's line and the radix tree's line.
+
+    With a request id in both, the id joins them. Without one, a radix line joins the provider's line that waits
+    directly before it, and the phases of a segmented prefill join the `Realized` line whose tokens they add up to.
+    """
+
+    counted_once = (
+        "a hit by request: the provider's hit line and the radix tree's success line are one; a materialization by "
+        "request: donor phases and the Realized line they add up to are one; ranks above 0 are passed over"
+    )
+    caveat = ""
+    receipt_suffices = False
+
+    def __init__(self) -> None:
+        self._waiting_hit = False  # a provider's hit without an id: the next success line may be the same one
+        self._phases: list[EngineEvent] = []
+
+    def feed(self, line: LogLine) -> Iterable[EngineEvent]:
+        if line.repeats_rank_zero:
+            return
+        text = line.message
+        if (donor := _DONOR.match(text)) is not None:
+            yield from self._donor(line, fields_of(donor["rest"]))
+        elif (success := _SUCCESS.match(text)) is not None:
+            yield from self._hit(line, fields_of(success["rest"]), from_tree=True)
+        elif (realized := _REALIZED.match(text)) is not None:
+            yield from self._realized(line, int(realized["tokens"]), fields_of(realized["rest"]))
+        elif (phase := _PHASE.match(text)) is not None:
+            yield from self._phase(line, fields_of(phase["rest"]))
+        elif (hit := _HIT.match(text)) is not None:
+            yield from self._hit(line, fields_of(hit["rest"]), from_tree=False)
+
+    def finish(self) -> Iterable[EngineEvent]:
+        waiting, self._phases = self._phases, []
+        return waiting
+
+    def _donor(self, line: LogLine, pairs: dict[str, str]) -> Iterator[EngineEvent]:
+        tokens, request_id = number_in(pairs, "tokens"), _request(pairs)
+        if tokens is not None:
+            key = (request_id, tokens) if request_id else None
+            yield EngineEvent(EngineEventKind.DONOR_REGISTERED, line.number, key, request_id, tokens, 1)
+
+    def _hit(self, line: LogLine, pairs: dict[str, str], *, from_tree: bool) -> Iterator[EngineEvent]:
+        request_id = _request(pairs)
+        tokens = number_in(pairs, "cached", "matched_tokens", "reused_tokens", "tokens")
+        similarity = _number(pairs, "similarity", "score", "quality_cosine")
+        if not tokens or (similarity is None and not from_tree):
+            return
+        joins = from_tree and self._waiting_hit and request_id is None
+        self._waiting_hit = not from_tree and request_id is None
+        if not joins:
+            key = (request_id,) if request_id else None
+            yield EngineEvent(EngineEventKind.SEMANTIC_HIT, line.number, key, request_id, tokens, 1, similarity)
+
+    def _phase(self, line: LogLine, pairs: dict[str, str]) -> Iterator[EngineEvent]:
+        tokens, request_id = number_in(pairs, "donor_tokens"), _request(pairs)
+        if not tokens:
+            return
+        if self._phases and self._phases[-1].request_id != request_id:
+            yield from self.finish()
+        # The same phase said twice (a log collected twice) has the same place in the prompt.
+        key = (request_id, pairs.get("target", line.number)) if request_id else None
+        self._phases.append(EngineEvent(EngineEventKind.MATERIALIZED, line.number, key, request_id, tokens, 1))
+
+    def _realized(self, line: LogLine, tokens: int, pairs: dict[str, str]) -> Iterator[EngineEvent]:
+        request_id = _request(pairs)
+        phases, self._phases = self._phases, []
+        same_request = bool(phases) and phases[-1].request_id in (None, request_id)
+        units = number_in(pairs, "spans") or 1
+        if same_request and sum(phase.tokens for phase in phases) == tokens:
+            units = len(phases)
+            request_id = request_id or phases[-1].request_id
+        else:
+            yield from phases
+        if tokens:
+            key = (request_id, tokens) if request_id else None
+            yield EngineEvent(EngineEventKind.MATERIALIZED, line.number, key, request_id, tokens, units)
+
+
+def _request(pairs: dict[str, str]) -> str | None:
+    found = next((pairs[name] for name in _REQUEST_NAMES if pairs.get(name)), "-")
+    return None if found == "-" else unquote(found)
+
+
+def _number(pairs: dict[str, str], *names: str) -> float | None:
+    for name in names:
+        match = re.match(r"\d+(?:\.\d+)?", pairs.get(name, ""))
+        if match:
+            return float(match[0])
+    return None

@@ -1,0 +1,41 @@
+"""Saved counters of an engine, and what they did between two savings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from sembench.files import open_text
+from sembench.witnesses.prometheus import Delta, Labels, summary
+from semblend.errors import InputError
+
+SNAPSHOT_VERSION = "sembench.engine_snapshot.v1"
+Endpoints = Mapping[str, Mapping[str, Any]]
+
+
+def read_snapshot(path: str) -> Endpoints:
+    """The endpoints of a saved snapshot by URL."""
+    hint = "pass a file of sembench engine-snapshot"
+    with open_text(path) as stream:
+        try:
+            value = json.load(stream)
+        except ValueError as error:
+            raise InputError(f"{path} is not a whole JSON file: {error}", hint=hint) from None
+    if not isinstance(value, dict) or value.get("snapshot_version") != SNAPSHOT_VERSION:
+        raise InputError(f"{path} is no {SNAPSHOT_VERSION}", hint=hint)
+    endpoints = value.get("endpoints")
+    if not isinstance(endpoints, dict):
+        raise InputError(f"{path}: endpoints is not an object", hint=hint)
+    return endpoints
+
+
+def delta_between(before: Endpoints, after: Endpoints) -> dict[str, Any]:
+    """What the counters did, over the endpoints that answered both times."""
+    both = [url for url in after if after[url]["error"] is None and before.get(url, {}).get("error", "") is None]
+    deltas = [Delta(_samples(before[url]), _samples(after[url])) for url in both]
+    return summary(deltas, failed=len(after) - len(both))
+
+
+def _samples(endpoint: Mapping[str, Any]) -> dict[tuple[str, Labels], float]:
+    return {(name, tuple(sorted(labels.items()))): value for name, labels, value in endpoint["samples"]}

@@ -1,0 +1,98 @@
+"""Show on a real small model what reuse gains, and what it changes in the answers."""
+
+from __future__ import annotations
+
+import argparse
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from semblend.cli.engine_parts import engine_imports
+from semblend.cli.output import Progress, check_target, say, table, write_json
+from semblend.config import load_config
+
+if TYPE_CHECKING:
+    from semblend.demo.runner import Arm, Outcome
+
+HEAD = ("workload", "arm", "first token", "faster", "exact", "reused", "again", "computed", "same words", "KL")
+RIGHT = tuple(range(2, len(HEAD)))
+PATIENCE_S = 45.0  # on a quiet machine every workload begins before this and is measured twice
+POOL_TOKENS = {False: 8192, True: 24_576}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2-135m", help="a pulled model's name, a folder or a GGUF file")
+    parser.add_argument("--long", action="store_true", help="documents of about 4,000 tokens instead of 1,000")
+    parser.add_argument("--json", metavar="FILE", help="write all figures, answers and receipts here")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the figures here (needs the extra lab)")
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads (default: as torch chooses)")
+
+
+def run(args: argparse.Namespace) -> int:
+    with engine_imports():
+        from semblend.demo import plot
+        from semblend.engine.server.launch import Launch
+    for path in filter(None, (args.json, args.plot)):
+        check_target(path)
+    launch = Launch(model=args.model, pool_tokens=POOL_TOKENS[args.long], threads=args.threads)
+    outcome = _measured(launch, long=args.long)
+    print(table([_row(arm) for arm in outcome.arms], head=HEAD, right=RIGHT))
+    print()
+    print(table([(arm.title, arm.name, _one_line(arm.answer)) for arm in outcome.arms], head=("", "", "answer")))
+    if any(arm.disturbed for arm in outcome.arms):
+        say("runs of one prompt differ by more than half: other programs were computing; fewer --threads may help")
+    if args.json:
+        write_json(args.json, outcome.to_dict())
+    if args.plot:
+        plot.draw(outcome, args.plot)  # last: where its package is missing, all else is there
+        say(f"wrote {args.plot}")
+    return 0
+
+
+def _measured(launch: Any, *, long: bool) -> Outcome:
+    from semblend.demo.runner import Demo, Outcome, Watched
+    from semblend.demo.workloads import dialogue, workloads
+
+    path = launch.path
+    say(f"loading {path.name}")
+    model, tokenizer = launch.load()
+    # Variables that tune or switch off reuse hold here too; files of donors and events are not the demo's business.
+    config = load_config(quality="balanced", embedder="none", store="", events="", nats_url="", metrics=False)
+    engine = launch.assemble(Watched.of(model), tokenizer, config)
+    progress = Progress()
+
+    def tell(what: str) -> None:
+        if progress.due():
+            progress.show(what)
+
+    try:
+        demo = Demo(engine, tokenizer, repeats=1 if long else 2, patience_s=PATIENCE_S, say=tell)
+        arms = demo.run(workloads(long=long), dialogue(long=long))
+    finally:
+        progress.clear()
+        engine.close()
+    return Outcome(launch.model, _machine(launch, model, long=long), arms)
+
+
+def _machine(launch: Any, model: Any, *, long: bool) -> dict[str, Any]:
+    from semblend.engine.server.launch import threads_in_use, torch_version
+
+    return {
+        "device": launch.chosen_device,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "threads": threads_in_use(),
+        "torch": torch_version(),
+        "long": long,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _row(arm: Arm) -> tuple[str, ...]:
+    cold = arm.name == "cold"
+    kinds = (f"{count:,}" if count else "-" for count in arm.receipt.tokens.values())
+    against_cold = ("", "") if cold else (f"{arm.agreement:.0%}", f"{arm.kl:.4f}")
+    faster = "" if cold else f"{arm.times_faster:.1f}x"
+    return (arm.title if cold else "", arm.name, f"{arm.ttft_ms:,.0f} ms", faster, *kinds, *against_cold)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

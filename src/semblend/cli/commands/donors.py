@@ -1,0 +1,160 @@
+"""List, show and forget the donors of a store file."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from typing import TYPE_CHECKING, Any
+
+from semblend.cli.output import print_json, say, table
+from semblend.cli.shared_flags import existing_store
+from semblend.errors import InputError
+
+if TYPE_CHECKING:
+    from semblend.discover.donor import Donor
+    from semblend.discover.journal import SqliteJournal
+
+ACTIONS = ("list", "show", "forget")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", nargs="?", choices=ACTIONS, default="list", help="what to do (default: list)")
+    parser.add_argument("donor_id", nargs="?", metavar="ID", help="the donor to show")
+    parser.add_argument("--store", required=True, metavar="FILE", help="the store file")
+    parser.add_argument("--donor", metavar="ID", help="forget this donor")
+    parser.add_argument("--tenant", help="forget or list the donors of this tenant")
+    parser.add_argument(
+        "--older-than", type=age, metavar="AGE", help="forget or list donors older than this: 90s, 30m, 12h or 7d"
+    )
+    parser.add_argument(
+        "--limit", type=int, default=50, metavar="N", help="list at most N donors; 0 = all (default: 50)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from semblend.discover.journal import SqliteJournal
+
+    _check(args)
+    # The file itself, not a SemBlend over it: a donor that no longer fits in its limits is still in the file,
+    # and "forget" must mean that it is not.
+    journal = SqliteJournal(existing_store(args.store), create=False)
+    try:
+        code = {"list": _list, "show": _show, "forget": _forget}[args.action](journal, args)
+        if journal.bad_rows:
+            say(f"warning: {journal.bad_rows:,} damaged donors in {args.store} are left out; they are never served")
+        return code
+    finally:
+        journal.close()
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.action == "show" and not args.donor_id:
+        raise InputError("donors show needs an id", hint="semblend donors --store FILE lists them")
+    if args.action != "show" and args.donor_id:
+        raise InputError(f"donors {args.action} takes no id", hint=f"semblend donors --store FILE show {args.donor_id}")
+    if args.action != "forget" and args.donor:
+        raise InputError("--donor belongs to donors forget", hint=f"semblend donors --store FILE show {args.donor}")
+    wants = [args.donor is not None, args.tenant is not None or args.older_than is not None]
+    if args.action == "forget" and sum(wants) != 1:
+        raise InputError("donors forget needs --donor, or --tenant and --older-than", hint="say which donors are to go")
+
+
+def _list(journal: SqliteJournal, args: argparse.Namespace) -> int:
+    now = time.time()
+    donors = _chosen(journal, args, now)
+    shown = donors[: args.limit] if args.limit > 0 else donors
+    if args.json:
+        print_json({"donors": [as_row(donor) for donor in shown], "total": len(donors)})
+        return 0
+    if not donors:
+        say("no donors")
+        return 0
+    rows = [
+        (d.donor_id, d.namespace.tenant or "-", f"{d.token_count:,}", _ago(now - d.created_unix_s), _left(d, now))
+        for d in shown
+    ]
+    print(table(rows, head=("donor", "tenant", "tokens", "age", "expires in"), right=(2, 3, 4)))
+    total = sum(donor.token_count for donor in donors)
+    say(f"{len(donors):,} donors, {total:,} tokens" + (f"; {len(shown):,} shown" if len(shown) < len(donors) else ""))
+    return 0
+
+
+def _show(journal: SqliteJournal, args: argparse.Namespace) -> int:
+    donor = next((donor for donor, _ in journal.load() if donor.donor_id == args.donor_id), None)
+    if donor is None:
+        raise InputError(f"no donor {args.donor_id!r} in {args.store}", hint="semblend donors --store FILE lists them")
+    row = as_row(donor)
+    if args.json:
+        print_json(row)
+    else:
+        print(
+            table(
+                [(name, "-" if value in (None, "") else value) for name, value in row.items()], head=("field", "value")
+            )
+        )
+    return 0
+
+
+def _forget(journal: SqliteJournal, args: argparse.Namespace) -> int:
+    donors = _chosen(journal, args, time.time())
+    if args.donor is not None and not donors:
+        raise InputError(f"no donor {args.donor!r} in {args.store}", hint="semblend donors --store FILE lists them")
+    journal.record(None, donors)
+    journal.scrub()
+    gone = len(donors)
+    if args.json:
+        print_json({"forgotten": gone})
+    else:
+        print(f"forgot {gone:,} donor{'' if gone == 1 else 's'}")
+    return 0
+
+
+def _chosen(journal: SqliteJournal, args: argparse.Namespace, now: float) -> list[Donor]:
+    return [
+        donor
+        for donor, _ in journal.load()
+        if (args.donor is None or donor.donor_id == args.donor)
+        and (args.tenant is None or donor.namespace.tenant == args.tenant)
+        and (args.older_than is None or now - donor.created_unix_s >= args.older_than)
+    ]
+
+
+def as_row(donor: Donor) -> dict[str, Any]:
+    """A donor as data; of its namespace only what is no secret."""
+    namespace = donor.namespace
+    return {
+        "donor_id": donor.donor_id,
+        "tenant": namespace.tenant,
+        "model": namespace.model,
+        "namespace": namespace.digest,
+        "generation": donor.generation,
+        "token_count": donor.token_count,
+        "created_unix_s": donor.created_unix_s,
+        "expires_unix_s": donor.expires_unix_s,
+        "pinned": donor.pinned,
+    }
+
+
+def age(text: str) -> float:
+    """Seconds from 90s, 30m, 12h or 7d.
+
+    >>> age("2h")
+    7200.0
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an age such as 90s, 30m, 12h or 7d")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}[found[2]]
+
+
+def _left(donor: Donor, now: float) -> str:
+    return "-" if donor.expires_unix_s is None else _ago(max(0.0, donor.expires_unix_s - now))
+
+
+def _ago(seconds: float) -> str:
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"

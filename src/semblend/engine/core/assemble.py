@@ -1,0 +1,62 @@
+"""An engine with all its parts, from a model: the one place that knows how they fit together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from semblend.config import SemBlendConfig
+from semblend.discover.donor import Eviction
+from semblend.engine.core.config import EngineConfig
+from semblend.engine.core.engine import Engine
+from semblend.engine.core.stops import Detokenizer
+from semblend.engine.model.model import Model
+from semblend.engine.model.rows import Rows
+from semblend.facade import SemBlend
+from semblend.materialize.blend.blender import Blender
+from semblend.materialize.blend.quality import QualitySettings
+from semblend.materialize.donors.donor_kv import DonorKv
+
+GIB = 1 << 30
+
+
+def assemble(
+    model: Model,
+    *,
+    pool_tokens: int,
+    config: EngineConfig | None = None,
+    semblend: SemBlend | None = None,
+    quality: QualitySettings | None = None,
+    donor_device_bytes: int = 0,
+    donor_host_bytes: int = GIB,
+    donor_disk_bytes: int = 0,
+    donor_dir: str | Path | None = None,
+    detokenizer: Detokenizer | None = None,
+) -> Engine:
+    """Pool, donors, blender and engine for a model.
+
+    A donor and its KV go together: whichever side lets go first, the other follows.
+    """
+    config = config or EngineConfig()
+    library = semblend or SemBlend(SemBlendConfig())
+    pool = model.new_pool(pool_tokens)
+
+    def evicted(donor_id: str, generation: int, reason: str) -> None:
+        del generation, reason
+        library.forget(donor_id, reason="engine")
+
+    donor_kv = DonorKv(
+        donor_device_bytes,
+        donor_host_bytes,
+        donor_dir,
+        budget_disk_bytes=donor_disk_bytes,
+        on_evicted=evicted,
+        rope=model.spec.rope,
+    )
+
+    def forgotten(eviction: Eviction) -> None:
+        if eviction.reason != "engine":  # that one came from us
+            donor_kv.drop(eviction.donor.donor_id)
+
+    library.on_evicted(forgotten)
+    blender = Blender(model, pool, donor_kv, quality or QualitySettings(mode=config.quality), rows_of=Rows.of)
+    return Engine(model, pool, library, blender, config, detokenizer=detokenizer)

@@ -1,0 +1,400 @@
+"""The embedded engine: ``step()`` is schedule, run, postprocess.
+
+`submit` and `cancel` may be called from any thread and return at once; everything else happens inside `step`, in the
+one thread that calls it. The semantic half (donors, receipts) lies in `engine.core.reuse`; without it this is an
+ordinary engine with an exact prefix cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from semblend.engine.core.config import EngineConfig
+from semblend.engine.core.radix import RadixCache
+from semblend.engine.core.request import Chunk, Completion, FinishReason, QueueFull, Request, Sequence, Stream
+from semblend.engine.core.reuse import Blender, NoBlender, Reuse
+from semblend.engine.core.scheduler import Batch, Piece, Scheduler
+from semblend.engine.core.stops import AnswerText, Detokenizer, NoText
+from semblend.engine.model.paged_kv import KvPool
+from semblend.engine.model.rows import Rows
+from semblend.engine.model.sampling import Draw, Sampled, Sampling, make_generator, rewind, sample
+from semblend.engine.model.spec import ModelSpec
+from semblend.errors import InputError, SemBlendError
+from semblend.facade import SemBlend
+from semblend.prompt import Prompt
+
+log = logging.getLogger("semblend.engine")
+Results = list[tuple[Sequence, Sampled | None]]
+
+
+class RunsRows(Protocol):
+    """What the engine needs of a model; see `semblend.engine.model.model.Model`."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+    def forward(self, rows: Rows, pool: KvPool) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the engine is, in requests and blocks."""
+
+    running: int
+    waiting: int
+    free_blocks: int
+    cached_blocks: int
+    blocks: int
+    steps: int
+    preemptions: int
+
+
+class Engine:
+    """Answers requests with a model; see the module's text for who may call what."""
+
+    def __init__(
+        self,
+        model: RunsRows,
+        pool: KvPool,
+        semblend: SemBlend | None = None,
+        blender: Blender | None = None,
+        config: EngineConfig | None = None,
+        *,
+        detokenizer: Detokenizer | None = None,
+    ) -> None:
+        self.config = config or EngineConfig()
+        self.model = model
+        self.pool = pool
+        self.detokenizer: Detokenizer = detokenizer or NoText()
+        self.radix = RadixCache(pool)
+        self.reuse = Reuse(semblend, blender or NoBlender(), pool, self.config)
+        self.scheduler = Scheduler(pool, self.radix, self.config, fill=self.reuse.fill)
+        self.max_length = min(
+            self.config.max_context or model.spec.max_positions,
+            model.spec.max_positions,
+            (pool.blocks - 1) * pool.block_tokens,
+        )
+        self._lock = threading.Lock()  # guards the next four, which other threads touch
+        self._active: dict[str, Sequence] = {}
+        self._inbox: deque[Sequence] = deque()
+        self._unwanted: dict[str, None] = {}
+        self._closed = False
+        self._arrivals = itertools.count()
+        self._steps = 0
+        self._emitted: list[Chunk] = []
+
+    # -- from any thread -------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, listener: Callable[[Chunk], None] | None = None) -> Stream:
+        """Queue a request; `QueueFull` where too many wait, `InputError` where it can never be answered."""
+        request.check_fits(self.max_length, self.model.spec.vocab)
+        stream = Stream(request.request_id, listener)
+        sequence = self._sequence(request, stream)
+        with self._lock:
+            if self._closed:
+                raise SemBlendError("the engine is closed", hint="start a new one")
+            if request.request_id in self._active:
+                raise InputError(f"request {request.request_id} is under way", hint="give every request its own id")
+            self.scheduler.refuse_if_full(len(self._inbox))
+            self._active[request.request_id] = sequence
+            self._inbox.append(sequence)
+        return stream
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request at the next step; False where it is not under way."""
+        with self._lock:
+            known = request_id in self._active
+            if known:
+                self._unwanted[request_id] = None
+        return known
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._active)
+
+    @property
+    def load(self) -> Load:
+        return Load(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting) + len(self._inbox),
+            free_blocks=self.pool.free_blocks,
+            cached_blocks=len(self.radix),
+            blocks=self.pool.blocks - 1,
+            steps=self._steps,
+            preemptions=self.scheduler.preemptions,
+        )
+
+    # -- the engine's thread ---------------------------------------------------------------------------------------
+
+    def step(self) -> tuple[Chunk, ...]:
+        """Compute one batch; returns what it said."""
+        self._emitted = []
+        self._take_in()
+        batch = self.scheduler.schedule()
+        if batch.sequences:
+            self._steps += 1
+            try:
+                self._postprocess(self._run_isolated(batch))
+            except Exception as error:  # the books of this step broke: the engine and the other requests live on
+                log.exception("a step of %d tokens failed", batch.tokens)
+                self._fail(batch.sequences, error)
+        return tuple(self._emitted)
+
+    def generate(
+        self, prompts: Iterable[Request | Prompt | Items[int]], sampling: Sampling | None = None
+    ) -> list[Completion]:
+        """Answer all prompts and return their completions in order. No other thread may step meanwhile."""
+        queued: deque[Request] = deque(self._as_request(prompt, sampling) for prompt in prompts)
+        streams: list[Stream] = []
+        while queued or self.has_work:
+            while queued:
+                try:
+                    streams.append(self.submit(queued[0]))
+                except QueueFull:
+                    break
+                queued.popleft()
+            self.step()
+        return [stream.completion() for stream in streams]
+
+    def reset_prefix_cache(self) -> int:
+        """Drop every exact block that is not in use now; returns how many blocks the cache let go."""
+        return self.radix.reset()
+
+    def abort(self, detail: str) -> None:
+        """End every request and go on."""
+        with self._lock:
+            sequences = list(self._active.values())
+            self._inbox.clear()
+        for sequence in sequences:
+            self._end(sequence, FinishReason.CANCELLED, detail)
+
+    def close(self) -> None:
+        """End every request and take no more."""
+        with self._lock:
+            self._closed = True
+        self.abort("the engine was closed")
+
+    def check(self) -> None:
+        """Raise unless every block is free, cached, or held by a running sequence, and counted so."""
+        self.pool.check()
+        self.radix.check()
+        holders: Counter[int] = Counter(self.radix.blocks())
+        for sequence in self.scheduler.running:
+            holders.update(sequence.blocks)
+        for sequence in self.scheduler.waiting:
+            if sequence.blocks:
+                raise SemBlendError(f"request {sequence.request_id} holds blocks while it waits", hint="report this")
+        for block in range(1, self.pool.blocks):
+            if holders[block] != self.pool.owners(block):
+                raise SemBlendError(
+                    f"block {block} has {self.pool.owners(block)} owners, but {holders[block]} are known",
+                    hint="a block leaked or was freed twice: report this",
+                )
+
+    # -- schedule --------------------------------------------------------------------------------------------------
+
+    def _take_in(self) -> None:
+        """Requests and cancellations that came since the last step."""
+        with self._lock:
+            arrived, self._inbox = self._inbox, deque()
+            unwanted = [self._active[name] for name in self._unwanted if name in self._active]
+            self._unwanted.clear()
+            # moved under the lock: a request is always counted once, as arrived or as waiting
+            self.scheduler.waiting.extend(arrived)
+        for sequence in unwanted:
+            self._end(sequence, FinishReason.CANCELLED)
+
+    # -- run -------------------------------------------------------------------------------------------------------
+
+    def _run_isolated(self, batch: Batch) -> Results:
+        """Compute the batch; where that fails, compute each sequence alone and end only those that fail again.
+
+        A second pass is safe: it writes the same KV to the same slots, and ``computed`` moves only after a success.
+        """
+        try:
+            return self._run(batch)
+        except Exception as error:
+            log.exception("a step of %d tokens failed", batch.tokens)
+            if len(batch.sequences) == 1:
+                self._fail(batch.sequences, error)
+                return []
+        results: Results = []
+        for part in batch.split():
+            (sequence,) = part.sequences
+            rewind(sequence.generator, 0 if sequence.request.sampling.greedy else len(sequence.answer))
+            try:
+                results += self._run(part)
+            except Exception as error:
+                log.exception("request %s failed alone, too", sequence.request_id)
+                self._fail([sequence], error)
+        return results
+
+    def _run(self, batch: Batch) -> Results:
+        """Compute the batch's pieces and sample one token for every sequence whose tokens all have KV now."""
+        started = time.perf_counter()
+        complete: list[Sequence] = []
+        logits: list[Tensor] = []
+        if batch.pieces:
+            rows = Rows.join([self._rows(piece) for piece in batch.pieces])
+            hidden = self.model.forward(rows, self.pool)
+            ends = [last for piece, last in zip(batch.pieces, rows.last_rows, strict=True) if piece.completes]
+            complete += [piece.sequence for piece in batch.pieces if piece.completes]
+            if ends:
+                logits.append(self.model.logits(hidden[ends]))
+        for sequence in batch.filled:
+            complete.append(sequence)
+            logits.append(self.reuse.first_logits(sequence))
+        sampled = sample(torch.cat(logits), [_draw(sequence) for sequence in complete]) if complete else []
+        elapsed_ms = (time.perf_counter() - started) * 1e3
+        for piece in batch.pieces:
+            if piece.sequence.receipt is None:
+                piece.sequence.times.compute_ms += elapsed_ms
+            piece.sequence.computed = piece.end
+        return list(zip(complete, sampled, strict=True))
+
+    def _rows(self, piece: Piece) -> Rows:
+        sequence = piece.sequence
+        slots = sequence.slots_in(self.pool)[: piece.end]
+        positions = torch.arange(piece.start, piece.end, device=self.pool.device)
+        return Rows.of(sequence.tokens[piece.start : piece.end], positions, slots)
+
+    # -- postprocess -----------------------------------------------------------------------------------------------
+
+    def _postprocess(self, results: Results) -> None:
+        for sequence, sampled in results:
+            try:
+                if sampled is None:
+                    raise SemBlendError("the logits are not finite", hint="check penalties, weights and dtype")
+                self._advance(sequence, sampled)
+            except Exception as error:  # one request's fault must not end its neighbours
+                log.exception("request %s failed", sequence.request_id)
+                self._fail([sequence], error)
+        for sequence, _ in results:  # copies and books, after everyone has heard their token
+            try:
+                self._settle(sequence)
+            except Exception as error:  # whoever has ended must still be let go, or its blocks are lost
+                log.exception("request %s could not be settled", sequence.request_id)
+                self._fail([sequence], error)
+                if sequence.blocks and sequence.finish is not None:
+                    self._retire(sequence, sequence.finish)
+
+    def _advance(self, sequence: Sequence, sampled: Sampled) -> None:
+        """Append the token and say it; a token outside the vocabulary would break the next pass for everybody."""
+        if not 0 <= sampled.token < self.model.spec.vocab:
+            raise SemBlendError(f"token {sampled.token} is not in the vocabulary", hint="check the model's logits")
+        receipt = self.reuse.confirm(sequence) if sequence.receipt is None else None
+        sequence.tokens.append(sampled.token)
+        text, sequence.finish = self._text_and_finish(sequence, sampled.token)
+        matched = None
+        if sequence.finish is FinishReason.STOP:
+            matched = sampled.token if sequence.text.matched is None else sequence.text.matched
+        runs = self.reuse.recomputed(sequence) if receipt is not None else ()
+        self._say(
+            sequence,
+            Chunk(
+                sequence.request_id, sampled.token, text, sampled.logprobs, sequence.finish, receipt, matched,
+                recomputed=runs,
+            ),
+        )  # fmt: skip
+
+    def _settle(self, sequence: Sequence) -> None:
+        """Keep what later requests can use, and let go of a sequence that has ended."""
+        if not sequence.blocks:  # it failed, and has gone already
+            return
+        began = len(sequence.tokens) == sequence.prompt_tokens + 1
+        if began or sequence.finish is not None:
+            self._cache(sequence)
+        if began:
+            self.reuse.capture(sequence)
+        if sequence.finish is not None:
+            self._retire(sequence, sequence.finish)
+
+    def _text_and_finish(self, sequence: Sequence, token: int) -> tuple[str, FinishReason | None]:
+        request = sequence.request
+        ends = () if request.sampling.ignore_eos else self.model.spec.eos_ids
+        if token in ends or token in request.stop_ids:
+            return sequence.text.flush(), FinishReason.STOP
+        text = sequence.text.push(token)
+        if sequence.text.matched is not None:
+            return text, FinishReason.STOP
+        if len(sequence.tokens) >= sequence.max_length:
+            rest = sequence.text.flush()
+            return text + rest, FinishReason.LENGTH if sequence.text.matched is None else FinishReason.STOP
+        return text, None
+
+    def _cache(self, sequence: Sequence) -> None:
+        """Offer the sequence's full, exact blocks to the exact cache."""
+        full = min(sequence.computed, sequence.exact_until) // self.pool.block_tokens
+        self.radix.insert(
+            sequence.namespace.digest,
+            sequence.tokens[: full * self.pool.block_tokens],
+            sequence.blocks[:full],
+            exact_until=sequence.exact_until,
+        )
+
+    def _fail(self, sequences: Iterable[Sequence], error: BaseException) -> None:
+        for sequence in sequences:
+            if sequence.finish is None:
+                self._end(sequence, FinishReason.ERROR, f"{type(error).__name__}: {error}")
+
+    def _end(self, sequence: Sequence, finish: FinishReason, detail: str = "") -> None:
+        self._retire(sequence, finish)
+        self._say(sequence, Chunk(sequence.request_id, finish=finish, detail=detail))
+
+    def _retire(self, sequence: Sequence, finish: FinishReason) -> None:
+        sequence.finish = finish
+        self.scheduler.remove(sequence)
+        self.reuse.release(sequence)
+        with self._lock:
+            self._active.pop(sequence.request_id, None)
+
+    def _say(self, sequence: Sequence, chunk: Chunk) -> None:
+        self._emitted.append(chunk)
+        try:
+            sequence.stream.put(chunk)
+        except Exception:  # whoever listens has gone or is broken: that must not reach the engine
+            log.exception("the listener of request %s failed", sequence.request_id)
+            self.cancel(sequence.request_id)
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def _sequence(self, request: Request, stream: Stream) -> Sequence:
+        arrival = next(self._arrivals)
+        seed = request.sampling.seed
+        if seed is None and self.config.seed is not None:
+            seed = self.config.seed + arrival
+        prompt = request.walled(model=self.config.model_name, kv_dtype=str(self.pool.dtype).removeprefix("torch."))
+        return Sequence(
+            request,
+            prompt,
+            stream,
+            AnswerText(self.detokenizer.stream(), request.stop),
+            make_generator(seed),
+            max_length=min(self.max_length, len(prompt) + request.sampling.max_tokens),
+            tokens=prompt.token_ids.tolist(),
+            arrival=arrival,
+        )
+
+    def _as_request(self, prompt: Request | Prompt | Items[int], sampling: Sampling | None) -> Request:
+        if isinstance(prompt, Request):
+            return prompt
+        asked = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
+        return Request(f"generate-{next(_generated)}", asked, sampling or Sampling())
+
+
+_generated = itertools.count()
+
+
+def _draw(sequence: Sequence) -> Draw:
+    return Draw(sequence.request.sampling, sequence.generator, sequence.tokens, sequence.prompt_tokens)

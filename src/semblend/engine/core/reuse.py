@@ -1,0 +1,253 @@
+"""The semantic half of the engine: what happens to a request besides computing it.
+
+Before prefill: look for donors, claim the plan, let the blender put their KV in place. After the first token: the
+receipt. Then, if everything the prompt holds was computed exactly: keep it as a donor. Nothing in here raises: what
+fails is told as an event, and the request is computed as if there were no donors.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from semblend._version import __version__
+from semblend.confirm import events
+from semblend.confirm.outcome import Outcome
+from semblend.confirm.receipt import Receipt
+from semblend.engine.core.config import EngineConfig
+from semblend.engine.core.request import EXACT_TO_THE_END, Sequence
+from semblend.engine.model.paged_kv import KvPool
+from semblend.facade import SemBlend
+from semblend.materialize.blend.quality import Blended
+from semblend.plan.donor_cost import costs_a_donor
+from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
+from semblend.prompt import Prompt
+
+ENGINE_NAME = "semblend"
+log = logging.getLogger("semblend.engine")
+
+
+class Donors(Protocol):
+    """Where donor KV is kept; see `semblend.materialize.donors.donor_kv`."""
+
+    def capture(self, donor_id: str, generation: int, pool: Any, slots: Tensor) -> object: ...
+    def holds(self, donor_id: str, generation: int) -> bool: ...
+    def drop(self, donor_id: str) -> bool: ...
+    @property
+    def used_bytes(self) -> Mapping[str, int]: ...
+
+
+class Blender(Protocol):
+    """Fills a prompt's KV from donors; see `semblend.materialize.blend.blender`."""
+
+    @property
+    def donor_kv(self) -> Donors | None: ...
+    def prepare(self, sequence: Any, plan: ReusePlan, *, mode: str | None = None) -> Blended | Decline: ...
+
+
+class NoBlender:
+    """Stands in where there is no semantic reuse: every plan is declined, every request computed, no donor kept."""
+
+    donor_kv: Donors | None = None
+
+    def prepare(self, sequence: Any, plan: ReusePlan, *, mode: str | None = None) -> Blended | Decline:
+        del sequence, plan
+        return Decline(DeclineReason.UNSUPPORTED_MODE, f"no blender is there for mode {mode}")
+
+
+class Reuse:
+    """Fill, confirm, capture: one verb each, called by the engine in this order for every request."""
+
+    def __init__(self, semblend: SemBlend | None, blender: Blender, pool: KvPool, config: EngineConfig) -> None:
+        self.semblend = semblend
+        self._blender = blender
+        self._pool = pool
+        self._config = config
+
+    @property
+    def donor_kv(self) -> Donors | None:
+        return self._blender.donor_kv
+
+    def mode(self, sequence: Sequence) -> str:
+        return sequence.request.quality or self._config.quality
+
+    def fill(self, sequence: Sequence) -> bool:
+        """Put donor KV in place for a newly admitted sequence; False where it has to be computed."""
+        if self.semblend is None or self.mode(sequence) == "exact" or sequence.preemptions:
+            return False  # a preempted sequence is computed: it must go on with the tokens it has said already
+        try:
+            sequence.decision = self._plan(self.semblend, sequence)
+            if isinstance(sequence.decision, ReusePlan):
+                return self._blend(sequence, sequence.decision)
+        except Exception as error:  # a failure of ours costs the request time, never its answer
+            self._failed("materialize", sequence, error)
+            self._start_over(sequence)
+            sequence.declined = Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}")
+        return False
+
+    def first_logits(self, sequence: Sequence) -> Tensor:
+        """What the blender computed after the prompt's last token, [1, vocab]."""
+        assert sequence.blended is not None, "only a filled sequence has logits before it ran"
+        return sequence.blended.logits_last.reshape(1, -1)
+
+    def confirm(self, sequence: Sequence) -> Receipt:
+        """The receipt, at the moment of the first token; only it counts as reuse."""
+        sequence.times.ttft_ms = (time.perf_counter() - sequence.times.submitted) * 1e3
+        receipt = sequence.receipt = self._receipt(sequence)
+        if self.semblend is not None:
+            try:
+                self.semblend.confirm(receipt)
+            except Exception as error:  # as with a request id that was used before: the answer goes on
+                self._failed("confirm", sequence, error)
+        return receipt
+
+    def recomputed(self, sequence: Sequence) -> tuple[tuple[int, int], ...]:
+        """Runs of the prompt that a donor held and that were computed again; empty where the blender does not tell."""
+        blended: Blended | None = sequence.blended
+        return blended.recomputed_runs if blended else ()
+
+    def capture(self, sequence: Sequence) -> None:
+        """Keep the prompt's KV as a donor, as far as it is exact, if enough of that is new."""
+        donors = self.donor_kv
+        if self.semblend is None or donors is None or not self._config.keep_donors:
+            return
+        tokens = min(sequence.exact_until, sequence.prompt_tokens)
+        if sequence.request.opt_out or tokens - sequence.exact_tokens < self._config.donor_min_new_tokens:
+            return
+        donor_id, prompt = sequence.request_id, sequence.prompt
+        if tokens < sequence.prompt_tokens:
+            prompt = Prompt(prompt.token_ids[:tokens], namespace=prompt.namespace)
+        try:
+            donor = self.semblend.register(prompt, donor_id)
+            try:
+                slots = sequence.slots_in(self._pool)[:tokens]
+                donors.capture(donor_id, donor.generation, self._pool, slots)
+            except Exception:
+                self.semblend.forget(donor_id, reason="engine")  # a donor without KV must not be found
+                raise
+            for tier, used in donors.used_bytes.items():
+                self.semblend.metrics.donors(self.semblend.stats().donors, used, tier)
+        except Exception as error:  # a donor less; the answer goes on
+            self._failed("capture", sequence, error)
+
+    def forget_donors(self) -> int:
+        """Drop every donor and its KV; returns how many went."""
+        if self.semblend is None:
+            return 0
+        if self.donor_kv is not None:
+            for donor in self.semblend.donors():
+                self.donor_kv.drop(donor.donor_id)
+        return self.semblend.clear()
+
+    def release(self, sequence: Sequence) -> None:
+        """A sequence ended; let go of its claim if no receipt did."""
+        sequence.blended = None
+        if self.semblend is not None and sequence.receipt is None and isinstance(sequence.decision, ReusePlan):
+            self.semblend.release(sequence.request_id)
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    def _plan(self, semblend: SemBlend, sequence: Sequence) -> ReusePlan | Decline:
+        started = time.perf_counter()
+        decision = semblend.lookup(
+            sequence.prompt,
+            request_id=sequence.request_id,
+            exact_tokens=sequence.exact_tokens,
+            opt_out=sequence.request.opt_out,
+        )
+        if isinstance(decision, ReusePlan):
+            why = costs_a_donor(decision) if self._config.keep_donors else None
+            if why is None:
+                decision = semblend.claim(decision, sequence.request_id)
+            else:
+                decision = Decline(DeclineReason.BELOW_BREAK_EVEN, why)
+        sequence.times.lookup_ms = (time.perf_counter() - started) * 1e3
+        return decision
+
+    def _blend(self, sequence: Sequence, plan: ReusePlan) -> bool:
+        # Before the blender writes anything: whatever happens from here on, these positions are no longer exact.
+        sequence.exact_until = plan.spans[0].target_start
+        sequence.slots_in(self._pool)
+        blended = self._blender.prepare(sequence, plan, mode=self.mode(sequence))
+        if isinstance(blended, Decline):
+            sequence.declined = blended
+            self._start_over(sequence)
+            if blended.reason is DeclineReason.STALE:
+                self._forget_lost(plan)
+            return False
+        sequence.blended = blended
+        sequence.computed = sequence.prompt_tokens
+        if blended.exact_until >= sequence.prompt_tokens:  # the gate went to the end: this is a cold prefill
+            sequence.exact_until = EXACT_TO_THE_END
+        return True
+
+    def _forget_lost(self, plan: ReusePlan) -> None:
+        """Donors that the library knows, but whose KV is not here: as after a restart with a store file."""
+        donors = self.donor_kv
+        if self.semblend is None or donors is None:
+            return
+        for donor_id, generation in dict.fromkeys((span.donor_id, span.generation) for span in plan.spans):
+            if not donors.holds(donor_id, generation):
+                self.semblend.forget(donor_id, reason="engine")
+
+    def _start_over(self, sequence: Sequence) -> None:
+        """Compute everything behind the exact prefix, over whatever a blender left there: that is exact again."""
+        sequence.blended = None
+        sequence.computed = sequence.exact_tokens
+        sequence.exact_until = EXACT_TO_THE_END
+
+    def _receipt(self, sequence: Sequence) -> Receipt:
+        blended: Blended | None = sequence.blended
+        reused = blended.reused_tokens if blended else 0
+        recomputed = blended.recomputed_tokens if blended else 0
+        outcome, why = self._outcome(sequence, reused)
+        times = sequence.times
+        return Receipt(
+            request_id=sequence.request_id,
+            engine=ENGINE_NAME,
+            engine_version=__version__,
+            namespace=sequence.namespace.digest,
+            outcome=outcome,
+            mode=self.mode(sequence),
+            prompt_tokens=sequence.prompt_tokens,
+            exact_tokens=sequence.exact_tokens,
+            reused_tokens=reused,
+            recomputed_tokens=recomputed,
+            prefill_tokens=sequence.prompt_tokens - sequence.exact_tokens - reused - recomputed,
+            spans=sequence.decision.spans if blended and isinstance(sequence.decision, ReusePlan) else (),
+            risk=blended.risk if blended else None,
+            escalations=blended.escalations if blended else 0,
+            canary=blended.canary if blended else None,
+            lookup_ms=times.lookup_ms,
+            load_ms=blended.load_ms if blended else None,
+            compute_ms=blended.compute_ms if blended else times.compute_ms,
+            ttft_ms=times.ttft_ms,
+            reason=why.reason if why else None,
+            detail=why.detail if why else "",
+        )
+
+    def _outcome(self, sequence: Sequence, reused: int) -> tuple[Outcome, Decline | None]:
+        """What became of the request, and why it was not more."""
+        if reused:
+            return Outcome.BACKEND_MATERIALIZED_REUSE, None
+        if sequence.blended is not None:
+            detail = f"all {sequence.blended.recomputed_tokens} donor tokens were computed after all"
+            return Outcome.BACKEND_DECLINED_REUSE, Decline(DeclineReason.QUALITY_RISK, detail)
+        if sequence.declined is not None:
+            return Outcome.BACKEND_DECLINED_REUSE, sequence.declined
+        declined = sequence.decision if isinstance(sequence.decision, Decline) else None
+        if sequence.exact_tokens:
+            return Outcome.EXACT_PREFIX_ROUTE, declined
+        if declined is not None and declined.detail.startswith("discovery only"):
+            return Outcome.SEMANTIC_DISCOVERY_ONLY, declined
+        return Outcome.COLD_FALLBACK, declined
+
+    def _failed(self, where: str, sequence: Sequence, error: BaseException) -> None:
+        log.warning("%s failed for request %s: %s: %s", where, sequence.request_id, type(error).__name__, error)
+        if self.semblend is not None and self.semblend.events:
+            message = f"{type(error).__name__}: {error}"
+            self.semblend.events.emit(events.error(where, message, sequence.request_id, engine=ENGINE_NAME))

@@ -1,0 +1,284 @@
+"""Attention of rows over the paged pool: every row sees the positions of its sequence up to its own.
+
+`attend` picks the cheapest way for each segment; `attend_plain` is its twin, a gather and a masked softmax
+in float32, which the tests hold it to.
+
+| rows of the segment        | CPU                               | CUDA                                   |
+|----------------------------|-----------------------------------|----------------------------------------|
+| all from position 0        | causal SDPA                       | causal SDPA                            |
+| an unbroken later stretch  | tiles of rows                     | SDPA, causal from the lower right      |
+| one row (decode)           | SDPA without a mask               | the same; of many: in padded batches   |
+| scattered                  | tiles of rows                     | the Triton kernel, else as on the CPU  |
+
+Tiles. Rows ascend by position, so neighbours see nearly the same keys: all of a tile's rows see those up to its first
+row, and only the few between its first and its last row need a mask. In float32 a tile is two plain matrix products
+around a softmax, in one buffer that stays in the cache; half precision goes through SDPA, which sums in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from semblend.engine.model.paged_kv import KvPool
+from semblend.engine.model.rows import Extent, Rows, Segment
+
+# Scores of a tile: 8 MiB in float32. Of 4, 8 and 16 MiB (9 heads, 4,096 keys, one core) 4 was slower, 16 no faster.
+TILE_SCORES = 1 << 21
+MOST_TILE_ROWS = 64
+# A tile's last row sees at most this many times the keys of its first: further ones would be computed in vain.
+MOST_GROWTH = 1.5
+# An SDPA tile's mask holds at most this many elements (as float32, 16 MiB): memory stays bounded at any length.
+MASK_ELEMENTS = 1 << 22
+MOST_MASKED_ROWS = 256
+# Padded decode batches gather at most this many K rows at once.
+DECODE_ROWS = 1 << 19
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows ``[start, end)`` of a segment: all see ``seen`` keys, the last sees ``reach``.
+
+    ``mask`` is ``[rows, reach - seen]``, to be added to the scores behind ``seen``; None where nothing is hidden.
+    """
+
+    start: int
+    end: int
+    seen: int
+    reach: int
+    mask: Tensor | None
+
+
+OnWeights = Callable[[Tensor, int], None]
+"""Told ``weights[heads, some rows, keys]`` and the first of these rows; read at once, for the buffer is used again."""
+
+
+def attend(q: Tensor, layer: int, rows: Rows, pool: KvPool, on_weights: OnWeights | None = None) -> Tensor:
+    """``q[n, heads, head_dim]`` -> ``[n, heads * head_dim]``; the rows' K and V are already in the pool.
+
+    ``on_weights`` hears the weights of all rows; only where `shows_weights` says that there are any.
+    """
+    n, heads, head_dim = q.shape
+    if len(rows.segments) == 1:
+        return _attend_segment(q, layer, rows, 0, pool, on_weights).reshape(n, heads * head_dim)
+    out = q.new_empty(n, heads, head_dim)
+    decoding: list[int] = []
+    for at, (segment, extent) in enumerate(zip(rows.segments, rows.extents, strict=True)):
+        if extent.rows == 1 and q.is_cuda:
+            decoding.append(at)
+            continue
+        span = slice(segment.start, segment.end)
+        out[span] = _attend_segment(q[span], layer, rows, at, pool)
+    if decoding:
+        _decode_batches(q, out, layer, rows, decoding, pool)
+    return out.view(n, heads * head_dim)
+
+
+def shows_weights(q: Tensor, rows: Rows) -> bool:
+    """Whether `attend` computes weights that one can look at: one sequence that goes in tiles of plain products."""
+    return len(rows.segments) == 1 and _goes_in_tiles(q, rows.extents[0])
+
+
+def attend_plain(q: Tensor, layer: int, rows: Rows, pool: KvPool) -> Tensor:
+    """The twin: gather, mask, softmax in float32."""
+    n, heads, head_dim = q.shape
+    group = heads // pool.k.shape[2]
+    out = torch.empty_like(q)
+    for segment in rows.segments:
+        positions = rows.positions[segment.start : segment.end]
+        k = pool.k[layer, segment.context].float().repeat_interleave(group, dim=1)
+        v = pool.v[layer, segment.context].float().repeat_interleave(group, dim=1)
+        scores = torch.einsum("nhd,thd->hnt", q[segment.start : segment.end].float(), k) * head_dim**-0.5
+        seen = torch.arange(len(segment.context), device=q.device) <= positions[:, None]
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        out[segment.start : segment.end] = torch.einsum("hnt,thd->nhd", weights, v).to(q.dtype)
+    return out.view(n, heads * head_dim)
+
+
+def _goes_in_tiles(q: Tensor, extent: Extent) -> bool:
+    whole = extent.unbroken and extent.first == 0
+    return q.dtype == torch.float32 and q.device.type == "cpu" and extent.rows > 1 and not whole
+
+
+def _attend_segment(
+    q: Tensor, layer: int, rows: Rows, at: int, pool: KvPool, on_weights: OnWeights | None = None
+) -> Tensor:
+    """``[n, heads, head_dim]`` of the rows of segment ``at``."""
+    segment, extent = rows.segments[at], rows.extents[at]
+    if q.is_cuda and not extent.unbroken and (kernel := _kernel()) is not None:
+        positions, context = rows.positions[segment.start : segment.end], segment.context[: extent.reach]
+        return kernel(q, positions, context, pool.k[layer], pool.v[layer], q.shape[2] ** -0.5)
+    k, v = _context_kv(layer, segment, extent, pool)
+    if _goes_in_tiles(q, extent):
+        return _in_tiles(q, k, v, rows, at, on_weights)
+    if extent.rows == 1:
+        return _one_row(q, k, v)
+    if extent.unbroken and extent.first == 0:
+        return _sdpa(q, k, v, is_causal=True)
+    if extent.unbroken and q.is_cuda:
+        return _lower_right(q, k, v)
+    return _masked_tiles(q, k, v, rows, segment)
+
+
+def _context_kv(layer: int, segment: Segment, extent: Extent, pool: KvPool) -> tuple[Tensor, Tensor]:
+    """K and V ``[reach, kv_heads, head_dim]``: a view where the slots are one run, a copy elsewhere."""
+    if extent.slots_from is not None:
+        span = slice(extent.slots_from, extent.slots_from + extent.reach)
+        return pool.k[layer, span], pool.v[layer, span]
+    slots = segment.context[: extent.reach]
+    return pool.k[layer].index_select(0, slots), pool.v[layer].index_select(0, slots)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    """Grouped-query SDPA over ``q[n, heads, d]`` and ``k, v[t, kv_heads, d]`` without copying K and V.
+
+    The KV heads take the batch axis and the group the head axis, K and V repeated by a stride of 0.
+    """
+    n, heads, d = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    grouped = q.view(n, kv_heads, group, d).permute(1, 2, 0, 3)
+    shared = (kv_heads, group, k.shape[0], d)
+    out = scaled_dot_product_attention(
+        grouped,
+        k.transpose(0, 1)[:, None].expand(shared),
+        v.transpose(0, 1)[:, None].expand(shared),
+        attn_mask=mask,
+        is_causal=is_causal,
+    )
+    return out.permute(2, 0, 1, 3).reshape(n, heads, d)
+
+
+def _one_row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The last position sees all: no mask, and the group's heads are the queries of one KV head."""
+    kv_heads, d = k.shape[1], k.shape[2]
+    folded = q.view(1, kv_heads, -1, d)
+    seen = scaled_dot_product_attention(folded, k.transpose(0, 1)[None], v.transpose(0, 1)[None])
+    return seen.reshape(q.shape)
+
+
+def _lower_right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The last rows of a sequence over all of it, through the fused causal kernel."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    bias = causal_lower_right(q.shape[0], k.shape[0])
+    heads = (q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None])
+    seen: Tensor = scaled_dot_product_attention(*heads, attn_mask=bias, enable_gqa=True)
+    return seen[0].transpose(0, 1)
+
+
+def _in_tiles(q: Tensor, k: Tensor, v: Tensor, rows: Rows, at: int, on_weights: OnWeights | None = None) -> Tensor:
+    """Two matrix products a tile, all heads of a KV head together, its keys read once for the whole group."""
+    n, heads, d = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    tiles, buffer = _tiles(rows, at, heads)
+    asked = (q * d**-0.5).view(n, kv_heads, group, d).permute(1, 2, 0, 3)
+    keys, values = k.permute(1, 2, 0), v.transpose(0, 1)
+    out = q.new_empty(n, kv_heads, group, d)
+    for tile in tiles:
+        count, reach = tile.end - tile.start, tile.reach
+        shape = (kv_heads, group * count, reach)
+        scores = buffer[: kv_heads * group * count * reach].view(shape)
+        torch.bmm(asked[:, :, tile.start : tile.end].reshape(*shape[:2], d), keys[..., :reach], out=scores)
+        if tile.mask is not None:
+            scores.view(kv_heads, group, count, reach)[..., tile.seen :].add_(tile.mask)
+        torch.softmax(scores, -1, out=scores)
+        if on_weights is not None:
+            on_weights(scores.view(heads, count, reach), tile.start)
+        found = torch.bmm(scores, values[:, :reach]).view(kv_heads, group, count, d)
+        out[tile.start : tile.end] = found.permute(2, 0, 1, 3)
+    return out.view(n, heads, d)
+
+
+def _tiles(rows: Rows, at: int, heads: int) -> tuple[list[Tile], Tensor]:
+    """The tiles of a segment and a buffer for the largest; made once a pass and kept by the rows."""
+    kept: dict[tuple[int, int], tuple[list[Tile], Tensor]] = rows.__dict__.setdefault("_tiles", {})
+    if (at, heads) not in kept:
+        segment = rows.segments[at]
+        hosts = rows.host_positions[segment.start : segment.end]
+        tiles = list(_cut(hosts.tolist(), hosts, heads))
+        most = max((tile.end - tile.start) * tile.reach for tile in tiles)
+        kept[at, heads] = tiles, torch.empty(most * heads)
+    return kept[at, heads]
+
+
+def _cut(positions: Sequence[int], hosts: Tensor, heads: int) -> Iterator[Tile]:
+    """Neighbours go together while they are few, their scores fit, and they see about the same."""
+    start = 0
+    for end in range(1, len(positions) + 1):
+        seen, count = positions[start] + 1, end - start
+        if end < len(positions):
+            reach = positions[end] + 1
+            fits = (count + 1) * heads * reach <= TILE_SCORES and count < MOST_TILE_ROWS
+            if fits and reach <= MOST_GROWTH * seen + MOST_TILE_ROWS:
+                continue
+        reach = positions[end - 1] + 1
+        hidden = torch.arange(seen, reach) > hosts[start:end, None]
+        mask = torch.zeros(count, reach - seen).masked_fill_(hidden, float("-inf")) if reach > seen else None
+        yield Tile(start, end, seen, reach, mask)
+        start = end
+
+
+def _masked_tiles(q: Tensor, k: Tensor, v: Tensor, rows: Rows, segment: Segment) -> Tensor:
+    """SDPA over tiles of rows, each over the positions that its last row can see."""
+    n = q.shape[0]
+    out = q.new_empty(q.shape)
+    positions = rows.positions[segment.start : segment.end]
+    hosts = rows.host_positions[segment.start : segment.end]
+    index = torch.arange(k.shape[0], device=q.device)
+    step = max(1, min(MOST_MASKED_ROWS, MASK_ELEMENTS // k.shape[0]))
+    for start in range(0, n, step):
+        end = min(n, start + step)
+        reach = int(hosts[end - 1]) + 1
+        mask = index[:reach] <= positions[start:end, None]
+        out[start:end] = _sdpa(q[start:end], k[:reach], v[:reach], mask=mask)
+    return out
+
+
+def _decode_batches(q: Tensor, out: Tensor, layer: int, rows: Rows, decoding: list[int], pool: KvPool) -> None:
+    """Single rows of many sequences: contexts padded with the scratch slot, masked, longest together."""
+    order = sorted(decoding, key=lambda at: rows.extents[at].reach)
+    while order:
+        reach = rows.extents[order[-1]].reach
+        batch, order = order[-max(1, DECODE_ROWS // reach) :], order[: -max(1, DECODE_ROWS // reach)]
+        index, contexts, seen = _padded(rows, batch, reach, q.device)
+        k = pool.k[layer].index_select(0, contexts.flatten()).view(len(batch), reach, *pool.k.shape[2:])
+        v = pool.v[layer].index_select(0, contexts.flatten()).view(len(batch), reach, *pool.v.shape[2:])
+        kv_heads, d = k.shape[2], k.shape[3]
+        folded = q.index_select(0, index).view(len(batch), kv_heads, -1, d)
+        found = scaled_dot_product_attention(
+            folded, k.transpose(1, 2), v.transpose(1, 2), attn_mask=seen[:, None, None, :]
+        )
+        out.index_copy_(0, index, found.reshape(len(batch), *q.shape[1:]))
+
+
+def _padded(rows: Rows, batch: list[int], reach: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Row numbers, slots ``[batch, reach]`` and which of them are seen; made once a pass and kept by the rows."""
+    kept: dict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = rows.__dict__.setdefault("_padded", {})
+    key = tuple(batch)
+    if key not in kept:
+        contexts = torch.zeros(len(batch), reach, dtype=torch.long, device=device)
+        for line, at in enumerate(batch):
+            length = rows.extents[at].reach
+            contexts[line, :length] = rows.segments[at].context[:length]
+        lengths = torch.tensor([rows.extents[at].reach for at in batch], device=device)
+        seen = torch.arange(reach, device=device) < lengths[:, None]
+        index = torch.tensor([rows.segments[at].start for at in batch], device=device)
+        kept[key] = (index, contexts, seen)
+    return kept[key]
+
+
+@cache
+def _kernel() -> Callable[..., Tensor] | None:
+    """The Triton kernel for scattered rows; None, where Triton is not installed, asks for masked tiles instead."""
+    try:
+        from semblend.materialize.kv.attention_kernels import scattered_attention
+    except ImportError:
+        return None
+    return scattered_attention

@@ -1,0 +1,178 @@
+"""Llama, Qwen2 and Qwen3 as one plain function over rows and a paged KV pool.
+
+The three families differ in two places: Qwen2 adds a bias to q, k and v, Qwen3 normalises q and k.
+
+A few rows on a GPU cost what their kernel launches cost, so a layer is written in few operations: q and k turn
+together, and a residual is added by the matrix product that precedes it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, linear, rms_norm, silu
+
+from semblend.engine.model.attention import attend, shows_weights
+from semblend.engine.model.paged_kv import KvPool
+from semblend.engine.model.rows import Rows
+from semblend.engine.model.spec import ModelSpec
+from semblend.engine.model.weights import LayerWeights, Weights, load_weights
+from semblend.materialize.kv.rope import RopeSpec
+
+
+class Observer(Protocol):
+    """Looks on while a forward pass runs; see `semblend.materialize.gate.probe`."""
+
+    def before_write(self, layer: int, k: Tensor, v: Tensor, rows: Rows, pool: KvPool) -> None:
+        """The rows' new K and V, while the pool still holds what was there before."""
+
+    def on_layer(self, layer: int, q: Tensor, rows: Rows, pool: KvPool) -> None:
+        """The rows' queries; the pool already holds their K and V.
+
+        Not called for an observer with a method ``on_weights(weights, first_row, rows)`` where attention shows weights.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The rotary embedding of one pass's rows: what `RopeSpec.rotate` computes, in fewer operations.
+
+    Where the first half of a head turns against the second, ``x * cos + halves of x swapped * sin`` is the whole turn,
+    the sines of the first half negated. Other rotations go the plain way.
+    """
+
+    rope: RopeSpec
+    cos: Tensor
+    sin: Tensor
+    swaps: bool
+
+    @classmethod
+    def of(cls, rope: RopeSpec, positions: Tensor) -> Turn:
+        cos, sin = rope.cos_sin(positions)  # float32: a turn in less would be off
+        if rope.style != "half" or rope.rotary_dim != rope.head_dim:
+            return cls(rope, cos, sin, swaps=False)
+        return cls(rope, torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None], swaps=True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Queries or keys ``x[n, heads, head_dim]`` at their rows' positions; always a new tensor."""
+        if not self.swaps:
+            return self.rope.rotate(x, self.cos, self.sin)
+        # x may be half precision; the cosines and sines are not, so products and sums are made in float32.
+        return (x * self.cos).addcmul_(x.roll(x.shape[-1] // 2, -1), self.sin).to(x.dtype)
+
+
+class Model:
+    """Weights and a shape, on one device, in one dtype."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
+        self.spec = spec
+        self.weights = weights
+
+    @classmethod
+    def load(cls, path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Model:
+        """A safetensors folder, a GGUF file, or the name of a model in the local Hugging Face cache."""
+        spec, weights, _ = load_weights(path, device, dtype)
+        return cls(spec, weights)
+
+    @classmethod
+    def random(
+        cls,
+        spec: ModelSpec,
+        seed: int = 0,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> Model:
+        """Weights from a seed, the same on every device: for tests and for measuring speed."""
+        return cls(spec, _random_weights(spec, seed, device, dtype))
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights.embedding.dtype
+
+    def new_pool(self, tokens: int) -> KvPool:
+        """A pool for this model that holds ``tokens`` tokens."""
+        return KvPool.for_model(self.spec, tokens=tokens, device=self.device, dtype=self.dtype)
+
+    @torch.inference_mode()
+    def forward(self, rows: Rows, pool: KvPool, observer: Observer | None = None) -> Tensor:
+        """Run the rows through every layer, filling their slots of the pool.
+
+        Returns the residual stream after the last layer, ``[n, hidden]``; `logits` does the final norm, so
+        that rows which nobody asks about do not pay for it.
+        """
+        spec, weights = self.spec, self.weights
+        hidden = embedding(rows.tokens, weights.embedding)
+        turn = Turn.of(spec.rope, rows.positions)
+        for layer, w in enumerate(weights.layers):
+            q, k, v = self._project(w, self._norm(hidden, w.attention_norm), turn)
+            if observer is not None:
+                observer.before_write(layer, k, v, rows, pool)
+            pool.write(layer, rows.slots, k, v)
+            hidden.addmm_(self._attended(layer, q, rows, pool, observer), w.output.t())
+            gate, up = linear(self._norm(hidden, w.mlp_norm), w.gate_up).chunk(2, dim=-1)
+            hidden.addmm_(silu(gate).mul_(up), w.down.t())
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits of chosen rows, ``[m, hidden] -> [m, vocab]``, float32."""
+        return linear(self._norm(hidden, self.weights.norm), self.weights.head).float()
+
+    def _project(self, w: LayerWeights, x: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
+        spec = self.spec
+        heads = linear(x, w.qkv, w.qkv_bias).view(len(x), -1, spec.head_dim)
+        turning, v = heads[:, : -spec.kv_heads], heads[:, -spec.kv_heads :]
+        if w.q_norm is not None and w.k_norm is not None:
+            q, k = turning[:, : spec.heads], turning[:, spec.heads :]
+            return turn(self._norm(q, w.q_norm)), turn(self._norm(k, w.k_norm)), v
+        turned = turn(turning)
+        return turned[:, : spec.heads], turned[:, spec.heads :], v
+
+    def _attended(self, layer: int, q: Tensor, rows: Rows, pool: KvPool, observer: Observer | None) -> Tensor:
+        told = getattr(observer, "on_weights", None)  # what attention computes anyway, nobody need compute again
+        if told is not None and shows_weights(q, rows):
+            return attend(q, layer, rows, pool, lambda weights, start: told(weights, start, rows))
+        if observer is not None:
+            observer.on_layer(layer, q, rows, pool)
+        return attend(q, layer, rows, pool)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, list(weight.shape), weight, self.spec.norm_eps)  # sums in float32 whatever the dtype
+
+
+def _random_weights(spec: ModelSpec, seed: int, device: str | torch.device, dtype: torch.dtype) -> Weights:
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=generator) / math.sqrt(shape[-1])).to(device, dtype)
+
+    def norm(width: int) -> Tensor:
+        return (1.0 + 0.1 * torch.randn(width, generator=generator)).to(device, dtype)
+
+    q_rows, kv_rows = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    layers = tuple(
+        LayerWeights(
+            attention_norm=norm(spec.hidden),
+            qkv=matrix(q_rows + 2 * kv_rows, spec.hidden),
+            qkv_bias=matrix(q_rows + 2 * kv_rows) if spec.qkv_bias else None,
+            q_norm=norm(spec.head_dim) if spec.qk_norm else None,
+            k_norm=norm(spec.head_dim) if spec.qk_norm else None,
+            output=matrix(spec.hidden, q_rows),
+            mlp_norm=norm(spec.hidden),
+            gate_up=matrix(2 * spec.intermediate, spec.hidden),
+            down=matrix(spec.hidden, spec.intermediate),
+        )
+        for _ in range(spec.layers)
+    )
+    table = torch.randn(spec.vocab, spec.hidden, generator=generator).to(device, dtype)
+    head = table if spec.tied_embeddings else matrix(spec.vocab, spec.hidden)
+    return Weights(table, layers, norm(spec.hidden), head)

@@ -1,0 +1,257 @@
+"""A model's own tokenizer and chat template, from a folder's tokenizer.json or a GGUF file's metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from semblend.engine.model.chat_template import ChatTemplate
+from semblend.engine.model.gguf_weights import read_header, special_tokens
+from semblend.engine.model.weights import read_json
+from semblend.errors import InputError, MissingDependencyError
+from semblend.models import resolve
+
+TOKENIZER_FILE = "tokenizer.json"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+PATIENCE = 8  # tokens: a character has four bytes at most
+# How byte-level BPE families cut text before merging, by the name that GGUF gives them. None: cut as GPT-2 does.
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True, slots=True)
+class _Cutting:
+    """One family's rules before the merges."""
+
+    pattern: str | None = None
+    single_digits: bool = False
+    nfc: bool = False
+    ignore_merges: bool = False
+    adds_bos: bool = False
+
+
+_CUTTINGS = {
+    "gpt-2": _Cutting(),
+    "default": _Cutting(),
+    "smollm": _Cutting(single_digits=True),
+    "qwen2": _Cutting(pattern=_WORDS % r"\p{N}", nfc=True),
+    "llama-bpe": _Cutting(pattern=_WORDS % r"\p{N}{1,3}", ignore_merges=True, adds_bos=True),
+}
+
+_GGUF_TOKENS = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "unknown": "unk_token"}
+
+
+class ModelTokenizer:
+    """Text to token ids and back, and messages to the text that the model was trained on."""
+
+    def __init__(self, tokenizer: Any, template: ChatTemplate | None, where: str) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._where = where
+
+    @classmethod
+    def load(cls, path: str | Path) -> ModelTokenizer:
+        """The tokenizer of a model folder, a GGUF file, or a model in the local Hugging Face cache."""
+        found = resolve(path)
+        return _from_gguf(found) if found.is_file() else _from_folder(found)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    @cached_property
+    def longest_token_chars(self) -> int:
+        """Most characters of text that one token stands for, by the longest entry of the vocabulary.
+
+        A byte-level vocabulary writes each byte as a character, so this is never too low for it. Rules outside the
+        vocabulary can put more characters into one token: an unknown token for a whole word, a normalizer that drops
+        blanks. A text that fills the context with such tokens alone is refused although it would fit.
+        """
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Token ids; ``add_special`` puts a first token where the model wants one (not for chat text, which has it)."""
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special).ids
+        except (UnicodeEncodeError, TypeError):  # which one depends on the version of the binding
+            raise InputError("the text has lone surrogates", hint="send valid Unicode") from None
+        return ids
+
+    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=not keep_special))
+
+    def token_id(self, token: str) -> int | None:
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
+    def token_text(self, token: int) -> str:
+        """The text of one token on its own, special tokens included; partial characters become U+FFFD."""
+        return self.decode([token], keep_special=True)
+
+    def stream(self, *, keep_special: bool = False) -> TextStream:
+        """Text of one answer, token by token."""
+        return TextStream(self, keep_special=keep_special)
+
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Messages through the model's chat template; ``options`` such as tools reach the template."""
+        if self._template is None:
+            raise InputError(f"{self._where} has no chat template", hint="send a prompt instead of messages")
+        return self._template.render(messages, **options)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        return self.encode(self.chat_text(messages, **options), add_special=False)
+
+
+class TextStream:
+    """Gives out text as tokens come, never half a character: joined, the pieces are what `decode` gives for all.
+
+    (A tokenizer with byte tokens decodes a run of them that is not UTF-8 as a whole; only there can pieces differ.)
+    A token can end inside a character (shown as U+FFFD at the end until the rest comes), and some tokenizers drop
+    the blank before a first word; so tokens are decoded together with those of the last piece given out.
+    """
+
+    def __init__(self, tokenizer: ModelTokenizer, *, keep_special: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._keep_special = keep_special
+        self._window: list[int] = []
+        self._settled = 0
+        self._sent = 0
+
+    def add(self, token: int) -> str:
+        """The text that this token makes certain; often empty inside a character."""
+        self._window.append(token)
+        text = self._text()
+        if text.endswith(REPLACEMENT):
+            if len(self._window) - self._settled < PATIENCE:
+                return ""
+            return self._give(text[:-1])  # bytes that are no text; only the last can still become some
+        piece = self._give(text)
+        if piece:
+            self._window = self._window[self._settled :]
+            self._settled = len(self._window)
+            self._sent = len(self._text())
+        return piece
+
+    def finish(self) -> str:
+        """What is left when no more tokens come."""
+        return self._give(self._text())
+
+    def _give(self, text: str) -> str:
+        piece, self._sent = text[self._sent :], max(self._sent, len(text))
+        return piece
+
+    def _text(self) -> str:
+        return self._tokenizer.decode(self._window, keep_special=self._keep_special)
+
+
+def _from_folder(folder: Path) -> ModelTokenizer:
+    path = folder / TOKENIZER_FILE
+    if not path.is_file():
+        raise InputError(f"{folder} holds no {TOKENIZER_FILE}", hint="point at the folder of a fast tokenizer")
+    library = _tokenizers(path)
+    try:
+        tokenizer = library.Tokenizer.from_file(str(path))
+    except Exception as error:  # the binding raises bare Exception for a bad file
+        raise InputError(f"{path} is not a readable tokenizer.json: {error}", hint="pull the model again") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    template_file = folder / "chat_template.jinja"
+    template: Any = config.get("chat_template")
+    if template_file.is_file():  # the newer home of templates
+        template = template_file.read_text(encoding="utf-8")
+    tokens = {name: _content(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    return ModelTokenizer(tokenizer, ChatTemplate.of(template, tokens, str(folder)), str(folder))
+
+
+def _content(token: Any) -> str:
+    """Special tokens are written as text, or as an object that holds the text."""
+    return str(token.get("content", "")) if isinstance(token, Mapping) else str(token or "")
+
+
+def _from_gguf(path: Path) -> ModelTokenizer:
+    metadata = read_header(path).metadata
+    tokenizer = tokenizer_of_gguf(metadata, path)
+    pieces = metadata["tokenizer.ggml.tokens"]
+    tokens = {}
+    for theirs, ours in _GGUF_TOKENS.items():
+        at = metadata.get(f"tokenizer.ggml.{theirs}_token_id")
+        tokens[ours] = pieces[at] if at is not None and at < len(pieces) else ""
+    template = ChatTemplate.of(metadata.get("tokenizer.chat_template"), tokens, str(path))
+    return ModelTokenizer(tokenizer, template, str(path))
+
+
+def tokenizer_of_gguf(metadata: Mapping[str, Any], path: Path) -> Any:
+    """A `tokenizers.Tokenizer` from the vocabulary and merges of a byte-level BPE model."""
+    kind, cutting_name = metadata.get("tokenizer.ggml.model"), str(metadata.get("tokenizer.ggml.pre", "default"))
+    cutting = _CUTTINGS.get(cutting_name)
+    if kind != "gpt2" or cutting is None:
+        raise InputError(
+            f"{path}: tokenizer {kind!r} with pre-tokenizer {cutting_name!r} is not known",
+            hint="use the model's safetensors folder, which carries a tokenizer.json",
+        )
+    pieces, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
+    if not pieces or merges is None:
+        raise InputError(f"{path} holds no vocabulary", hint="the file was made without a tokenizer")
+    library = _tokenizers(path)
+    tokenizer = library.Tokenizer(
+        library.models.BPE(
+            {piece: at for at, piece in enumerate(pieces)},
+            [tuple(merge.split(" ", 1)) for merge in merges],
+            ignore_merges=cutting.ignore_merges,
+        )
+    )
+    if cutting.nfc:
+        tokenizer.normalizer = library.normalizers.NFC()
+    tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence(_cutters(library, cutting))
+    tokenizer.decoder = library.decoders.ByteLevel()
+    controls = metadata.get("tokenizer.ggml.token_type", ())
+    _add_special(library, tokenizer, special_tokens(metadata), controls)
+    _add_first_token(library, tokenizer, metadata, cutting)
+    return tokenizer
+
+
+def _cutters(library: Any, cutting: _Cutting) -> list[Any]:
+    cutters = []
+    if cutting.single_digits:
+        cutters.append(library.pre_tokenizers.Digits(individual_digits=True))
+    if cutting.pattern is not None:
+        cutters.append(library.pre_tokenizers.Split(library.Regex(cutting.pattern), "isolated"))
+    by_gpt2 = cutting.pattern is None
+    return [*cutters, library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_gpt2)]
+
+
+def _add_special(library: Any, tokenizer: Any, tokens: Iterable[tuple[int, str]], kinds: Sequence[int]) -> None:
+    control: list[Any] = []
+    defined: list[Any] = []
+    for at, text in tokens:
+        token = library.AddedToken(text, normalized=False, special=kinds[at] == 3)
+        (control if kinds[at] == 3 else defined).append(token)
+    tokenizer.add_special_tokens(control)
+    tokenizer.add_tokens(defined)
+
+
+def _add_first_token(library: Any, tokenizer: Any, metadata: Mapping[str, Any], cutting: _Cutting) -> None:
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    if bos is None or not metadata.get("tokenizer.ggml.add_bos_token", cutting.adds_bos):
+        return
+    text = metadata["tokenizer.ggml.tokens"][bos]
+    tokenizer.post_processor = library.processors.TemplateProcessing(
+        single=[text, "$A"], pair=[text, "$A", text, "$B"], special_tokens=[(text, bos)]
+    )
+
+
+def _tokenizers(path: Path) -> Any:
+    try:
+        import tokenizers
+    except ImportError:
+        raise MissingDependencyError(
+            f"the tokenizer of {path} needs the package tokenizers", hint="pip install 'semblend-suite[local]'"
+        ) from None
+    return tokenizers

@@ -1,0 +1,258 @@
+"""A request between the server's gate and the engine: one prompt, or several of them as one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
+
+from semblend.engine.server.dashboard import Entry
+from semblend.engine.server.serving import ServingRequest
+from semblend.engine.server.tenants import Identity
+from semblend.prompt import Prompt
+from semblend.wire.answer import Answer, Chunk, Head, Reply, Spent
+from semblend.wire.chat import ChatReply, ChatRequest
+from semblend.wire.completions import CompletionReply, CompletionRequest
+from semblend.wire.errors import ApiError, as_api_error
+from semblend.wire.generate import GenerateReply, GenerateRequest
+
+if TYPE_CHECKING:
+    from semblend.engine.server.service import Service
+
+log = logging.getLogger("semblend.server")
+T = TypeVar("T")
+Asked = ChatRequest | CompletionRequest | GenerateRequest
+MOST_UNREAD = 256
+
+
+class Call:
+    """One request on its way through the server."""
+
+    def __init__(
+        self, service: Service, request: Request, asked: Asked, identity: Identity, path: str, id: str
+    ) -> None:
+        self.id = id
+        self.asked = asked
+        self.started = time.perf_counter()
+        self._service = service
+        self._request = request
+        self._identity = identity
+        self._created = int(time.time())
+        self._entry = Entry(id, identity.tenant, path, asked.reuse.quality)
+        self._gone: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def admitted(self, gone: asyncio.Task[None] | None = None) -> AsyncIterator[AsyncIterator[Chunk]]:
+        """A place at the gate and the engine's chunks; both are given back however the block ends.
+
+        ``gone`` ends when the client hangs up; who watches for that already hands it over and ends it.
+        """
+        service, entry = self._service, self._service.board.opened(self._entry)
+        self._gone = gone or asyncio.create_task(_until_gone(self._request.receive))
+        inside = False
+        try:
+            await self.unless_gone(service.gate.enter())
+            inside = True
+            request = await self._prepared()
+            service.board.admitted(entry, len(request.prompt))
+            async with aclosing(self._chunks(request)) as chunks:
+                yield chunks
+            service.board.closed(entry, "done")
+        except (ClientDisconnect, asyncio.CancelledError, GeneratorExit):
+            service.board.closed(entry, "cancelled")
+            raise
+        except Exception as error:
+            told = as_api_error(error)
+            service.board.closed(entry, "failed", str(told))
+            if told.status >= 500 and not isinstance(error, ApiError):
+                log.exception("request %s failed", self.id)
+            raise told from error
+        finally:
+            if gone is None:
+                self._gone.cancel()
+            service.engine.cancel(self.id)
+            if inside:
+                service.gate.leave()
+
+    async def _chunks(self, request: ServingRequest) -> AsyncGenerator[Chunk, None]:
+        pieces = self._service.engine.submit(request)
+        unfinished = set(range(self.asked.sampling.n))
+        try:
+            while (chunk := await self.unless_gone(_next(pieces))) is not None:
+                if chunk.finish_reason not in (None, "stop", "length"):
+                    raise ApiError(500, f"the engine ended the answer: {chunk.finish_reason}", hint="try again")
+                if chunk.finish_reason is not None:
+                    unfinished.discard(chunk.index)
+                self._service.board.heard(self._entry, chunk)
+                yield chunk
+        finally:
+            close = getattr(pieces, "aclose", None)
+            if close is not None:
+                await close()
+        if unfinished:
+            raise ApiError(500, "the engine ended before the answer did", hint="try again")
+
+    async def _prepared(self) -> ServingRequest:
+        asked, engine = self.asked, self._service.engine
+        token_ids = await self.unless_gone(asyncio.to_thread(self._token_ids))
+        if not isinstance(token_ids, tuple):
+            token_ids = tuple(token_ids)
+        prompt = Prompt(token_ids, namespace=engine.namespace(self._identity.tenant, asked.reuse.salt))
+        limit = self._output_limit(len(prompt))
+        return ServingRequest(
+            request_id=self.id,
+            prompt=prompt,
+            sampling=replace(asked.sampling, max_tokens=limit),
+            quality=asked.reuse.quality,
+            reuse=asked.reuse.reuse,
+        )
+
+    def _token_ids(self) -> Sequence[int]:
+        """In a thread: a long text takes a tokenizer longer than other requests should wait."""
+        asked, engine = self.asked, self._service.engine
+        if isinstance(asked, ChatRequest):
+            return engine.encode_chat(asked.messages)
+        if isinstance(asked.prompt, str):
+            return engine.encode(asked.prompt)
+        highest = max(asked.prompt)
+        if highest >= engine.vocab:
+            name = "prompt" if isinstance(asked, CompletionRequest) else "input_ids"
+            raise ApiError(
+                400, f"token id {highest} is not in the vocabulary", hint=f"ids are below {engine.vocab}", param=name
+            )
+        return asked.prompt
+
+    def _output_limit(self, prompt_tokens: int) -> int:
+        room = self._service.engine.max_context - prompt_tokens
+        wanted = self.asked.sampling.max_tokens
+        if prompt_tokens == 0:
+            raise ApiError(400, "the prompt has no tokens", hint="send some text")
+        if room < 1 or (wanted or 1) > room:
+            asked = f"{prompt_tokens} tokens of prompt and {wanted or 1} of answer"
+            raise ApiError(
+                400,
+                f"{asked} are more than the context of {self._service.engine.max_context}",
+                hint=f"ask for at most {room} tokens" if room > 0 else "send a shorter prompt",
+                param={ChatRequest: "messages", CompletionRequest: "prompt"}.get(type(self.asked), "text"),
+                code="context_length_exceeded",
+            )
+        return min(room, self._service.settings.default_output_tokens) if wanted is None else wanted
+
+    async def unless_gone(self, work: Awaitable[T]) -> T:
+        """The work's result, unless the client hangs up or the time is over first; then the work is stopped."""
+        assert self._gone is not None
+        left = self._service.settings.request_timeout_s - (time.perf_counter() - self.started)
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._gone}, timeout=max(left, 0), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if self._gone.done():
+                raise ClientDisconnect
+            raise ApiError(504, "the request took too long", hint="ask for fewer tokens", code="timeout")
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+
+    def reply(self, id: str = "") -> Reply:
+        asked, logprobs = self.asked, self.asked.sampling.logprobs is not None
+        head = Head(id or self.id, self._created, self._service.engine.model)
+        if isinstance(asked, ChatRequest):
+            return ChatReply(head, logprobs, asked.include_usage)
+        if isinstance(asked, CompletionRequest):
+            return CompletionReply(head, logprobs, asked.include_usage)
+        head = replace(head, id=asked.rid or head.id)
+        return GenerateReply(head, self._entry.prompt_tokens, logprobs, self._identity.admin)
+
+    def answers(self) -> list[Answer]:
+        """Empty ones, to be filled by the chunks."""
+        return [Answer(index) for index in range(self.asked.sampling.n)]
+
+    def spent(self, answers: Sequence[Answer]) -> Spent:
+        output, entry = sum(len(answer.token_ids) for answer in answers), self._entry
+        return Spent(
+            entry.prompt_tokens,
+            output,
+            entry.receipt,
+            time.perf_counter() - self.started,
+            recomputed=entry.recomputed,
+            operator=self._identity.admin,
+        )
+
+
+class Together:
+    """Several prompts in one request: a call for each, with a place of its own, and one answer for all.
+
+    The answers to prompt i have the indices from ``i * n`` on. The first call that fails ends all of them.
+    """
+
+    def __init__(self, id: str, calls: Sequence[Call], receive: Receive) -> None:
+        self.id = id
+        self._calls = calls
+        self._receive = receive
+
+    @asynccontextmanager
+    async def admitted(self) -> AsyncIterator[AsyncIterator[Chunk]]:
+        heard: asyncio.Queue[Chunk | Exception | None] = asyncio.Queue(MOST_UNREAD)
+        gone = asyncio.create_task(_until_gone(self._receive))
+        tasks = [asyncio.create_task(self._follow(number, gone, heard)) for number in range(len(self._calls))]
+        try:
+            async with aclosing(self._merged(heard)) as chunks:
+                yield chunks
+        finally:
+            for task in (gone, *tasks):
+                task.cancel()
+            await asyncio.gather(gone, *tasks, return_exceptions=True)
+
+    async def _follow(
+        self, number: int, gone: asyncio.Task[None], heard: asyncio.Queue[Chunk | Exception | None]
+    ) -> None:
+        call = self._calls[number]
+        try:
+            async with call.admitted(gone) as chunks:
+                async for chunk in chunks:
+                    await heard.put(replace(chunk, index=number * call.asked.sampling.n + chunk.index))
+        except (ApiError, ClientDisconnect) as error:  # nothing else leaves a call
+            await heard.put(error)
+        await heard.put(None)
+
+    async def _merged(self, heard: asyncio.Queue[Chunk | Exception | None]) -> AsyncGenerator[Chunk, None]:
+        open_calls = len(self._calls)
+        while open_calls:
+            chunk = await heard.get()
+            if isinstance(chunk, Exception):
+                raise chunk
+            if chunk is None:
+                open_calls -= 1
+            else:
+                yield chunk
+
+    async def unless_gone(self, work: Awaitable[T]) -> T:
+        return await self._calls[0].unless_gone(work)
+
+    def reply(self) -> Reply:
+        return self._calls[0].reply(self.id)
+
+    def answers(self) -> list[Answer]:
+        return [Answer(index) for index in range(len(self._calls) * self._calls[0].asked.sampling.n)]
+
+    def spent(self, answers: Sequence[Answer]) -> Spent:
+        n = self._calls[0].asked.sampling.n
+        return Spent.together([call.spent(answers[i * n : (i + 1) * n]) for i, call in enumerate(self._calls)])
+
+
+async def _next(pieces: AsyncIterator[Chunk]) -> Chunk | None:
+    return await anext(pieces, None)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,300 @@
+"""What the dashboard shows: the latest requests as token strips, and what their receipts add up to.
+
+Kept in memory for one event loop. No text of a prompt or an answer is kept, only counts, places and times.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from semblend.confirm.fields import JsonObject
+from semblend.confirm.receipt import TOKEN_KINDS, Receipt
+from semblend.engine.server.tenants import Identity
+from semblend.wire.answer import Chunk, semblend_object
+
+MOST_REQUESTS = 200
+MOST_RANGES = 1200
+MOST_TENANTS = 1000
+Ranges = tuple[tuple[int, int], ...]
+
+
+class ColdEstimate:
+    """What a prompt would have cost without any reuse, as a line through the latest cold requests.
+
+    It is an estimate and labelled so; None until one cold request was seen.
+
+    >>> cold = ColdEstimate()
+    >>> cold.seen(1000, 100.0); cold.seen(2000, 190.0)
+    >>> cold.ms(4000)
+    370.0
+    """
+
+    def __init__(self, keep: int = 64) -> None:
+        self._seen: deque[tuple[int, float]] = deque(maxlen=keep)
+
+    @property
+    def samples(self) -> int:
+        return len(self._seen)
+
+    def learn(self, receipt: Receipt) -> None:
+        if receipt.exact_tokens or receipt.reused_tokens or receipt.ttft_ms is None:
+            return
+        # Compute time where it is known: time in line says nothing about the prompt, and would flatter reuse.
+        self.seen(receipt.prompt_tokens, receipt.compute_ms or receipt.ttft_ms)
+
+    def seen(self, tokens: int, ms: float) -> None:
+        self._seen.append((tokens, ms))
+
+    def ms(self, tokens: int) -> float | None:
+        if not self._seen:
+            return None
+        n = len(self._seen)
+        mean_t = sum(t for t, _ in self._seen) / n
+        mean_ms = sum(ms for _, ms in self._seen) / n
+        spread = sum((t - mean_t) ** 2 for t, _ in self._seen)
+        slope = sum((t - mean_t) * (ms - mean_ms) for t, ms in self._seen) / spread if spread else 0.0
+        start = mean_ms - slope * mean_t
+        if slope <= 0 or start < 0:  # too few lengths for a line: through the origin
+            slope, start = mean_ms / mean_t, 0.0
+        return round(start + slope * tokens, 3)
+
+
+@dataclass(slots=True)
+class Entry:
+    """One request. ``state``: waiting, running, done, failed or cancelled."""
+
+    id: str
+    tenant: str
+    endpoint: str
+    quality: str | None
+    state: str = "waiting"
+    opened: float = field(default_factory=time.perf_counter)
+    opened_unix_s: float = field(default_factory=time.time)
+    admitted: float | None = None
+    first_token: float | None = None
+    closed: float | None = None
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    receipt: Receipt | None = None
+    recomputed: Ranges = ()
+    cold_ms: float | None = None
+    error: str = ""
+    sequence: int = 0
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """The receipt's word; until it is there, what the server saw."""
+        if self.receipt is not None and self.receipt.ttft_ms is not None:
+            return self.receipt.ttft_ms
+        return _ms(self.admitted, self.first_token)
+
+    def to_dict(self, *, operator: bool) -> JsonObject:
+        """The request for the dashboard. Donors, places and the tenant's name are for an ``operator`` only."""
+        receipt = self.receipt
+        body: JsonObject = {
+            "id": self.id,
+            "endpoint": self.endpoint,
+            "state": self.state,
+            "opened_unix_s": self.opened_unix_s,
+            "waited_ms": _ms(self.opened, self.admitted),
+            "total_ms": _ms(self.opened, self.closed),
+            "ttft_ms": self.ttft_ms,
+            "cold_ttft_ms": self.cold_ms,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "quality": self.quality,
+            "error": self.error,
+            "semblend": None if receipt is None else semblend_object(receipt, operator=operator),
+            "places_known": receipt is None or (operator and places_known(receipt, self.recomputed)),
+            "strip": [],
+        }
+        if receipt is not None:
+            body["strip"] = strip(receipt, self.recomputed) if operator else strip_of_counts(receipt)
+        return body | {"tenant": self.tenant} if operator else body
+
+
+@dataclass(slots=True)
+class Tally:
+    """What receipts of one tenant add up to; errors and give-ups are counted beside."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    declines: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)
+    states: Counter[str] = field(default_factory=Counter)
+    saved_ms: float = 0.0
+    cold_ms: float = 0.0
+    risks: deque[float] = field(default_factory=lambda: deque(maxlen=200))
+
+    def book(self, entry: Entry) -> None:
+        receipt = entry.receipt
+        self.states[entry.state] += 1
+        if receipt is None:
+            return
+        self.outcomes[str(receipt.outcome)] += 1
+        self.tokens.update({kind: count for kind, count in receipt.tokens.items() if count})
+        if receipt.reason is not None:
+            self.declines[str(receipt.reason)] += 1
+        if receipt.risk is not None:
+            self.risks.append(receipt.risk)
+        if entry.cold_ms is not None and receipt.ttft_ms is not None and receipt.exact_tokens + receipt.reused_tokens:
+            self.cold_ms += entry.cold_ms
+            self.saved_ms += entry.cold_ms - receipt.ttft_ms
+
+    def __iadd__(self, other: Tally) -> Tally:
+        for name in ("outcomes", "declines", "tokens", "states"):
+            getattr(self, name).update(getattr(other, name))
+        self.saved_ms += other.saved_ms
+        self.cold_ms += other.cold_ms
+        self.risks.extend(other.risks)
+        return self
+
+    def to_dict(self) -> JsonObject:
+        return {
+            "requests": sum(self.states.values()),
+            "states": dict(self.states),
+            "outcomes": dict(self.outcomes),
+            "declines": dict(self.declines),
+            "tokens": {kind: self.tokens[kind] for kind in TOKEN_KINDS},
+            "saved_ms": round(self.saved_ms, 1),
+            "cold_ms": round(self.cold_ms, 1),
+            "risks": list(self.risks),
+        }
+
+
+class LiveBoard:
+    """The latest requests and the tallies. Each change gets the next number, so that a page asks only for news."""
+
+    def __init__(self, keep: int = MOST_REQUESTS) -> None:
+        self.cold = ColdEstimate()
+        self._keep = keep
+        self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self._tallies: OrderedDict[str, Tally] = OrderedDict()
+        self._sequence = 0
+
+    def opened(self, entry: Entry) -> Entry:
+        self._entries[entry.id] = entry
+        while len(self._entries) > self._keep:
+            self._entries.popitem(last=False)
+        return self._changed(entry)
+
+    def admitted(self, entry: Entry, prompt_tokens: int) -> None:
+        entry.state, entry.prompt_tokens, entry.admitted = "running", prompt_tokens, time.perf_counter()
+        self._changed(entry)
+
+    def heard(self, entry: Entry, chunk: Chunk) -> None:
+        if chunk.token_ids and entry.first_token is None:
+            entry.first_token = time.perf_counter()
+        entry.output_tokens += len(chunk.token_ids)
+        if chunk.receipt is not None:
+            entry.receipt, entry.recomputed = chunk.receipt, chunk.recomputed
+            self.cold.learn(chunk.receipt)
+            entry.cold_ms = self.cold.ms(chunk.receipt.prompt_tokens)
+        self._changed(entry)
+
+    def closed(self, entry: Entry, state: str, error: str = "") -> None:
+        entry.state, entry.error, entry.closed = state, error, time.perf_counter()
+        self._changed(entry)
+        self._tallies.setdefault(entry.tenant, Tally()).book(entry)
+        self._tallies.move_to_end(entry.tenant)
+        if len(self._tallies) > MOST_TENANTS:
+            self._tallies.popitem(last=False)
+
+    def find(self, request_id: str, identity: Identity) -> JsonObject | None:
+        entry = self._entries.get(request_id)
+        if entry is None or not identity.may_see(entry.tenant):
+            return None
+        return entry.to_dict(operator=identity.admin)
+
+    def tally(self, identity: Identity) -> Tally:
+        total = Tally()
+        for tenant, tally in self._tallies.items():
+            if identity.may_see(tenant):
+                total += tally
+        return total
+
+    def news(self, identity: Identity, after: int = 0) -> JsonObject:
+        """What changed since the number ``after``, as far as this identity may see it."""
+        fresh = [entry for entry in self._visible(identity) if entry.sequence > after]
+        return {
+            "sequence": self._sequence,
+            "requests": [entry.to_dict(operator=identity.admin) for entry in fresh],
+            "totals": self.tally(identity).to_dict(),
+            "cold_samples": self.cold.samples,
+        }
+
+    def _visible(self, identity: Identity) -> Iterator[Entry]:
+        return (entry for entry in self._entries.values() if identity.may_see(entry.tenant))
+
+    def _changed(self, entry: Entry) -> Entry:
+        self._sequence += 1
+        entry.sequence = self._sequence
+        return entry
+
+
+def strip(receipt: Receipt, recomputed: Ranges = ()) -> list[list[Any]]:
+    """The prompt from left to right as ``[start, end, kind, donor]``; donor is an index into the receipt's donors.
+
+    Where the engine did not say which tokens were recomputed, they stand at the heads of the spans, by share.
+
+    >>> from semblend.confirm.outcome import Outcome
+    >>> strip(Receipt(request_id="r", engine="e", namespace="0" * 32, outcome=Outcome.COLD_FALLBACK,
+    ...               prompt_tokens=9, exact_tokens=4, prefill_tokens=5))
+    [[0, 4, 'exact', None], [4, 9, 'prefill', None]]
+    """
+    ranges = recomputed if places_known(receipt, recomputed) else _by_share(receipt)
+    donors = {donor: number for number, donor in enumerate(receipt.donor_ids)}
+    parts: list[list[Any]] = []
+
+    def paint(end: int, kind: str, donor: int | None = None) -> None:
+        start = parts[-1][1] if parts else 0
+        if end > start:
+            parts.append([start, end, kind, donor])
+
+    paint(receipt.exact_tokens, "exact")
+    for span in receipt.spans[: MOST_RANGES // 2]:
+        paint(span.target_start, "prefill")
+        for start, end in ranges:
+            if start < span.target_end and end > span.target_start:
+                paint(max(start, span.target_start), "reused", donors[span.donor_id])
+                paint(min(end, span.target_end), "recomputed", donors[span.donor_id])
+        paint(span.target_end, "reused", donors[span.donor_id])
+    paint(receipt.prompt_tokens, "prefill")
+    return parts
+
+
+def strip_of_counts(receipt: Receipt) -> list[list[Any]]:
+    """A strip in the form of `strip` that shows how many tokens of each kind there are, and not where they lie.
+
+    >>> from semblend.confirm.outcome import Outcome
+    >>> strip_of_counts(Receipt(request_id="r", engine="e", namespace="0" * 32, outcome=Outcome.COLD_FALLBACK,
+    ...                         prompt_tokens=9, exact_tokens=4, prefill_tokens=5))
+    [[0, 4, 'exact', None], [4, 9, 'prefill', None]]
+    """
+    parts: list[list[Any]] = []
+    start = 0
+    for kind, count in receipt.tokens.items():
+        if count:
+            parts.append([start, start + count, kind, None])
+            start += count
+    return parts
+
+
+def places_known(receipt: Receipt, recomputed: Ranges) -> bool:
+    """Whether a strip can show where tokens were recomputed, and not only how many: told, and not too many to draw."""
+    told = sum(end - start for start, end in recomputed) == receipt.recomputed_tokens
+    return told and len(recomputed) + 2 * len(receipt.spans) <= MOST_RANGES
+
+
+def _by_share(receipt: Receipt) -> Ranges:
+    if not receipt.recomputed_tokens or not receipt.spans:
+        return ()
+    share = min(1.0, receipt.recomputed_tokens / receipt.span_tokens)
+    return tuple((span.target_start, span.target_start + round(share * span.length)) for span in receipt.spans)
+
+
+def _ms(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else round(1000 * (end - start), 3)

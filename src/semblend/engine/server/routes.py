@@ -1,0 +1,281 @@
+"""The OpenAI-compatible server: routes, and nothing else that thinks.
+
+::
+
+    POST /v1/chat/completions  /v1/completions  /generate       answers, whole or streamed
+    GET  /v1/models            /health          /metrics        what is served, and how it fares
+    POST /flush_cache          /reset_prefix_cache              forget the prefix cache and every donor
+    GET  /                     /api/live  /api/requests/{id}  /api/donors  /api/stats      the dashboard
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from semblend.errors import ConfigError, MissingDependencyError, SemBlendError
+
+try:
+    from fastapi import FastAPI, Request
+except ImportError:
+    raise MissingDependencyError("the server needs fastapi", hint="pip install 'semblend-suite[local]'") from None
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from semblend._version import __version__
+from semblend.discover.donor import Donor
+from semblend.engine.server.exposition import CONTENT_TYPE, exposition
+from semblend.engine.server.limits import Gate, ServerSettings
+from semblend.engine.server.service import CLIENT_LEFT, ENDPOINTS, Endpoint, Service, error_response, log
+from semblend.engine.server.serving import ServingEngine
+from semblend.engine.server.tenants import Identity
+from semblend.wire.errors import ApiError, as_api_error
+
+STATIC = Path(__file__).parents[2] / "web" / "dashboard"
+PAGES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/app.js": ("app.js", "text/javascript; charset=utf-8"),
+    "/app.css": ("app.css", "text/css; charset=utf-8"),
+}
+# The page loads nothing from elsewhere and runs no inline script; the browser holds it to that.
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+MOST_DONORS_SHOWN = 200
+
+
+def create_app(engine: ServingEngine, settings: ServerSettings | None = None) -> FastAPI:
+    """The application around an engine. It starts and stops nothing: whoever made the engine owns it."""
+    settings = ServerSettings() if settings is None else settings
+    gate = Gate(settings.max_running, settings.max_waiting, settings.retry_after_s)
+    routes = Routes(Service(engine, settings, gate))
+    app = FastAPI(title="SemBlend", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
+    app.router.redirect_slashes = False  # a redirect would be the one answer that is not JSON
+    for endpoint in ENDPOINTS:
+        app.add_api_route(endpoint.path, routes.answering(endpoint), methods=["POST"], response_model=None)
+    for method, path, route in routes.table():
+        methods = ["GET", "HEAD"] if method == "GET" else [method]  # load balancers look with HEAD
+        app.add_api_route(path, route, methods=methods, response_model=None)
+    for error in (SemBlendError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(error, _on_error)
+    app.add_middleware(CountResponses, counts=routes.responses, paths=frozenset(routes.paths()))
+    app.state.service = routes.service
+    return app
+
+
+def serve(app: FastAPI, sock: socket.socket) -> None:
+    """Run until interrupted. Forwarded-for headers are not believed: the peer's address decides who is a front."""
+    import uvicorn
+
+    config = uvicorn.Config(app, proxy_headers=False, log_level="warning", timeout_graceful_shutdown=5)
+    uvicorn.Server(config).run(sockets=[sock])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that clients can reach from now on; `ConfigError` where the address is taken or not ours."""
+    if not 0 <= port <= 65_535:  # the resolver would take it modulo that
+        raise ConfigError(f"cannot listen on {host}:{port}: no such port", hint="0 to 65535; 0 takes a free one")
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}", hint="choose another host or port"
+        ) from None
+
+
+class Routes:
+    """One method a route."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.started = time.time()
+        self.responses: Counter[tuple[str, int]] = Counter()
+
+    def table(self) -> list[tuple[str, str, Callable[..., Awaitable[Response]]]]:
+        return [
+            ("GET", "/v1/models", self.models),
+            ("GET", "/v1/models/{name:path}", self.model),
+            ("GET", "/health", self.health),
+            ("GET", "/metrics", self.metrics),
+            ("POST", "/flush_cache", self.flush),
+            ("POST", "/reset_prefix_cache", self.flush),
+            ("GET", "/api/live", self.live),
+            ("GET", "/api/requests/{request_id}", self.one_request),
+            ("GET", "/api/donors", self.donors),
+            ("GET", "/api/stats", self.stats),
+            *(("GET", path, _page(name, kind)) for path, (name, kind) in PAGES.items()),
+        ]
+
+    def paths(self) -> list[str]:
+        return [endpoint.path for endpoint in ENDPOINTS] + [path for _, path, _ in self.table()]
+
+    def answering(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            return await self.service.answer(request, endpoint)
+
+        return answer
+
+    async def models(self, request: Request) -> Response:
+        self.service.identify(request)
+        names = (self.service.engine.model, *self.service.settings.aliases)
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in names]})
+
+    async def model(self, request: Request) -> Response:
+        self.service.identify(request)
+        name = request.path_params["name"]
+        self.service.check_model(name)
+        return JSONResponse(self._card(name))
+
+    async def health(self, request: Request) -> Response:
+        del request
+        body = {"status": "ok", "model": self.service.engine.model, "version": __version__}
+        return JSONResponse(body | {"needs_key": self.service.settings.tenants.need_key})
+
+    async def metrics(self, request: Request) -> Response:
+        if not self.service.settings.public_metrics:
+            self._admin(request)
+        everyone = Identity(admin=True)
+        text = exposition(self.service.gate, self.service.board.tally(everyone), self.responses)
+        return PlainTextResponse(text, media_type=CONTENT_TYPE)
+
+    async def flush(self, request: Request) -> Response:
+        """Everyone's cache goes, so that only an admin may ask for it."""
+        self._admin(request)
+        gone = await asyncio.to_thread(self.service.engine.reset)
+        return JSONResponse({"success": True, "donors_forgotten": gone})
+
+    async def live(self, request: Request) -> Response:
+        identity = self.service.identify(request)
+        after = request.query_params.get("after", "0")
+        if not after.isdecimal():
+            raise ApiError(400, f"after is {after[:40]!r}, not a number", hint="pass the last sequence", param="after")
+        gate, donors = self.service.gate, self._donors(identity)
+        body = self.service.board.news(identity, int(after))
+        body |= {
+            "model": self.service.engine.model,
+            "admin": identity.admin,
+            "tenant": identity.tenant,
+            "running": gate.running,
+            "waiting": gate.waiting,
+            "refused": gate.refused,
+            "max_running": gate.max_running,
+            "donors": len(donors),
+            "donor_tokens": sum(donor.token_count for donor in donors),
+        }
+        return JSONResponse(body)
+
+    async def one_request(self, request: Request) -> Response:
+        found = self.service.board.find(request.path_params["request_id"], self.service.identify(request))
+        if found is None:
+            raise ApiError(404, "no such request", hint="only the latest are kept")
+        return JSONResponse(found)
+
+    async def donors(self, request: Request) -> Response:
+        """How many donors there are; which ones is for an admin only."""
+        identity = self.service.identify(request)
+        donors = self._donors(identity)
+        latest = donors[: -MOST_DONORS_SHOWN - 1 : -1] if identity.admin else []
+        return JSONResponse({"count": len(donors), "donors": [_donor(donor) for donor in latest]})
+
+    async def stats(self, request: Request) -> Response:
+        identity = self.service.identify(request)
+        body: dict[str, Any] = {
+            "uptime_s": round(time.time() - self.started, 1),
+            "totals": self.service.board.tally(identity).to_dict(),
+        }
+        if identity.admin:  # how full the machine is tells of others' work
+            body["engine"] = dict(self.service.engine.stats())
+            body["responses"] = {f"{path} {status}": count for (path, status), count in sorted(self.responses.items())}
+        return JSONResponse(body)
+
+    def _donors(self, identity: Identity) -> list[Donor]:
+        return [donor for donor in self.service.engine.donors() if identity.may_see(donor.namespace.tenant)]
+
+    def _admin(self, request: Request) -> None:
+        if not self.service.identify(request).admin:
+            raise ApiError(403, "this needs an admin key", hint="send an admin's API key")
+
+    def _card(self, name: str) -> dict[str, Any]:
+        engine = self.service.engine
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(self.started),
+            "owned_by": "semblend",
+            "root": engine.model,
+            "max_model_len": engine.max_context,
+        }
+
+
+class CountResponses:
+    """Counts responses by path and status. Paths that are not ours count as one: a scan must not fill the memory."""
+
+    def __init__(self, app: ASGIApp, counts: Counter[tuple[str, int]], paths: frozenset[str]) -> None:
+        self._app = app
+        self._counts = counts
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"] if scope["path"] in self._paths else "other"
+        status = CLIENT_LEFT
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counted)
+        finally:
+            self._counts[path, status] += 1
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_LEFT)
+    if isinstance(error, HTTPException):
+        hint = "docs/guides/serve.md lists the paths" if error.status_code in (404, 405) else ""
+        told = f"{request.method} {request.url.path[:200]}: {error.detail}"
+        return error_response(ApiError(error.status_code, told, hint=hint))
+    if not isinstance(error, SemBlendError):
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return error_response(as_api_error(error))
+
+
+def _page(name: str, kind: str) -> Callable[..., Awaitable[Response]]:
+    body = (STATIC / name).read_bytes()
+
+    async def page(request: Request) -> Response:
+        del request
+        return Response(body, media_type=kind, headers=PAGE_HEADERS)
+
+    return page
+
+
+def _donor(donor: Donor) -> dict[str, Any]:
+    return {
+        "donor_id": donor.donor_id,
+        "tokens": donor.token_count,
+        "created_unix_s": donor.created_unix_s,
+        "pinned": donor.pinned,
+        "tenant": donor.namespace.tenant,
+    }
+
+
+__all__ = ["ServerSettings", "ServingEngine", "create_app", "listen", "serve"]

@@ -1,0 +1,71 @@
+"""What the scheduler half knows: of the engine, and of one request while it is with us."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from semblend.confirm.receipt import Receipt
+from semblend.integration.vllm.orders import Loaded
+from semblend.integration.vllm.scheduler.hash_chain import Salted
+from semblend.plan.reuse_plan import Decline, ReusePlan
+from semblend.prompt import Namespace, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What does not change while the engine runs; ``refusal`` says why nothing can be reused in it, if so."""
+
+    version: str
+    namespace: Namespace
+    block_tokens: int
+    hash_block_tokens: int
+    refusal: str | None = None
+
+
+@dataclass(slots=True)
+class Record:
+    """One request while it is with us.
+
+    ``declined``: why a request of its kind is computed without us; None when it is not. It is found once, when the
+    request arrives: connectors between engines clear their flags in the request after they have loaded it.
+    """
+
+    request: Any
+    prompt: Prompt
+    mode: str
+    declined: str | None = None
+    local_tokens: int = 0
+    decision: ReusePlan | Decline | None = None
+    claim_end: int = 0
+    seen_epoch: int = -1
+    lookup_ms: float | None = None
+    salted: Salted | None = None
+    block_ids: list[int] | None = None
+    withdrawn: int = 0
+    admitted: bool = False
+    served: bool = False
+    captured: bool = False
+    restarted: bool = False
+    finished: bool = False
+    loaded: Loaded | None = None
+    receipt: Receipt | None = None
+
+    @property
+    def claimed(self) -> bool:
+        return self.claim_end > 0
+
+
+def scheduled(output: Any, records: Mapping[str, Record]) -> Iterator[tuple[str, int, bool]]:
+    """``(request, tokens computed before this step, whether it was admitted in this step)``; keeps block tables."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens, True
+    cached = output.scheduled_cached_reqs
+    rows = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
+    for request_id, computed, new_blocks in rows:
+        record = records.get(request_id)
+        resumed = request_id in cached.resumed_req_ids
+        if record is not None and record.block_ids is not None and new_blocks and not resumed:
+            record.block_ids.extend(new_blocks[0])
+        yield request_id, computed, resumed

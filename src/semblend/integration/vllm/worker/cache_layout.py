@@ -1,0 +1,166 @@
+"""Where vLLM's attention backend really keeps the key and value of a token. Measured, not assumed.
+
+The shape that a backend registers says little: on a CPU keys are stored transposed inside a block, with AMX in tiles.
+So the backend's own writer fills one scratch block with numbered keys and values, once, and what lies where
+afterwards is the layout. Most are strided views, which our splice kernel takes as they are; the rest go by an index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from semblend.errors import InputError
+from semblend.materialize.kv.layout import KvLayout
+
+Writer = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""``(keys, values, cache, slots)``: the backend's own way to write ``[n, kv_heads, head_dim]`` into a layer's cache."""
+
+_BASE = 128  # digits that bfloat16 holds exactly
+
+
+@dataclass(frozen=True, eq=False)
+class StridedLayout(KvLayout):
+    """Views whose head dimensions need not be adjacent: fine for reading, not for the splice kernel of a GPU.
+
+    Writing goes by the backend, which knows how to do it fast.
+    """
+
+    caches: tuple[Tensor, ...] = ()
+    write: Writer | None = None
+
+    def __post_init__(self) -> None:
+        """Made by `probed` from one kind of cache; nothing to check."""
+
+    def scatter(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        if self.write is None:
+            super().scatter(layer, slots, k, v)
+        else:
+            self.write(k.contiguous(), v.contiguous(), self.caches[layer], slots.long())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IndexedLayout:
+    """Caches ``[blocks, ...]`` and, for keys and values, the place of every (token, head, dimension) in a block."""
+
+    caches: tuple[Tensor, ...]
+    places: tuple[Tensor, Tensor]
+    write: Writer
+
+    @property
+    def layers(self) -> int:
+        return len(self.caches)
+
+    @property
+    def block_tokens(self) -> int:
+        return int(self.places[0].shape[0])
+
+    @property
+    def slots(self) -> int:
+        return int(self.caches[0].shape[0]) * self.block_tokens
+
+    @property
+    def kv_heads(self) -> int:
+        return int(self.places[0].shape[1])
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.places[0].shape[2])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.caches[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.caches[0].device
+
+    def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        blocks, offsets = self._at(slots)
+        flat = self._flat(layer)
+        k, v = (flat[blocks[:, None, None], places[offsets]] for places in self.places)
+        return k, v
+
+    def scatter(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        self.write(k.contiguous(), v.contiguous(), self.caches[layer], slots.long())
+
+    def _flat(self, layer: int) -> Tensor:
+        return self.caches[layer].view(self.caches[layer].shape[0], -1)
+
+    def _at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        slots = slots.to(self.device)
+        return slots // self.block_tokens, slots % self.block_tokens
+
+
+def probed(
+    caches: Sequence[Tensor], block_tokens: int, kv_heads: int, head_dim: int, write: Writer
+) -> KvLayout | IndexedLayout:
+    """The layout of these caches, one tensor a layer, all alike."""
+    first = caches[0]
+    for cache in caches:
+        if (cache.shape, cache.stride(), cache.dtype) != (first.shape, first.stride(), first.dtype):
+            raise InputError("layers keep their KV in different shapes", hint="one kind of full attention is supported")
+    if first.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise InputError(f"KV of type {first.dtype} cannot be moved", hint="do not quantise the KV cache")
+    places = _places(first, (block_tokens, kv_heads, head_dim), write)
+    offsets = [_memory_offset(first, place) for place in places]
+    k_steps, v_steps = (_strides(offset) for offset in offsets)
+    if k_steps and v_steps and (k_steps == v_steps or first.device.type == "cpu"):
+        k, v = (
+            tuple(_view(cache, offset, steps) for cache in caches)
+            for offset, steps in zip(offsets, (k_steps, v_steps), strict=True)
+        )
+        return KvLayout(k, v) if k_steps == v_steps and k_steps[2] == 1 else StridedLayout(k, v, tuple(caches), write)
+    if not first[0].is_contiguous():
+        raise InputError("blocks of the KV cache are neither strided nor contiguous", hint="report the backend's name")
+    return IndexedLayout(tuple(caches), (places[0], places[1]), write)
+
+
+def _places(cache: Tensor, shape: tuple[int, int, int], write: Writer) -> list[Tensor]:
+    """For keys and values: which element of a flattened block holds (token, head, dimension)."""
+    count = shape[0] * shape[1] * shape[2]
+    scratch = torch.empty_strided((1, *cache.shape[1:]), cache.stride(), dtype=cache.dtype, device=cache.device)
+    numbers = torch.arange(2 * count, device=cache.device)
+    slots = torch.arange(shape[0], dtype=torch.int64, device=cache.device)
+    digits = []
+    for power in range(3):
+        digit = (numbers // _BASE**power % _BASE).to(cache.dtype)
+        scratch.fill_(-1)
+        write(digit[:count].view(shape), digit[count:].view(shape), scratch, slots)
+        digits.append(scratch.flatten().to(torch.float64).round().long())
+    found = digits[0] + digits[1] * _BASE + digits[2] * _BASE**2
+    written = (digits[0] >= 0).nonzero().flatten()
+    if not torch.equal(found[written].sort().values, numbers):
+        raise InputError("the attention backend changes or drops KV when it stores it", hint="reuse is not possible")
+    place = torch.empty_like(numbers)
+    place[found[written]] = written
+    return [part.view(shape).contiguous() for part in (place[:count], place[count:])]
+
+
+def _view(cache: Tensor, offset: Tensor, steps: tuple[int, int, int]) -> Tensor:
+    """``[blocks, block_tokens, kv_heads, head_dim]`` over the cache's own memory."""
+    start = cache.storage_offset() + int(offset[0, 0, 0])
+    return cache.as_strided((len(cache), *offset.shape), (cache.stride(0), *steps), start)
+
+
+def _memory_offset(cache: Tensor, place: Tensor) -> Tensor:
+    """From the element of a block to its distance in memory from the block's start."""
+    offset, left = torch.zeros_like(place), place
+    for size, step in reversed(list(zip(cache.shape[1:], cache.stride()[1:], strict=True))):
+        offset, left = offset + left % size * step, left // size
+    return offset
+
+
+def _strides(offset: Tensor) -> tuple[int, int, int] | None:
+    """The steps by token, head and dimension, where the same step holds everywhere."""
+    origin = offset[0, 0, 0]
+    steps = []
+    for axis in range(3):
+        step = int(offset.select(axis, 1)[0, 0] - origin) if offset.shape[axis] > 1 else 1
+        steps.append(step)
+    axes = torch.meshgrid(*(torch.arange(n, device=offset.device) for n in offset.shape), indexing="ij")
+    line = origin + sum(step * axis for step, axis in zip(steps, axes, strict=True))
+    return (steps[0], steps[1], steps[2]) if torch.equal(line, offset) else None

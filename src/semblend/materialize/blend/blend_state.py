@@ -1,0 +1,115 @@
+"""One request while it is prepared: what is known, what was computed, what passes showed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from semblend.materialize.blend.first_pass import first_rows
+from semblend.materialize.blend.quality import OnPass, Pass, QualitySettings, Target
+from semblend.materialize.gate.risk import Signs
+from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
+from semblend.plan.selection import Positions, reused_positions
+from semblend.span import Span
+
+Mask = npt.NDArray[np.bool_]
+
+
+class Refused(Exception):  # noqa: N818  (control flow of the blender)
+    """Ends the work on a request with a decline."""
+
+    def __init__(self, reason: DeclineReason, detail: str) -> None:
+        super().__init__(detail)
+        self.decline = Decline(reason, detail)
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One request while it is prepared. ``computed`` marks what passes of ours have computed so far."""
+
+    tokens: Tensor
+    context: Tensor
+    spans: tuple[Span, ...]
+    exact: int
+    reused: Positions
+    computed: Mask
+    on_pass: OnPass | None = None
+    started: float = field(default_factory=time.perf_counter)
+    passes: list[Pass] = field(default_factory=list)
+    first_tail: Tensor | None = None
+    tail: Tensor | None = None  # logits of the prompt's last tokens after the last pass, [rows, vocabulary]
+    mass: npt.NDArray[np.floating[Any]] | None = None
+    deviation: npt.NDArray[np.floating[Any]] | None = None
+    canary: float | None = None
+    risk: float | None = None
+    signs: Signs | None = None
+    glance: float | None = None
+    escalations: int = 0
+    repaired: int = 0  # chosen by steps of the gate; heads of spans and the prompt's end come on top
+    load_ms: float = 0.0
+
+    @classmethod
+    def of(cls, sequence: Target, plan: ReusePlan, device: torch.device, spans: tuple[Span, ...]) -> Work:
+        """The work on a prompt whose slots lie on ``device``; refused where plan and prompt do not fit together."""
+        if sequence.slots is None:
+            raise Refused(DeclineReason.VALIDATION_FAILED, "the prompt has no slots yet")
+        tokens = torch.as_tensor(sequence.tokens, dtype=torch.long)[: plan.prompt_tokens].cpu()
+        context = sequence.slots[: plan.prompt_tokens].to(device)
+        if not 0 <= plan.exact_tokens < plan.prompt_tokens == len(tokens) == len(context):
+            raise Refused(
+                DeclineReason.VALIDATION_FAILED,
+                f"a plan for {plan.prompt_tokens} tokens ({plan.exact_tokens} exact), {len(tokens)} tokens, "
+                f"{len(context)} slots",
+            )
+        end = plan.exact_tokens
+        for span in spans:
+            if span.target_start < end or span.length < 1 or span.target_end > plan.prompt_tokens:
+                raise Refused(DeclineReason.VALIDATION_FAILED, f"{span} does not lie in order inside the prompt")
+            end = span.target_end
+        computed = np.zeros(plan.prompt_tokens, dtype=bool)
+        return cls(tokens, context, spans, plan.exact_tokens, reused_positions(spans), computed)
+
+    def first_rows(self, settings: QualitySettings) -> Positions:
+        """What the first pass computes."""
+        return first_rows(len(self.tokens), self.exact, self.spans, settings)
+
+    @property
+    def stale(self) -> Positions:
+        """Positions that still hold donor KV."""
+        found: Positions = self.reused[~self.computed[self.reused]]
+        return found
+
+    def spent_rows(self, layers: int) -> float:
+        """Rows that went through all ``layers`` so far; parts of a pass count as such."""
+        return sum(one.rows * one.layers for one in self.passes) / layers
+
+    @property
+    def elapsed_ms(self) -> float:
+        return (time.perf_counter() - self.started) * 1e3
+
+
+def array_of(values: Tensor | None) -> npt.NDArray[np.floating[Any]]:
+    """What an observer has seen, on the host."""
+    if values is None:
+        raise Refused(DeclineReason.ERROR, "the observer saw nothing")
+    found: npt.NDArray[np.floating[Any]] = values.float().cpu().numpy()
+    return found
+
+
+def runs_of(positions: Positions) -> tuple[tuple[int, int], ...]:
+    """Ascending positions as half-open runs.
+
+    >>> runs_of(np.array([2, 3, 7]))
+    ((2, 4), (7, 8))
+    """
+    if not len(positions):
+        return ()
+    cuts = np.flatnonzero(np.diff(positions) != 1) + 1
+    starts, ends = np.append(0, cuts), np.append(cuts, len(positions))
+    return tuple(zip(positions[starts].tolist(), (positions[ends - 1] + 1).tolist(), strict=True))

@@ -1,0 +1,136 @@
+"""Settings and results of blending, as plain values: what may be asked for, and what is said about a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from semblend.config import QUALITY_MODES
+from semblend.errors import InputError
+from semblend.materialize.gate.risk import Signs
+from semblend.materialize.gate.thresholds import DEFAULT, Thresholds
+from semblend.plan.selection import SELECTIONS
+
+
+class Target(Protocol):
+    """A prompt in the engine: its tokens, and the slot of every position."""
+
+    @property
+    def tokens(self) -> Sequence[int] | Tensor: ...
+
+    @property
+    def slots(self) -> Tensor | None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """The smallest `Target`."""
+
+    tokens: Sequence[int] | Tensor
+    slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One look of the gate: compute ``percent`` of the reused tokens again, chosen by ``rule``."""
+
+    percent: int
+    rule: str
+
+
+@dataclass(frozen=True, slots=True)
+class QualitySettings:
+    """How much may be reused unchecked, and how long checking may take.
+
+    ``latency_budget_ms`` (0: none) caps the whole preparation: a further repair that would not fit is not begun, and
+    ``over_budget`` says what happens instead: "prefill" in full at once, or "accept" what is there and report its risk.
+    ``most_work``: no repair is begun that would bring all passes above this share of a prefill; the prefill is.
+    ``first_layers``: where deviation is measured, all reused tokens are computed through so many layers, and these
+    are exact then (`semblend.plan.layers.LayerSchedule.leading`); 1 only looks.
+    ``refresh`` off leaves repaired tokens and gaps of earlier passes as they are: cheaper, and less exact.
+    """
+
+    mode: str = "balanced"
+    thresholds: Thresholds = DEFAULT
+    latency_budget_ms: float = 0.0
+    over_budget: str = "prefill"
+    first_seam_tokens: int = 32
+    seam_tokens: int = 16
+    question_tokens: int = 16
+    steps: tuple[Step, ...] = (
+        Step(10, "attended"),
+        Step(20, "attended_and_deviating"),
+        Step(40, "attended_and_deviating"),
+    )
+    refresh: bool = True
+    most_work: float = 0.7
+    first_layers: int = 1
+    chunk_tokens: int = 8192
+    canary_tolerance: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in QUALITY_MODES:
+            raise InputError(f"quality mode {self.mode!r} is unknown", hint="one of " + ", ".join(QUALITY_MODES))
+        if self.over_budget not in ("prefill", "accept"):
+            raise InputError(f"over_budget={self.over_budget!r} is unknown", hint="prefill or accept")
+        if self.first_layers < 1:
+            raise InputError(f"first_layers={self.first_layers} is too few", hint="1 or more")
+        for step in self.steps:
+            if step.rule not in SELECTIONS or not 0 < step.percent <= 100:
+                raise InputError(f"{step} cannot be followed", hint="rules: " + ", ".join(SELECTIONS))
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One forward pass: ``rows`` tokens through ``layers`` layers, attending to ``keys`` positions in sum.
+
+    ``kl`` is how far it moved the next-token distribution from the pass before; None for the first.
+    """
+
+    name: str
+    rows: int
+    keys: int
+    layers: int
+    ms: float
+    kl: float | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blended:
+    """A prompt that is ready to be answered; the four kinds of tokens sum to the prompt.
+
+    ``exact_until``: KV of positions before it is what a cold prefill computes; from it on it is an approximation and
+    must enter no exact cache. ``decision``: exact, fast, accepted, over_budget, prefill. ``risk`` is the divergence
+    from cold, in nats, that ``signs`` let expect; ``glance`` is the layer-1 deviation seen before the first repair.
+    ``compute_ms`` is the time of passes, with their canary and logits; what is worked out between them is not in it.
+    """
+
+    logits_last: Tensor
+    exact_tokens: int
+    reused_tokens: int
+    recomputed_tokens: int
+    prefill_tokens: int
+    exact_until: int
+    decision: str
+    risk: float | None
+    escalations: int
+    canary: float | None
+    load_ms: float
+    compute_ms: float
+    passes: tuple[Pass, ...]
+    recomputed_runs: tuple[tuple[int, int], ...] = ()
+    """Runs ``[start, end)`` of the prompt that a donor held and that were computed again."""
+    signs: Signs | None = None
+    glance: float | None = None
+
+    @property
+    def approximate(self) -> bool:
+        """Whether any KV of the prompt may differ from a cold prefill's."""
+        return self.exact_until < self.exact_tokens + self.reused_tokens + self.recomputed_tokens + self.prefill_tokens
+
+
+OnPass = Callable[[Pass, Tensor], None]
+"""Told after every pass with the logits of the prompt's last tokens; for calibration and benchmarks."""

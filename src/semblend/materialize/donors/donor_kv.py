@@ -1,0 +1,381 @@
+"""Who owns donor KV, in which memory, and for how long.
+
+A captured donor is a copy: the engine may reuse its blocks at once. Copies live in three tiers, each with a budget in
+bytes and a least-recently-used order; what no longer fits moves down, and what fits nowhere is gone and told:
+
+    device   the accelerator's memory, beside the pool     spliced at memory bandwidth
+    host     pinned where there is CUDA                    spliced over the bus
+    disk     one checksummed, memory-mapped file a donor   read once, verified, then moved up
+
+`acquire` holds a donor until `release`: what is held is neither moved nor evicted, and stays readable even when the
+donor is replaced or dropped meanwhile.
+
+From a GPU to the host copies are queued and nobody waits for them (`host_memory`): an entry says when it ``arrives``,
+whoever acquires it is ordered behind that, and `DonorHandle.arrives` says when the slots that it came from may be
+written again. While too much is under way nothing more is captured.
+
+Two locks. ``_lock`` guards the books, what is known of the donors, and is never held over a copy or a file, so that
+whoever asks, drops, releases or takes a donor that lies in memory does not wait for a disk. ``_mover`` is held by the
+one thread that moves KV between tiers; an entry on its way is marked ``moving``, and nobody takes it until it arrives.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from semblend.errors import CapacityError, InputError, StoreError
+from semblend.materialize.donors.disk_tier import DiskTier
+from semblend.materialize.donors.tier_index import TIERS, Books, Entry
+from semblend.materialize.kv.gather import gather
+from semblend.materialize.kv.host_memory import Arena, Arrival, Courier, device_memory, page_locked, sent
+from semblend.materialize.kv.rope import RopeSpec
+from semblend.materialize.kv.splice import DonorTensors
+
+__all__ = ["TIERS", "DonorHandle", "DonorKv", "DonorTensors", "OnEvicted"]
+
+MOST_BACKLOG = 6 << 30
+"""Bytes under way to the host, about 120 ms of a fast bus: a donor that comes on top of more than that is not kept."""
+
+OnEvicted = Callable[[str, int, str], None]
+"""Called with donor id, generation, and why it is gone: ``budget``, ``disk`` (not writable) or ``corrupt``."""
+
+
+class Pool(Protocol):
+    """Where KV is captured from: ``k`` and ``v`` are [layers, slots, kv_heads, head_dim]."""
+
+    @property
+    def k(self) -> Tensor: ...
+
+    @property
+    def v(self) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DonorHandle:
+    """What was captured; ``tier`` is where it lay at that moment. Until it ``arrives`` its slots must not change."""
+
+    donor_id: str
+    generation: int
+    tokens: int
+    nbytes: int
+    tier: str
+    arrives: Arrival | None = None
+
+
+class DonorKv:
+    """The copies of all donors; ``device_type`` names the kind of memory that the device tier is.
+
+    ``rope`` is the rotation that the model computes with, and goes with every capture that names none of its own.
+    """
+
+    def __init__(
+        self,
+        budget_device_bytes: int,
+        budget_host_bytes: int,
+        disk_dir: str | Path | None = None,
+        *,
+        budget_disk_bytes: int = 0,
+        on_evicted: OnEvicted | None = None,
+        device_type: str = "cuda",
+        rope: RopeSpec | None = None,
+    ) -> None:
+        budget = {"device": budget_device_bytes, "host": budget_host_bytes, "disk": budget_disk_bytes}
+        if min(budget.values()) < 0:
+            raise InputError("a byte budget is negative", hint="0 turns a tier off")
+        self._disk = DiskTier(disk_dir) if disk_dir is not None and budget_disk_bytes else None
+        self._books = Books(budget if self._disk is not None else budget | {"disk": 0})
+        self._device_type = device_type
+        self._pinned = torch.cuda.is_available()
+        self._arenas: dict[str, Arena] = {}
+        self._courier: Courier | None = None
+        self._rope = rope
+        self._mover = threading.Lock()  # taken first
+        self._lock = threading.Lock()
+        self._on_evicted = on_evicted
+
+    def capture(
+        self,
+        donor_id: str,
+        generation: int,
+        pool: Pool,
+        slots: Tensor,
+        rope: RopeSpec | None = None,
+        *,
+        slots_stay: bool = False,
+    ) -> DonorHandle:
+        """Copies the KV of ``slots``, in order; replaces an earlier capture of this donor.
+
+        What the caller computes next is ordered behind the copy, unless ``slots_stay``: the caller then sees to it that
+        nothing is written there before the donor arrives.
+
+        ``rope`` is the rotation these keys have, where it depends on the prompt (dynamic scaling). Raises CapacityError
+        when no tier can take it; an earlier capture is then gone all the same, since the donor was registered anew.
+        """
+        if slots.numel() == 0:
+            raise InputError(f"donor {donor_id!r} has no tokens to capture", hint="capture after its prefill")
+        wide = 2 * pool.k.shape[0] * slots.numel() * pool.k.shape[2] * pool.k.shape[3] * pool.k.element_size()
+        device = pool.k.device if pool.k.device.type == self._device_type else None
+        first = "device" if device is not None and wide <= self._books.budget["device"] else "host"
+        with self._telling(), self._mover:
+            with self._lock:
+                self._books.retire(donor_id)
+            self._make_room(first, wide)  # before there is a copy: together with it they would not fit
+            entry = Entry(donor_id, generation, wide, first, None, None, device=device, rope=rope or self._rope)
+            self._copy(entry, pool, slots)
+            if entry.arrives is not None and not slots_stay:
+                entry.arrives.wait()
+            if not self._settle(entry, TIERS.index(entry.tier)):
+                raise CapacityError(
+                    f"donor {donor_id!r} needs {wide} bytes and fits in no tier", hint="raise the donor budgets"
+                )
+            with self._lock:
+                self._books.current[donor_id] = entry
+                return DonorHandle(donor_id, generation, slots.numel(), wide, entry.tier, entry.arrives)
+
+    def reserve(self, device: torch.device) -> None:
+        """Takes the budgets' memory at once, so that no capture waits for an allocator. Only for a GPU's donors.
+
+        What the system refuses is allocated donor by donor, as without this call.
+        """
+        if device.type != "cuda" or self._arenas:
+            return
+        for tier, reserved in (("device", device_memory), ("host", page_locked)):
+            size = self._books.budget[tier]
+            memory = reserved(size, device) if size else None
+            if memory is not None:
+                self._arenas[tier] = Arena(memory)
+
+    def acquire(self, donor_id: str, generation: int) -> DonorTensors | None:
+        """Holds the donor's KV until `release`; None when it is gone, was replaced, or its file is damaged."""
+        with self._lock:
+            entry = self._books.found(donor_id, generation)
+            if entry is None or not self._books.should_rise(entry):
+                return self._books.hold(entry)
+        with self._telling(), self._mover:
+            with self._lock:
+                entry = self._books.found(donor_id, generation)
+                if entry is None or not self._books.should_rise(entry):
+                    return self._books.hold(entry)
+                entry.moving = True
+            risen = False
+            try:
+                risen = self._rise(entry)
+            finally:
+                with self._lock:
+                    self._books.arrived(entry, risen, "budget")
+                    held = self._books.hold(entry if risen and not entry.retired else None)
+            return held
+
+    def release(self, tensors: DonorTensors) -> None:
+        """Ends one hold; the last one lets go of a donor that was replaced or dropped meanwhile."""
+        with self._telling(), self._lock:
+            entry = self._books.held.get(id(tensors.k))
+            if entry is None:
+                raise InputError(f"donor {tensors.donor_id!r} is not held", hint="release each acquire once")
+            entry.refs -= 1
+            if entry.refs == 0:
+                del self._books.held[id(tensors.k)]
+                if entry.retired:
+                    self._books.discard(entry)
+                elif entry.tier == "disk":
+                    entry.k = entry.v = None  # unmap; the file stays
+
+    def drop(self, donor_id: str) -> bool:
+        """Forgets a donor without telling; False when it was not there."""
+        with self._telling(), self._lock:
+            return self._books.retire(donor_id)
+
+    def holds(self, donor_id: str, generation: int) -> bool:
+        """Whether `acquire` would find it now (a damaged file is found out only there)."""
+        with self._lock:
+            return self._books.found(donor_id, generation) is not None
+
+    @property
+    def used_bytes(self) -> dict[str, int]:
+        """Bytes by tier, held and retired copies included."""
+        with self._lock:
+            return dict(self._books.used)
+
+    @property
+    def holders(self) -> int:
+        """How many `acquire` calls were not released yet."""
+        with self._lock:
+            return sum(entry.refs for entry in self._books.held.values())
+
+    def __len__(self) -> int:
+        return len(self._books.current)
+
+    def close(self) -> None:
+        """Lets go of everything and removes the files."""
+        with self._mover:
+            with self._lock:
+                self._books.clear()
+            if self._disk is not None:
+                self._disk.close()
+
+    def check(self) -> None:
+        """Raises StoreError when the books do not agree with what is there."""
+        with self._mover:
+            on_disk = None if self._disk is None else self._disk.files()
+            with self._lock:
+                self._books.check(on_disk)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Afterwards, without any lock: files that nobody needs go, and callbacks come; they may call back into us."""
+        try:
+            yield
+        finally:
+            with self._lock:
+                gone, self._books.gone = self._books.gone, []
+                waste, self._books.waste = self._books.waste, []
+            for file in waste:
+                if self._disk is not None:
+                    self._disk.remove(file)
+            if self._on_evicted is not None:
+                for donor_id, generation, reason in gone:
+                    self._on_evicted(donor_id, generation, reason)
+
+    def _copy(self, entry: Entry, pool: Pool, slots: Tensor) -> None:
+        """Fills the entry from the pool; in host memory where the device has none left."""
+        source = pool.k.device
+        shape = (pool.k.shape[0], slots.numel(), *pool.k.shape[2:])
+        if entry.tier == "device":
+            try:
+                entry.k, entry.v = (self._buffer("device", shape, pool.k.dtype, source) for _ in range(2))
+            except torch.OutOfMemoryError:  # the pool and the weights leave less than the budget says
+                entry.tier = "host"
+        if entry.tier == "host":
+            backlog = 0 if self._courier is None else self._courier.backlog_bytes
+            if backlog > MOST_BACKLOG:
+                raise CapacityError(
+                    f"{backlog} bytes of donors are still on their way to the host",
+                    hint="give donors a budget on the device",
+                )
+            try:
+                entry.k, entry.v = (self._buffer("host", shape, pool.k.dtype) for _ in range(2))
+            except (MemoryError, RuntimeError) as error:
+                raise CapacityError(
+                    f"no memory to copy donor {entry.donor_id!r}", hint="lower the donor budgets"
+                ) from error
+        index, (k, v) = sent(slots, source), entry.tensors
+        entry.arrives = self._queued(source, entry.nbytes, lambda: gather(pool, index, k, v), index, k, v)
+
+    def _queued(self, source: torch.device, nbytes: int, copies: Callable[[], None], *used: Tensor) -> Arrival | None:
+        """Copies: queued off a GPU, done at once elsewhere. Memory of ``used`` stays theirs until they are over."""
+        if source.type != "cuda":
+            copies()
+            return None
+        if self._courier is None:
+            self._courier = Courier(source)
+        return self._courier.queue(nbytes, copies, [tensor for tensor in used if tensor.device.type == "cuda"])
+
+    def _buffer(
+        self, tier: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
+    ) -> Tensor:
+        arena = self._arenas.get(tier)
+        found = None if arena is None else arena.take(shape, dtype)
+        if found is not None:
+            return found
+        return torch.empty(shape, dtype=dtype, device=device, pin_memory=self._pinned and tier == "host")
+
+    # -- by the mover, without the books -------------------------------------------------------------------------
+
+    def _settle(self, entry: Entry, first: int) -> bool:
+        """Puts an unlisted entry into the first tier from ``first`` on that takes it; its tensors move with it."""
+        return any(self._make_room(tier, entry.nbytes) and self._place(entry, tier) for tier in TIERS[first:])
+
+    def _make_room(self, tier: str, nbytes: int) -> bool:
+        """Moves the least recently used out until ``nbytes`` fit; moves nothing when held donors are in the way."""
+        with self._lock:
+            victims = self._books.victims(tier, nbytes)
+            for entry in victims or ():
+                entry.moving = True
+                self._books.take_out(entry)
+        try:
+            for entry in victims or ():
+                sunk = self._settle(entry, TIERS.index(tier) + 1)
+                with self._lock:
+                    self._books.arrived(entry, sunk, "budget")
+        finally:  # those that a failure left on the way have no place any more
+            with self._lock:
+                for entry in victims or ():
+                    if entry.moving:
+                        self._books.arrived(entry, False, "budget")
+        return victims is not None
+
+    def _place(self, entry: Entry, tier: str) -> bool:
+        """Brings the tensors of an unlisted entry into ``tier`` and lists it; False when that has no room for them."""
+        k, v = entry.tensors
+        file, arrives = entry.file, entry.arrives
+        if tier == "disk":
+            if self._disk is None:
+                return False
+            entry.arrived()
+            try:
+                file = self._disk.write(k, v, entry.about)
+            except OSError:
+                with self._lock:
+                    self._books.tell_later(entry, "disk")
+                return False
+        elif entry.tier != tier:
+            target = entry.device if tier == "device" else torch.device("cpu")
+            if target is None:
+                return False
+            try:
+                (k, v), arrives = self._copied(entry, target)
+            except (MemoryError, RuntimeError):  # torch reports a failed allocation as either
+                return False
+        with self._lock:
+            entry.k, entry.v, entry.file = (None, None, file) if tier == "disk" else (k, v, file)
+            entry.arrives = arrives
+            self._books.add(entry, tier)
+        return True
+
+    def _copied(self, entry: Entry, target: torch.device) -> tuple[tuple[Tensor, Tensor], Arrival | None]:
+        k, v = entry.tensors
+        if target.type != "cpu":
+            entry.arrived()
+            return (k.to(target), v.to(target)), None
+        out_k, out_v = (self._buffer("host", tuple(part.shape), part.dtype) for part in (k, v))
+
+        def sink() -> None:
+            out_k.copy_(k, non_blocking=True)
+            out_v.copy_(v, non_blocking=True)
+
+        return (out_k, out_v), self._queued(k.device, entry.nbytes, sink, k, v)
+
+    def _rise(self, entry: Entry) -> bool:
+        """Moves a donor up before it is used, where there is room; verifies what comes from disk."""
+        if entry.tier == "disk":
+            try:
+                if self._disk is None or entry.file is None:
+                    raise StoreError("its file is not booked", hint="this is a bug: report it")
+                entry.k, entry.v = self._disk.load(entry.file, entry.about)
+            except StoreError:
+                with self._lock:
+                    self._books.tell_later(entry, "corrupt")
+                return False
+        with self._lock:
+            self._books.take_out(entry)  # its own place is free for what sinks to make room for it
+        before = entry.tier
+        for tier in TIERS[: TIERS.index(before)]:
+            if tier == "device" and entry.device is None:
+                continue
+            if self._make_room(tier, entry.nbytes) and self._place(entry, tier):
+                with self._lock:
+                    self._books.throw_away(entry)
+                return True
+        if not self._make_room(before, entry.nbytes):
+            return False
+        with self._lock:
+            self._books.add(entry, before)
+        return True

@@ -1,0 +1,183 @@
+"""What is known of captured donors: which tier each lies in, who holds it, whose end has to be told.
+
+Plain bookkeeping: no tensor is copied and no file touched here. Not thread-safe; `DonorKv` guards it with one lock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from semblend.errors import StoreError
+from semblend.materialize.donors.disk_tier import KvFile
+from semblend.materialize.kv.host_memory import Arrival
+from semblend.materialize.kv.rope import RopeSpec
+from semblend.materialize.kv.splice import DonorTensors
+
+TIERS = ("device", "host", "disk")
+"""From fast to slow."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    donor_id: str
+    generation: int
+    nbytes: int
+    tier: str
+    k: Tensor | None
+    v: Tensor | None
+    file: KvFile | None = None
+    device: torch.device | None = None  # where it came from, if that is the device tier's kind
+    rope: RopeSpec | None = None
+    arrives: Arrival | None = None  # the copy to the host, where one was queued
+    refs: int = 0
+    retired: bool = False  # replaced or dropped while held or moving
+    moving: bool = False  # between tiers; its tensors belong to the mover alone
+    told: bool = False  # its end was reported
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return {"donor_id": self.donor_id, "generation": self.generation}
+
+    def arrived(self) -> None:
+        """The host may read the tensors from now on."""
+        if self.arrives is not None:
+            self.arrives.synchronize()
+            self.arrives = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        if self.k is None or self.v is None:
+            raise StoreError(f"donor {self.donor_id!r} has no tensors in {self.tier}", hint="this is a bug: report it")
+        return self.k, self.v
+
+
+class Books:
+    """Entries by tier, least recently used first; bytes in use stay within ``budget``."""
+
+    def __init__(self, budget: Mapping[str, int]) -> None:
+        self.budget = dict(budget)
+        self.tiers: dict[str, OrderedDict[int, Entry]] = {tier: OrderedDict() for tier in TIERS}
+        self.held: dict[int, Entry] = {}  # by the identity of the K tensor that was handed out
+        self.current: dict[str, Entry] = {}
+        self.used = dict.fromkeys(TIERS, 0)
+        self.gone: list[tuple[str, int, str]] = []  # to be told
+        self.waste: list[KvFile] = []  # to be removed
+
+    def found(self, donor_id: str, generation: int) -> Entry | None:
+        entry = self.current.get(donor_id)
+        return entry if entry is not None and entry.generation == generation else None
+
+    def should_rise(self, entry: Entry) -> bool:
+        """Whether the mover has to look at it before it is held: it is on its way, or lies lower than it could."""
+        if entry.moving or entry.refs:
+            return entry.moving
+        if entry.tier == "host":
+            return entry.device is not None and entry.nbytes <= self.budget["device"]
+        return entry.tier == "disk"
+
+    def hold(self, entry: Entry | None) -> DonorTensors | None:
+        if entry is None:
+            return None
+        entry.refs += 1
+        self.tiers[entry.tier].move_to_end(id(entry))
+        k, v = entry.tensors
+        if entry.arrives is not None:
+            entry.arrives.wait()  # not this thread: its stream
+        self.held[id(k)] = entry
+        return DonorTensors(k, v, entry.donor_id, entry.generation, entry.rope)
+
+    def victims(self, tier: str, nbytes: int) -> list[Entry] | None:
+        """The least recently used whose going makes room; None when even all that are free would not."""
+        excess = self.used[tier] + nbytes - self.budget[tier]
+        victims = []
+        for entry in self.tiers[tier].values():
+            if excess <= 0:
+                break
+            if entry.refs == 0:
+                victims.append(entry)
+                excess -= entry.nbytes
+        return victims if excess <= 0 else None
+
+    def arrived(self, entry: Entry, placed: bool, reason: str) -> None:
+        """The mover lets go of an entry; one that found no place, or is wanted no more, ends here."""
+        entry.moving = False
+        if not placed:
+            self.tell_later(entry, reason)
+        if not placed or entry.retired:
+            self.discard(entry)
+
+    def add(self, entry: Entry, tier: str) -> None:
+        self.tiers[tier][id(entry)] = entry
+        self.used[tier] += entry.nbytes
+        entry.tier = tier
+
+    def take_out(self, entry: Entry) -> None:
+        if self.tiers[entry.tier].pop(id(entry), None) is not None:
+            self.used[entry.tier] -= entry.nbytes
+
+    def retire(self, donor_id: str) -> bool:
+        entry = self.current.pop(donor_id, None)
+        if entry is None:
+            return False
+        entry.retired = True
+        if entry.refs == 0 and not entry.moving:
+            self.discard(entry)
+        return True
+
+    def discard(self, entry: Entry) -> None:
+        """Takes an entry out of its tier and frees what it owns."""
+        self.take_out(entry)
+        self.throw_away(entry)
+        entry.k = entry.v = None
+        if self.current.get(entry.donor_id) is entry:
+            del self.current[entry.donor_id]
+
+    def throw_away(self, entry: Entry) -> None:
+        """Its file is removed once the books are free again."""
+        if entry.file is not None:
+            self.waste.append(entry.file)
+        entry.file = None
+
+    def tell_later(self, entry: Entry, reason: str) -> None:
+        """Once, and only of a donor that was promised to somebody."""
+        if not entry.told and self.current.get(entry.donor_id) is entry:
+            self.gone.append((entry.donor_id, entry.generation, reason))
+            entry.told = True
+
+    def clear(self) -> None:
+        """Forget everything, told or not; files are the owner's business."""
+        self.current.clear()
+        self.held.clear()
+        for tier in TIERS:
+            self.tiers[tier].clear()
+            self.used[tier] = 0
+
+    def check(self, on_disk: Set[Path] | None) -> None:
+        """Raises StoreError when the books do not agree with themselves, or with the files that are there."""
+        for tier, entries in self.tiers.items():
+            total = sum(entry.nbytes for entry in entries.values())
+            _agree(total == self.used[tier], f"{tier} holds {total} bytes, {self.used[tier]} are booked")
+            _agree(total <= self.budget[tier], f"{tier} holds {total} bytes over its budget")
+            for entry in entries.values():
+                key = f"{entry.donor_id!r} generation {entry.generation}"
+                _agree(entry.tier == tier and not entry.moving, f"{key} lies in {tier}")
+                _agree(entry.refs > 0 if entry.retired else entry.refs >= 0, f"{key} has {entry.refs} holders")
+                _agree((entry.file is not None) == (tier == "disk"), f"{key} has a file in {tier}")
+                _agree(entry.retired != (self.current.get(entry.donor_id) is entry), f"{key} is nobody's")
+        files = {entry.file.path for entry in self.tiers["disk"].values() if entry.file is not None}
+        if on_disk is not None:
+            _agree(files == on_disk, "the files on disk are not those that are booked")
+        known = sum(not entry.retired for entries in self.tiers.values() for entry in entries.values())
+        _agree(known == len(self.current), f"{known} donors lie in tiers, {len(self.current)} are known")
+
+
+def _agree(holds: bool, problem: str) -> None:
+    if not holds:
+        raise StoreError(f"donor KV: {problem}", hint="this is a bug: report it")

@@ -1,0 +1,158 @@
+"""What the gate goes by, for each model: data, with where it comes from.
+
+After recomputing 10, 20 or 40 % of the reused tokens the gate estimates how far the answer would be from a cold one
+(`materialize.gate.risk`). At or below the threshold the prompt is answered; above it, more is recomputed. Where a
+glance at layer 1 already shows how far donor KV is off, the small steps are left out: they would be lost work.
+`semblend.materialize.calibrate` measures a table.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from semblend.errors import ConfigError
+from semblend.materialize.gate.risk import RiskModel, Signs
+
+SCHEMA = "semblend.thresholds.v2"
+STEPS = (10, 20, 40)
+"""Percent of the reused tokens that are computed again before the gate looks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """Largest expected divergence, in nats, that passes after each step; ``provenance`` says who measured it, and when.
+
+    Layer-1 deviation of the most attended donor tokens from which on the gate begins with 20 %, with 40 %, or with a
+    prefill: ``begin_20``, ``begin_40``, ``begin_prefill``.
+
+    >>> Thresholds(.01, .02, .02).after(20)
+    0.02
+    >>> Thresholds(.01, .02, .02, begin_40=.03, begin_prefill=.05).first_step(.04)
+    40
+    """
+
+    kl_10: float
+    kl_20: float
+    kl_40: float
+    begin_20: float = math.inf
+    begin_40: float = math.inf
+    begin_prefill: float = math.inf
+    risk: RiskModel = field(default_factory=lambda: RiskModel({}))
+    provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        for step in STEPS:
+            if not math.isfinite(self.after(step)) or self.after(step) < 0:
+                raise ConfigError(f"the threshold for {step} % is {self.after(step)}", hint="give nats of 0 or more")
+        for name in ("begin_20", "begin_40", "begin_prefill"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}", hint="give a deviation of 0 or more")
+
+    @property
+    def glances(self) -> bool:
+        """Whether a look at layer 1 can change anything."""
+        return min(self.begin_20, self.begin_40, self.begin_prefill) < math.inf
+
+    def first_step(self, deviation: float) -> int | None:
+        """The percentage to begin with; None: a prefill. What is no number is the worst."""
+        if not deviation < self.begin_prefill and self.begin_prefill < math.inf:
+            return None
+        if not deviation < self.begin_40 and self.begin_40 < math.inf:
+            return 40
+        return 20 if not deviation < self.begin_20 and self.begin_20 < math.inf else 10
+
+    def after(self, step: int) -> float:
+        """The threshold once ``step`` percent were computed again; between steps the stricter neighbour holds."""
+        known = {10: self.kl_10, 20: self.kl_20, 40: self.kl_40}
+        return known[step] if step in known else min(self.kl_10, self.kl_20, self.kl_40)
+
+    def expected(self, step: int, signs: Signs) -> float:
+        """Divergence from cold that an answer would have now."""
+        return self.risk.expected(step, signs)
+
+    def to_json(self) -> str:
+        """One JSON object, for a file that `from_json` takes back."""
+        record: dict[str, Any] = {f"kl_{step}": self.after(step) for step in STEPS}
+        for name in ("begin_20", "begin_40", "begin_prefill"):
+            value = getattr(self, name)
+            record[name] = value if math.isfinite(value) else None
+        record["risk"] = {str(step): list(weights) for step, weights in self.risk.weights.items()}
+        record["provenance"] = dict(self.provenance)
+        return json.dumps({"schema": SCHEMA, **record}, indent=2, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "thresholds") -> Thresholds:
+        try:
+            record = json.loads(text)
+            if record["schema"] != SCHEMA:
+                raise ValueError(f"schema {record['schema']!r}, not {SCHEMA!r}")
+            values = {f"kl_{step}": float(record[f"kl_{step}"]) for step in STEPS}
+            for name in ("begin_20", "begin_40", "begin_prefill"):
+                values[name] = math.inf if record.get(name) is None else float(record[name])
+            weights = {int(step): tuple(map(float, row)) for step, row in record.get("risk", {}).items()}
+            return cls(**values, risk=RiskModel(weights), provenance=dict(record.get("provenance", {})))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{source} cannot be read: {error}", hint="write it with `semblend calibrate`") from error
+
+    @classmethod
+    def read(cls, path: str | Path) -> Thresholds:
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"), source=str(path))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}", hint="check the path") from error
+
+
+DEFAULT = Thresholds(
+    0.01, 0.01, 0.01, provenance={"note": "strictest value that was measured for any model; unknown models"}
+)
+
+KNOWN: Mapping[str, Thresholds] = {
+    "qwen2.5-coder-1.5b": Thresholds(
+        0.05,
+        0.05,
+        0.03,
+        begin_20=0.018,
+        begin_40=0.035,
+        begin_prefill=0.045,
+        risk=RiskModel(
+            {10: (0.144, 1.954, 0.427, -1.025), 20: (0.289, 1.674, 0.185, -0.939), 40: (0.274, 1.408, 0.194, -2.202)}
+        ),
+        provenance={
+            "date": "2026-11-15",
+            "prompts": 258,
+            "note": "documents, edits, passages, code, summaries; one H200, bfloat16; half of the documents",
+        },
+    ),
+    "smollm2-135m": Thresholds(
+        0.0096,
+        0.0134,
+        0.0092,
+        risk=RiskModel(
+            {10: (-0.247, 1.517, 0.875, -6.234), 20: (0.31, 1.55, 0.413, -2.42), 40: (0.552, 1.755, 0.161, -1.171)}
+        ),
+        provenance={
+            "date": "2026-11-15",
+            "prompts": 60,
+            "note": "semblend calibrate on its built-in texts of about 1,000 tokens; CPU, float32, Q4_1 dequantised",
+        },
+    ),
+}
+"""By a part of the model's name, lower case."""
+
+
+def thresholds_for(model_name: str) -> Thresholds:
+    """The measured table of a model, found by its name; the default, which is stricter, for every other.
+
+    >>> thresholds_for("Qwen/Qwen2.5-Coder-1.5B-Instruct").begin_prefill
+    0.045
+    >>> thresholds_for("someone/unheard-of") is DEFAULT
+    True
+    """
+    name = model_name.lower()
+    found = [part for part in KNOWN if part in name]
+    return KNOWN[max(found, key=len)] if found else DEFAULT

@@ -1,0 +1,255 @@
+"""The Triton kernel for attention of scattered rows: each sees the keys at positions up to its own.
+
+Imported only where it runs (a GPU, or Triton's interpreter in the tests); the plain twin is
+``attention_plain.attend_plain``.
+
+Queries of one KV head are packed, row by row, into tiles; rows ascend by position, so a tile's rows need about the same
+keys, and it walks the context once: without a mask up to the nearest of the rows, with every row's own limit from there
+to the furthest. Few rows over a long context would leave most of a GPU idle: then the context is cut into parts, whose
+sums are joined after. Where somebody else has attended to the first keys already, each row goes on from there
+(`Attended`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from semblend.materialize.kv.attention_plain import as_blocks, check_attention
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+MUCH_NEAR_MEMORY = 200 << 10
+"""Bytes: in large tiles three loads of 64 KiB are on the way at once; only some GPUs have so much near their cores."""
+
+
+@triton.jit
+def heads_at(pool, place, dim, HEAD_DIM: tl.constexpr, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """One head a place; padded with zeros where its size is no power of two."""
+    if dim.shape[0] == HEAD_DIM:
+        found = tl.load(pool + place[:, None] + dim[None, :])
+    else:
+        found = tl.load(pool + place[:, None] + dim[None, :], mask=(dim < HEAD_DIM)[None, :], other=0.0)
+    return found.to(tl.float32) if WIDEN else found
+
+
+@triton.jit
+def _attended(  # type: ignore[no-untyped-def]
+    state, asked, first, limit, key, end, k, v, context, strides, scale, dim,
+    HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, MASKED: tl.constexpr, GOES_ON: tl.constexpr,  # noqa: N803
+    WIDEN: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """One step of a tile along the context: its highest scores, the mass under them, and the mixed values so far."""
+    peak, mass, mixed = state
+    kv_block, kv_token, kv_start = strides
+    if MASKED:
+        slot = tl.load(context + key, mask=key < end, other=0).to(tl.int64)
+    else:
+        slot = tl.load(context + key).to(tl.int64)
+    place = slot // BLOCK_TOKENS * kv_block + slot % BLOCK_TOKENS * kv_token + kv_start
+    keys = heads_at(k, place, dim, HEAD_DIM, WIDEN)
+    scores = tl.dot(asked, tl.trans(keys), input_precision="ieee") * (scale * LOG2_E)
+    values = heads_at(v, place, dim, HEAD_DIM, WIDEN)
+    if MASKED:
+        scores = tl.where((key[None, :] <= limit[:, None]) & (key < end)[None, :], scores, float("-inf"))
+        if GOES_ON:
+            scores = tl.where(key[None, :] >= first[:, None], scores, float("-inf"))
+        # Slot 0 stands in for keys behind the end; its values may be anything, and nothing times NaN is NaN.
+        values = tl.where((key < end)[:, None], values, 0.0)
+    higher = tl.maximum(peak, tl.max(scores, 1))
+    # A row may have seen nothing yet: subtracting its peak of -inf would give nan.
+    base = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
+    weights = tl.exp2(scores - base[:, None])
+    fade = tl.exp2(peak - base)
+    mixed = mixed * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return higher, mass * fade + tl.sum(weights, 1), mixed
+
+
+@triton.jit(do_not_specialize=["rows", "total"], do_not_specialize_on_alignment=["positions", "context", "firsts"])
+def _attention_kernel(  # type: ignore[no-untyped-def]
+    q, positions, context, k, v, out, sums, before, before_sums, firsts,
+    rows, total, part_tokens, scale, q_row, q_head, kv_block, kv_token, kv_head,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, SPLIT: tl.constexpr, GOES_ON: tl.constexpr,  # noqa: N803
+    WIDEN: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the furthest rows have most to do: they start first
+    kv = tl.program_id(1)
+    part = tl.program_id(2)
+    packed = tile * TILE + tl.arange(0, TILE)
+    live = packed < rows * GROUP
+    row = packed // GROUP
+    head = kv * GROUP + packed % GROUP
+    limit = tl.minimum(tl.load(positions + row, mask=live, other=-1), total - 1).to(tl.int32)
+    dim = tl.arange(0, DIMS)
+    real = live[:, None] & (dim < HEAD_DIM)[None, :]
+    asked = tl.load(q + row.to(tl.int64)[:, None] * q_row + head[:, None] * q_head + dim[None, :], mask=real, other=0.0)
+    asked = asked.to(tl.float32) if WIDEN else asked
+    place = row.to(tl.int64) * HEADS + head
+    if GOES_ON:
+        first = tl.load(firsts + row, mask=live, other=0).to(tl.int32)
+        theirs = rows - 1 - row.to(tl.int64)
+        peak = tl.load(before_sums + head.to(tl.int64) * rows + theirs, mask=live, other=0.0) * LOG2_E
+        mass = tl.full([TILE], 1.0, tl.float32)
+        there = (theirs * HEADS + head) * HEAD_DIM
+        mixed = tl.load(before + there[:, None] + dim[None, :], mask=real, other=0.0).to(tl.float32)
+        begin = tl.min(tl.where(live, first, total), 0)
+        end = tl.max(limit, 0) + 1
+        middle = begin
+    else:
+        first = limit
+        peak = tl.full([TILE], float("-inf"), tl.float32)
+        mass = tl.zeros([TILE], tl.float32)
+        mixed = tl.zeros([TILE, DIMS], tl.float32)
+        begin = part * part_tokens
+        end = tl.minimum(tl.max(limit, 0) + 1, begin + part_tokens)
+        nearest = tl.min(tl.where(live, limit, total), 0) + 1
+        middle = tl.maximum(begin, begin + (tl.minimum(nearest, end) - begin) // KEYS * KEYS)
+    strides = (kv_block, kv_token, kv * kv_head)
+    for at in range(begin, middle, KEYS):
+        key = at + tl.arange(0, KEYS)
+        peak, mass, mixed = _attended(
+            (peak, mass, mixed), asked, first, limit, key, end, k, v, context, strides, scale, dim,
+            HEAD_DIM, BLOCK_TOKENS, False, GOES_ON, WIDEN,
+        )  # fmt: skip
+    for at in range(middle, end, KEYS):
+        key = at + tl.arange(0, KEYS)
+        peak, mass, mixed = _attended(
+            (peak, mass, mixed), asked, first, limit, key, end, k, v, context, strides, scale, dim,
+            HEAD_DIM, BLOCK_TOKENS, True, GOES_ON, WIDEN,
+        )  # fmt: skip
+    if SPLIT:
+        place += part.to(tl.int64) * rows * HEADS
+        tl.store(out + place[:, None] * HEAD_DIM + dim[None, :], mixed, mask=real)
+        tl.store(sums + place * 2, peak, mask=live)
+        tl.store(sums + place * 2 + 1, mass, mask=live)
+    else:
+        mixed = mixed / tl.where(mass > 0, mass, 1.0)[:, None]
+        tl.store(out + place[:, None] * HEAD_DIM + dim[None, :], mixed.to(out.dtype.element_ty), mask=real)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attended:
+    """What rows have of the keys before ``first[n]``, one or more: ``out[n, heads, d]`` and ``logsumexp[heads, n]``.
+
+    These two stand in the reverse order of rows: those with most to do come first, so that no long one is left over
+    when a GPU runs out of others.
+    """
+
+    first: Tensor
+    out: Tensor
+    logsumexp: Tensor
+
+
+def scattered_attention(
+    q: Tensor,
+    positions: Tensor,
+    context: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    parts: int | None = None,
+    after: Attended | None = None,
+) -> Tensor:
+    """Rows ``q[n, heads, d]`` at ascending ``positions[n]`` over the pool rows ``context[T]``; gives ``[n, heads, d]``.
+
+    As ``attend_plain``; ``parts`` cuts the context for programs in parallel, chosen from the shapes unless given.
+    ``after``: rows go on from there, and look at the keys behind it only. Nothing is read back from the device, so this
+    may run in every layer without a wait.
+    """
+    check_attention(q, positions, context, k, v)
+    rows, heads, head_dim = q.shape
+    if rows == 0 or len(context) == 0:
+        return torch.zeros_like(q)
+    q = q if q.stride(2) == 1 else q.contiguous()
+    pool_k, pool_v = as_blocks(k), as_blocks(v)
+    kv_heads = pool_k.shape[2]
+    group = heads // kv_heads
+    tile, keys, warps, stages = _work_shape(head_dim, q.dtype, rows * group, q.device)
+    tiles = triton.cdiv(rows * group, tile)
+    if after is not None:
+        parts = 1
+        tile, keys, warps, stages = _near_shape(head_dim, q.dtype)
+        tiles = triton.cdiv(rows * group, tile)
+    elif parts is None:
+        parts = parts_of(tiles * kv_heads, len(context), q.device)
+    part_tokens = triton.cdiv(triton.cdiv(len(context), parts), keys) * keys
+    split = parts > 1
+    out = torch.empty((parts, rows, heads, head_dim), dtype=torch.float32 if split else q.dtype, device=q.device)
+    sums = torch.empty((parts, rows, heads, 2) if split else (1,), dtype=torch.float32, device=q.device)
+    _attention_kernel[(tiles, kv_heads, parts)](
+        q,
+        positions,
+        context,
+        pool_k,
+        pool_v,
+        out,
+        sums,
+        q if after is None else after.out.contiguous(),
+        sums if after is None else after.logsumexp.contiguous(),
+        positions if after is None else after.first,
+        rows,
+        len(context),
+        part_tokens,
+        scale,
+        q.stride(0),
+        q.stride(1),
+        *pool_k.stride()[:3],
+        GROUP=group,
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        BLOCK_TOKENS=pool_k.shape[1],
+        TILE=tile,
+        KEYS=keys,
+        DIMS=max(16, triton.next_power_of_2(head_dim)),
+        SPLIT=split,
+        GOES_ON=after is not None,
+        WIDEN=q.device.type == "cpu" and q.dtype == torch.bfloat16,  # the interpreter multiplies bfloat16 bit patterns
+        num_warps=warps,
+        num_stages=stages,
+    )
+    return _joined(out, sums).to(q.dtype) if split else out[0]
+
+
+def _work_shape(head_dim: int, dtype: torch.dtype, queries: int, device: torch.device) -> tuple[int, int, int, int]:
+    """Queries and keys of a tile, warps, and keys loaded ahead; measured on an H200 (docs/experiments.md)."""
+    if dtype == torch.float32 or head_dim > 128:
+        return 32, 32, 4, 2
+    if near_memory(device) < MUCH_NEAR_MEMORY:
+        return 64, 64, 4, 3
+    return (128, 128, 8, 3) if queries >= 4096 else (64, 128, 4, 3)
+
+
+def _near_shape(head_dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """The same for rows that go on from what others have done: every key has a mask."""
+    return (32, 32, 4, 2) if dtype == torch.float32 or head_dim > 128 else (64, 32, 4, 3)
+
+
+@cache
+def near_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use."""
+    if device.type != "cuda":
+        return 0
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
+
+
+def parts_of(programs: int, tokens: int, device: torch.device) -> int:
+    """Into how many parts the context is cut: one if two programs a multiprocessor are there anyway, else enough for
+    three, and none shorter than 1,024 tokens; measured on an H200, where a cut past that costs more than it gains.
+    """
+    if device.type != "cuda":
+        return 1
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    wanted = 1 if programs >= 2 * processors else -(-3 * processors // programs)
+    return max(1, min(wanted, tokens // 1024))
+
+
+def _joined(mixed: Tensor, sums: Tensor) -> Tensor:
+    """Adds up the parts: each has its unscaled sum of values, its highest score (base 2) and its mass."""
+    peak, mass = sums[..., 0], sums[..., 1]
+    weight = torch.exp2(peak - peak.amax(0))  # a row's first part always sees position 0, so the highest is finite
+    return (mixed * weight[..., None]).sum(0) / (mass * weight).sum(0)[..., None]

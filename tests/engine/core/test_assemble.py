@@ -1,0 +1,94 @@
+"""A donor and its KV come and go together."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from semblend import Prompt, SemBlend, SemBlendConfig
+from semblend.engine.core.assemble import assemble
+from semblend.engine.core.config import EngineConfig
+from semblend.engine.core.engine import Engine
+from semblend.engine.core.request import Request
+from semblend.engine.model.model import Model
+from semblend.engine.model.sampling import Sampling
+from semblend.engine.model.spec import ModelSpec
+
+TINY = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 500, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096,
+    "rope_theta": 10_000.0, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def engine_with(**settings: object) -> tuple[Engine, SemBlend]:
+    library = SemBlend(SemBlendConfig(embedder="none", metrics=False, **settings))  # type: ignore[arg-type]
+    model = Model.random(ModelSpec.from_hf_config(TINY))
+    return assemble(model, pool_tokens=2048, config=EngineConfig(quality="fast"), semblend=library), library
+
+
+def answer(engine: Engine, name: str, seed: int) -> None:
+    ids = np.random.default_rng(seed).integers(0, 500, 200)
+    engine.generate([Request(name, Prompt(ids), Sampling(max_tokens=1, temperature=0.0))])
+
+
+def kept(engine: Engine) -> int:
+    donors = engine.reuse._blender.donor_kv
+    assert donors is not None
+    return len(donors)  # type: ignore[arg-type]
+
+
+def test_a_donor_that_the_library_evicts_loses_its_kv():
+    engine, library = engine_with(max_donors=1)
+    answer(engine, "first", 1)
+    answer(engine, "second", 2)
+    assert [donor.donor_id for donor in library.donors()] == ["second"]
+    assert kept(engine) == 1
+
+
+@pytest.mark.parametrize("forget", [lambda sb: sb.clear(), lambda sb: sb.forget("first")])
+def test_a_donor_that_is_forgotten_loses_its_kv(forget):
+    engine, library = engine_with()
+    answer(engine, "first", 1)
+    assert kept(engine) == 1
+    forget(library)
+    assert kept(engine) == 0
+
+
+def test_kv_that_does_not_fit_is_forgotten_by_the_library():
+    engine, library = engine_with()
+    donors = engine.reuse._blender.donor_kv
+    assert donors is not None
+    answer(engine, "first", 1)
+    donors._books.budget["host"] = 0  # type: ignore[attr-defined]
+    answer(engine, "second", 2)
+    assert {donor.donor_id for donor in library.donors()} <= {"first"}
+
+
+def drawn(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 500, count).tolist()
+
+
+def asked(engine: Engine, name: str, ids: list[int]) -> int:
+    """Reused tokens of a request, by its receipt."""
+    (done,) = engine.generate([Request(name, Prompt(ids), Sampling(max_tokens=1, temperature=0.0))])
+    assert done.receipt is not None
+    return done.receipt.reused_tokens
+
+
+def test_what_stands_before_moved_kv_becomes_a_donor():
+    engine, library = engine_with()
+    ending, document = drawn(1, 100), drawn(2, 200)
+    asked(engine, "first", [*drawn(3, 30), *ending])
+    assert asked(engine, "second", [*document, *ending]) > 0
+    assert {d.donor_id: d.token_count for d in library.donors()} == {"first": 130, "second": 200}
+    assert asked(engine, "third", [*drawn(4, 20), *document]) > 100
+
+
+def test_a_small_piece_is_not_worth_the_document_behind_it():
+    engine, library = engine_with()
+    instruction, document = drawn(1, 40), drawn(2, 600)
+    asked(engine, "first", [*drawn(3, 50), *instruction])
+    assert asked(engine, "second", [*drawn(4, 3), *instruction, *document]) == 0
+    assert asked(engine, "third", [*drawn(5, 20), *document]) > 500
+    assert {donor.donor_id for donor in library.donors()} >= {"first", "second"}

@@ -1,0 +1,129 @@
+"""The dashboard in a real browser, against the fake engine over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the server needs fastapi")
+uvicorn = pytest.importorskip("uvicorn", reason="a real socket needs uvicorn")
+
+from semblend.config import SemBlendConfig  # noqa: E402
+from semblend.engine.server.fake_engine import FakeEngine  # noqa: E402
+from semblend.engine.server.limits import ServerSettings  # noqa: E402
+from semblend.engine.server.routes import STATIC, create_app  # noqa: E402
+from semblend.engine.server.tenants import Tenants  # noqa: E402
+from semblend.facade import SemBlend  # noqa: E402
+
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+
+
+@pytest.fixture
+def serve() -> Iterator[Any]:
+    stops = []
+
+    def start(**limits: Any) -> tuple[str, FakeEngine]:
+        fake = FakeEngine(SemBlend(SemBlendConfig(embedder="none")))
+        sock = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(
+            create_app(fake, ServerSettings(**limits)), log_level="critical", ws="none", lifespan="off"
+        )
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)
+        thread.start()
+        stops.append((server, thread, sock))
+        return f"http://127.0.0.1:{sock.getsockname()[1]}", fake
+
+    yield start
+    for server, thread, sock in stops:
+        server.should_exit = True
+        thread.join(10)
+        sock.close()
+
+
+def dom(url: str, profile: Path) -> str:
+    """The page as it stands after eight seconds of the browser's own clock."""
+    command = [
+        str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+        f"--user-data-dir={profile}", "--virtual-time-budget=8000", "--dump-dom", url,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout
+
+
+def text_of(page: str, id: str) -> str:
+    found = re.search(rf'id="{id}"[^>]*>(.*?)</(?:p|span|h2)>', page, re.DOTALL)
+    assert found, f"the page has no #{id}"
+    return re.sub(r"<[^>]+>", "", found[1])
+
+
+@in_a_browser
+def test_the_playground_shows_how_the_second_question_reuses_the_first(serve, tmp_path):
+    url, fake = serve()
+    page = dom(f"{url}/#demo", tmp_path)
+    verdict = re.search(r'<p id="verdict".*?</p>', page, re.DOTALL)
+    assert verdict
+    shown = re.sub(r"<[^>]+>", "", verdict[0])
+    share = re.match(r"(\d+) % of the second prompt was taken from the first request and moved into place", shown)
+    assert share, shown
+    assert int(share[1]) > 60
+    assert page.count('class="lane"') == 2
+    assert "lighthouse at Skarholm" in page.split('id="lane-2"')[1]  # the answer itself
+    assert len(fake.donors()) == 1  # the second ran on moved KV and is no donor
+
+
+@in_a_browser
+def test_requests_appear_as_strips_with_their_outcomes(serve, tmp_path):
+    url, _ = serve()
+    page = dom(f"{url}/#demo", tmp_path)
+    assert len(re.findall(r'<details class="request done', page)) == 2
+    strips = re.findall(r'<span class="strip"><svg.*?</svg>', page)
+    assert "var(--reused)" in strips[0]  # the latest is first
+    assert "var(--recomputed)" in strips[0]
+    assert "var(--reused)" not in strips[1]
+    outcomes = page.split('id="outcomes"')[1].split("</section>")[0]
+    assert "backend materialized reuse" in outcomes
+    assert "cold fallback" in outcomes
+    assert "nothing shared" in page.split('id="declines"')[1].split("</section>")[0]
+    assert re.search(r"\d+ %", text_of(page, "share"))
+
+
+@in_a_browser
+def test_a_visitor_without_a_key_is_asked_for_one_and_sees_nothing(serve, tmp_path):
+    url, _ = serve(tenants=Tenants({"sk-acme": "acme"}))
+    page = dom(url, tmp_path)
+    form = re.search(r'<form id="key-form"[^>]*>', page)
+    assert form
+    assert "hidden" not in form[0]
+    assert "no API key" in text_of(page, "health")
+    assert "<details" not in page
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_has_no_inline_script():
+    for name in ("index.html", "app.js", "app.css"):
+        text = (STATIC / name).read_text(encoding="utf-8")
+        outside = set(re.findall(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]+", text)) - {"http://www.w3.org"}
+        assert not outside, f"{name} points at {outside}"
+        assert "innerHTML" not in text
+    page = (STATIC / "index.html").read_text(encoding="utf-8")
+    assert re.findall(r"<script[^>]*>", page) == ['<script src="/app.js" type="module">']
+    assert " style=" not in page
+
+
+def test_every_id_that_the_script_asks_for_is_on_the_page():
+    page = (STATIC / "index.html").read_text(encoding="utf-8")
+    script = (STATIC / "app.js").read_text(encoding="utf-8")
+    for id in re.findall(r'\$\("([a-z0-9-]+)"\)', script):
+        assert f'id="{id}"' in page, id

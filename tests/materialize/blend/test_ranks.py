@@ -1,0 +1,135 @@
+"""Several ranks hold parts of one model: whatever each of them sees, they must do the same."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from semblend.integration.adapter import FakeStack, ModelSpec, PagedBlender, PagedPool
+from semblend.materialize.blend.quality import Placed, QualitySettings
+from semblend.materialize.donors.donor_kv import DonorKv
+from semblend.materialize.gate.thresholds import Thresholds
+from semblend.materialize.kv.layout import KvLayout
+from semblend.materialize.kv.rope import RopeSpec
+from semblend.plan.reuse_plan import Decline, ReusePlan
+from semblend.span import Span
+
+DOCUMENT = [7 * i % 31 for i in range(160)]
+DONOR, TARGET = [1, 2, 3, *DOCUMENT], [4, 5, 6, 7, 8, *DOCUMENT, 9]
+PLAN = ReusePlan((Span("d", 3, 5, len(DOCUMENT)),), len(TARGET))
+
+
+class Table:
+    """Two ranks at one table: nobody goes on before both have spoken."""
+
+    def __init__(self):
+        self.said, self.barrier = [None, None], threading.Barrier(2, timeout=20)
+
+    def round(self, rank, values, how):
+        self.said[rank] = values.float()
+        self.barrier.wait()
+        both = torch.stack(self.said)
+        found = both.amax(0) if how == "max" else both.mean(0)
+        self.barrier.wait()
+        return found
+
+
+@dataclass
+class RankStack(FakeStack):
+    """Another part of the model on each rank: other weights, so other attention and other deviations."""
+
+    rank: int = 0
+    table: Table = field(default_factory=Table)
+
+    def agreed(self, values, how):
+        return self.table.round(self.rank, values, how)
+
+    def _table(self):
+        width = self.layout.kv_heads * self.layout.head_dim
+        return torch.randn(self.vocabulary, width, generator=torch.Generator().manual_seed(1 + self.rank))
+
+
+def blenders(ranks=2, without_donor=(), **settings):
+    table, made = Table(), []
+    for rank in range(2):
+        pool = torch.zeros(2, 3, 512, 2, 8)
+        layout = KvLayout.ours(pool[0], pool[1])
+        stack = RankStack(layout, ModelSpec(RopeSpec.plain(8)), ranks=ranks, rank=rank, table=table)
+        kv, slots = DonorKv(0, 1 << 24), torch.arange(len(DONOR))
+        blender = PagedBlender(stack, PagedPool(layout), kv, QualitySettings(**settings))
+        stack.forward(blender._rows_of(torch.tensor(DONOR), slots, slots), blender.pool)
+        if rank not in without_donor:
+            kv.capture("d", 0, blender.pool, slots)
+        stack.passes.clear()
+        made.append(blender)
+    return made
+
+
+def prepared(made, mode):
+    """Both ranks at once, as an engine's workers."""
+    found = [None, None]
+
+    def work(rank):
+        found[rank] = made[rank].prepare(Placed(TARGET, torch.arange(200, 200 + len(TARGET))), PLAN, mode=mode)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+BALANCED = {"thresholds": Thresholds(1e9, 1e9, 1e9), "question_tokens": 4, "seam_tokens": 2, "first_seam_tokens": 2}
+
+
+def test_ranks_that_see_different_attention_repair_the_same_tokens():
+    made = blenders(**BALANCED)
+    one, other = prepared(made, "balanced")
+    assert one.decision == other.decision == "accepted"
+    assert one.recomputed_runs == other.recomputed_runs
+    assert made[0].model.passes == made[1].model.passes
+    assert one.risk == other.risk
+
+
+def test_without_agreement_they_would_not():
+    made = blenders(ranks=1, **BALANCED)
+    one, other = prepared(made, "balanced")
+    assert one.recomputed_runs != other.recomputed_runs
+
+
+@pytest.mark.parametrize("mode", ["fast", "balanced"])
+def test_a_donor_that_one_rank_lost_is_nobodys(mode):
+    made = blenders(without_donor={1})
+    found = prepared(made, mode)
+    assert [type(one) for one in found] == [Decline, Decline]
+    assert {one.reason for one in found} == {"stale"}
+    assert made[0].model.passes == made[1].model.passes == []
+    assert made[0].donor_kv.holders == 0
+
+
+def test_an_error_on_one_rank_ends_the_reuse_on_both(monkeypatch):
+    made = blenders()
+    monkeypatch.setattr(made[1].donor_kv, "acquire", lambda *key: 1 / 0)
+    one, other = prepared(made, "fast")
+    assert (one.reason, other.reason) == ("stale", "error")
+    assert made[0].donor_kv.holders == 0
+
+
+def test_wrong_kv_on_one_rank_is_refused_by_both():
+    made = blenders()
+    held = made[1].donor_kv.acquire("d", 0)
+    held.k[0].mul_(2)
+    made[1].donor_kv.release(held)
+    assert {found.reason for found in prepared(made, "fast")} == {"validation_failed"}
+
+
+def test_time_runs_out_for_all_ranks_or_for_none():
+    made = blenders(**{**BALANCED, "thresholds": Thresholds(0, 0, 0), "latency_budget_ms": 1e6})
+    made[0]._rows_per_ms, made[1]._rows_per_ms = 1e-6, 1e6  # one rank thinks that everything takes ages
+    one, other = prepared(made, "balanced")
+    assert one.decision == other.decision
+    assert made[0].model.passes == made[1].model.passes

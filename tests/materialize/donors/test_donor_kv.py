@@ -1,0 +1,522 @@
+"""Donor KV: what is held stays, what does not fit moves down or goes and is told, what is damaged is never served."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from semblend.errors import CapacityError, InputError, StoreError
+from semblend.materialize.donors.donor_kv import DonorKv
+from semblend.materialize.kv.rope import RopeSpec
+
+LAYERS, HEADS, DIM = 2, 1, 4
+TOKEN_BYTES = 2 * LAYERS * HEADS * DIM * 4
+
+
+@dataclass
+class FakePool:
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @classmethod
+    def filled(cls, value: float, slots: int = 32, dtype: torch.dtype = torch.float32) -> FakePool:
+        shape = (LAYERS, slots, HEADS, DIM)
+        return cls(torch.full(shape, value, dtype=dtype), torch.full(shape, -value, dtype=dtype))
+
+
+def capture(kv, donor_id, generation, tokens=4, value=None):
+    value = float(generation) if value is None else value
+    return kv.capture(donor_id, generation, FakePool.filled(value), torch.arange(tokens))
+
+
+def holds_value(tensors, value):
+    return bool((tensors.k == value).all() and (tensors.v == -value).all())
+
+
+def test_a_capture_is_a_copy_of_the_named_slots_in_their_order():
+    pool = FakePool(torch.randn(LAYERS, 32, HEADS, DIM), torch.randn(LAYERS, 32, HEADS, DIM))
+    kv = DonorKv(0, 10_000)
+    slots = torch.tensor([9, 3, 30])
+    expected = pool.k[:, slots].clone()
+    handle = kv.capture("d", 1, pool, slots)
+    pool.k.zero_()
+    held = kv.acquire("d", 1)
+    assert (handle.tokens, handle.tier, handle.nbytes) == (3, "host", 3 * TOKEN_BYTES)
+    assert torch.equal(held.k, expected)
+    assert held.tokens == 3
+
+
+def test_another_generation_or_an_unknown_donor_is_not_found():
+    kv = DonorKv(0, 10_000)
+    capture(kv, "d", 1)
+    assert kv.acquire("d", 2) is None
+    assert kv.acquire("e", 1) is None
+    capture(kv, "d", 2)
+    assert kv.acquire("d", 1) is None
+    assert holds_value(kv.acquire("d", 2), 2)
+
+
+def test_what_is_replaced_or_dropped_while_held_stays_readable_until_it_is_released():
+    told = []
+    kv = DonorKv(0, 10_000, on_evicted=lambda *gone: told.append(gone))
+    capture(kv, "d", 1)
+    held = kv.acquire("d", 1)
+    capture(kv, "d", 1, value=7.0)  # the same generation again: still another copy
+    assert holds_value(held, 1)
+    newer = kv.acquire("d", 1)
+    assert holds_value(newer, 7)
+    assert kv.drop("d")
+    assert kv.used_bytes["host"] == 8 * TOKEN_BYTES
+    kv.check()
+    kv.release(held)
+    kv.release(newer)
+    assert kv.used_bytes["host"] == 0
+    assert not kv.drop("d")
+    assert told == []  # replacing and dropping are the caller's own acts
+    kv.check()
+
+
+def test_a_hold_is_given_back_once():
+    kv = DonorKv(0, 10_000)
+    capture(kv, "d", 1)
+    held = kv.acquire("d", 1)
+    kv.release(held)
+    with pytest.raises(InputError, match="not held"):
+        kv.release(held)
+
+
+def test_the_least_recently_used_goes_first_and_is_told():
+    told = []
+    kv = DonorKv(0, 8 * TOKEN_BYTES, on_evicted=lambda *gone: told.append(gone))
+    capture(kv, "a", 1)
+    capture(kv, "b", 2)
+    kv.release(kv.acquire("a", 1))
+    capture(kv, "c", 3)
+    assert told == [("b", 2, "budget")]
+    assert kv.holds("a", 1)
+    assert not kv.holds("b", 2)
+
+
+def test_held_donors_are_not_evicted_even_if_a_new_one_then_fits_nowhere():
+    kv = DonorKv(0, 8 * TOKEN_BYTES)
+    capture(kv, "a", 1)
+    capture(kv, "b", 2)
+    held = [kv.acquire("a", 1), kv.acquire("b", 2)]
+    with pytest.raises(CapacityError, match="fits in no tier"):
+        capture(kv, "c", 3)
+    assert holds_value(held[0], 1)
+    assert holds_value(held[1], 2)
+    kv.check()
+
+
+def test_a_donor_sinks_from_device_to_host_to_disk_and_rises_when_it_is_used(tmp_path):
+    kv = DonorKv(4 * TOKEN_BYTES, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=4 * TOKEN_BYTES, device_type="cpu")
+    tiers = [capture(kv, name, 1, value=float(i)).tier for i, name in enumerate("abc")]
+    assert tiers == ["device"] * 3
+    assert set(kv.used_bytes.values()) == {4 * TOKEN_BYTES}
+    assert len(list(tmp_path.rglob("*.kv"))) == 1
+    lowest = kv.acquire("a", 1)  # rises to the device; the others sink by one
+    assert holds_value(lowest, 0)
+    assert kv.holds("b", 1)
+    assert kv.holds("c", 1)
+    kv.check()
+    kv.release(lowest)
+    kv.close()
+    assert list(tmp_path.rglob("*.kv")) == []
+
+
+def test_a_donor_on_disk_is_served_from_its_map_when_there_is_no_room_above(tmp_path):
+    kv = DonorKv(0, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=1 << 20)
+    capture(kv, "a", 1)
+    capture(kv, "b", 2)
+    above = kv.acquire("b", 2)
+    mapped = kv.acquire("a", 1)
+    again = kv.acquire("a", 1)
+    assert holds_value(mapped, 1)
+    assert again.k is mapped.k
+    for held in (above, mapped, again):
+        kv.release(held)
+    kv.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_donor_comes_back_from_disk_bit_for_bit(tmp_path, dtype):
+    kv = DonorKv(0, 1 << 12, tmp_path, budget_disk_bytes=1 << 20)
+    pool = FakePool(torch.randn(LAYERS, 40, HEADS, DIM).to(dtype), torch.randn(LAYERS, 40, HEADS, DIM).to(dtype))
+    kv.capture("a", 1, pool, torch.arange(37))
+    kv.capture("b", 1, FakePool.filled(1.0, 64), torch.arange(60))
+    held = kv.acquire("a", 1)
+    assert torch.equal(held.k, pool.k[:, :37])
+    assert torch.equal(held.v, pool.v[:, :37])
+    assert held.k.dtype == dtype
+
+
+def _truncate(path):
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def _flip(path):
+    content = bytearray(path.read_bytes())
+    content[-40] ^= 1
+    path.write_bytes(content)
+
+
+def _flip_header(path):
+    content = bytearray(path.read_bytes())
+    content[20] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [_truncate, _flip, _flip_header, lambda p: p.unlink(), lambda p: p.write_bytes(b"")])
+def test_a_damaged_file_is_dropped_and_told_never_served(tmp_path, damage):
+    told = []
+    kv = DonorKv(0, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=1 << 20, on_evicted=lambda *gone: told.append(gone))
+    capture(kv, "a", 1)
+    capture(kv, "b", 2)
+    damage(next(tmp_path.rglob("*.kv")))
+    assert kv.acquire("a", 1) is None
+    assert told == [("a", 1, "corrupt")]
+    assert not kv.holds("a", 1)
+    kv.check()
+
+
+def test_a_file_of_another_donor_in_its_place_is_not_served(tmp_path):
+    kv = DonorKv(0, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=1 << 20)
+    for number, name in enumerate("abc"):
+        capture(kv, name, number)
+    first, second = sorted(tmp_path.rglob("*.kv"))
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+    assert kv.acquire("a", 0) is None
+    assert kv.acquire("b", 1) is None
+
+
+FULL_DISK = """
+import resource, sys, torch
+from types import SimpleNamespace
+from semblend.materialize.donors.donor_kv import DonorKv
+from semblend.materialize.kv.rope import RopeSpec
+told = []
+size = 2 * 2 * 64 * 4 * 4
+kv = DonorKv(0, size, sys.argv[1], budget_disk_bytes=1 << 20, on_evicted=lambda *gone: told.append(gone))
+pool = SimpleNamespace(k=torch.ones(2, 64, 1, 4), v=torch.ones(2, 64, 1, 4))
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+kv.capture("a", 1, pool, torch.arange(64))
+kv.capture("b", 2, pool, torch.arange(64))
+kv.check()
+assert told == [("a", 1, "disk")], told
+assert kv.acquire("a", 1) is None and kv.acquire("b", 2) is not None
+assert not list(kv._disk.files())
+print("lives")
+"""
+
+
+def test_a_full_disk_costs_the_donor_that_should_go_there_and_nothing_else(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.strip() == "lives", done.stderr
+
+
+def test_files_are_private_and_those_of_a_dead_process_are_swept(tmp_path):
+    left = (
+        "import sys, os; from semblend.materialize.donors.disk_tier import DiskTier; DiskTier(sys.argv[1]); os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", left, str(tmp_path)], check=True, timeout=120)
+    (orphan,) = tmp_path.iterdir()
+    kv = DonorKv(0, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=1 << 20)
+    other = DonorKv(0, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=1 << 20)  # sweeps too, and spares the living
+    capture(kv, "a", 1)
+    capture(kv, "b", 2)
+    assert not orphan.exists()
+    (file,) = tmp_path.rglob("*.kv")
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+    kv.close()
+    other.close()
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot be kept"):
+        DonorKv(0, 1, tmp_path / "file", budget_disk_bytes=1)
+
+
+operations = st.lists(
+    st.tuples(st.sampled_from(["capture", "acquire", "release", "drop"]), st.sampled_from("abcd"), st.integers(1, 6)),
+    max_size=40,
+)
+
+
+@given(operations)
+def test_one_tier_behaves_as_a_plain_lru_of_bytes(steps):
+    told, plain, budget = [], OrderedDict(), 10
+    kv = DonorKv(0, budget * TOKEN_BYTES, on_evicted=lambda donor, generation, why: told.append((donor, generation)))
+    gone = []
+    for generation, (what, donor, tokens) in enumerate(steps):
+        if what == "capture":
+            plain.pop(donor, None)
+            while sum(size for _, size in plain.values()) + tokens > budget:
+                victim, (old, _) = plain.popitem(last=False)
+                gone.append((victim, old))
+            plain[donor] = (generation, tokens)
+            capture(kv, donor, generation, tokens)
+        elif what == "drop":
+            assert kv.drop(donor) == (plain.pop(donor, None) is not None)
+        else:
+            seen = plain.get(donor, (-1, 0))[0]
+            held = kv.acquire(donor, seen)
+            assert (held is not None) == (donor in plain)
+            if held is not None:
+                assert holds_value(held, seen)
+                kv.release(held)
+                plain.move_to_end(donor)
+        kv.check()
+        assert told == gone
+        assert {d for d in "abcd" if d in plain} == {d for d in "abcd" if kv.holds(d, plain.get(d, (-1, 0))[0])}
+
+
+@settings(max_examples=40, deadline=None)
+@given(operations)
+def test_three_tiers_lose_nothing_in_silence_and_never_serve_another_donors_bytes(tmp_path_factory, steps):
+    folder = tmp_path_factory.mktemp("kv")
+    known, held, told = {}, [], []
+    budgets = {"device": 6 * TOKEN_BYTES, "host": 4 * TOKEN_BYTES, "disk": 5 * TOKEN_BYTES}
+    kv = DonorKv(
+        budgets["device"],
+        budgets["host"],
+        folder,
+        budget_disk_bytes=budgets["disk"],
+        device_type="cpu",
+        on_evicted=lambda donor, generation, why: told.append((donor, generation)),
+    )
+    for generation, (what, donor, tokens) in enumerate(steps):
+        if what == "capture":
+            known.pop(donor, None)
+            try:
+                capture(kv, donor, generation, tokens)
+                known[donor] = generation
+            except CapacityError:
+                assert held
+        elif what == "acquire" and donor in known:
+            held.append(kv.acquire(donor, known[donor]))
+            assert holds_value(held[-1], known[donor])
+        elif what == "release" and held:
+            tensors = held.pop(tokens % len(held))
+            assert holds_value(tensors, tensors.generation)
+            kv.release(tensors)
+        elif what == "drop":
+            assert kv.drop(donor) == (known.pop(donor, None) is not None)
+        for lost, old in told:
+            assert known.get(lost) == old
+            del known[lost]
+        told.clear()
+        kv.check()
+        assert all(kv.holds(name, seen) for name, seen in known.items())
+        assert len(kv) == len(known)
+    kv.close()
+
+
+def test_threads_that_capture_acquire_and_drop_at_once_leave_the_books_in_order(tmp_path):
+    kv = DonorKv(6 * TOKEN_BYTES, 6 * TOKEN_BYTES, tmp_path, budget_disk_bytes=6 * TOKEN_BYTES, device_type="cpu")
+    problems = []
+    start = threading.Barrier(4)
+
+    def work(number):
+        start.wait()
+        try:
+            for step in range(60):
+                donor, generation = "abcdefgh"[(step * 3 + number) % 8], step * 4 + number
+                try:
+                    capture(kv, donor, generation)
+                except CapacityError:
+                    continue
+                tensors = kv.acquire(donor, generation)
+                if tensors is not None:
+                    if not holds_value(tensors, generation):
+                        problems.append((donor, generation))
+                    kv.release(tensors)
+                if step % 7 == 0:
+                    kv.drop(donor)
+        except Exception as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert problems == []
+    kv.check()
+    kv.close()
+
+
+def test_a_callback_may_ask_the_store_itself():
+    seen = []
+    kv = DonorKv(0, 4 * TOKEN_BYTES, on_evicted=lambda donor, generation, why: seen.append(kv.holds(donor, generation)))
+    capture(kv, "a", 1)
+    capture(kv, "b", 2)
+    assert seen == [False]
+
+
+# -- locks, memory, rotations --------------------------------------------------------------------------------------
+
+
+class SlowDisk:
+    """Stands before a DiskTier: notes whether the books were locked, and holds a write until it is let go."""
+
+    def __init__(self, kv: DonorKv, *, hold: bool = False) -> None:
+        self._kv, self._inner = kv, kv._disk
+        self.locked: list[str] = []
+        self.writing, self.go = threading.Event(), threading.Event()
+        if not hold:
+            self.go.set()
+        kv._disk = self
+
+    def _note(self, verb: str) -> None:
+        if self._kv._lock.locked():
+            self.locked.append(verb)
+
+    def write(self, *given):
+        self._note("write")
+        self.writing.set()
+        assert self.go.wait(30)
+        return self._inner.write(*given)
+
+    def load(self, *given):
+        self._note("load")
+        return self._inner.load(*given)
+
+    def remove(self, file):
+        self._note("remove")
+        self._inner.remove(file)
+
+    def files(self):
+        self._note("files")
+        return self._inner.files()
+
+    def close(self):
+        self._inner.close()
+
+
+def test_no_file_is_touched_while_the_books_are_locked(tmp_path):
+    kv = DonorKv(0, 8 * TOKEN_BYTES, tmp_path, budget_disk_bytes=8 * TOKEN_BYTES)
+    disk = SlowDisk(kv)
+    for generation, donor in enumerate("abcdea", start=1):  # sink, fall out, be replaced
+        capture(kv, donor, generation)
+    held = kv.acquire("d", 4)  # rises from disk
+    kv.drop("d")
+    kv.release(held)
+    kv.drop("a")
+    kv.check()
+    assert disk.locked == []
+    kv.close()
+
+
+def test_nobody_waits_for_a_disk_that_is_written_to_by_another(tmp_path):
+    kv = DonorKv(0, 8 * TOKEN_BYTES, tmp_path, budget_disk_bytes=8 * TOKEN_BYTES)
+    capture(kv, "sinks", 1)
+    capture(kv, "stays", 2)
+    disk = SlowDisk(kv, hold=True)
+    writer = threading.Thread(target=capture, args=(kv, "new", 3))
+    writer.start()
+    assert disk.writing.wait(30)  # from here on every call below would wait for ever if it needed the disk
+    assert kv.holds("stays", 2)
+    assert kv.used_bytes["host"] <= 8 * TOKEN_BYTES
+    held = kv.acquire("stays", 2)
+    assert holds_value(held, 2.0)
+    kv.release(held)
+    assert kv.drop("stays")
+    assert kv.drop("sinks")  # the very donor that is on its way
+    disk.go.set()
+    writer.join(30)
+    assert kv.acquire("sinks", 1) is None
+    assert kv.holds("new", 3)
+    assert kv.used_bytes["disk"] == 0
+    kv.check()  # the file of the dropped donor is gone, too
+    kv.close()
+
+
+def test_who_wants_a_donor_that_is_on_its_way_gets_it_when_it_has_arrived(tmp_path):
+    kv = DonorKv(0, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=8 * TOKEN_BYTES)
+    capture(kv, "sinks", 1)
+    disk = SlowDisk(kv, hold=True)
+    writer = threading.Thread(target=capture, args=(kv, "new", 2))
+    writer.start()
+    assert disk.writing.wait(30)
+    found = []
+    reader = threading.Thread(target=lambda: found.append(kv.acquire("sinks", 1)))
+    reader.start()
+    disk.go.set()
+    writer.join(30)
+    reader.join(30)
+    assert holds_value(found[0], 1.0)
+    assert kv.holders == 1
+    kv.release(found[0])
+    assert kv.holders == 0
+    kv.check()
+    kv.close()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("cuda"), MemoryError("host"), RuntimeError("pinned")])
+def test_no_memory_for_a_copy_costs_that_donor_and_nothing_else(monkeypatch, error):
+    kv = DonorKv(0, 40 * TOKEN_BYTES)
+    capture(kv, "kept", 1)
+
+    def full(*given):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kv, "_buffer", full)
+        with pytest.raises(CapacityError, match="no memory"):
+            capture(kv, "new", 2)
+    kv.check()
+    held = kv.acquire("kept", 1)
+    assert holds_value(held, 1.0)
+    kv.release(held)
+    assert capture(kv, "new", 3).tier == "host"
+
+
+@pytest.mark.parametrize("error", [MemoryError("no"), RuntimeError("no"), KeyError("a bug")])
+def test_a_move_that_fails_in_any_way_leaves_the_books_in_order(tmp_path, monkeypatch, error):
+    told = []
+    kv = DonorKv(
+        4 * TOKEN_BYTES, 8 * TOKEN_BYTES, tmp_path, budget_disk_bytes=8 * TOKEN_BYTES, device_type="cpu",
+        on_evicted=lambda *gone: told.append(gone),
+    )  # fmt: skip
+    capture(kv, "a", 1)
+
+    def fails(*given):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kv, "_copied", fails)
+        try:
+            capture(kv, "b", 2)  # "a" would have to sink
+        except KeyError:
+            pass
+    kv.check()
+    assert kv.holders == 0
+    assert kv.holds("a", 1) or told[0][:2] == ("a", 1)
+    capture(kv, "c", 3)
+    kv.check()
+    kv.close()
+
+
+def test_a_donor_keeps_the_rotation_that_it_was_computed_with(tmp_path):
+    usual, longer = RopeSpec.plain(DIM), RopeSpec.plain(DIM, theta=20_000.0)
+    kv = DonorKv(0, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=8 * TOKEN_BYTES, rope=usual)
+    capture(kv, "a", 1)
+    kv.capture("b", 2, FakePool.filled(2.0), torch.arange(4), longer)  # and "a" goes to disk
+    assert kv.acquire("b", 2).rope == longer
+    assert kv.acquire("a", 1).rope == usual
+    kv.close()

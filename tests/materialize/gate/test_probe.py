@@ -1,0 +1,259 @@
+"""What is seen while a prompt is prepared: attention of the question, deviation, divergence, and the canary."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semblend.engine.model.model import Model
+from semblend.engine.model.rows import Rows
+from semblend.engine.model.spec import ModelSpec
+from semblend.materialize.gate import probe
+from semblend.materialize.gate.probe import (
+    CANARY_TOLERANCE,
+    UNBOUNDED_RISK,
+    AttentionMass,
+    Enough,
+    KvDeviation,
+    LaterMass,
+    bounded,
+    canary,
+    canary_positions,
+    next_token_kl,
+    question_rows,
+)
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e5,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "eos_token_id": 0,
+}
+
+
+def model_of(dtype=torch.float32, **changes):
+    return Model.random(ModelSpec.from_hf_config({**CONFIG, **changes}), seed=3, dtype=dtype)
+
+
+def placed(model, tokens, length=None):
+    pool = model.new_pool(2 * len(tokens) + 64)
+    context = pool.slots_of(pool.allocate(pool.blocks_for(len(tokens))), 0, len(tokens))
+    model.forward(Rows.of(tokens, torch.arange(len(tokens)), context), pool)
+    return pool, context
+
+
+def tokens_of(n, seed=0):
+    return torch.randint(0, 101, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_mass_is_what_a_plain_softmax_says():
+    model, tokens = model_of(), tokens_of(40)
+    pool, context = placed(model, tokens)
+    seen = []
+
+    class Plain:
+        def before_write(self, layer, k, v, rows, pool):
+            pass
+
+        def on_layer(self, layer, q, rows, pool):
+            keys = pool.k[layer, context].repeat_interleave(2, dim=1)
+            scores = torch.einsum("nhd,thd->hnt", q[-5:], keys) / 4.0
+            hidden = torch.arange(40) > rows.positions[-5:, None]
+            seen.append(scores.masked_fill(hidden, -torch.inf).softmax(-1).mean((0, 1)))
+
+    watch = AttentionMass(most_rows=5)
+    for observer in (Plain(), watch):
+        model.forward(Rows.of(tokens[10:], torch.arange(10, 40), context), pool, observer)
+    assert torch.allclose(watch.mass, sum(seen), atol=1e-5)
+    assert watch.mass.sum() == pytest.approx(3.0, abs=1e-4)  # one for each layer
+
+
+def test_only_the_last_run_asks_and_it_sees_nothing_behind_itself():
+    model, tokens = model_of(), tokens_of(40)
+    pool, context = placed(model, tokens)
+    watch = AttentionMass()
+    rows = torch.tensor([2, 3, 20, 28, 29])
+    model.forward(Rows.of(tokens[rows], rows, context), pool, watch)
+    assert (watch.mass[30:] == 0).all()
+    assert (watch.mass[:30] > 0).all()
+
+
+class OwnWeights(AttentionMass):
+    """Computes the weights itself, as it must where attention shows none."""
+
+    on_weights = None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [[0, 1, 2], [2, 3, 20, 28, 29], [0, *range(5, 300, 3), *range(330, 395)]])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_the_mass_is_the_same_whoever_computes_the_weights(dtype, rows, shuffled):
+    model, tokens = model_of(dtype), tokens_of(400)
+    pool = model.new_pool(500)
+    blocks = pool.allocate(pool.blocks_for(400))
+    context = pool.slots_of(blocks[::-1] if shuffled else blocks, 0, 400)
+    model.forward(Rows.of(tokens, torch.arange(400), context), pool)
+    at = torch.tensor(rows)
+    shared, own = AttentionMass(), OwnWeights()
+    for watch in (shared, own):
+        model.forward(Rows.of(tokens[at], at, context), pool, watch)
+    assert torch.allclose(shared.mass, own.mass, atol=1e-6)
+    assert own.mass.sum() == pytest.approx(3.0, abs=1e-4)
+    assert (own.mass[rows[-1] + 1 :] == 0).all()
+
+
+class Later(LaterMass):
+    """As in an engine whose attention shows no weights."""
+
+    on_weights = None
+
+
+def test_a_mass_that_is_worked_out_later_is_the_same_and_of_the_last_part_of_a_pass_only():
+    model, tokens = model_of(), tokens_of(40)
+    pool, context = placed(model, tokens)
+    watches = [OwnWeights(), Later(), OwnWeights()]
+    for number, watch in enumerate(watches):
+        for part in (torch.arange(10, 20), torch.arange(20, 40))[number == 2 :]:
+            model.forward(Rows.of(tokens[part], part, context), pool, watch)
+    now, later, last_part = (watch.mass for watch in watches)
+    assert torch.equal(now, later)
+    assert torch.equal(now, last_part)
+    assert torch.equal(later, watches[1].mass)  # asked again
+
+
+def test_weights_that_are_shown_in_the_last_part_count_and_not_the_queries_of_an_earlier_one():
+    model, tokens = model_of(), tokens_of(40)
+    pool, context = placed(model, tokens)
+    now, later = AttentionMass(), LaterMass()
+    for watch in (now, later):
+        for part in (torch.arange(10), torch.arange(20, 40)):  # a prompt's beginning is attended without weights
+            model.forward(Rows.of(tokens[part], part, context), pool, watch)
+    assert torch.equal(now.mass, later.mass)
+    assert now.mass[39] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("at_once", [1, 700, 1 << 26])
+def test_attention_in_parts_is_a_plain_softmax(dtype, at_once, monkeypatch):
+    monkeypatch.setattr(probe, "_SCORES_AT_ONCE", (at_once, at_once))
+    q, k = torch.randn(7, 6, 16).to(dtype), torch.randn(50, 2, 16).to(dtype)
+    total = torch.ones(60)
+    probe.add_attention(total, q, k)
+    scores = torch.einsum("nhd,thd->hnt", q.float(), k.float().repeat_interleave(3, dim=1)) / 4.0
+    hidden = torch.arange(50) > torch.arange(43, 50)[:, None]
+    want = scores.masked_fill(hidden, -torch.inf).softmax(-1).mean((0, 1))
+    assert torch.allclose(total[:50] - 1, want, atol=1e-6 if dtype == torch.float32 else 2e-3)
+    assert (total[50:] == 1).all()
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=40, unique=True).map(sorted), st.integers(1, 20))
+def test_the_question_is_the_last_unbroken_run(positions, most):
+    expected = 1
+    while expected < len(positions) and positions[-expected] - positions[-expected - 1] == 1:
+        expected += 1
+    assert question_rows(torch.tensor(positions), most) == min(most, expected)
+
+
+def test_layer_1_deviation_is_zero_on_exact_kv_and_not_on_another_context():
+    model, tokens = model_of(), tokens_of(40)
+    pool, context = placed(model, tokens)
+    for exact in (True, False):
+        if not exact:
+            pool.k[1, context[20:]] += 0.5
+        look = KvDeviation(layer=1)
+        with pytest.raises(Enough):
+            model.forward(Rows.of(tokens[10:], torch.arange(10, 40), context), pool, look)
+        assert look.relative.shape == look.squared.shape == (30,)
+        assert (look.relative[:10] < 1e-4).all()
+        assert bool((look.relative[10:] < 1e-4).all()) == exact
+        assert bool((look.squared[10:] > 0.1).all()) != exact
+
+
+def test_divergence_is_the_textbook_sum_and_never_negative():
+    now, before = torch.randn(50), torch.randn(50)
+    p, q = now.double().softmax(0), before.double().softmax(0)
+    assert next_token_kl(now, before) == pytest.approx(float((p * (p / q).log()).sum()))
+    assert next_token_kl(now, now + 3) == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_are_an_unbounded_risk(bad):
+    broken = torch.tensor([1.0, bad, 0.0])
+    for pair in ((broken, torch.zeros(3)), (torch.zeros(3), broken)):
+        assert next_token_kl(*pair) == UNBOUNDED_RISK
+
+
+def test_a_token_that_became_impossible_is_an_unbounded_risk_and_one_that_stays_so_is_none():
+    never = torch.tensor([0.0, 1.0, -torch.inf])
+    assert next_token_kl(torch.zeros(3), never) == UNBOUNDED_RISK
+    assert next_token_kl(never, never) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "kind", [{}, {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6}]
+)
+@pytest.mark.parametrize("shift", [-95, 0, 37])
+def test_the_canary_passes_moved_keys_and_sees_a_shift_off_by_one_and_a_wrong_token_ten_times_over(dtype, kind, shift):
+    model, tokens = model_of(dtype, **kind), tokens_of(200)
+    if kind:  # keys that all share a large bias, as trained Qwen2 models have them
+        model.weights.layers[0].qkv_bias.mul_(50)
+    pool, context = placed(model, tokens)
+    other = pool.slots_of(pool.allocate(pool.blocks_for(240)), 0, 240)
+    donor = torch.arange(100, 200)
+    target, rope = donor + shift, model.spec.rope
+
+    def error(by=shift, asked=tokens):
+        pool.k[0, other[target]] = rope.relocate(pool.k[0, context[donor]], by)
+        pool.v[0, other[target]] = pool.v[0, context[donor]]
+        return canary(model, pool, Rows.of(asked[donor], target, other))
+
+    tolerance = CANARY_TOLERANCE[dtype]
+    assert error() < tolerance / 3
+    assert error(by=shift + 1) > 10 * tolerance
+    assert error(by=shift - 1) > 10 * tolerance
+    assert error(asked=tokens.roll(1)) > 10 * tolerance
+
+
+def test_the_canary_sees_values_too_writes_nothing_and_treats_nan_as_wrong():
+    model, tokens = model_of(), tokens_of(64)
+    pool, context = placed(model, tokens)
+    before = pool.k.clone(), pool.v.clone()
+    at = torch.arange(64)
+    assert canary(model, pool, Rows.of(tokens, at, context)) < 1e-5
+    assert torch.equal(pool.k, before[0])
+    assert torch.equal(pool.v, before[1])
+    pool.v[0, context[7]] *= 1.1
+    assert float(canary(model, pool, Rows.of(tokens, at, context))) == pytest.approx(0.1, rel=0.05)
+    pool.k[0, context[7]] = torch.nan
+    assert bounded(float(canary(model, pool, Rows.of(tokens, at, context)))) == UNBOUNDED_RISK
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 90)), min_size=1, max_size=5), st.integers(0, 5))
+def test_every_block_of_every_span_is_sampled_and_nothing_outside(pieces, seed):
+    starts, ends, at = [], [], 0
+    for gap, length in pieces:
+        starts.append(at + gap)
+        ends.append(at + gap + length)
+        at = ends[-1]
+    chosen = set(canary_positions(torch.tensor(starts), torch.tensor(ends), seed=seed).tolist())
+    covered = {p for start, end in zip(starts, ends, strict=True) for p in range(start, end)}
+    assert chosen <= covered
+    assert {p // 16 for p in covered} == {p // 16 for p in chosen}
+    assert set(starts) <= chosen
+    assert {end - 1 for end in ends} <= chosen
+    assert np.all(
+        np.array(sorted(chosen)) == canary_positions(torch.tensor(starts), torch.tensor(ends), seed=seed).numpy()
+    )

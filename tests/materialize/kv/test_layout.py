@@ -1,0 +1,125 @@
+"""One meaning of a slot over the layouts of several engines."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="layouts are torch tensors")
+
+from semblend.errors import InputError  # noqa: E402
+from semblend.materialize.kv.layout import KvLayout  # noqa: E402
+
+LAYERS, BLOCKS, BLOCK, HEADS, DIM = 3, 6, 4, 2, 8
+SLOTS = BLOCKS * BLOCK
+
+
+def numbered(*shape: int):
+    """A tensor in which no two elements are equal."""
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+
+
+def ours():
+    k, v = numbered(2, LAYERS, SLOTS, HEADS, DIM)
+    return KvLayout.ours(k, v), lambda layer, s, h, d: (k[layer, s, h, d], v[layer, s, h, d])
+
+
+def vllm_keys_first():
+    caches = [numbered(2, BLOCKS, BLOCK, HEADS, DIM) + 1e4 * layer for layer in range(LAYERS)]
+
+    def at(layer, s, h, d):
+        return tuple(caches[layer][side, s // BLOCK, s % BLOCK, h, d] for side in (0, 1))
+
+    return KvLayout.vllm(caches, BLOCK), at
+
+
+def vllm_side_by_side():
+    caches = [numbered(BLOCKS, 2, BLOCK, HEADS, DIM) + 1e4 * layer for layer in range(LAYERS)]
+
+    def at(layer, s, h, d):
+        return tuple(caches[layer][s // BLOCK, side, s % BLOCK, h, d] for side in (0, 1))
+
+    return KvLayout.vllm(caches, BLOCK), at
+
+
+def vllm_heads_outside():
+    stored = [numbered(2, BLOCKS, HEADS, BLOCK, DIM) + 1e4 * layer for layer in range(LAYERS)]
+
+    def at(layer, s, h, d):
+        return tuple(stored[layer][side, s // BLOCK, h, s % BLOCK, d] for side in (0, 1))
+
+    return KvLayout.vllm([cache.transpose(2, 3) for cache in stored], BLOCK), at
+
+
+def sglang():
+    k, v = ([numbered(SLOTS, HEADS, DIM) + 1e4 * (2 * layer + side) for layer in range(LAYERS)] for side in (0, 1))
+    return KvLayout.sglang(k, v), lambda layer, s, h, d: (k[layer][s, h, d], v[layer][s, h, d])
+
+
+ALL = [ours, vllm_keys_first, vllm_side_by_side, vllm_heads_outside, sglang]
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_a_slot_is_found_where_its_engine_keeps_it(make):
+    layout, at = make()
+    assert (layout.layers, layout.slots, layout.kv_heads, layout.head_dim) == (LAYERS, SLOTS, HEADS, DIM)
+    slots = torch.tensor([0, 17, 5, 23])
+    for layer in range(LAYERS):
+        k, v = layout.gather(layer, slots)
+        assert k.shape == v.shape == (4, HEADS, DIM)
+        for row, slot in enumerate(slots.tolist()):
+            assert (k[row, 1, 3], v[row, 1, 3]) == at(layer, slot, 1, 3)
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_what_is_scattered_is_in_the_engines_own_tensors_and_nowhere_else(make):
+    layout, at = make()
+    before = [layout.gather(layer, torch.arange(SLOTS)) for layer in range(LAYERS)]
+    slots = torch.tensor([9, 2, 20])
+    k, v = torch.randn(2, 3, HEADS, DIM)
+    layout.scatter(1, slots, k, v)
+    assert at(1, 2, 1, 5) == (k[1, 1, 5], v[1, 1, 5])
+    untouched = torch.tensor(sorted(set(range(SLOTS)) - set(slots.tolist())))
+    for layer in range(LAYERS):
+        keys, values = layout.gather(layer, torch.arange(SLOTS))
+        kept = untouched if layer == 1 else torch.arange(SLOTS)
+        assert torch.equal(keys[kept], before[layer][0][kept])
+        assert torch.equal(values[kept], before[layer][1][kept])
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_layer_starts_lead_from_the_first_layer_to_every_other(make):
+    layout, _ = make()
+    size = layout.dtype.itemsize
+    for layer in range(LAYERS):
+        for side, tensor in enumerate((layout.k[layer], layout.v[layer])):
+            assert layout.k[0].data_ptr() + int(layout.layer_starts[layer, side]) * size == tensor.data_ptr()
+
+
+def test_two_blocks_look_like_keys_and_values_until_someone_says_which():
+    caches = [numbered(2, 2, BLOCK, HEADS, DIM)]
+    with pytest.raises(InputError, match="look alike"):
+        KvLayout.vllm(caches, BLOCK)
+    assert torch.equal(KvLayout.vllm(caches, BLOCK, kv_axis=0).v[0], caches[0][1])
+    assert torch.equal(KvLayout.vllm(caches, BLOCK, kv_axis=1).v[0], caches[0][:, 1])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: KvLayout((), ()), "0 key and 0 value"),
+        (lambda: KvLayout.ours(numbered(1, 8, 2, 4), numbered(2, 8, 2, 4)), "1 key and 2 value"),
+        (lambda: KvLayout.ours(numbered(1, 8, 2, 4), numbered(1, 8, 2, 6)), "layers differ"),
+        (lambda: KvLayout.ours(numbered(1, 0, 2, 4), numbered(1, 0, 2, 4)), "KV of shape"),
+        (lambda: KvLayout.ours(*(numbered(1, 8, 2, 4).to(torch.int8) for _ in range(2))), "int8 cannot be spliced"),
+        (lambda: KvLayout.ours(*(numbered(1, 8, 2, 4).transpose(2, 3) for _ in range(2))), "not adjacent"),
+        (lambda: KvLayout.sglang([numbered(8, 2)], [numbered(8, 2)]), r"a layer of shape \[8, 2\]"),
+        (lambda: KvLayout.vllm([numbered(2, 6, 8, 2, 4)], 16), "blocks of 16"),
+        (lambda: KvLayout.vllm([numbered(3, 6, 4, 2, 4)], 4), "no axis of two"),
+        (lambda: KvLayout.vllm([numbered(2, 6, 4, 2, 4)], 4, kv_axis=1), "no axis of two"),
+        (lambda: KvLayout.vllm([numbered(2, 6, 4, 2, 4), numbered(6, 2, 4, 2, 4)], 4), "different axes"),
+    ],
+)
+def test_tensors_that_are_no_kv_cache_are_refused_with_a_hint(make, words):
+    with pytest.raises(InputError, match=words) as caught:
+        make()
+    assert caught.value.hint

@@ -1,0 +1,329 @@
+"""Relocation against the models themselves: what transformers computes at the target position is the truth."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="relocation needs torch")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from semblend.errors import InputError  # noqa: E402
+from semblend.materialize.kv.rope import RopeSpec, refusal  # noqa: E402
+from semblend.materialize.kv.rope_config import FAMILIES  # noqa: E402
+
+TINY: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPTJ = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 2048, "rotary_dim": 8, "vocab_size": 61}
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+FIELDS: dict[str, dict[str, Any]] = {
+    "codegen": GPTJ,
+    "ernie4_5": TINY | {"head_dim": 16},
+    "falcon": TINY | {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "gemma": TINY | {"head_dim": 32},
+    "glm": TINY | {"head_dim": 16},
+    "glm4": TINY | {"head_dim": 16},
+    "gptj": GPTJ,
+    "helium": TINY | {"head_dim": 16},
+    "mistral": TINY | {"sliding_window": None, "head_dim": 32},
+    "mixtral": TINY | {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "olmoe": TINY | EXPERTS,
+    "qwen2_moe": TINY | EXPERTS | {"shared_expert_intermediate_size": 16},
+    "qwen3": TINY | {"head_dim": 32},
+    "qwen3_moe": TINY | EXPERTS | {"head_dim": 16},
+    "seed_oss": TINY | {"head_dim": 16},
+    "starcoder2": TINY | {"sliding_window": None},
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "base 1e6": {"rope_type": "default", "rope_theta": 1e6},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {"rope_type": "llama3"} | LLAMA3,
+    "llama3, all blended": {"rope_type": "llama3"} | LLAMA3 | {"high_freq_factor": 256.0},
+    "yarn": {"rope_type": "yarn"} | YARN,
+    "yarn, mscale": {"rope_type": "yarn"} | YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+    "yarn, attention factor": {"rope_type": "yarn"} | YARN | {"attention_factor": 1.3},
+    "yarn, betas": {"rope_type": "yarn"} | YARN | {"beta_fast": 20.0, "beta_slow": 2.0},
+    "yarn, not truncated": {"rope_type": "yarn"} | YARN | {"truncate": False},
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
+}
+SCALED = ["llama", "qwen2", "qwen3", "phi", "mistral", "cohere"]  # these read rope_parameters of every kind
+
+
+def model_and_config(family: str, scaling: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    transformers = pytest.importorskip("transformers", reason="the models to compare with")
+    fields = copy.deepcopy(FIELDS.get(family, TINY))
+    if scaling is not None:
+        fields["rope_parameters"] = {"rope_theta": 10_000.0} | scaling
+        if family == "phi":
+            fields["rope_parameters"]["partial_rotary_factor"] = 0.5
+    config = transformers.AutoConfig.for_model(family, **fields)
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # a norm of ones would hide a norm that is applied after the rotation
+            parameter.data.uniform_(0.3, 2.0)
+    return model, config.to_dict()
+
+
+def keys_at(model: Any, tokens: Any, start: int) -> Any:
+    """Layer-0 keys [n, kv_heads, d] as the model caches them with its first token at ``start``."""
+    positions = torch.arange(start, start + tokens.shape[1])[None]
+    with torch.no_grad():
+        cache = model(tokens, position_ids=positions, use_cache=True).past_key_values
+    return cache.layers[0].keys[0].transpose(0, 1)
+
+
+def assert_relocates(model: Any, config: dict[str, Any], donor: int, target: int) -> None:
+    tokens = torch.randint(3, 60, (1, 24), generator=torch.Generator().manual_seed(3))
+    rope = RopeSpec.from_hf_config(config, seq_len=max(donor, target) + tokens.shape[1])
+    before, after = keys_at(model, tokens, donor), keys_at(model, tokens, target)
+    moved = rope.relocate(before, target - donor)
+    error = (moved - after).abs().max().item()
+    assert error <= 1e-4, f"relocated keys are off by {error:.2e}"
+    assert (before - after).abs().max() > 1e-2, "the positions made no difference: this test could not fail"
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.filterwarnings("ignore")  # constructors of old families warn about their own defaults
+def test_every_family_in_the_table_relocates_as_its_own_model_computes(family):
+    model, config = model_and_config(family)
+    assert refusal(config) is None
+    assert_relocates(model, config, donor=90, target=11)
+    assert_relocates(model, config, donor=3, target=640)
+
+
+@pytest.mark.parametrize("family", SCALED)
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.filterwarnings("ignore")
+def test_every_scaling_gives_the_frequencies_and_keys_of_the_model(family, scaling):
+    model, config = model_and_config(family, SCALINGS[scaling])
+    assert refusal(config) is None
+    assert_relocates(model, config, donor=300, target=17)
+    rotary = next(module for name, module in model.named_modules() if name.endswith("rotary_emb"))
+    rope = RopeSpec.from_hf_config(config)
+    torch.testing.assert_close(torch.tensor(rope.inv_freq).float(), rotary.inv_freq, rtol=2e-6, atol=1e-12)
+    assert rope.attention_factor == pytest.approx(rotary.attention_scaling, rel=1e-9)
+    assert rope.style == ("interleaved" if family == "cohere" else "half")
+
+
+@pytest.mark.parametrize("scaling", [name for name in SCALINGS if "default" not in name and "base" not in name])
+@pytest.mark.parametrize("seq_len", [None, 100, 5000])
+def test_frequencies_are_those_of_the_transformers_init_functions(scaling, seq_len):
+    transformers = pytest.importorskip("transformers", reason="the functions to compare with")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = {"rope_theta": 500_000.0} | SCALINGS[scaling]
+    config = transformers.LlamaConfig(**(TINY | {"head_dim": 128, "rope_parameters": dict(parameters)}))
+    expected, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu", seq_len=seq_len)
+    rope = RopeSpec.from_hf_config(config.to_dict(), seq_len)
+    torch.testing.assert_close(torch.tensor(rope.inv_freq).float(), expected, rtol=2e-6, atol=1e-12)
+    assert rope.attention_factor == pytest.approx(factor, rel=1e-9)
+    assert rope.dynamic == (scaling == "dynamic")
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"gptj", "codegen", "falcon"}))
+def test_a_config_without_rotary_fields_means_what_its_family_means_by_that(family):
+    transformers = pytest.importorskip("transformers", reason="the defaults to compare with")
+    full = transformers.AutoConfig.for_model(family, **copy.deepcopy(FIELDS.get(family, TINY))).to_dict()
+    bare = {key: value for key, value in full.items() if not key.startswith(("rope", "rotary", "partial_rotary"))}
+    assert RopeSpec.from_hf_config(bare) == RopeSpec.from_hf_config(full)
+
+
+def test_old_and_new_ways_to_write_a_config_mean_the_same():
+    old = TINY | {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    new = TINY | {"model_type": "llama"}
+    new["rope_parameters"] = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+    assert RopeSpec.from_hf_config(old) == RopeSpec.from_hf_config(new)
+    assert hash(RopeSpec.from_hf_config(old)) == hash(RopeSpec.from_hf_config(new))
+
+
+def test_dynamic_keys_move_only_between_prompts_of_equal_frequencies():
+    config = TINY | {"model_type": "llama", "rope_parameters": SCALINGS["dynamic"] | {"rope_theta": 1e4}}
+    short, trained = RopeSpec.from_hf_config(config, 100), RopeSpec.from_hf_config(config, 2048)
+    long = RopeSpec.from_hf_config(config, 4096)
+    assert trained.cannot_follow(short) is None
+    assert "different rotary frequencies" in (long.cannot_follow(short) or "")
+    assert "donor's own" in (long.cannot_follow(None) or "")
+
+
+def specs() -> st.SearchStrategy[RopeSpec]:
+    @st.composite
+    def build(draw: Any) -> RopeSpec:
+        pairs = draw(st.integers(1, 24))
+        theta = draw(st.floats(100.0, 5e6))
+        return RopeSpec(
+            head_dim=2 * pairs + draw(st.sampled_from([0, 2, 7, 16])),
+            rotary_dim=2 * pairs,
+            style=draw(st.sampled_from(["half", "interleaved"])),
+            inv_freq=tuple(theta ** (-i / pairs) for i in range(pairs)),
+            attention_factor=draw(st.sampled_from([1.0, 1.3])),
+        )
+
+    return build()
+
+
+SHIFTS = st.integers(-200_000, 200_000)
+
+
+def random_keys(rope: RopeSpec, seed: int, dtype: Any = None) -> Any:
+    made = torch.randn(5, 2, rope.head_dim, generator=torch.Generator().manual_seed(seed))
+    return made.to(dtype or torch.float32)
+
+
+@settings(max_examples=60)
+@given(specs(), SHIFTS, SHIFTS, st.integers(0, 99))
+def test_two_moves_are_one_move_by_their_sum(rope, a, b, seed):
+    k = random_keys(rope, seed)
+    torch.testing.assert_close(rope.relocate(rope.relocate(k, a), b), rope.relocate(k, a + b), rtol=0, atol=3e-6)
+
+
+@settings(max_examples=40)
+@given(specs(), SHIFTS, st.integers(0, 99))
+def test_a_move_keeps_the_norm_and_the_dimensions_that_are_not_rotated(rope, shift, seed):
+    k = random_keys(rope, seed)
+    moved = rope.relocate(k, shift)
+    torch.testing.assert_close(moved.norm(dim=-1), k.norm(dim=-1), rtol=1e-6, atol=1e-6)
+    assert torch.equal(moved[..., rope.rotary_dim :], k[..., rope.rotary_dim :])
+
+
+@settings(max_examples=30)
+@given(specs(), st.sampled_from([torch.float32, torch.float16, torch.bfloat16]), st.integers(0, 99))
+def test_a_shift_of_zero_changes_no_bit(rope, dtype, seed):
+    k = random_keys(rope, seed, dtype)
+    k[0, 0, : rope.rotary_dim] = -0.0
+    k[0, 1, 0] = math.inf
+    bits = k.view(torch.int32 if dtype == torch.float32 else torch.int16)
+    for shift in (0, torch.zeros(5, 1, dtype=torch.int64)):
+        moved = rope.relocate(k, shift)
+        assert torch.equal(moved.view(bits.dtype), bits)
+        assert moved.data_ptr() != k.data_ptr()
+
+
+@settings(max_examples=40)
+@given(specs(), SHIFTS, st.sampled_from([torch.float16, torch.bfloat16]), st.integers(0, 99))
+def test_far_moves_of_half_precision_keys_are_rounded_once_and_not_more(rope, shift, dtype, seed):
+    k = random_keys(rope, seed, dtype)
+    exact = rope.relocate(k.double(), shift)
+    worst = (rope.relocate(k, shift).double() - exact).abs().max().item()
+    assert worst <= torch.finfo(dtype).eps * exact.abs().max().item() * 0.51 + 1e-6
+
+
+@settings(max_examples=30)
+@given(specs(), st.integers(0, 150_000), SHIFTS, st.integers(0, 99))
+def test_rotate_at_p_then_relocate_is_rotate_at_the_target(rope, position, shift, seed):
+    k = random_keys(rope, seed).double()
+    positions = position + torch.arange(5)
+    at_donor = rope.rotate(k, *rope.cos_sin(positions, torch.float64))
+    at_target = rope.rotate(k, *rope.cos_sin(positions + shift, torch.float64))
+    torch.testing.assert_close(rope.relocate(at_donor, shift), at_target, rtol=0, atol=1e-8)
+
+
+def test_every_token_may_have_its_own_shift():
+    rope = RopeSpec.plain(8)
+    k = random_keys(rope, 1)
+    shifts = torch.tensor([0, 5, -5, 1000, 0])
+    moved = rope.relocate(k, shifts[:, None])
+    for row, shift in enumerate(shifts.tolist()):
+        torch.testing.assert_close(moved[row], rope.relocate(k[row], shift), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (lambda rope: rope.relocate(torch.zeros(3, 6), 1), "6 dimensions, not 8"),
+        (lambda rope: rope.relocate(torch.zeros(3, 8, dtype=torch.int32), 1), "cannot be rotated"),
+        (lambda rope: rope.relocate(torch.zeros(3, 8).to(torch.float8_e4m3fn), 1), "cannot be rotated"),
+        (lambda rope: rope.relocate(torch.zeros(3, 8), torch.tensor(1.5)), "must be an integer"),
+        (lambda rope: RopeSpec(8, 6, "half", (1.0, 0.1)), "do not fit together"),
+        (lambda rope: RopeSpec(4, 4, "spiral", (1.0, 0.1)), "style"),
+        (lambda rope: RopeSpec.from_hf_config({"model_type": "llama"}), "no head size"),
+        (lambda rope: RopeSpec.from_hf_config(TINY | {"rope_scaling": {"type": "linear"}}), "factor is missing"),
+        (lambda rope: RopeSpec.from_hf_config(TINY | {"rope_scaling": {"type": "spiral"}}), "not known"),
+        (lambda rope: RopeSpec.from_hf_config(TINY | {"partial_rotary_factor": 0.2}), "cannot be paired"),
+    ],
+)
+def test_what_cannot_be_rotated_is_refused_with_a_hint(bad, words):
+    with pytest.raises(InputError, match=words) as caught:
+        bad(RopeSpec.plain(8))
+    assert caught.value.hint
+
+
+LLAMA = TINY | {"model_type": "llama"}
+QWEN2 = TINY | {"model_type": "qwen2", "sliding_window": 1024}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (TINY | {"model_type": "deepseek_v3", "kv_lora_rank": 512}, "MLA"),
+        (TINY | {"model_type": "bloom"}, "ALiBi"),
+        (TINY | {"model_type": "falcon", "alibi": True}, "ALiBi"),
+        (TINY | {"model_type": "mpt", "attn_config": {"alibi": True}}, "ALiBi"),
+        (TINY | {"model_type": "gpt2"}, "learned absolute"),
+        (LLAMA | {"position_embedding_type": "learned_absolute"}, "learned absolute"),
+        (LLAMA | {"position_embedding_type": "nope"}, "no rotary"),
+        (TINY | {"model_type": "mamba"}, "no rotary"),
+        (TINY | {"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 1}, "sliding window"),
+        (TINY | {"model_type": "mistral", "sliding_window": 1024}, "sliding window"),
+        (LLAMA | {"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
+        (LLAMA | {"layer_types": ["full_attention", "linear_attention"]}, "not full attention"),
+        (LLAMA | {"attention_chunk_size": 512}, "chunks"),
+        (LLAMA | {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+        (LLAMA | {"rope_local_base_freq": 1e4}, "different frequencies"),
+        (LLAMA | {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "different frequencies"),
+        (QWEN2 | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, "M-RoPE"),
+        (LLAMA | {"vision_config": {"depth": 2}}, "images"),
+        (LLAMA | {"rope_scaling": {"type": "su", "long_factor": [1.0]}}, "longrope"),
+        (LLAMA | {"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
+        (LLAMA | {"rope_scaling": {"rope_type": "spiral"}}, "'spiral' is not known"),
+        (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}}, "'alpha' is not known"),
+        (LLAMA | {"rope_scaling": {"type": "linear"}}, "cannot be read"),
+        (LLAMA | {"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, "quantised"),
+        (LLAMA | {"quantization": {"kv_cache_quant_algo": "FP8"}}, "quantised"),
+        (LLAMA | {"kv_cache_dtype": "fp8_e4m3"}, "quantised"),
+        (LLAMA | {"cache_implementation": "quantized"}, "quantised"),
+        (TINY | {"model_type": "from_tomorrow"}, "'from_tomorrow'"),
+    ],
+)
+def test_a_model_whose_keys_cannot_be_moved_is_refused_with_one_sentence(config, words):
+    reason = refusal(config)
+    assert reason is not None
+    assert words in reason
+    assert reason.endswith(".")
+    assert "\n" not in reason
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LLAMA,
+        QWEN2 | {"use_sliding_window": False},
+        QWEN2 | {"use_sliding_window": True, "max_window_layers": 28},
+        TINY | {"model_type": "mistral", "sliding_window": None},
+        TINY | {"model_type": "mistral", "sliding_window": 4096},
+        LLAMA | {"layer_types": ["full_attention", "full_attention"]},
+        LLAMA | {"kv_cache_dtype": "auto", "quantization_config": {"quant_method": "awq", "kv_cache_scheme": None}},
+        LLAMA | {"no_rope_layers": [1, 1]},
+    ],
+)
+def test_a_field_that_is_named_but_not_in_use_refuses_nothing(config):
+    assert refusal(config) is None

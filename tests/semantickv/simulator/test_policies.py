@@ -1,0 +1,209 @@
+"""Every compiled policy does what its plain twin does, block for block."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from semantickv.simulator.capacity import Capacity
+from semantickv.simulator.plain import Block, PlainPolicy
+from semantickv.simulator.policies import POLICIES, Policy, find_policy
+from semantickv.simulator.simulate import Simulated, plant, simulate
+from semantickv.traces.trace import Trace, TraceRequest
+from semblend.errors import InputError
+
+TYPES = ("system", "user", "code", "other")
+
+
+@st.composite
+def traces(draw, repeats: bool = True, unit: bool = False):
+    """Small traces with much sharing: few ids, so that prefixes and blocks come back."""
+    count = draw(st.integers(1, 40))
+    requests = []
+    for r in range(count):
+        ids = draw(st.lists(st.integers(0, 6), min_size=0, max_size=7, unique=not repeats))
+        tokens = tuple(16 if unit else 8 + 8 * (i % 3) for i in ids)
+        kinds = tuple(TYPES[i % 4] for i in ids)
+        requests.append(
+            TraceRequest(str(r), float(r // 2), tuple(ids), tokens, kinds, tenant="ab"[draw(st.integers(0, 1))])
+        )
+    return Trace.from_requests(requests)
+
+
+def same(a: Simulated, b: Simulated) -> None:
+    assert np.array_equal(a.hit_tokens_by_request, b.hit_tokens_by_request)
+    for field in ("block_hits", "token_hits", "evictions", "evictions_by_type", "regret", "requests_with_a_hit"):
+        assert getattr(a, field) == getattr(b, field), field
+    assert a.utilization == pytest.approx(b.utilization)
+
+
+@pytest.mark.parametrize("mode", ["prefix", "block"])
+@pytest.mark.parametrize("name", POLICIES)
+@given(trace=traces(), size=st.integers(0, 24), tokens=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_the_compiled_policy_equals_its_plain_twin(name, mode, trace, size, tokens):
+    capacity = Capacity.tokens(size * 12) if tokens else Capacity.blocks(size)
+    forest = plant(trace, mode)
+    same(simulate(forest, name, capacity, engine="compiled"), simulate(forest, name, capacity, engine="plain"))
+
+
+@given(trace=traces(), size=st.integers(0, 24), tokens=st.booleans(), mode=st.sampled_from(["prefix", "block"]))
+@settings(max_examples=100, deadline=None)
+def test_adaptive_learns_the_same_in_both_twins_when_lessons_come_often(trace, size, tokens, mode):
+    capacity = Capacity.tokens(size * 12) if tokens else Capacity.blocks(size)
+    forest = plant(trace, mode)
+    fast, slow = (
+        simulate(forest, "adaptive_semantic", capacity, engine=engine, lesson_blocks=1.0, bins=6, ratio=2.0, finest=4.0)
+        for engine in ("compiled", "plain")
+    )
+    same(fast, slow)
+    assert fast.weights == pytest.approx(slow.weights)
+
+
+def growing(seed: int, requests: int = 230) -> Trace:
+    """Prompts behind a popular root, some long, some coming back soon, late or never: reaches every class and age."""
+    rng = np.random.default_rng(seed)
+    chats: list[list[int]] = []
+    made, fresh = [], 1000
+    for r in range(requests):
+        back = chats and rng.random() < 0.55
+        ids = chats[int(rng.integers(len(chats)))] if back else [0, int(rng.integers(1, 4))]
+        more = int(rng.choice([1, 2, 4, 8, 14, 45], p=[0.3, 0.25, 0.2, 0.15, 0.08, 0.02]))
+        ids = [*ids, *range(fresh, fresh + more)]
+        fresh += more
+        chats = [*chats[-12:], ids[: int(rng.integers(2, len(ids) + 1))]]
+        tokens, kinds = tuple(8 + i % 5 for i in ids), tuple(TYPES[i % 4] for i in ids)
+        made.append(TraceRequest(str(r), float(r), tuple(ids), tokens, kinds))
+    return Trace.from_requests(made)
+
+
+@pytest.mark.parametrize("capacity", [Capacity.blocks(60), Capacity.blocks(250), Capacity.tokens(900)], ids=str)
+@pytest.mark.parametrize("mode", ["prefix", "block"])
+def test_adaptive_learns_the_same_in_both_twins_over_many_cache_fuls(mode, capacity):
+    forest = plant(growing(5), mode)
+    fast, slow = (simulate(forest, "adaptive_semantic", capacity, engine=engine) for engine in ("compiled", "plain"))
+    same(fast, slow)
+    assert fast.weights == pytest.approx(slow.weights, rel=1e-9)
+
+
+def ledgers_and_indices(forest, capacity, **options):
+    """What both twins have learnt at the end, class by class."""
+    from semantickv.simulator import kernels_adaptive as compiled
+    from semantickv.simulator.policies import adaptive
+
+    plan = adaptive.AdaptivePlan.of(forest, capacity, options)
+    rng = np.random.default_rng(3)
+    ledger = np.zeros((2 * adaptive.KINDS, len(plan.edges) - 1, 4))
+    ledger[:, :, :2] = rng.gamma(0.5, 4.0, ledger[:, :, :2].shape) * (1.0, plan.edges[-1])
+    ledger[rng.random(len(ledger)) < 0.4] = 0.0
+    plain = adaptive.AdaptiveSemantic()
+    plain.begin(capacity.size, forest, {"unit": capacity.unit, **options})
+    plain.now = 0.0
+    for c, k in np.argwhere(ledger.any(axis=2)):
+        plain.ledger[c, k] = adaptive.Cell(*ledger[c, k, :2])
+    plain._lesson(0.5)
+    numbers = (plan.every, plan.blocks, plan.memory, plan.memory_blocks, plan.trust, plan.hope, plan.doubt)
+    index = np.zeros(ledger.shape[:2])
+    compiled.learn_index(ledger, index, plan.edges, plan.priors, np.array(numbers), 0.0, 0.5)
+    return plain, ledger, index
+
+
+def test_one_lesson_gives_the_same_index_for_every_class_and_age_in_both_twins():
+    plain, ledger, index = ledgers_and_indices(plant(growing(1, 5)), Capacity.blocks(100))
+    for c in range(len(index)):
+        assert index[c] == pytest.approx(plain._index(c), rel=1e-9), c
+    for (c, k), cell in plain.ledger.items():
+        assert ledger[c, k, :2] == pytest.approx((cell.returns, cell.exposure), rel=1e-9)
+
+
+def test_both_twins_file_every_use_under_the_same_class():
+    from semantickv.simulator import kernels_adaptive as compiled
+    from semantickv.simulator.policies import adaptive
+
+    forest = plant(Trace.from_requests([TraceRequest("r", 0.0, (1, 2), (16, 16), ("user", "user"))]))
+    plain = adaptive.AdaptiveSemantic()
+    plain.begin(320, forest, {"unit": "blocks"})
+    gaps = [0.0, *(step * 10.0 * 4.0**power for power in range(1, 7) for step in (0.99, 1.0))]
+    kinds = set()
+    for uses in (1, 2, 3, 4, 5, 6, 8, 9, 32, 33, 128, 129, 4000):
+        for gap in gaps if uses > 1 else (0.0,):
+            for seen, unseen in [(s, u) for s in (0, 1, 2, 9) for u in (0, 2, 3, 5, 6, 11, 12, 39, 40, 41, 99)]:
+                for fan, place in ((0, 0), (1, 1), (2, 0)):
+                    plain.uses, plain.children = {place: uses}, {place: fan}
+                    want = plain._kind(place, unseen, seen, place, gap)
+                    got = compiled.kind_of(bool(forest.tail[place]), seen + unseen, seen, uses, gap, fan, 10.0)
+                    assert got == want, (uses, gap, seen, unseen, fan, place)
+                    assert compiled.level_of(want) == adaptive.level_of(want)
+                    kinds.add(want)
+    assert kinds == set(range(adaptive.KINDS)) - {10, 11, 12}  # few and many new blocks exclude each other
+
+
+@given(seed=st.integers(0, 99), share=st.floats(0.1, 0.9))
+@settings(max_examples=15, deadline=None)
+@pytest.mark.parametrize("name", [name for name, policy in POLICIES.items() if not policy.offline])
+def test_no_policy_knows_what_comes_later(name, seed, share):
+    """What a policy does with the first requests does not depend on the rest, nor on how large its blocks are."""
+    trace = growing(seed, 120)
+    huge = TraceRequest("huge", 1e9, tuple(range(10**6, 10**6 + 50)), (5000,) * 50, ("legal_evidence",) * 50)
+    cut = max(1, int(len(trace) * share))
+    head = simulate(trace.head(cut), name, Capacity.tokens(700)).hit_tokens_by_request
+    longer = Trace.from_requests([*trace.requests(), huge, huge])
+    assert np.array_equal(head, simulate(longer, name, Capacity.tokens(700)).hit_tokens_by_request[:cut])
+
+
+def replay(ids, name, size, **options):
+    asks = [TraceRequest(str(n), float(n), (i,), (16,), ("other",)) for n, i in enumerate(ids)]
+    return simulate(Trace.from_requests(asks), name, Capacity.blocks(size), mode="block", **options)
+
+
+def test_sieve_keeps_what_was_used_and_moves_nothing():
+    # 1 is marked, so the hand passes it and takes 2; then 3 is under the hand
+    assert replay([1, 2, 3, 1, 4, 1, 3], "sieve", 3).block_hits == 3
+
+
+def test_s3fifo_lets_a_scan_pass_and_remembers_who_came_back():
+    loop = [1, 2] * 3 + list(range(100, 200)) + [1, 2]
+    assert replay(loop, "s3fifo", 10).block_hits == replay(loop, "lru", 10).block_hits + 2
+
+
+def test_tinylfu_refuses_newcomers_that_were_asked_for_no_more_often():
+    loop = [1, 2] * 3 + list(range(100, 120)) + [1, 2]
+    assert replay(loop, "tinylfu", 2).block_hits == 6
+    assert replay(loop, "tinylfu", 2).evictions == 0
+
+
+def test_lfuda_lets_old_fame_fade_and_lfu_does_not():
+    loop = [1] * 50 + [n for i in range(2, 60) for n in (i, i + 1000, i)]
+    assert replay([*loop, 1], "lfu", 2).block_hits == 50 - 1 + 1
+    assert replay([*loop, 1], "lfuda", 2).block_hits > 50
+
+
+def test_static_semantic_refuses_user_text_for_a_system_prompt():
+    system = TraceRequest("s", 0.0, (1,), (64,), ("system",))
+    users = [TraceRequest(str(n), 1.0, (n,), (64,), ("user",)) for n in range(2, 9)]
+    trace = Trace.from_requests([system, *users, TraceRequest("e", 2.0, (1,), (64,), ("system",))])
+    assert simulate(trace, "static_semantic", Capacity.blocks(1)).block_hits == 1
+    assert simulate(trace, "lru", Capacity.blocks(1)).block_hits == 0
+
+
+def test_adaptive_learns_which_type_comes_back():
+    """Documents come back after 40 asks, user text never does: LRU of 30 blocks loses all, adaptive keeps some."""
+    requests = []
+    for n in range(6000):
+        kind, block = ("retrieved_context", n % 20) if n % 2 else ("user", 1000 + n)
+        requests.append(TraceRequest(str(n), float(n), (block, 10**6 + n), (16, 16), (kind, "user")))
+    trace = Trace.from_requests(requests)
+    lru, mine = (simulate(trace, name, Capacity.blocks(12), mode="block") for name in ("lru", "adaptive_semantic"))
+    assert lru.block_hits == 0
+    assert mine.block_hits > 1000
+    assert mine.weights["retrieved_context"] > 5 * mine.weights["user"]
+
+
+def test_a_policy_without_compiled_twin_says_so():
+    plain = Policy("mine", "as lru", PlainPolicy)
+    with pytest.raises(InputError, match="no compiled twin"):
+        replay([1], plain, 1, engine="compiled")
+    assert find_policy(plain) is plain
+    assert Block(1, 1, 16, "user", 0, -1).evictable

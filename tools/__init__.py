@@ -1,0 +1,1 @@
+"""Scripts of this repository that are not part of the distribution."""

@@ -328,7 +328,7 @@ class SemBlend:
         if isinstance(decision, ReusePlan) and (self.config.discovery_only or self.config.quality == "exact"):
             why = "discovery only" if self.config.discovery_only else "quality mode exact"
             detail = f"{why}: {decision.reused_tokens} tokens in {len(decision.spans)} spans found, none handed out"
-            return Decline(DeclineReason.DISABLED, detail, decision.evidence)
+            return Decline(DeclineReason.DISABLED, detail, decision.evidence, self.config.discovery_only)
         return decision
 
     def _stale(self, donor_id: str, request_id: str) -> Decline:

@@ -40,6 +40,8 @@ class Similar:
 class Decline:
     """Nothing is reused, and this is why.
 
+    ``discovery_only``: donors were found and reported, but the settings say to hand no plan to an engine.
+
     >>> match Decline(DeclineReason.TOO_SHORT, "12 tokens"):
     ...     case Decline(reason, detail): print(reason, "|", detail)
     too_short | 12 tokens
@@ -48,6 +50,7 @@ class Decline:
     reason: DeclineReason
     detail: str = ""
     evidence: tuple[Similar, ...] = ()
+    discovery_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def test_mixed_requests_over_a_small_pool_leak_nothing_and_stay_right(tmp_path, 
 def test_a_leak_does_not_pass_the_soak(tmp_path):
     engine, tokenizer, _ = small(tmp_path)
     engine.reuse.semblend.register(engine_prompt(tokenizer), "held")
-    engine.reuse.donor_kv.capture("held", 1, engine.pool, soak_slots())
+    engine.reuse.donor_kv.capture("held", 1, engine.pool.layout, soak_slots())
     engine.reuse.donor_kv.acquire("held", 1)
     engine.pool.allocate(1)
     seen = soak.soak(engine, soak.Asker(tokenizer.encode, 3, longest=100), requests=5, seed=3)

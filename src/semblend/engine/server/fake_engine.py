@@ -13,13 +13,13 @@ import math
 import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from semblend._version import __version__
-from semblend.confirm.outcome import Outcome
+from semblend.confirm.build_receipt import RequestFacts, build_receipt
 from semblend.confirm.receipt import Receipt
 from semblend.discover.donor import Donor
 from semblend.engine.server.serving import ServingRequest
@@ -49,6 +49,30 @@ class Pace:
         prefill = computed / self.prefill_tokens_per_s if self.prefill_tokens_per_s else 0.0
         load = moved / self.load_tokens_per_s if self.load_tokens_per_s else 0.0
         return self.overhead_s + prefill + load
+
+
+@dataclass(frozen=True, slots=True)
+class FakeWork:
+    """What the fake pretends to have done: ``held_tokens`` in ``spans`` spans, some of them computed again."""
+
+    held_tokens: int = 0
+    recomputed_tokens: int = 0
+    spans: int = 0
+    prompt_tokens: int = 1
+    compute_ms: float | None = None
+    load_ms: float | None = None
+    canary: float | None = None
+    escalations: int = 0
+
+    @property
+    def reused_tokens(self) -> int:
+        return self.held_tokens - self.recomputed_tokens
+
+    @property
+    def risk(self) -> float | None:
+        """A number that grows with the reused share and the spans, as a real probe's does; None without spans."""
+        share = self.reused_tokens / self.prompt_tokens
+        return round(0.002 + 0.006 * share * self.spans / (self.spans + 2), 5) if self.spans else None
 
 
 LIKE_A_SMALL_MODEL = Pace(prefill_tokens_per_s=2500, load_tokens_per_s=150_000, overhead_s=0.015, token_s=0.03)
@@ -145,48 +169,28 @@ class FakeEngine:
         lookup_ms = 1000 * (time.perf_counter() - started)
         spans = _without_last_token(plan.spans, len(prompt)) if isinstance(plan, ReusePlan) else ()
         recomputed = _recomputed(spans, balanced=mode == "balanced")
-        receipt = self._receipt(request, mode, exact, spans, sum(end - start for start, end in recomputed), plan)
-        ttft_s = self.pace.ttft_s(receipt.recomputed_tokens + receipt.prefill_tokens, receipt.reused_tokens)
-        values = {name: getattr(receipt, name) for name in Receipt.__slots__}
-        compute_ms = 1000 * self.pace.ttft_s(receipt.recomputed_tokens + receipt.prefill_tokens, 0)
-        values |= {"lookup_ms": lookup_ms, "compute_ms": compute_ms, "ttft_ms": 1000 * ttft_s + lookup_ms}
-        return self.semblend.confirm(Receipt(**values)), recomputed
-
-    def _receipt(
-        self,
-        request: ServingRequest,
-        mode: str,
-        exact: int,
-        spans: tuple[Span, ...],
-        recomputed: int,
-        plan: ReusePlan | Decline,
-    ) -> Receipt:
         held = sum(span.length for span in spans)
-        reused = held - recomputed
-        reason, detail = (plan.reason, plan.detail) if isinstance(plan, Decline) else (None, "")
-        outcome = Outcome.BACKEND_MATERIALIZED_REUSE
-        if reused <= 0:
-            spans, recomputed, held = (), 0, 0
-            outcome = Outcome.EXACT_PREFIX_ROUTE if exact else Outcome.COLD_FALLBACK
-            reason = reason or DeclineReason.BELOW_BREAK_EVEN
-        share = max(reused, 0) / len(request.prompt)
-        return Receipt(
+        counts = FakeWork(held, sum(end - start for start, end in recomputed), len(spans), len(prompt))
+        if counts.reused_tokens > 0 and isinstance(plan, ReusePlan):
+            plan = replace(plan, spans=spans)
+        else:
+            counts = FakeWork(prompt_tokens=len(prompt))
+            plan = plan if isinstance(plan, Decline) else Decline(DeclineReason.BELOW_BREAK_EVEN)
+        computed = len(prompt) - exact - counts.reused_tokens
+        facts = RequestFacts(
             request_id=request.request_id,
             engine="fake",
             engine_version=__version__,
-            namespace=request.prompt.namespace.digest,
-            outcome=outcome,
+            namespace=prompt.namespace,
             mode=mode,
-            prompt_tokens=len(request.prompt),
+            prompt_tokens=len(prompt),
             exact_tokens=exact,
-            reused_tokens=max(reused, 0),
-            recomputed_tokens=recomputed,
-            prefill_tokens=len(request.prompt) - exact - held,
-            spans=spans,
-            risk=round(0.002 + 0.006 * share * len(spans) / (len(spans) + 2), 5) if spans else None,
-            reason=reason,
-            detail=detail,
+            decision=plan,
+            lookup_ms=lookup_ms,
+            ttft_ms=1000 * self.pace.ttft_s(computed, counts.reused_tokens) + lookup_ms,
         )
+        counts = replace(counts, compute_ms=1000 * self.pace.ttft_s(computed, 0))
+        return self.semblend.confirm(build_receipt(facts, counts)), recomputed
 
     def _exact_prefix(self, prompt: Prompt) -> int:
         """Whole blocks that an earlier prompt of this namespace begins with too; the last token is never among them."""

@@ -2,70 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
-from semblend.confirm.outcome import Outcome
+from semblend.confirm.build_receipt import RequestFacts, build_receipt
 from semblend.confirm.receipt import Receipt
-from semblend.integration.vllm.orders import Loaded
+from semblend.integration.vllm.scheduler.records import Record
 from semblend.plan.reuse_plan import Decline, ReusePlan
-from semblend.prompt import Namespace
 
 ENGINE = "vllm"
 
 
-@dataclass(slots=True)
-class Facts:
-    """What the scheduler half knows when the first token is out."""
+def build_vllm_receipt(
+    record: Record, decision: ReusePlan | Decline | None, engine_version: str, ttft_ms: float | None
+) -> Receipt:
+    """Build the receipt of a request whose first token is out; ``decision`` is what the worker was told to do.
 
-    request_id: str
-    namespace: Namespace
-    prompt_tokens: int
-    exact_tokens: int
-    mode: str
-    decision: ReusePlan | Decline | None
-    claimed: bool
-    lookup_ms: float | None
-    ttft_ms: float | None
-
-
-def receipt_of(facts: Facts, loaded: Loaded | None, engine_version: str) -> Receipt:
-    """``loaded`` is the worker's word; without it no reuse is counted, whatever was planned."""
-    reused = loaded.reused_tokens if loaded and not loaded.failed else 0
-    recomputed = loaded.recomputed_tokens if loaded and not loaded.failed else 0
-    outcome, why = _outcome(facts, loaded, reused)
-    return Receipt(
-        request_id=facts.request_id,
+    Only a claimed request counts what the worker reported; a load that failed counts no tokens.
+    """
+    facts = RequestFacts(
+        request_id=record.request.request_id,
         engine=ENGINE,
         engine_version=engine_version,
-        namespace=facts.namespace.digest,
-        outcome=outcome,
-        mode=facts.mode,
-        prompt_tokens=facts.prompt_tokens,
-        exact_tokens=facts.exact_tokens,
-        reused_tokens=reused,
-        recomputed_tokens=recomputed,
-        prefill_tokens=facts.prompt_tokens - facts.exact_tokens - reused - recomputed,
-        spans=facts.decision.spans if reused and isinstance(facts.decision, ReusePlan) else (),
-        risk=loaded.risk if loaded else None,
-        escalations=loaded.escalations if loaded else 0,
-        canary=loaded.canary if loaded else None,
-        lookup_ms=facts.lookup_ms,
-        load_ms=loaded.load_ms if loaded else None,
-        compute_ms=loaded.compute_ms if loaded else None,
-        ttft_ms=facts.ttft_ms,
-        reason=why.reason if why else None,
-        detail=why.detail if why else "",
+        namespace=record.prompt.namespace,
+        mode=record.mode,
+        prompt_tokens=len(record.prompt),
+        exact_tokens=record.local_tokens,
+        decision=decision,
+        lookup_ms=record.lookup_ms,
+        ttft_ms=ttft_ms,
     )
-
-
-def _outcome(facts: Facts, loaded: Loaded | None, reused: int) -> tuple[Outcome, Decline | None]:
-    if reused:
-        return Outcome.BACKEND_MATERIALIZED_REUSE, None
-    if facts.claimed and loaded is not None and loaded.reason is not None:
-        return Outcome.BACKEND_DECLINED_REUSE, Decline(loaded.reason, loaded.detail)
-    declined = facts.decision if isinstance(facts.decision, Decline) else None
-    if facts.exact_tokens:
-        return Outcome.EXACT_PREFIX_ROUTE, declined
-    if declined is not None and declined.detail.startswith("discovery only"):
-        return Outcome.SEMANTIC_DISCOVERY_ONLY, declined
-    return Outcome.COLD_FALLBACK, declined
+    loaded = record.loaded if record.claimed else None
+    if loaded is None:
+        return build_receipt(facts)
+    if loaded.failed:
+        loaded = replace(loaded, reused_tokens=0, recomputed_tokens=0)
+    declined = None if loaded.reason is None else Decline(loaded.reason, loaded.detail)
+    return build_receipt(facts, loaded, declined)

@@ -27,7 +27,7 @@ from semblend.errors import SemBlendError
 from semblend.facade import SemBlend
 from semblend.integration.vllm.orders import Capture, Load, Orders, Report
 from semblend.integration.vllm.scheduler.hash_chain import restore, salt, withdraw
-from semblend.integration.vllm.scheduler.receipts import ENGINE, Facts, receipt_of
+from semblend.integration.vllm.scheduler.receipts import ENGINE, build_vllm_receipt
 from semblend.integration.vllm.scheduler.records import EngineFacts, Record, scheduled
 from semblend.integration.vllm.scheduler.requests import asked_for, declined_request, namespace_of
 from semblend.integration.vllm.settings import ConnectorSettings
@@ -367,18 +367,8 @@ class SchedulerHalf:
         if record is None or record.receipt is not None:
             return
         arrival = getattr(record.request, "arrival_time", None)
-        facts = Facts(
-            request_id=request_id,
-            namespace=record.prompt.namespace,
-            prompt_tokens=len(record.prompt),
-            exact_tokens=record.local_tokens,
-            mode=record.mode,
-            decision=self._carried_out(record),
-            claimed=record.claimed,
-            lookup_ms=record.lookup_ms,
-            ttft_ms=None if arrival is None else max(0.0, (self._clock() - arrival) * 1e3),
-        )
-        record.receipt = receipt_of(facts, record.loaded if record.claimed else None, self.facts.version)
+        ttft_ms = None if arrival is None else max(0.0, (self._clock() - arrival) * 1e3)
+        record.receipt = build_vllm_receipt(record, self._carried_out(record), self.facts.version, ttft_ms)
         try:
             self.semblend.confirm(record.receipt)
         except SemBlendError as error:  # such as a request id that was used before: the answer goes on

@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from semantickv.analysis.experiments import describe
 from semantickv.analysis.latency import BOUNDS, LatencyModel
 from semantickv.analysis.mrc import curve
 from semantickv.simulator.capacity import Capacity, kv_bytes_per_token
 from semantickv.simulator.forest import Forest, plant
 from semantickv.simulator.policies import POLICIES
 from semantickv.simulator.simulate import Simulated, simulate
-from semantickv.traces.trace import Trace
+from semantickv.traces.trace import Trace, describe_trace
 from semblend.errors import InputError
 
 NOISE = 0.005
@@ -168,7 +167,7 @@ def advise(
         anywhere = _points(plant(trace, "block"), best, steps, rate, seed)
     return Advice(
         trace=trace,
-        facts=describe(trace),
+        facts=describe_trace(trace),
         latency=latency or LatencyModel(),
         model=model,
         dtype=dtype,

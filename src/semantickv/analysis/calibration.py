@@ -7,7 +7,6 @@ a bootstrap of the requests. Both numbers are kept at or above zero: a negative 
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -18,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from semantickv.analysis.latency import LatencyModel
+from semantickv.traces.formats import read_lines
 from semantickv.traces.trace import Trace
 from semblend.errors import InputError
-from semblend.text.logs import MAX_LINE_BYTES
 
 Floats = npt.NDArray[np.float64]
 FEWEST = 8
@@ -192,9 +191,9 @@ def observations(path: str | Path, trace: Trace) -> Observations:
 def _computed(path: str | Path) -> dict[str, float]:
     """Request to computed tokens, for the lines of a JSONL trace that tell; others are left to the caller."""
     found: dict[str, float] = {}
-    for raw in _lines(Path(path)):
+    for _, raw in read_lines(Path(path)):
         try:
-            line = json.loads(raw)
+            line = json.loads(raw or b"")  # nothing: the line was too long to hold
         except (ValueError, RecursionError):
             continue  # the trace's reader has complained about it, or was told to skip it
         if not isinstance(line, dict) or "request_id" not in line:
@@ -208,15 +207,3 @@ def _computed(path: str | Path) -> dict[str, float]:
             total = sum(count for count in counts if isinstance(count, int))
             found[str(line["request_id"])] = max(0.0, total - float(hits))
     return found
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """Lines up to the limit of length; longer ones are passed over."""
-    with path.open("rb") as plain:
-        packed = plain.read(2) == b"\x1f\x8b"
-    with gzip.open(path, "rb") if packed else path.open("rb") as stream:
-        while raw := stream.readline(MAX_LINE_BYTES):
-            if raw.endswith(b"\n") or len(raw) < MAX_LINE_BYTES:
-                yield raw
-            while raw and not raw.endswith(b"\n"):
-                raw = stream.readline(MAX_LINE_BYTES)

@@ -19,7 +19,7 @@ from semantickv.analysis.latency import BOUNDS, LatencyModel, policy_record
 from semantickv.simulator.capacity import Capacity
 from semantickv.simulator.forest import Forest, Mode, plant
 from semantickv.simulator.simulate import Simulated, simulate
-from semantickv.traces.trace import Trace
+from semantickv.traces.trace import Trace, describe_trace
 from semantickv.workloads.arrivals import Arrivals
 from semantickv.workloads.families import FAMILIES, workload
 from semblend.errors import InputError, MissingDependencyError
@@ -87,7 +87,7 @@ class Outcome:
             "simulated": True,
             "experiment_id": self.experiment.experiment_id,
             "config": spec | {"metadata": dict(self.experiment.metadata)},
-            "workload": describe(self.trace),
+            "workload": describe_trace(self.trace),
             "modes": self.records,
             "weights_over_time": _series(self.weights_over_time),
             "utilization_over_time": _series(self.utilization_over_time),
@@ -135,24 +135,6 @@ def _over_time(experiment: Experiment, trace: Trace, mode: Mode) -> tuple[dict[s
         before = end
     present = {trace.type_names[kind] for kind in np.unique(trace.types)}
     return {kind: line for kind, line in weights.items() if kind in present or kind not in trace.type_names}, used
-
-
-def describe(trace: Trace) -> dict[str, Any]:
-    """A trace in a few numbers."""
-    first = np.unique(trace.ids, return_index=True)[1]
-    return {
-        "name": trace.name,
-        "requests": len(trace),
-        "block_accesses": trace.block_accesses,
-        "distinct_blocks": len(first),
-        "prompt_tokens": int(trace.request_tokens.sum()),
-        "distinct_tokens": int(trace.tokens[first].sum(dtype=np.int64)),
-        "tokens_by_type": {
-            name: int(trace.tokens[trace.types == number].sum(dtype=np.int64))
-            for number, name in enumerate(trace.type_names)
-            if (trace.types == number).any()
-        },
-    }
 
 
 def _series(panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]]) -> dict[str, Any]:

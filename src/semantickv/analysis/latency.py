@@ -22,10 +22,6 @@ SIMULATED_NOTE = (
 )
 BOUNDS = ("belady", "belady_bypass")
 """Policies that know the future: drawn and listed, never called the best."""
-POLICY_KEYS = (
-    "policy", "hit_rate", "block_hit_rate", "token_hit_rate", "tokens_saved", "evictions", "evictions_by_type",
-    "avg_ttft_ms", "p50_ttft_ms", "p95_ttft_ms", "utilization", "regret", "weights",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

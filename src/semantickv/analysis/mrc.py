@@ -22,7 +22,6 @@ from semantickv.simulator.capacity import Capacity, Unit
 from semantickv.simulator.forest import Forest
 from semantickv.simulator.policies import Policy, find_policy
 from semantickv.simulator.simulate import simulate
-from semantickv.traces.trace import Trace
 from semblend.errors import InputError
 
 STACK_POLICIES: Final = frozenset({"lru"})
@@ -128,24 +127,8 @@ def sample(forest: Forest, rate: float, seed: int = 0, number: int = 0) -> Fores
             break
         parent[lost] = forest.parent[parent[lost]]
     access = kept[forest.node]
-    before = np.concatenate(([0], np.cumsum(access)))
-    trace = forest.trace
-    part = Trace(
-        trace.ids[access],
-        trace.tokens[access],
-        trace.types[access],
-        before[trace.starts].astype(np.int64),
-        trace.arrival_s,
-        trace.tenant,
-        trace.output_tokens,
-        trace.ttft_ms,
-        trace.type_names,
-        trace.tenant_names,
-        trace.name,
-        trace.format,
-        trace.skipped,
-        trace.chained,
-    )
+    before = np.concatenate(([0], np.cumsum(access))).astype(np.int64)
+    part = forest.trace.select(access, slice(None), before[forest.trace.starts])
     above = parent[kept]
     above = np.where(above >= 0, renumbered[above], -1).astype(np.int32)
     node = renumbered[forest.node[access]].astype(np.int32)

@@ -1,4 +1,4 @@
-"""Replay a recorded trace through several policies, and write what each of them would have saved. Simulated.
+"""Replay a recorded trace through several policies: what each of them would have saved. Simulated.
 
 A fair sentence about the result: "on replay of the same trace, this policy would have kept more reusable tokens, under
 this latency model". It is not a measurement of a server.
@@ -8,29 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from semantickv.analysis.calibration import Calibration, Observations
-from semantickv.analysis.experiments import describe
-from semantickv.analysis.latency import SIMULATED_NOTE, LatencyModel, against, policy_record, simulated_ttft_ms
-from semantickv.output import plots
-from semantickv.output.experiment_files import COLUMNS, csv_text, record_table, write_text
+from semantickv.analysis.latency import SIMULATED_NOTE, LatencyModel, policy_record, simulated_ttft_ms
 from semantickv.simulator.capacity import Capacity
 from semantickv.simulator.forest import Mode, plant
 from semantickv.simulator.simulate import simulate
-from semantickv.traces.trace import Trace
-from semblend.cli.output import write_json
+from semantickv.traces.trace import Trace, describe_trace
 
 DEFAULT_POLICIES = ("lru", "adaptive_semantic", "static_semantic")
 CHAINED_NOTE = (
     "This trace's ids stand for a block and everything before it: it cannot show what reuse independent of position "
     "would add, and block mode over it equals prefix mode up to evicted beginnings."
 )
-MOST_POINTS = 4000
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +44,7 @@ class Replay:
         return {
             "simulated": True,
             "note": SIMULATED_NOTE,
-            "trace": describe(self.trace) | {"format": self.trace.format, "skipped_lines": self.trace.skipped},
+            "trace": describe_trace(self.trace) | {"format": self.trace.format, "skipped_lines": self.trace.skipped},
             "capacity": {"size": self.capacity.size, "unit": self.capacity.unit, "label": self.capacity.label},
             "mode": self.mode,
             "latency": self.latency.as_json(),
@@ -80,107 +74,3 @@ def replay(
         [policy_record(trace, one, model) for one in done],
         {one.policy: simulated_ttft_ms(trace, one, model) for one in done},
     )
-
-
-def write(result: Replay, folder: Path, *, pictures: bool = True) -> None:
-    """replay_results.json, replay_metrics.csv, replay_summary.md and the pictures."""
-    write_json(str(folder / "replay_results.json"), result.as_json())
-    rows = [
-        record | {"experiment_id": result.trace.name, "ttft_gain_vs_lru": against(result.records, record["policy"])}
-        for record in result.records
-    ]
-    columns = ["trace" if column == "experiment_id" else column for column in COLUMNS]
-    write_text(
-        folder / "replay_metrics.csv", csv_text([row | {"trace": row["experiment_id"]} for row in rows], columns)
-    )
-    write_text(folder / "replay_summary.md", summary(result))
-    if pictures:
-        draw(result, folder)
-
-
-def summary(result: Replay) -> str:
-    facts, trace = describe(result.trace), result.trace
-    lines = [
-        f"# Replay of {trace.name} (simulated)",
-        "",
-        f"> {SIMULATED_NOTE}",
-        "",
-        f"{facts['requests']:,} requests ({trace.format} format), {facts['block_accesses']:,} block accesses, "
-        f"{facts['distinct_blocks']:,} distinct blocks of {facts['distinct_tokens']:,} tokens; cache "
-        f"{result.capacity}; {result.mode} mode.",
-        f"TTFT = {result.latency.base_ttft_ms:.2f} ms + uncached tokens x {result.latency.token_latency_ms:.5f} ms "
-        f"({result.latency.source}).",
-        *([f"{trace.skipped} bad lines were skipped."] if trace.skipped else []),
-        *([CHAINED_NOTE] if trace.chained and result.mode == "block" else []),
-        "",
-        *record_table(result.records),
-    ]
-    if result.calibration is not None:
-        lines += ["", "## Calibration", "", *calibration_lines(result.calibration)]
-    return "\n".join(lines) + "\n"
-
-
-def calibration_lines(fitted: Calibration) -> list[str]:
-    low, high = fitted.token_interval_ms
-    lines = [
-        f"- base {fitted.base_ttft_ms:.2f} ms (95 %: {fitted.base_interval_ms[0]:.2f} to "
-        f"{fitted.base_interval_ms[1]:.2f}), {fitted.token_latency_ms:.5f} ms a token (95 %: {low:.5f} to {high:.5f})",
-        f"- {fitted.requests} observed requests, {fitted.outliers} of them far off the line; typical residual "
-        f"{fitted.residual_mad_ms:.2f} ms; the line explains {fitted.explained:.0%} of the absolute deviation",
-        f"- least squares would say {fitted.least_squares[0]:.2f} ms and {fitted.least_squares[1]:.5f} ms a token",
-    ]
-    if fitted.assumed_cold:
-        lines.append(
-            f"- {fitted.assumed_cold} requests did not say how many of their tokens were computed: all of them were "
-            "taken as computed, so the cost of a token is too low where a cache helped"
-        )
-    if fitted.left_out:
-        lines.append(f"- {fitted.left_out} observed requests were left out: impossible values")
-    return lines
-
-
-def draw(result: Replay, folder: Path) -> None:
-    """The pictures that the source text names, and the residuals of a calibration."""
-    note = f"{result.trace.name}: {len(result.trace):,} requests, cache {result.capacity}"
-    panel = f"{result.mode} mode"
-
-    def values(key: str) -> dict[str, list[tuple[str, float]]]:
-        return {panel: [(record["policy"], record[key]) for record in result.records]}
-
-    plots.bars(folder / "replay_policy_avg_ttft.png", "Average time to first token (estimated)",
-               values("avg_ttft_ms"), unit="ms", best="low", note=note)  # fmt: skip
-    plots.bars(
-        folder / "replay_tokens_saved.png",
-        "Prompt tokens not computed",
-        values("tokens_saved"),
-        unit="tokens",
-        note=note,
-    )
-    plots.bars(folder / "replay_hit_rate.png", "Block hit rate", values("block_hit_rate"), unit="%", note=note)
-    _observed(result, folder / "observed_vs_simulated_ttft.png", note)
-    if result.calibration is not None and result.observed is not None:
-        plots.residuals(folder / "calibration_residuals.png", result.calibration, result.observed.prefill_tokens,
-                        result.observed.ttft_ms)  # fmt: skip
-
-
-def _observed(result: Replay, path: Path, note: str) -> None:
-    """Observed against simulated where the trace has times; else what the simulated times are."""
-    seen = np.flatnonzero(~np.isnan(result.trace.ttft_ms))
-    if not len(seen):
-        panels = {
-            name: [(record["policy"], record[key]) for record in result.records]
-            for name, key in (("median", "p50_ttft_ms"), ("95th percentile", "p95_ttft_ms"))
-        }
-        title = "Simulated time to first token (this trace has no observed times)"
-        plots.bars(path, title, panels, unit="ms", best="low", note=note, one_scale=False)
-        return
-    edge = 1.25 * float(np.quantile(result.trace.ttft_ms[seen], 0.97))
-    shown = seen[result.trace.ttft_ms[seen] <= edge]
-    if len(shown) < len(seen):
-        note += f"; {len(seen) - len(shown)} observed above {edge:,.0f} ms are not shown"
-    shown = shown[:: max(1, len(shown) // MOST_POINTS)]
-    clouds = {
-        name: (result.trace.ttft_ms[shown].tolist(), times[shown].tolist()) for name, times in result.ttft_ms.items()
-    }
-    plots.points(path, "Observed and simulated time to first token", clouds, x="observed TTFT, ms",
-                 y="simulated TTFT, ms", line=(0.0, 1.0), note=note + "; the line is equality")  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 from semantickv.analysis.advise import advise
 from semantickv.commands import trace_flags
 from semantickv.output import advise_page
-from semantickv.output.experiment_files import new_folder
+from semantickv.output.files import new_folder
 from semantickv.simulator.capacity import DTYPE_BYTES, KV_SHAPES, kv_bytes_per_token
 from semantickv.simulator.policies import POLICIES
 from semblend.cli.output import print_json, say

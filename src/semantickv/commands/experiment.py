@@ -11,6 +11,7 @@ from semantickv.analysis.experiments import CONFIG_FOLDER, Experiment, Outcome, 
 from semantickv.analysis.experiments import run as simulate_experiment
 from semantickv.analysis.latency import against
 from semantickv.output import experiment_files
+from semantickv.output.files import new_folder
 from semblend.cli.output import print_json, say, table
 from semblend.errors import InputError
 
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     for experiment in experiments:
         say(f"{experiment.experiment_id}: simulating {len(experiment.policies)} policies")
         outcome = simulate_experiment(experiment)
-        folder = experiment_files.new_folder(experiment.output_dir, experiment.experiment_id)
+        folder = new_folder(experiment.output_dir, experiment.experiment_id)
         experiment_files.write(outcome, folder, pictures=not args.no_plots)
         done.append((outcome, folder))
     if everything:

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from semantickv.analysis.latency import against
-from semantickv.analysis.replay import CHAINED_NOTE, DEFAULT_POLICIES, calibration_lines, replay, write
+from semantickv.analysis.replay import CHAINED_NOTE, DEFAULT_POLICIES, replay
 from semantickv.commands import trace_flags
-from semantickv.output.experiment_files import new_folder
+from semantickv.output.files import new_folder
+from semantickv.output.replay_files import calibration_lines, write
 from semantickv.simulator.capacity import DTYPE_BYTES, KV_SHAPES, Capacity
 from semblend.cli.output import print_json, say, table
 from semblend.errors import InputError

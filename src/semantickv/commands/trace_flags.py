@@ -6,16 +6,17 @@ import argparse
 
 from semantickv.analysis.calibration import Calibration, Observations, calibrate, observations
 from semantickv.analysis.latency import LatencyModel
+from semantickv.traces.formats import FORMATS
 from semantickv.traces.trace import Trace
 from semblend.cli.output import say
 from semblend.errors import InputError
 
-FORMATS = ("auto", "semantickv", "mooncake", "bailian", "azure")
-
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", required=True, metavar="FILE", help="trace to read, plain or gzip")
-    parser.add_argument("--format", choices=FORMATS, default="auto", help="its format (default: %(default)s)")
+    parser.add_argument(
+        "--format", choices=("auto", *FORMATS), default="auto", help="its format (default: %(default)s)"
+    )
     parser.add_argument("--block-tokens", type=int, metavar="N", help="tokens of a block where the format does not say")
     parser.add_argument("--skip-bad", action="store_true", help="skip bad lines and count them")
     parser.add_argument("--sort", action="store_true", help="sort the requests by time of arrival")

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from semantickv.analysis.experiments import describe
-from semantickv.traces.trace import Trace, TraceRequest
+from semantickv.traces.request import TraceRequest
+from semantickv.traces.trace import Trace, describe_trace
 from semantickv.workloads.arrivals import PROCESSES, Arrivals
 from semantickv.workloads.families import FAMILIES, workload
 from semantickv.workloads.from_text import BLOCK_TOKENS, TEXT_WORKLOADS, TextSource, text_workload
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         trace = workload([args.family], sessions=args.sessions or 50, requests=args.requests, seed=args.seed,
                          arrivals=arrivals, tenants=args.tenants)  # fmt: skip
     write_trace(trace, args.output)
-    print_json(describe(trace))
+    print_json(describe_trace(trace))
     say(f"wrote {args.output}")
     return 0
 

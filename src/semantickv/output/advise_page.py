@@ -10,8 +10,7 @@ from typing import Any
 from semantickv.analysis.advise import NOISE, Advice, hits_by_type
 from semantickv.analysis.latency import BOUNDS, SIMULATED_NOTE
 from semantickv.output import plots
-from semantickv.output.experiment_files import write_text
-from semblend.cli.output import write_json
+from semblend.cli.output import write_json, write_text
 
 FIGURE = "hit_rate_against_memory.png"
 _STYLE = """
@@ -44,7 +43,7 @@ footer { color: var(--faint); font-size: 13px; margin-top: 26px; border-top: 1px
 
 def write(advice: Advice, folder: Path) -> None:
     """advice.html, advice.md, advice.json and the figure."""
-    write_json(str(folder / "advice.json"), advice.as_json())
+    write_json(folder / "advice.json", advice.as_json())
     draw(advice, folder / FIGURE)
     write_text(folder / "advice.md", markdown(advice))
     write_text(folder / "advice.html", page(advice))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from semantickv.analysis.experiments import Outcome, describe
+from semantickv.analysis.experiments import Outcome
 from semantickv.analysis.latency import BOUNDS, SIMULATED_NOTE, against
 from semantickv.output import plots
-from semblend.cli.output import write_json
-from semblend.errors import InputError
+from semantickv.output.files import METRICS, record_table, write_csv
+from semantickv.traces.trace import describe_trace
+from semblend.cli.output import write_json, write_text
 
 # What the SemanticKV text reports for the experiments of the same name, in block mode: average simulated TTFT of LRU
 # and of adaptive in ms, and their block hit rates. Its workloads are its own; ours have the same dimensions only.
@@ -37,42 +35,7 @@ PUBLISHED: Final[Mapping[str, Mapping[str, float]]] = MappingProxyType(
         },
     }
 )  # fmt: skip
-COLUMNS = (
-    "experiment_id", "mode", "policy", "hit_rate", "block_hit_rate", "token_hit_rate", "tokens_saved", "evictions",
-    "avg_ttft_ms", "p50_ttft_ms", "p95_ttft_ms", "ttft_gain_vs_lru", "utilization", "regret", "simulated",
-)  # fmt: skip
-
-
-def new_folder(parent: str | Path, name: str, now: datetime | None = None) -> Path:
-    """``parent/<timestamp>_<name>``, made; a second one of the same second gets a number."""
-    stamp = (now or datetime.now(UTC)).strftime("%Y%m%d_%H%M%S")
-    for attempt in range(1000):
-        folder = Path(parent) / (f"{stamp}_{name}" if not attempt else f"{stamp}_{name}_{attempt}")
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise InputError(f"cannot make {folder}: {error.strerror}", hint="pass another --output-dir") from None
-        return folder
-    raise InputError(f"{parent} already holds a thousand results of this second", hint="pass another --output-dir")
-
-
-def write_text(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(
-            f"cannot write {path}: {error.strerror}", hint="check the folder and its permissions"
-        ) from None
-
-
-def csv_text(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    out = io.StringIO()
-    writer = csv.DictWriter(out, fieldnames=list(columns), extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
+COLUMNS = ("experiment_id", *METRICS)
 
 
 def metric_rows(outcome: Outcome) -> list[dict[str, Any]]:
@@ -95,8 +58,8 @@ def metric_rows(outcome: Outcome) -> list[dict[str, Any]]:
 
 def write(outcome: Outcome, folder: Path, *, pictures: bool = True) -> None:
     """All files of one experiment."""
-    write_json(str(folder / "results.json"), outcome.as_json())
-    write_text(folder / "metrics.csv", csv_text(metric_rows(outcome), COLUMNS))
+    write_json(folder / "results.json", outcome.as_json())
+    write_csv(folder / "metrics.csv", metric_rows(outcome), COLUMNS)
     write_text(folder / "summary.md", summary(outcome))
     if pictures:
         draw(outcome, folder)
@@ -134,7 +97,7 @@ def draw(outcome: Outcome, folder: Path) -> None:
 
 def summary(outcome: Outcome) -> str:
     """The result in words, as Markdown."""
-    experiment, facts = outcome.experiment, describe(outcome.trace)
+    experiment, facts = outcome.experiment, describe_trace(outcome.trace)
     lines = [
         f"# {experiment.experiment_id} (simulated)",
         "",
@@ -153,22 +116,6 @@ def summary(outcome: Outcome) -> str:
     if published and "block" in outcome.records:
         lines += ["", "## Beside the source text (block mode)", "", *_beside(outcome, published)]
     return "\n".join(lines) + "\n"
-
-
-def record_table(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A Markdown table of policies."""
-    lines = [
-        "| policy | block hits | token hits | tokens saved | evictions | avg TTFT | p95 TTFT | against LRU |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for record in records:
-        gain = against(list(map(dict, records)), record["policy"])
-        lines.append(
-            f"| {record['policy']} | {record['block_hit_rate']:.2%} | {record['token_hit_rate']:.2%} | "
-            f"{record['tokens_saved']:,} | {record['evictions']:,} | {record['avg_ttft_ms']:.2f} ms | "
-            f"{record['p95_ttft_ms']:.2f} ms | {'' if gain is None else f'{gain:+.2%}'} |"
-        )
-    return lines
 
 
 def _verdict(records: Sequence[Mapping[str, Any]]) -> str:
@@ -193,7 +140,7 @@ def _beside(outcome: Outcome, published: Mapping[str, float]) -> list[str]:
 def write_aggregate(outcomes: Sequence[Outcome], folder: Path) -> None:
     """``aggregate_summary.csv`` and ``.md``: every policy of every experiment, the main results beside the source's."""
     rows = [row for outcome in outcomes for row in metric_rows(outcome)]
-    write_text(folder / "aggregate_summary.csv", csv_text(rows, COLUMNS))
+    write_csv(folder / "aggregate_summary.csv", rows, COLUMNS)
     lines = [
         "# All experiments (simulated)",
         "",

@@ -27,7 +27,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Final
 
-from semantickv.traces.trace import Trace, TraceBuilder, TraceRequest
+from semantickv.traces.request import TraceRequest
 from semblend.errors import InputError
 
 FORMATS: Final = ("semantickv", "mooncake", "bailian", "azure")
@@ -44,44 +44,62 @@ class _BadFieldError(Exception):
         self.field, self.problem = field, problem
 
 
-def read_trace(
-    path: str | os.PathLike[str],
-    format: str = "auto",
-    *,
-    block_tokens: int | None = None,
-    skip_bad: bool = False,
-    sort: bool = False,
-) -> Trace:
-    """Read a file; ``auto`` recognises the format by its first usable line."""
-    if format not in ("auto", *FORMATS):
-        raise InputError(f"unknown trace format {format!r}", hint="auto, " + ", ".join(FORMATS))
-    if block_tokens is not None and block_tokens <= 0:
-        raise InputError(f"block_tokens is {block_tokens}", hint="a block has at least one token")
-    file = Path(path)
-    if format == "auto":
-        format = _sniff(file)
-    builder = TraceBuilder(name=file.name, format=format, chained=format in ("mooncake", "bailian"))
-    builder.sort = sort
-    reader = _Reader(file, format, block_tokens or _DEFAULT_BLOCK.get(format, 0))
-    with closing(_lines(file)) as lines:
-        for number, line in lines:
-            try:
-                _add(builder, reader.request(line, number), reader.time_field)
-            except _BadFieldError as bad:
-                if not skip_bad:
-                    raise _error(file, number, bad) from None
-                builder.skipped += 1
-    if not len(builder):
-        raise InputError(f"{file}: no request in it", hint=f"read as {format}; {builder.skipped} lines were skipped")
-    return builder.build()
+class TraceFile:
+    """A trace file, opened by `read_requests`. Afterwards ``skipped`` counts the lines that could not be used.
 
+    ``block_tokens`` replaces the block length of formats that do not store one. A line that cannot be used is an
+    error, or is skipped with ``skip_bad``; so is a line earlier than the one before it, unless ``any_order``.
+    """
 
-def _add(builder: TraceBuilder, request: TraceRequest | None, time_field: str) -> None:
-    if request is None:  # a heading
-        return
-    if not builder.sort and request.arrival_s < builder.last_arrival_s:
-        raise _BadFieldError(time_field, f"{request.arrival_s:g} s is earlier than the line before")
-    builder.add(request)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        format: str = "auto",
+        *,
+        block_tokens: int | None = None,
+        skip_bad: bool = False,
+        any_order: bool = False,
+    ) -> None:
+        if format not in ("auto", *FORMATS):
+            raise InputError(f"unknown trace format {format!r}", hint="auto, " + ", ".join(FORMATS))
+        if block_tokens is not None and block_tokens <= 0:
+            raise InputError(f"block_tokens is {block_tokens}", hint="a block has at least one token")
+        self.path = Path(path)
+        self.format = _sniff(self.path) if format == "auto" else format
+        self.block_tokens = block_tokens or _DEFAULT_BLOCK.get(self.format, 0)
+        self.skip_bad, self.any_order, self.skipped = skip_bad, any_order, 0
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def chained(self) -> bool:
+        """Whether an id stands for a block and everything before it."""
+        return self.format in ("mooncake", "bailian")
+
+    def read_requests(self) -> Iterator[TraceRequest]:
+        """Yield the requests in the order of the file; raise InputError for a bad line or a file without requests."""
+        parser, found, latest_s = _LineParser(self.format, self.block_tokens), False, 0.0
+        with closing(read_lines(self.path)) as lines:
+            for number, line in lines:
+                try:
+                    request = parser.request(line, number)
+                    if request is None:  # a heading
+                        continue
+                    if not self.any_order and request.arrival_s < latest_s:
+                        problem = f"{request.arrival_s:g} s is earlier than the line before"
+                        raise _BadFieldError(parser.time_field, problem)
+                except _BadFieldError as bad:
+                    if not self.skip_bad:
+                        raise _error(self.path, number, bad) from None
+                    self.skipped += 1
+                    continue
+                found, latest_s = True, request.arrival_s
+                yield request
+        if not found:
+            hint = f"read as {self.format}; {self.skipped} lines were skipped"
+            raise InputError(f"{self.path}: no request in it", hint=hint)
 
 
 def _error(file: Path, number: int, bad: _BadFieldError) -> InputError:
@@ -104,7 +122,7 @@ def _open(file: Path) -> Iterator[IO[bytes]]:
             yield plain
 
 
-def _lines(file: Path) -> Generator[tuple[int, bytes | None], None, None]:
+def read_lines(file: Path) -> Generator[tuple[int, bytes | None], None, None]:
     """Numbered lines; None stands for one that is too long to hold, whose rest is passed over in pieces."""
     with _open(file) as stream:
         number = 0
@@ -123,7 +141,7 @@ def _lines(file: Path) -> Generator[tuple[int, bytes | None], None, None]:
 
 def _sniff(file: Path) -> str:
     """The format of the first line that tells; a file of bad lines is read as ours, which then says what is wrong."""
-    with closing(_lines(file)) as lines:
+    with closing(read_lines(file)) as lines:
         for number, line in lines:
             if number > 100:
                 break
@@ -150,11 +168,11 @@ def _format_of(record: object) -> str | None:
     return None
 
 
-class _Reader:
+class _LineParser:
     """Turns one line into a request, or says which field is wrong."""
 
-    def __init__(self, file: Path, format: str, block_tokens: int) -> None:
-        self.file, self.format, self.block_tokens = file, format, block_tokens
+    def __init__(self, format: str, block_tokens: int) -> None:
+        self.format, self.block_tokens = format, block_tokens
         self.time_field = {"azure": "TIMESTAMP", "semantickv": "timestamp_ms"}.get(format, "timestamp")
         self.columns: list[str] = []
         self.begin: datetime | None = None

@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from semantickv.traces.formats import TraceFile
+from semantickv.traces.request import TraceRequest
 from semblend.errors import InputError
 
 BLOCK_TYPES: Final = (
@@ -30,39 +32,10 @@ BLOCK_TYPES: Final = (
     "other",
 )
 
+__all__ = ["BLOCK_TYPES", "Trace", "TraceBuilder", "TraceRequest"]
+
 IntArray = npt.NDArray[np.integer[Any]]
 FloatArray = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class TraceRequest:
-    """One request: its blocks from the first to the last, and what is known about it.
-
-    >>> TraceRequest("r1", 0.5, (7, 8), (512, 100), ("system", "user")).tokens
-    612
-    """
-
-    request_id: str
-    arrival_s: float
-    block_ids: tuple[int, ...]
-    block_tokens: tuple[int, ...]
-    block_types: tuple[str, ...]
-    output_tokens: int = 0
-    tenant: str = "default"
-    session: str = ""
-    ttft_ms: float | None = None
-
-    def __post_init__(self) -> None:
-        if not len(self.block_ids) == len(self.block_tokens) == len(self.block_types):
-            raise InputError(f"request {self.request_id!r}: ids, tokens and types of its blocks differ in number")
-        if not (self.arrival_s >= 0 and np.isfinite(self.arrival_s)):
-            raise InputError(f"request {self.request_id!r}: arrival_s must be finite and not negative")
-        if any(tokens <= 0 for tokens in self.block_tokens):
-            raise InputError(f"request {self.request_id!r}: a block has no tokens", hint="leave empty blocks out")
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.block_tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,10 +79,15 @@ class Trace:
         skip_bad: bool = False,
         sort: bool = False,
     ) -> Trace:
-        """Read a trace file (plain or gzip): our JSONL, Mooncake, Bailian or Azure CSV; see `trace_formats`."""
-        from semantickv.traces.formats import read_trace
+        """Read a trace file (plain or gzip) in one of `semantickv.traces.formats.FORMATS`; ``auto`` detects which.
 
-        return read_trace(path, format, block_tokens=block_tokens, skip_bad=skip_bad, sort=sort)
+        ``sort`` accepts lines in any order of time; ``skip_bad`` skips and counts lines that cannot be used.
+        """
+        file = TraceFile(path, format, block_tokens=block_tokens, skip_bad=skip_bad, any_order=sort)
+        builder = TraceBuilder(file.name, file.format, chained=file.chained, sort=sort)
+        for request in file.read_requests():
+            builder.add(request)
+        return replace(builder.build(), skipped=file.skipped)
 
     def __len__(self) -> int:
         """Number of requests."""
@@ -163,33 +141,37 @@ class Trace:
 
     def _cut(self, low: int, high: int) -> Trace:
         first, last = int(self.starts[low]), int(self.starts[high])
-        return Trace(
-            self.ids[first:last],
-            self.tokens[first:last],
-            self.types[first:last],
-            self.starts[low : high + 1] - first,
-            self.arrival_s[low:high],
-            self.tenant[low:high],
-            self.output_tokens[low:high],
-            self.ttft_ms[low:high],
-            self.type_names,
-            self.tenant_names,
-            self.name,
-            self.format,
-            self.skipped,
-            self.chained,
-            self.request_ids[low:high],
-            self.sessions[low:high],
+        return self.select(slice(first, last), slice(low, high), self.starts[low : high + 1] - first)
+
+    def select(self, accesses: Any, requests: slice | IntArray, starts: npt.NDArray[np.int64]) -> Trace:
+        """Build the trace of some block accesses and requests; ``starts`` are those of the new trace.
+
+        ``accesses`` is anything that indexes an array; ``requests`` is a slice or the numbers of the requests.
+        """
+
+        def pick(names: tuple[str, ...]) -> tuple[str, ...]:
+            return names[requests] if isinstance(requests, slice) else tuple(names[r] for r in requests if names)
+
+        return replace(
+            self,
+            ids=self.ids[accesses],
+            tokens=self.tokens[accesses],
+            types=self.types[accesses],
+            starts=starts,
+            arrival_s=self.arrival_s[requests],
+            tenant=self.tenant[requests],
+            output_tokens=self.output_tokens[requests],
+            ttft_ms=self.ttft_ms[requests],
+            request_ids=pick(self.request_ids),
+            sessions=pick(self.sessions),
         )
 
 
 class TraceBuilder:
     """Collects requests into flat machine arrays: ten million blocks cost about 140 MB, not gigabytes of objects."""
 
-    def __init__(self, name: str, format: str, *, chained: bool = False, keep_names: bool = True) -> None:
-        self.name, self.format, self.chained, self.keep_names = name, format, chained, keep_names
-        self.skipped = 0
-        self.sort = False
+    def __init__(self, name: str, format: str, *, chained: bool = False, sort: bool = False) -> None:
+        self.name, self.format, self.chained, self.sort = name, format, chained, sort
         self._ids, self._tokens, self._types = array("q"), array("i"), array("h")
         self._starts, self._arrival, self._tenant = array("q", [0]), array("d"), array("i")
         self._output, self._ttft = array("i"), array("d")
@@ -221,9 +203,8 @@ class TraceBuilder:
         self._tenant.append(self._tenant_numbers.setdefault(request.tenant, len(self._tenant_numbers)))
         self._output.append(request.output_tokens)
         self._ttft.append(np.nan if request.ttft_ms is None else request.ttft_ms)
-        if self.keep_names:
-            self._names.append(request.request_id)
-            self._sessions.append(request.session)
+        self._names.append(request.request_id)
+        self._sessions.append(request.session)
 
     def build(self) -> Trace:
         trace = Trace(
@@ -239,10 +220,9 @@ class TraceBuilder:
             tuple(self._tenant_numbers) or ("default",),
             self.name,
             self.format,
-            self.skipped,
-            self.chained,
-            tuple(self._names),
-            tuple(self._sessions),
+            chained=self.chained,
+            request_ids=tuple(self._names),
+            sessions=tuple(self._sessions),
         )
         return _by_arrival(trace) if self.sort else trace
 
@@ -253,21 +233,22 @@ def _by_arrival(trace: Trace) -> Trace:
     counts = np.diff(trace.starts)[order]
     starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
     gather = np.repeat(trace.starts[:-1][order] - starts[:-1], counts) + np.arange(starts[-1])
-    return Trace(
-        trace.ids[gather],
-        trace.tokens[gather],
-        trace.types[gather],
-        starts,
-        trace.arrival_s[order],
-        trace.tenant[order],
-        trace.output_tokens[order],
-        trace.ttft_ms[order],
-        trace.type_names,
-        trace.tenant_names,
-        trace.name,
-        trace.format,
-        trace.skipped,
-        trace.chained,
-        tuple(trace.request_ids[r] for r in order) if trace.request_ids else (),
-        tuple(trace.sessions[r] for r in order) if trace.sessions else (),
-    )
+    return trace.select(gather, order, starts)
+
+
+def describe_trace(trace: Trace) -> dict[str, Any]:
+    """Count a trace: its requests, block accesses, distinct blocks, and prompt tokens in all and by type."""
+    first = np.unique(trace.ids, return_index=True)[1]
+    return {
+        "name": trace.name,
+        "requests": len(trace),
+        "block_accesses": trace.block_accesses,
+        "distinct_blocks": len(first),
+        "prompt_tokens": int(trace.request_tokens.sum()),
+        "distinct_tokens": int(trace.tokens[first].sum(dtype=np.int64)),
+        "tokens_by_type": {
+            name: int(trace.tokens[trace.types == number].sum(dtype=np.int64))
+            for number, name in enumerate(trace.type_names)
+            if (trace.types == number).any()
+        },
+    }

@@ -14,8 +14,9 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Final
 
+from semantickv.traces.request import TraceRequest
 from semantickv.traces.segmentation import content_id
-from semantickv.traces.trace import Trace, TraceRequest
+from semantickv.traces.trace import Trace
 from semantickv.workloads.arrivals import Arrivals
 from semblend.errors import InputError
 

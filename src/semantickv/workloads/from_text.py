@@ -17,8 +17,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from semantickv.traces.request import TraceRequest
 from semantickv.traces.segmentation import Block, Segmenter
-from semantickv.traces.trace import Trace, TraceRequest
+from semantickv.traces.trace import Trace
 from semantickv.workloads.arrivals import Arrivals
 from semblend.errors import InputError
 

@@ -46,9 +46,13 @@ def check_target(path: str) -> None:
         raise InputError(f"cannot write {path}: No such file or directory", hint="make the folder first")
 
 
-def write_json(path: str, value: Any) -> None:
-    """Write to a temporary file beside the target, then rename: a good file is never half overwritten."""
-    text = json.dumps(value, indent=2, ensure_ascii=True) + "\n"
+def write_json(path: str | Path, value: Any) -> None:
+    """Write ``value`` to ``path`` as JSON; the file appears whole or not at all."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=True) + "\n")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write ``text`` to a temporary file beside ``path``, then rename: a good file is never half overwritten."""
     temporary = ""
     try:
         if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe: renaming would replace it

@@ -22,6 +22,7 @@ from semantickv.analysis.experiments import (
 )
 from semantickv.analysis.latency import LatencyModel, against
 from semantickv.output import experiment_files, plots
+from semantickv.output.files import new_folder
 from semblend.errors import InputError
 from tools.reference import lab_page
 
@@ -108,7 +109,7 @@ def test_the_aggregate_holds_every_experiment_and_the_published_gain(tmp_path: P
 
 
 def test_two_results_of_one_second_get_two_folders(tmp_path: Path) -> None:
-    assert len({experiment_files.new_folder(tmp_path, "x") for _ in range(3)}) == 3
+    assert len({new_folder(tmp_path, "x") for _ in range(3)}) == 3
 
 
 @pytest.mark.parametrize(
@@ -152,11 +153,9 @@ def test_a_negative_latency_is_refused_and_a_missing_baseline_gives_no_gain() ->
 
 
 def test_the_page_of_results_holds_what_the_code_gives_now() -> None:
-    page = (ROOT / "docs" / "experiments-lab.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "research" / "lab.md").read_text(encoding="utf-8")
     made = lab_page.tables(ROOT / "configs" / "experiments")
-    assert made in page, (
-        "stale: run python -m tools.reference.lab_page docs/experiments-lab.md, and read the page again"
-    )
+    assert made in page, "stale: run python -m tools.reference.lab_page docs/research/lab.md, and read the page again"
     assert lab_page.refreshed(page, made) == page
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from semantickv.analysis.latency import POLICY_KEYS
 from semantickv.cli import main
 
 ROOT = Path(__file__).parents[3]
@@ -20,6 +19,10 @@ FILES = {
     "replay_results.json", "replay_metrics.csv", "replay_summary.md", "replay_policy_avg_ttft.png",
     "replay_tokens_saved.png", "replay_hit_rate.png", "observed_vs_simulated_ttft.png",
 }  # fmt: skip
+POLICY_KEYS = (
+    "policy", "hit_rate", "block_hit_rate", "token_hit_rate", "tokens_saved", "evictions", "evictions_by_type",
+    "avg_ttft_ms", "p50_ttft_ms", "p95_ttft_ms", "utilization", "regret", "weights",
+)  # fmt: skip
 MOONCAKE = [
     {"timestamp": 0, "input_length": 1000, "output_length": 5, "hash_ids": [1, 2]},
     {"timestamp": 5, "input_length": 1000, "output_length": 5, "hash_ids": [1, 2]},

@@ -1,0 +1,39 @@
+"""One request of a trace: the ids, lengths and types of its blocks, and when it arrived. No text."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from semblend.errors import InputError
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """One request: its blocks from the first to the last, and what is known about it.
+
+    >>> TraceRequest("r1", 0.5, (7, 8), (512, 100), ("system", "user")).tokens
+    612
+    """
+
+    request_id: str
+    arrival_s: float
+    block_ids: tuple[int, ...]
+    block_tokens: tuple[int, ...]
+    block_types: tuple[str, ...]
+    output_tokens: int = 0
+    tenant: str = "default"
+    session: str = ""
+    ttft_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.block_ids) == len(self.block_tokens) == len(self.block_types):
+            raise InputError(f"request {self.request_id!r}: ids, tokens and types of its blocks differ in number")
+        if not (self.arrival_s >= 0 and math.isfinite(self.arrival_s)):
+            raise InputError(f"request {self.request_id!r}: arrival_s must be finite and not negative")
+        if any(tokens <= 0 for tokens in self.block_tokens):
+            raise InputError(f"request {self.request_id!r}: a block has no tokens", hint="leave empty blocks out")
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.block_tokens)

@@ -1,4 +1,4 @@
-"""Put the figures of bench/results/*.json between the markers in README.md and docs/experiments.md.
+"""Put the figures of bench/results/*.json between the markers in README.md and docs/research/*.md.
 
     python bench/publish.py                   # rewrite the pages
     python bench/publish.py --check           # exit 1 when a page does not say what the results say
@@ -20,7 +20,8 @@ from _report import format_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "experiments.md")
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "research").glob("*.md")))
+LONGEST_TABLE = 100  # rows; a longer one is named and stays in its result file
 MARKER = re.compile(r"(<!-- numbers:(\w+)(:all)? -->\n).*?(<!-- /numbers -->)", re.DOTALL)
 
 Result = dict[str, Any]
@@ -40,8 +41,15 @@ def source(result: Result) -> str:
     )
 
 
+def show_table(table: dict[str, Any]) -> str:
+    """One table with its title; of a very long one only the title and the number of rows."""
+    if len(table["rows"]) > LONGEST_TABLE:
+        return f"**{table['title']}**: {len(table['rows'])} rows, in the result file."
+    return f"**{table['title']}**\n\n{format_table(table['columns'], table['rows'])}"
+
+
 def everything(result: Result) -> str:
-    parts = [f"**{t['title']}**\n\n{format_table(t['columns'], t['rows'])}" for t in result["tables"]]
+    parts = [show_table(table) for table in result["tables"]]
     notes = "\n".join(f"- {note}" for note in result["notes"])
     return "\n\n".join([*parts, notes, source(result)])
 

@@ -1,4 +1,4 @@
-"""Keeps the tables of docs/experiments-lab.md true: ``python -m tools.reference.lab_page docs/experiments-lab.md``."""
+"""Keeps the tables of docs/research/lab.md true: ``python -m tools.reference.lab_page docs/research/lab.md``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Paraphrase evidence: a prompt as one unit vector, so that a cosine says how alike two prompts read.
 
-An embedding suggests, it never permits: only equal tokens authorize reuse (docs/decisions/0010). Donors and queries go
-through the same `embed`, so the same prompt always meets itself at cosine 1.
+An embedding suggests, it never permits: only equal tokens authorize reuse (docs/research/decisions/0010). Donors and
+queries go through the same `embed`, so the same prompt always meets itself at cosine 1.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class LexicalEmbedder:
 
     name = "lexical"
     dimension = 512
-    gram_weights = ((1, 1.0), (2, 0.5))  # tokens find what was retold, pairs keep strangers apart (docs/decisions/0011)
+    gram_weights = ((1, 1.0), (2, 0.5))  # tokens find what was retold, pairs keep strangers apart (decision 0011)
     window_tokens = 4096
     window_limit = 16  # all of a prompt up to 64 K tokens, evenly spread samples beyond
 

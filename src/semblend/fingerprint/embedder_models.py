@@ -38,7 +38,7 @@ class StaticEmbedder:
     """A sum of fixed word-piece vectors: no transformer, no order, a few milliseconds a prompt.
 
     A piece that occurs n times counts 1 + ln(n), not n: in long texts the function words would otherwise drown the
-    subject, and every two documents of a language would look alike (docs/decisions/0011 has the figures).
+    subject, and every two documents of a language would look alike (docs/research/decisions/0011 has the figures).
     """
 
     name = "static"

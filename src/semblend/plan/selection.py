@@ -1,7 +1,7 @@
 """Which reused tokens to compute again. A rule takes plain arrays and returns target positions, ascending.
 
 Every rule of `SELECTIONS` has one signature, ``(Scores) -> positions``, so that a benchmark or a gate changes the rule
-and nothing else. What was measured about them stands in docs/decisions/0021-quality-gate.md.
+and nothing else. What was measured about them stands in docs/research/decisions/0021-quality-gate.md.
 """
 
 from __future__ import annotations

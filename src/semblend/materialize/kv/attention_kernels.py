@@ -216,7 +216,7 @@ def scattered_attention(
 
 
 def _work_shape(head_dim: int, dtype: torch.dtype, queries: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Queries and keys of a tile, warps, and keys loaded ahead; measured on an H200 (docs/experiments.md)."""
+    """Queries and keys of a tile, warps, and keys loaded ahead; measured on an H200 (docs/research/vllm.md)."""
     if dtype == torch.float32 or head_dim > 128:
         return 32, 32, 4, 2
     if near_memory(device) < MUCH_NEAR_MEMORY:

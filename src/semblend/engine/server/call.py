@@ -8,12 +8,13 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from semblend.engine.server.dashboard import Entry
+from semblend.engine.server.service import ParsedBody, Service
 from semblend.engine.server.serving import ServingRequest
 from semblend.engine.server.tenants import Identity
 from semblend.prompt import Prompt
@@ -21,14 +22,10 @@ from semblend.wire.answer import Answer, Chunk, Head, Reply, Spent
 from semblend.wire.chat import ChatReply, ChatRequest
 from semblend.wire.completions import CompletionReply, CompletionRequest
 from semblend.wire.errors import ApiError, as_api_error
-from semblend.wire.generate import GenerateReply, GenerateRequest
-
-if TYPE_CHECKING:
-    from semblend.engine.server.service import Service
+from semblend.wire.generate import GenerateReply
 
 log = logging.getLogger("semblend.server")
 T = TypeVar("T")
-Asked = ChatRequest | CompletionRequest | GenerateRequest
 MOST_UNREAD = 256
 
 
@@ -36,7 +33,7 @@ class Call:
     """One request on its way through the server."""
 
     def __init__(
-        self, service: Service, request: Request, asked: Asked, identity: Identity, path: str, id: str
+        self, service: Service, request: Request, asked: ParsedBody, identity: Identity, path: str, id: str
     ) -> None:
         self.id = id
         self.asked = asked

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import time
 from collections import Counter
@@ -32,13 +33,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from semblend._version import __version__
 from semblend.discover.donor import Donor
+from semblend.engine.server.answering import CLIENT_LEFT, ENDPOINTS, Endpoint, answer, error_response
 from semblend.engine.server.exposition import CONTENT_TYPE, exposition
 from semblend.engine.server.limits import Gate, ServerSettings
-from semblend.engine.server.service import CLIENT_LEFT, ENDPOINTS, Endpoint, Service, error_response, log
+from semblend.engine.server.service import Service
 from semblend.engine.server.serving import ServingEngine
 from semblend.engine.server.tenants import Identity
 from semblend.wire.errors import ApiError, as_api_error
 
+log = logging.getLogger("semblend.server")
 STATIC = Path(__file__).parents[2] / "web" / "dashboard"
 PAGES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -122,10 +125,10 @@ class Routes:
         return [endpoint.path for endpoint in ENDPOINTS] + [path for _, path, _ in self.table()]
 
     def answering(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
-            return await self.service.answer(request, endpoint)
+        async def route(request: Request) -> Response:
+            return await answer(self.service, request, endpoint)
 
-        return answer
+        return route
 
     async def models(self, request: Request) -> Response:
         self.service.identify(request)

@@ -55,7 +55,8 @@ class Engine:
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         named: dict[str, Any] = {
             "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": task["dtype"],
-            "max_model_len": longest, "max_num_batched_tokens": longest, "max_num_seqs": 64,
+            "max_model_len": longest, "max_num_batched_tokens": task.get("step_tokens", longest),
+            "max_num_seqs": task.get("max_requests", 64),
             "enable_prefix_caching": True, "gpu_memory_utilization": task["memory"], "enforce_eager": task["eager"],
             "disable_log_stats": False,
         }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Put the figures of bench/results/*.json between the markers in README.md and docs/research/*.md.
+"""Put the figures of bench/results/*.json between the markers in README.md and docs/research/*.md, and draw a picture.
 
     python bench/publish.py                   # rewrite the pages
     python bench/publish.py --check           # exit 1 when a page does not say what the results say
@@ -16,10 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from _load_picture import draw_load
 from _report import format_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
+PICTURE = ROOT / "docs" / "images" / "vllm_load.svg"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "research").glob("*.md")))
 LONGEST_TABLE = 100  # rows; a longer one is named and stays in its result file
 MARKER = re.compile(r"(<!-- numbers:(\w+)(:all)? -->\n).*?(<!-- /numbers -->)", re.DOTALL)
@@ -94,6 +96,16 @@ def peers(result: Result) -> str:
     return f"{found['title']}.\n\n{format_table(names, rows)}\n\n{source(result)}"
 
 
+def peers_short(result: Result) -> str:
+    """Every system once, by what it finds and what a lookup costs."""
+    found = find(result, "Share of the reusable tokens")
+    costs = find(result, "Costs and mistakes")
+    cost_at, wrong_at = costs["columns"].index("CPU ms p50"), costs["columns"].index("wrong tokens")
+    cost = {row[0]: (row[cost_at], row[wrong_at]) for row in costs["rows"]}
+    rows = [[row[0], f"{row[-1]:.0%}", *cost[row[0]]] for row in found["rows"]]
+    return f"{format_table(['system', 'found', 'CPU ms p50', 'wrong tokens'], rows)}\n\n{source(result)}"
+
+
 def ttft(result: Result) -> str:
     """Beside vLLM, donors on the device."""
     table = find(result, "Beside vLLM")
@@ -117,6 +129,19 @@ def vllm_ttft(result: Result) -> str:
     return f"{format_table(names, rows)}\n\n{source(result)}"
 
 
+def vllm_load(result: Result) -> str:
+    """A line for each load and engine, in whole milliseconds."""
+    table = result["tables"][0]
+    wanted = ["load", "engine", "TTFT p50 ms", "TTFT max ms", "ITL p50 ms", "ITL p99 ms", "decode tokens/s"]
+    at = [table["columns"].index(name) for name in wanted]
+    rows = [[cell if isinstance(cell, str) else _round(cell) for cell in (row[i] for i in at)] for row in table["rows"]]
+    return f"{format_table(wanted, rows)}\n\n{source(result)}"
+
+
+def _round(value: float) -> float:
+    return round(value, 1) if value < 10 else round(value)
+
+
 def quality(result: Result) -> str:
     """What is computed and what is kept, a line for each setting."""
     rows = []
@@ -137,7 +162,7 @@ def quality(result: Result) -> str:
 
 SHORT: dict[str, Callable[[Result], str]] = {
     "speed": speed, "recall": recall, "peers": peers, "ttft_h200": ttft, "quality_h200": quality,
-    "vllm_ttft_h200": vllm_ttft,
+    "vllm_ttft_h200": vllm_ttft, "vllm_load_h200": vllm_load, "peers_short": peers_short,
 }  # fmt: skip
 
 
@@ -146,7 +171,7 @@ def filled(page: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         opening, name, everywhere, closing = match.groups()
-        path = RESULTS / f"{name}.json"
+        path = RESULTS / f"{name.removesuffix('_short')}.json"
         if not path.exists():
             return match.group(0)
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -161,11 +186,13 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     stale = []
-    for path in PAGES:
-        text = path.read_text(encoding="utf-8")
-        if (fresh := filled(text)) != text:
+    wanted = {path: filled(path.read_text(encoding="utf-8")) for path in PAGES}
+    wanted[PICTURE] = draw_load(json.loads((RESULTS / "vllm_load_h200.json").read_text(encoding="utf-8")))
+    for path, fresh in wanted.items():
+        if not path.exists() or path.read_text(encoding="utf-8") != fresh:
             stale.append(path.name)
             if not args.check:
+                path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(fresh, encoding="utf-8")
     print(f"{'stale' if args.check else 'rewrote'}: {', '.join(stale) or 'nothing'}", file=sys.stderr)
     return 1 if args.check and stale else 0

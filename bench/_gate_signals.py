@@ -21,32 +21,33 @@ import torch
 from torch import Tensor
 
 from semblend.materialize.blend.blender import Blender
+from semblend.materialize.blend.passes import PassRunner
 from semblend.materialize.blend.quality import Pass, Step
+from semblend.materialize.blend.repair import Repair
+from semblend.materialize.contract import Layout, Observer, Rows
 
 TAIL = 16
 
 
-class _Deviation:
+class _Deviation(Observer):
     """Relative change of K and V of every row that a pass writes, by layer; passes on what another observer wants."""
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
+    def __init__(self, inner: Observer | None) -> None:
+        self.inner = Observer() if inner is None else inner
         self.chunks: list[list[Tensor]] = []
 
-    def before_write(self, layer: int, k: Tensor, v: Tensor, rows: Any, pool: Any) -> None:
-        if self.inner is not None:
-            self.inner.before_write(layer, k, v, rows, pool)
+    def before_write(self, layer: int, k: Tensor, v: Tensor, rows: Rows, layout: Layout) -> None:
+        self.inner.before_write(layer, k, v, rows, layout)
         found = torch.zeros(len(k), device=k.device)
-        for computed, held in ((k, pool.k[layer]), (v, pool.v[layer])):
-            was = held.index_select(0, rows.slots).float()
+        for computed, held in zip((k, v), layout.gather(layer, rows.slots), strict=True):
+            was = held.float()
             found += (computed.float() - was).square().sum((1, 2)) / was.square().sum((1, 2)).clamp_min(1e-6)
         if layer == 0:
             self.chunks.append([])
         self.chunks[-1].append(found.clamp_max(4.0).sqrt())
 
-    def on_layer(self, layer: int, q: Tensor, rows: Any, pool: Any) -> None:
-        if self.inner is not None:
-            self.inner.on_layer(layer, q, rows, pool)
+    def on_layer(self, layer: int, q: Tensor, rows: Rows, layout: Layout) -> None:
+        self.inner.on_layer(layer, q, rows, layout)
 
     @property
     def by_layer(self) -> Tensor:
@@ -54,21 +55,21 @@ class _Deviation:
         return torch.cat([torch.stack(chunk) for chunk in self.chunks], dim=1)
 
 
-class WatchedBlender(Blender):
-    """Calls ``told(name, signals, logits)`` after each pass; ``signals`` is empty after the first."""
+class WatchedPasses(PassRunner):
+    """Calls ``tell(name, signals, logits)`` after each pass that waits; ``signals`` is empty after the first."""
 
-    told: Callable[[str, dict[str, float], Tensor], None]
+    tell: Callable[[str, dict[str, float], Tensor], None]
     so_far: tuple[Pass, ...] = ()
 
-    def _compute(self, prompt: Any, name: str, rows: Any, watch: Any) -> float:
-        stale, mass, before = prompt.stale, prompt.mass, prompt.tail
-        look = _Deviation(watch)
-        moved = super()._compute(prompt, name, rows, look)
+    def compute(self, state: Any, name: str, rows: Any, observer: Any, *, check: bool = False) -> float:
+        stale, mass, before = state.stale, state.mass, state.tail
+        look = _Deviation(observer)
+        moved = super().compute(state, name, rows, look, check=check)
         signals: dict[str, float] = {}
         if before is not None and mass is not None:
-            signals = self._signals(prompt, rows, stale, mass, before, look.by_layer)
-        self.so_far = tuple(prompt.passes)
-        self.told(name, signals, prompt.tail)
+            signals = self._signals(state, rows, stale, mass, before, look.by_layer)
+        self.so_far = tuple(state.passes)
+        self.tell(name, signals, state.tail)
         return moved
 
     def _signals(self, prompt: Any, rows: Any, stale: Any, mass: Any, before: Tensor, dev: Tensor) -> dict[str, float]:
@@ -103,52 +104,77 @@ class WatchedBlender(Blender):
         }
 
 
-class OracleBlender(WatchedBlender):
+class WatchedBlender(Blender):
+    """A blender whose passes are watched."""
+
+    repair_type: type[Repair] = Repair
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.watched = self._passes = WatchedPasses(self.model, self.settings, self._ranks)
+        self._repair = self.repair_type(self._passes)
+
+
+class OracleRepair(Repair):
     """Knows the cold KV, and ranks by the true deviation of all layers: how good could a choice of tokens be."""
 
     cold_slots: Tensor
 
-    def _deviation(self, prompt: Any, *, squared: bool) -> Any:  # noqa: ARG002
-        at = torch.from_numpy(prompt.stale).to(prompt.context.device)
-        found = torch.zeros(len(at), device=at.device)
-        for layer in range(len(self.pool.k)):
-            for part in (self.pool.k[layer], self.pool.v[layer]):
-                true, held = (part.index_select(0, slots[at]).float() for slots in (self.cold_slots, prompt.context))
+    def _measure_deviation(self, state: Any, *, squared: bool) -> Any:  # noqa: ARG002
+        at = torch.from_numpy(state.stale).to(state.context.device)
+        found, layout = torch.zeros(len(at), device=at.device), self._passes.model.layout
+        for layer in range(layout.layers):
+            pairs = zip(*(layout.gather(layer, slots[at]) for slots in (self.cold_slots, state.context)), strict=True)
+            for true, held in ((a.float(), b.float()) for a, b in pairs):
                 found += ((true - held).square().sum((1, 2)) / true.square().sum((1, 2)).clamp_min(1e-6)).sqrt()
-        values = np.zeros(len(prompt.tokens))
-        values[prompt.stale] = found.cpu().numpy()
+        values = np.zeros(len(state.tokens))
+        values[state.stale] = found.cpu().numpy()
         return values
 
 
-class RolloutBlender(WatchedBlender):
+class OracleBlender(WatchedBlender):
+    """A blender that repairs by the true deviation; tell ``oracle`` where the cold KV lies."""
+
+    repair_type = OracleRepair
+
+    @property
+    def oracle(self) -> OracleRepair:
+        assert isinstance(self._repair, OracleRepair)
+        return self._repair
+
+
+class RolloutRepair(Repair):
     """Repairs 10 %, adds what those tokens attend to themselves to what the question attends to, and chooses anew."""
 
-    def _gate(self, prompt: Any) -> str:
-        first = self._chosen(prompt, Step(10, "attended"))
-        look = _Rollout(prompt.mass)
-        self._compute(prompt, "repair 10 %", self._with_affected(prompt, first), look)
-        prompt.mass = prompt.mass + look.mass.cpu().numpy()
-        prompt.computed[np.intersect1d(first, prompt.reused)] = False
-        chosen = self._chosen(prompt, self.settings.steps[-1])
-        self._compute(prompt, "repair 40 %", self._with_affected(prompt, chosen), None)
+    def repair(self, state: Any) -> str:
+        first = self._choose_tokens(state, Step(10, "attended"))
+        look = _Rollout(state.mass)
+        self._passes.compute(state, "repair 10 %", self._add_affected(state, first), look)
+        state.mass = state.mass + look.mass.cpu().numpy()
+        state.computed[np.intersect1d(first, state.reused)] = False
+        chosen = self._choose_tokens(state, self._settings.steps[-1])
+        self._passes.compute(state, "repair 40 %", self._add_affected(state, chosen), None)
         return "accepted"
 
 
-class _Rollout:
+class RolloutBlender(WatchedBlender):
+    """A blender that repairs by a rollout of attention."""
+
+    repair_type = RolloutRepair
+
+
+class _Rollout(Observer):
     """Attention of all rows of a pass, each weighing what the question pays to it."""
 
     def __init__(self, mass: Any) -> None:
         self.weights = torch.from_numpy(np.asarray(mass, dtype=np.float32))
         self.mass = torch.zeros(len(mass))
 
-    def before_write(self, layer: int, k: Tensor, v: Tensor, rows: Any, pool: Any) -> None:
-        """Nothing to see yet."""
-
-    def on_layer(self, layer: int, q: Tensor, rows: Any, pool: Any) -> None:
-        context = rows.segments[-1].context
+    def on_layer(self, layer: int, q: Tensor, rows: Rows, layout: Layout) -> None:
+        context = rows.context
         if layer == 0:
             self.weights, self.mass = self.weights.to(q.device), self.mass.to(q.device)
-        k = pool.k[layer].index_select(0, context)
+        k = layout.keys(layer, context)
         group = q.shape[1] // k.shape[1]
         weight = self.weights[rows.positions]
         hidden = torch.arange(len(context), device=q.device) > rows.positions[:, None]

@@ -17,15 +17,16 @@ from torch import Tensor
 
 from semblend.engine.model.model import Model
 from semblend.engine.model.paged_kv import KvPool
-from semblend.engine.model.rows import Rows
+from semblend.engine.model.pooled_model import PooledModel
+from semblend.engine.model.rows import RowBatch
 from semblend.engine.model.tokenizer import ModelTokenizer
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import Blended, Pass, Placed, QualitySettings, Step
+from semblend.materialize.contract import QUESTION_ROWS, Rows
 from semblend.materialize.donors.donor_kv import DonorKv
-from semblend.materialize.gate.probe import QUESTION_ROWS
 from semblend.materialize.gate.thresholds import Thresholds
-from semblend.materialize.kv.layout import KvLayout
-from semblend.materialize.kv.splice import Move, splice
+from semblend.materialize.kv.moves import Move
+from semblend.materialize.kv.splice import splice
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.plan.selection import reused_positions
 
@@ -166,7 +167,7 @@ class Lab:
             blocks: list[int] = []
             slots = self._slots(len(donor), blocks)
             self._prefill(donor, slots)
-            kv.capture(str(number), 0, self.pool, slots)
+            kv.capture(str(number), 0, self.pool.layout, slots)
             self.pool.free(blocks)
         return kv
 
@@ -178,12 +179,12 @@ class Lab:
             return [self._unmoved(recipe, case, plan, kv, slots)]
         if recipe.stages:
             return self._stages(recipe, case, plan, kv, slots, blocks)
-        blender = recipe.blender(self.model, self.pool, kv, recipe.settings, rows_of=Rows.of)
+        blender = recipe.blender(PooledModel(self.model, self.pool), kv, recipe.settings)
         seen: dict[str, float] = {}
         if isinstance(blender, WatchedBlender):
-            blender.told = lambda _name, signals, _logits: seen.update(signals)
+            blender.watched.tell = lambda _name, signals, _logits: seen.update(signals)
         if isinstance(blender, OracleBlender):
-            blender.cold_slots = cold.slots
+            blender.oracle.cold_slots = cold.slots
         done = blender.prepare(Placed(case.tokens, slots), plan)
         if isinstance(done, Decline) and done.reason is DeclineReason.BELOW_BREAK_EVEN:
             return [Prepared(recipe.name, slots, self._prefill(case.tokens, slots), 1.0)]
@@ -198,9 +199,9 @@ class Lab:
         """A copy of the KV after each repair, with what could be seen then."""
         made: list[Prepared] = []
         length = len(case.tokens)
-        blender = WatchedBlender(self.model, self.pool, kv, recipe.settings, rows_of=Rows.of)
+        blender = WatchedBlender(PooledModel(self.model, self.pool), kv, recipe.settings)
 
-        def told(name: str, signals: dict[str, float], logits: Tensor) -> None:
+        def tell(name: str, signals: dict[str, float], logits: Tensor) -> None:
             if not name.startswith("repair"):
                 return
             kept = self._room(case, blocks)
@@ -208,10 +209,10 @@ class Lab:
                 part[:, kept[:length]] = part[:, slots[:length]]
             made.append(
                 Prepared(f"{recipe.name} {name.split()[1]}", kept, logits[-1].clone(),
-                         self._flops(recipe, blender.so_far, length, last=False), None, signals)
+                         self._flops(recipe, blender.watched.so_far, length, last=False), None, signals)
             )  # fmt: skip
 
-        blender.told = told
+        blender.watched.tell = tell
         done = blender.prepare(Placed(case.tokens, slots), plan)
         if isinstance(done, Decline) and done.reason is not DeclineReason.BELOW_BREAK_EVEN:
             raise SystemExit(f"{case.case_id}: {recipe.name} declined: {done.reason}: {done.detail}")
@@ -219,12 +220,11 @@ class Lab:
 
     def _unmoved(self, recipe: Recipe, case: Case, plan: ReusePlan, kv: DonorKv, slots: Tensor) -> Prepared:
         """The control: donor KV where it is wanted, keys as they were."""
-        layout = KvLayout.ours(self.pool.k, self.pool.v)
         for span in plan.spans:
             held = kv.acquire(span.donor_id, span.generation)
             assert held is not None
             move = Move(held, span.donor_start, span.length, slots[span.target_start : span.target_end], 0)
-            splice([move], layout, self.model.spec.rope)
+            splice([move], self.pool.layout, self.model.spec.rope)
             kv.release(held)
         computed = np.setdiff1d(np.arange(len(case.tokens)), reused_positions(plan.spans))
         computed = np.union1d(computed, [len(case.tokens) - 1])
@@ -270,7 +270,7 @@ class Lab:
             if bool(ended.all()):
                 break
             at = [len(case.tokens) + step]
-            rows = Rows.join([Rows.of(current[i : i + 1], at, one.slots) for i, one in enumerate(made)])
+            rows = RowBatch.of([Rows.of(current[i : i + 1], at, one.slots) for i, one in enumerate(made)])
             current = self.model.logits(self.model.forward(rows, self.pool)).argmax(-1)
             said.append(current)
             ended |= self._ends(current)
@@ -283,7 +283,7 @@ class Lab:
     def _forced(self, made: Sequence[Prepared], case: Case, answer: list[int]) -> Tensor:
         """Log-probabilities [recipes, tokens of the answer, vocabulary] along one answer."""
         at = list(range(len(case.tokens), len(case.tokens) + len(answer)))
-        rows = Rows.join([Rows.of(answer, at, one.slots) for one in made])
+        rows = RowBatch.of([Rows.of(answer, at, one.slots) for one in made])
         hidden = self.model.forward(rows, self.pool)
         kept = []
         for number, one in enumerate(made):

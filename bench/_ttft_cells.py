@@ -19,13 +19,13 @@ from semblend import Prompt, SemBlend, SemBlendConfig
 from semblend.engine.core.assemble import assemble
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.engine import Engine
-from semblend.engine.core.request import Request
 from semblend.engine.model.model import Model
-from semblend.engine.model.rows import Rows
-from semblend.engine.model.sampling import Sampling
 from semblend.engine.model.spec import ModelSpec
 from semblend.materialize.blend.quality import QualitySettings, Step
+from semblend.materialize.contract import Rows
 from semblend.materialize.gate.thresholds import Thresholds
+from semblend.wire.request import Request
+from semblend.wire.sampling import Sampling
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": {

@@ -103,7 +103,7 @@ def compare(torch: Any, ours: Any, theirs: Any, ids: list[int]) -> tuple[int, fl
 def forward(model: Any, tokens: Any, chunk: int) -> Any:
     import torch
 
-    from semblend.engine.model.rows import Rows
+    from semblend.materialize.contract import Rows
 
     pool = model.new_pool(len(tokens))
     context = pool.slots_of(pool.allocate(pool.blocks_for(len(tokens)))[::-1], 0, len(tokens))
@@ -115,7 +115,7 @@ def forward(model: Any, tokens: Any, chunk: int) -> Any:
 
 
 def greedy(torch: Any, model: Any, tokens: Any) -> list[int]:
-    from semblend.engine.model.rows import Rows
+    from semblend.materialize.contract import Rows
 
     length = len(tokens) + GREEDY_TOKENS
     pool = model.new_pool(length)
@@ -157,7 +157,7 @@ def speed_table(report: Report, torch: Any, path: Path, quick: bool) -> None:
 
 
 def speed(torch: Any, model: Any) -> list[float]:
-    from semblend.engine.model.rows import Rows
+    from semblend.materialize.contract import Rows
 
     tokens = torch.arange(2048) * 17 % model.spec.vocab
     pool = model.new_pool(2048)

@@ -107,8 +107,8 @@ class Scene:
 
     def __init__(self, torch: Any, shape: Shape, tokens: int, moves: int, seed: int) -> None:
         from semblend.materialize.kv.layout import KvLayout
+        from semblend.materialize.kv.moves import DonorTensors, Move
         from semblend.materialize.kv.rope import RopeSpec
-        from semblend.materialize.kv.splice import DonorTensors, Move
 
         self.torch = torch
         made = torch.Generator(device="cuda").manual_seed(seed)
@@ -117,7 +117,7 @@ class Scene:
         blocks = 2 * tokens // BLOCK
         room = (shape.layers, blocks * BLOCK, shape.kv_heads, shape.head_dim)
         self.pool_k, self.pool_v = (torch.zeros(room, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        self.layout = KvLayout.ours(self.pool_k, self.pool_v)
+        self.layout = KvLayout.of_pool(self.pool_k, self.pool_v)
         self.rope = RopeSpec.plain(shape.head_dim, theta=1e6)
         order = torch.randperm(blocks, generator=made, device="cuda")[: tokens // BLOCK]
         slots = (order[:, None] * BLOCK + torch.arange(BLOCK, device="cuda")).flatten()

@@ -19,12 +19,13 @@ from torch import Tensor
 from semblend.confirm.receipt import Receipt
 from semblend.demo.workloads import Chat, Dialogue, Workload
 from semblend.engine.core.engine import Engine
-from semblend.engine.core.request import Chunk, Request
 from semblend.engine.model.model import Model
-from semblend.engine.model.sampling import Sampling
 from semblend.errors import SemBlendError
-from semblend.materialize.gate.probe import next_token_kl
+from semblend.materialize.gate.risk import next_token_kl
 from semblend.prompt import Prompt
+from semblend.wire.answer import Chunk
+from semblend.wire.request import Request
+from semblend.wire.sampling import Sampling
 
 ANSWER_TOKENS = 24
 MODES = ("fast", "balanced")

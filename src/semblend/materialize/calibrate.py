@@ -1,7 +1,7 @@
 """Measures where the gate of a model may open: what a repair shows, the true damage, and what follows from them.
 
-Every prompt is prepared cold, and once with each step alone. Each step gives signs (`materialize.gate.risk`) and
-the divergence from cold of what would have been served. From all prompts: weights that turn signs into an expected
+Every prompt is prepared cold, and once with each step alone. Each step gives features (`materialize.gate.risk`) and
+the divergence from cold of what would have been served. From all prompts: weights that turn features into an expected
 divergence, the largest expected divergence at which few of the prompts that pass are damaged (*false-safe*), and the
 layer-1 deviations from which a small step is seldom enough.
 """
@@ -12,16 +12,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from semblend.errors import InputError
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import Blended, Placed, QualitySettings
+from semblend.materialize.contract import Model, Rows
 from semblend.materialize.donors.donor_kv import DonorKv
-from semblend.materialize.gate.probe import Model, RowsOf, next_token_kl
-from semblend.materialize.gate.risk import RiskModel, Signs, fitted
+from semblend.materialize.gate.risk import RiskFeatures, RiskModel, fit_weights, next_token_kl
 from semblend.materialize.gate.thresholds import STEPS, Thresholds
 from semblend.plan.reuse_plan import DeclineReason, ReusePlan
 from semblend.span import Span
@@ -33,6 +34,19 @@ LEAST_TO_FIT = 24
 """Fewer prompts cannot weigh four numbers: the gate then goes by how far the distribution still moves."""
 _FOLDS = 4
 _LOOK = Thresholds(1e9, 1e9, 1e9, begin_prefill=1e9)  # accepts everything, and glances at layer 1
+
+
+class Pool(Protocol):
+    """Hands out blocks of the cache that the model computes in."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def blocks_for(self, tokens: int) -> int: ...
+    def allocate(self, n_blocks: int) -> list[int]: ...
+    def free(self, blocks: Sequence[int]) -> None: ...
+    def slots_of(self, blocks: Sequence[int], start: int, end: int) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +66,7 @@ class Pair:
     """
 
     step: int
-    signs: Signs
+    features: RiskFeatures
     glance: float
     true_kl: float
 
@@ -71,14 +85,13 @@ def calibrate(
     model: Model,
     prompts: Sequence[CalibrationPrompt],
     *,
-    rows_of: RowsOf,
-    pool: Any,
+    pool: Pool,
     model_name: str,
     harm: float = HARM,
     false_safe: float = FALSE_SAFE,
 ) -> Thresholds:
     """The table of a model from real prompts; ``pool`` must hold the longest prompt and its longest donor."""
-    pairs = [pair for prompt in prompts for pair in measure(model, prompt, rows_of=rows_of, pool=pool)]
+    pairs = [pair for prompt in prompts for pair in measure(model, prompt, pool=pool)]
     tokens = sum(len(prompt.tokens) for prompt in prompts)
     return table_of(
         pairs, pool=pool, model_name=model_name, prompts=len(prompts), tokens=tokens, harm=harm, false_safe=false_safe
@@ -88,7 +101,7 @@ def calibrate(
 def table_of(
     pairs: Sequence[Pair],
     *,
-    pool: Any,
+    pool: Pool,
     model_name: str,
     prompts: int,
     tokens: int,
@@ -100,7 +113,9 @@ def table_of(
         raise InputError("no prompt could be measured", hint="give prompts that share at least 32 tokens with a donor")
     by_step = {step: [pair for pair in pairs if pair.step == step] for step in STEPS}
     enough = min(map(len, by_step.values())) >= LEAST_TO_FIT
-    risk = RiskModel({step: fitted([(p.signs, p.true_kl) for p in by_step[step]]) for step in STEPS} if enough else {})
+    risk = RiskModel(
+        {step: fit_weights([(p.features, p.true_kl) for p in by_step[step]]) for step in STEPS} if enough else {}
+    )
     expected = {step: _expected(by_step[step], fit=enough) for step in STEPS}
     chosen = {
         step: choose(list(zip(expected[step], (p.true_kl for p in by_step[step]), strict=True)), harm, false_safe)
@@ -116,8 +131,8 @@ def table_of(
         "model": model_name,
         "date": datetime.now(UTC).date().isoformat(),
         "torch": torch.__version__,
-        "device": str(pool.k.device),
-        "dtype": str(pool.k.dtype).removeprefix("torch."),
+        "device": str(pool.device),
+        "dtype": str(pool.dtype).removeprefix("torch."),
         "prompts": prompts,
         "tokens": tokens,
         "harm": harm,
@@ -134,13 +149,13 @@ def table_of(
 def _expected(pairs: Sequence[Pair], *, fit: bool) -> list[float]:
     """What the gate would expect of each prompt, weighed on the others: no prompt judges itself."""
     if not fit:
-        return [pair.signs.settled for pair in pairs]
+        return [pair.features.settled for pair in pairs]
     found = [0.0] * len(pairs)
     for fold in range(_FOLDS):
-        others = [(p.signs, p.true_kl) for i, p in enumerate(pairs) if i % _FOLDS != fold]
-        model = RiskModel({0: fitted(others)})
+        others = [(p.features, p.true_kl) for i, p in enumerate(pairs) if i % _FOLDS != fold]
+        model = RiskModel({0: fit_weights(others)})
         for i in range(fold, len(pairs), _FOLDS):
-            found[i] = model.expected(0, pairs[i].signs)
+            found[i] = model.expect(0, pairs[i].features)
     return found
 
 
@@ -148,14 +163,13 @@ def measure(
     model: Model,
     prompt: CalibrationPrompt,
     *,
-    rows_of: RowsOf,
-    pool: Any,
+    pool: Pool,
     settings: QualitySettings | None = None,
 ) -> list[Pair]:
     """One prompt cold, and through every step of the gate alone."""
     donor_kv = DonorKv(0, 1 << 62)
     for number, donor in enumerate(prompt.donors):
-        _donate(model, donor_kv, str(number), donor, rows_of, pool)
+        _donate(model, donor_kv, str(number), donor, pool)
     base = replace(settings or QualitySettings(), thresholds=_LOOK, latency_budget_ms=0.0, most_work=math.inf)
     plan = ReusePlan(prompt.spans, len(prompt.tokens))
     blocks = pool.allocate(pool.blocks_for(len(prompt.tokens)))
@@ -164,7 +178,7 @@ def measure(
         target = Placed(prompt.tokens, pool.slots_of(blocks, 0, len(prompt.tokens)))
 
         def prepared(asked: QualitySettings) -> Blended | None:
-            done = Blender(model, pool, donor_kv, asked, rows_of=rows_of).prepare(target, plan)
+            done = Blender(model, donor_kv, asked).prepare(target, plan)
             if isinstance(done, Blended):
                 return done
             if done.reason is DeclineReason.BELOW_BREAK_EVEN:  # so would the gate: nothing to learn for it
@@ -177,8 +191,8 @@ def measure(
             done = prepared(replace(base, mode="balanced", steps=(step,)))
             if done is None or cold is None:
                 continue
-            if done.signs is not None and done.glance is not None and done.decision == "accepted":
-                pairs.append(Pair(step.percent, done.signs, done.glance, next_token_kl(cold, done.logits_last)))
+            if done.features is not None and done.glance is not None and done.decision == "accepted":
+                pairs.append(Pair(step.percent, done.features, done.glance, next_token_kl(cold, done.logits_last)))
     finally:
         pool.free(blocks)
     return pairs
@@ -219,15 +233,13 @@ def begin(seen: Sequence[tuple[float, bool]]) -> float:
     return found
 
 
-def _donate(
-    model: Model, donor_kv: DonorKv, donor_id: str, tokens: tuple[int, ...], rows_of: RowsOf, pool: Any
-) -> None:
+def _donate(model: Model, donor_kv: DonorKv, donor_id: str, tokens: tuple[int, ...], pool: Pool) -> None:
     """Computes a donor cold and captures it."""
     blocks = pool.allocate(pool.blocks_for(len(tokens)))
     try:
         slots = pool.slots_of(blocks, 0, len(tokens))
         positions = torch.arange(len(tokens), device=slots.device)
-        model.forward(rows_of(torch.tensor(tokens, device=slots.device), positions, slots), pool)
-        donor_kv.capture(donor_id, 0, pool, slots)
+        model.forward(Rows.of(tokens, positions, slots))
+        donor_kv.capture(donor_id, 0, model.layout, slots)
     finally:
         pool.free(blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from hypothesis import strategies as st  # noqa: E402
 from semblend.engine.model import attention  # noqa: E402
 from semblend.engine.model.attention import attend, attend_plain  # noqa: E402
 from semblend.engine.model.paged_kv import KvPool  # noqa: E402
-from semblend.engine.model.rows import Rows  # noqa: E402
+from semblend.engine.model.rows import RowBatch  # noqa: E402
 from semblend.errors import InputError  # noqa: E402
+from semblend.materialize.contract import Rows  # noqa: E402
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -40,14 +42,18 @@ def world(
     return pool
 
 
-def rows_at(pool: KvPool, positions: Any, more: int = 0, scrambled: bool = True) -> Rows:
+def rows_at(pool: KvPool, positions: Any, more: int = 0, scrambled: bool = True) -> RowBatch:
     length = max(positions) + 1 + more
     blocks = pool.allocate(pool.blocks_for(length))
     context = pool.slots_of(blocks[::-1] if scrambled else blocks, 0, length)
-    return Rows.of(torch.zeros(len(positions), dtype=torch.long), list(positions), context)
+    return RowBatch.of(Rows.of(torch.zeros(len(positions), dtype=torch.long), list(positions), context))
 
 
-def assert_like_twin(pool: KvPool, rows: Rows, heads: int = 6) -> None:
+def join(batches: list[RowBatch]) -> RowBatch:
+    return RowBatch.of([part for batch in batches for part in batch.parts])
+
+
+def assert_like_twin(pool: KvPool, rows: RowBatch, heads: int = 6) -> None:
     rows.check()
     q = torch.randn(len(rows), heads, pool.k.shape[3], device=pool.device, dtype=pool.dtype)
     for layer in (0, 1):
@@ -69,7 +75,7 @@ def test_a_segment_of_any_shape_is_like_its_twin(shape: str, scrambled: bool, dt
 @pytest.mark.parametrize("device", DEVICES)
 def test_segments_of_all_shapes_in_one_pass_are_like_their_twin(device: str) -> None:
     pool = world(device=device)
-    assert_like_twin(pool, Rows.join([rows_at(pool, list(positions), more) for positions, more in SHAPES.values()]))
+    assert_like_twin(pool, join([rows_at(pool, list(positions), more) for positions, more in SHAPES.values()]))
 
 
 @pytest.mark.parametrize("heads", [2, 4, 8])
@@ -91,7 +97,7 @@ def test_small_tiles_and_small_decode_batches_change_nothing(
         pool = world(device=device, dtype=dtype)
         assert_like_twin(pool, rows_at(pool, [0, 1, 5, 30, 31, 32, 33, 60]))
         assert_like_twin(pool, rows_at(pool, range(30, 50)))
-        assert_like_twin(pool, Rows.join([rows_at(pool, [at]) for at in (3, 40, 17, 25)]))
+        assert_like_twin(pool, join([rows_at(pool, [at]) for at in (3, 40, 17, 25)]))
 
 
 def test_more_rows_than_a_tile_takes_are_like_their_twin() -> None:
@@ -147,7 +153,7 @@ def test_weights_that_are_shown_are_those_of_a_plain_softmax(scores: int, monkey
 def test_no_weights_are_promised_where_none_are_computed() -> None:
     pool = world()
     whole, one, some = (rows_at(pool, at) for at in (range(20), [30], [3, 9]))
-    two = Rows.join([some, rows_at(pool, [4, 6])])
+    two = join([some, rows_at(pool, [4, 6])])
     for rows in (whole, one, two):
         assert not attention.shows_weights(torch.zeros(len(rows), 6, 16), rows)
     assert not attention.shows_weights(torch.zeros(2, 6, 16, dtype=torch.bfloat16), some)
@@ -158,13 +164,13 @@ def test_no_weights_are_promised_where_none_are_computed() -> None:
 @given(st.lists(st.sets(st.integers(0, 63), min_size=1, max_size=64).map(sorted), min_size=1, max_size=5))
 def test_any_rows_are_like_their_twin(sequences: list[list[int]]) -> None:
     pool = world()
-    assert_like_twin(pool, Rows.join([rows_at(pool, positions) for positions in sequences]))
+    assert_like_twin(pool, join([rows_at(pool, positions) for positions in sequences]))
 
 
 def test_padded_decode_batches_are_like_their_twin() -> None:
     """The way of a GPU, run on the CPU."""
     pool = world()
-    rows = Rows.join([rows_at(pool, [at], more) for at, more in ((3, 0), (60, 4), (0, 0), (17, 1))])
+    rows = join([rows_at(pool, [at], more) for at, more in ((3, 0), (60, 4), (0, 0), (17, 1))])
     q = torch.randn(len(rows), 6, 16)
     out = torch.empty_like(q)
     attention._decode_batches(q, out, 1, rows, [0, 1, 2, 3], pool)
@@ -183,17 +189,13 @@ def test_the_lower_right_way_is_like_its_twin() -> None:
 
 def test_rows_that_break_their_rules_are_named() -> None:
     pool = world()
-    good = rows_at(pool, [1, 4, 6])
-    good.check()
-    (segment,) = good.segments
+    (good,) = rows_at(pool, [1, 4, 6]).parts
+    RowBatch.of(good).check()
     with pytest.raises(InputError, match="ascend"):
-        Rows.of([1, 1], [4, 2], segment.context).check()
+        RowBatch.of(Rows.of([1, 1], [4, 2], good.context)).check()
     with pytest.raises(InputError, match="not its position's"):
-        Rows(good.tokens, good.positions, good.slots + 1, good.segments).check()
-    with pytest.raises(InputError, match="tile"):
-        Rows(good.tokens, good.positions, good.slots, ()).check()
+        RowBatch.of(replace(good, slots=good.slots + 1)).check()
     with pytest.raises(InputError, match="length"):
-        Rows(good.tokens[:2], good.positions, good.slots, good.segments).check()
-    short = type(segment)(0, 3, segment.context[:4])
+        RowBatch.of(replace(good, tokens=good.tokens[:2])).check()
     with pytest.raises(InputError, match="beyond"):
-        Rows(good.tokens, good.positions, good.slots, (short,)).check()
+        RowBatch.of(replace(good, context=good.context[:4])).check()

@@ -10,8 +10,11 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from cpu_features import needs_bf16  # noqa: E402
+
 from semblend.engine.model.model import Model, Turn  # noqa: E402
-from semblend.engine.model.rows import Rows  # noqa: E402
+from semblend.engine.model.rows import RowBatch  # noqa: E402
+from semblend.materialize.contract import Observer, Rows  # noqa: E402
 from semblend.materialize.kv.rope import RopeSpec  # noqa: E402
 
 LENGTH = 75
@@ -137,7 +140,7 @@ def test_sequences_in_one_pass_do_not_see_each_other(pair: Any, ids: Any) -> Non
     other = ids.flip(0)
     ours.forward(Rows.of(other[:40], range(40), second), pool)
     parts = [Rows.of(ids, EVERY, first), Rows.of(other[40:41], [40], second)]
-    rows = Rows.join(parts)
+    rows = RowBatch.of(parts)
     rows.check()
     got = ours.logits(ours.forward(rows, pool)[rows.last_rows])
     want = torch.stack([expected(theirs, ids)[-1], expected(theirs, other[:41])[-1]])
@@ -148,17 +151,17 @@ def test_an_observer_sees_what_was_there_and_what_is_written(pair: Any, ids: Any
     _, ours = pair
     seen: list[tuple[str, int]] = []
 
-    class Looking:
-        def before_write(self, layer: int, k: Any, v: Any, rows: Rows, pool: Any) -> None:
+    class Looking(Observer):
+        def before_write(self, layer: int, k: Any, v: Any, rows: Rows, layout: Any) -> None:
             seen.append(("before", layer))
-            assert not pool.k[layer, rows.slots].any()
+            assert not layout.gather(layer, rows.slots)[0].any()
             self.k, self.v = k.clone(), v.clone()
 
-        def on_layer(self, layer: int, q: Any, rows: Rows, pool: Any) -> None:
+        def on_layer(self, layer: int, q: Any, rows: Rows, layout: Any) -> None:
             seen.append(("on", layer))
             assert q.shape == (len(rows), ours.spec.heads, ours.spec.head_dim)
-            assert torch.equal(pool.k[layer, rows.slots], self.k)
-            assert torch.equal(pool.v[layer, rows.slots], self.v)
+            assert torch.equal(layout.gather(layer, rows.slots)[0], self.k)
+            assert torch.equal(layout.gather(layer, rows.slots)[1], self.v)
 
     pool = ours.new_pool(128)
     context = pool.slots_of(pool.allocate(5), 0, LENGTH)
@@ -181,6 +184,7 @@ def test_a_turn_is_what_the_plain_rotation_gives(style: Any, share: int, dtype: 
     assert (got.double() - want.double()).abs().max() <= tolerance
 
 
+@needs_bf16
 def test_bfloat16_stays_near_float32(pair: Any, ids: Any, tmp_path: Path) -> None:
     theirs, _ = pair
     theirs.save_pretrained(tmp_path)

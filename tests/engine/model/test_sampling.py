@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semblend.engine.model.sampling import Draw, Sampling, make_generator, rewind, sample
+from semblend.engine.model.sampling import Draw, make_generator, rewind, sample
 from semblend.errors import InputError
+from semblend.wire.sampling import Sampling
 
 VOCAB = 50
 

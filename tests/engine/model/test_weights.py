@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 gguf = pytest.importorskip("gguf")
+tokenizers = pytest.importorskip("tokenizers")
 
 import numpy as np  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
@@ -19,10 +20,11 @@ from safetensors.torch import save_file  # noqa: E402
 
 from semblend.engine.model.gguf_weights import gguf_name, half_split, read_header, unpack_q4_k  # noqa: E402
 from semblend.engine.model.model import Model  # noqa: E402
-from semblend.engine.model.rows import Rows  # noqa: E402
 from semblend.engine.model.spec import ModelSpec  # noqa: E402
 from semblend.engine.model.weights import SafetensorsFolder  # noqa: E402
+from semblend.engine.server.launch import Launch  # noqa: E402
 from semblend.errors import InputError  # noqa: E402
+from semblend.materialize.contract import Rows  # noqa: E402
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -125,6 +127,18 @@ def test_shards_give_the_same_model_as_one_file(tmp_path: Path) -> None:
     three = Model.load(write_folder(tmp_path / "three", CONFIG, tensors, shards=3))
     assert torch.equal(logits_of(one), logits_of(three))
     assert one.weights.nbytes == sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("named", ["torch_dtype", "dtype"])
+def test_a_bfloat16_model_is_computed_in_float32_on_a_cpu_unless_bfloat16_is_asked_for(tmp_path, named):
+    config = {key: value for key, value in CONFIG.items() if key != "torch_dtype"} | {named: "bfloat16"}
+    tensors = {name: tensor.bfloat16() for name, tensor in tensors_of(config).items()}
+    folder = write_folder(tmp_path / "model", config, tensors)
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).save(str(folder / "tokenizer.json"))
+    assert Model.load(folder).dtype == torch.float32
+    for asked, got in {"": torch.float32, "bfloat16": torch.bfloat16}.items():
+        model, _ = Launch(model=str(folder), device="cpu", dtype=asked).load()  # what serve, demo and calibrate start
+        assert model.dtype == model.weights.layers[1].qkv.dtype == got
 
 
 def test_generation_config_adds_tokens_that_end_a_turn(tmp_path: Path) -> None:

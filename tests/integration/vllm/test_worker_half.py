@@ -8,47 +8,54 @@ import pytest
 import torch
 
 from semblend import SemBlendConfig
-from semblend.integration.adapter import EngineRows, FakeStack, PagedPool, slots_of
 from semblend.integration.vllm.metrics import Tally, merged, replay
 from semblend.integration.vllm.orders import Capture, Load, Orders
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.integration.vllm.startup_checks import make_worker_half
 from semblend.integration.vllm.versions import SUPPORTED, Evidence, support
-from semblend.integration.vllm.worker.cache_layout import IndexedLayout, StridedLayout, probed
+from semblend.integration.vllm.worker.cache_layout import IndexedLayout, StridedLayout, probe_layout
 from semblend.integration.vllm.worker.worker_half import WorkerHalf
 from semblend.materialize.blend.quality import QualitySettings
+from semblend.materialize.contract import Rows, slots_of_blocks
 from semblend.materialize.kv.layout import KvLayout
+from semblend.materialize.naive_engine import NaiveEngine
 from semblend.span import Span
 
 BLOCK = 16
 DOCUMENT = list(range(100, 180))
 
 
-class FakeEngine(FakeStack):
-    block_tokens = BLOCK
-    device = torch.device("cpu")
-    layout_asked = 0
+class Engine(NaiveEngine):
+    """The naive engine with a switch that breaks it."""
 
-    def __init__(self):
-        made = FakeStack.make(slots=64 * BLOCK)
-        super().__init__(made.layout, made.spec)
-        self.kept = made.layout
+    broken = False
+    block_tokens = BLOCK
+
+    def warm_up(self):
+        """Nothing to compile."""
+
+    def forward(self, rows, observer=None):
+        if self.broken:
+            raise RuntimeError("broken on purpose")
+        return super().forward(rows, observer)
 
     def cold(self, tokens, blocks):
         at = torch.arange(len(tokens))
-        context = slots_of(blocks, BLOCK, len(tokens))
-        self.forward(EngineRows.of(torch.tensor(tokens), at, context), PagedPool(self.kept))
-        return [self.kept.gather(layer, context) for layer in range(self.kept.layers)]
+        context = slots_of_blocks(blocks, BLOCK, len(tokens))
+        super().forward(Rows.of(tokens, at, context))
+        return self.kv_in(context)
+
+    def kv_in(self, context):
+        return [tuple(part.clone() for part in self.layout.gather(n, context)) for n in range(self.layout.layers)]
 
 
 class Worker:
     """A worker's half on the fake engine; blocks 0–19 belong to a donor, 20–39 to the prompt, 40–59 to a cold twin."""
 
     def __init__(self, queues=False, **settings):
-        engine = self.engine = FakeEngine()
+        self.engine = Engine.make(slots=64 * BLOCK, vocabulary=1000)
         quality = QualitySettings(mode="fast", first_seam_tokens=4, seam_tokens=4, **settings)
-        stack = _WithLayout(engine)
-        self.half = WorkerHalf(stack, quality, host_bytes=1 << 24, queues=queues)
+        self.half = WorkerHalf(self.engine, BLOCK, quality, host_bytes=1 << 24, queues=queues)
 
     def donor(self, tokens):
         self.engine.cold(tokens, range(20))
@@ -62,27 +69,8 @@ class Worker:
         return self.half.take_report().loaded["r"]
 
     def kv(self, tokens):
-        context = slots_of(range(20, 40), BLOCK, len(tokens))
-        return [self.engine.kept.gather(layer, context) for layer in range(self.engine.kept.layers)]
-
-
-class _WithLayout:
-    """The fake stack's layout is an attribute; an engine is asked for it."""
-
-    def __init__(self, engine):
-        self._engine, self.block_tokens, self.device, self.spec = engine, BLOCK, engine.device, engine.spec
-        self.broken, self.ranks = False, 1
-
-    def layout(self):
-        return self._engine.kept
-
-    def forward(self, rows, pool, observer=None):
-        if self.broken:
-            raise RuntimeError("broken on purpose")
-        return self._engine.forward(rows, pool, observer)
-
-    def logits(self, hidden):
-        return self._engine.logits(hidden)
+        context = slots_of_blocks(range(20, 40), BLOCK, len(tokens))
+        return self.engine.kv_in(context)
 
 
 @pytest.fixture
@@ -140,7 +128,7 @@ def test_wrong_donor_kv_is_refused_and_the_prompt_computed(worker):
 
 def test_when_no_pass_works_the_blocks_are_called_invalid(worker):
     worker.donor([1, 2, 3, *DOCUMENT])
-    worker.half._engine.broken = True
+    worker.engine.broken = True
     order = Load("r", (7, 8, *DOCUMENT), tuple(range(20, 40)), 0, 82, (Span("d", 3, 2, 80, generation=1),), "fast")
     worker.half.load(Orders(loads=[order]))
     report = worker.half.take_report()
@@ -199,7 +187,7 @@ class StepOfVllm:
         )
         self.worker = Worker()
         settings = ConnectorSettings(config=SemBlendConfig(quality="fast"), donor_host_bytes=1 << 24)
-        self.worker.half = make_worker_half(_WithLayout(self.worker.engine), settings, config)
+        self.worker.half = make_worker_half(self.worker.engine, settings, config)
 
     def poison(self, how):
         held = self.worker.half.donor_kv.acquire("d", 1)
@@ -262,7 +250,7 @@ def test_with_synchronous_scheduling_vllm_computes_a_rejected_fast_load_again():
 def test_blocks_that_could_not_be_filled_are_no_donor(queues):
     worker = Worker(queues=queues)
     worker.donor([1, 2, 3, *DOCUMENT])
-    worker.half._engine.broken = True
+    worker.engine.broken = True
     gap = list(range(200, 240))
     tokens = (*gap, *DOCUMENT)
     order = Load("r", tokens, tuple(range(20, 40)), 0, 120, (Span("d", 3, 40, 80, generation=1),), "fast")
@@ -355,7 +343,7 @@ def test_the_layout_is_what_the_backends_writer_does(writer, kind, dtype):
     blocks, block, heads, dim = 5, 16, 3, 8
     caches = [torch.zeros(blocks, heads, block, 2 * dim, dtype=dtype) for _ in range(2)]
     write = writer(block, heads, dim)
-    layout = probed(caches, block, heads, dim, write)
+    layout = probe_layout(caches, block, heads, dim, write)
     assert type(layout) is kind
     slots = torch.tensor([3, 70, 17, 40])
     k, v = torch.randn(2, 4, heads, dim).to(dtype)
@@ -375,7 +363,7 @@ def test_a_backend_that_changes_what_it_stores_is_refused():
         plain_writer(16, 3, 8)(k / 2, v, cache, slots)
 
     with pytest.raises(InputError, match="changes or drops"):
-        probed([torch.zeros(5, 3, 16, 16)], 16, 3, 8, halved)
+        probe_layout([torch.zeros(5, 3, 16, 16)], 16, 3, 8, halved)
 
 
 def test_metrics_cross_processes_as_plain_data():

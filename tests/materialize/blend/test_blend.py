@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from semblend.confirm.outcome import Outcome
 from semblend.confirm.receipt import Receipt
 from semblend.engine.model.model import Model
-from semblend.engine.model.rows import Rows
+from semblend.engine.model.pooled_model import PooledModel
 from semblend.engine.model.spec import ModelSpec
 from semblend.errors import ConfigError, InputError
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import Blended, Placed, QualitySettings, Step
 from semblend.materialize.calibrate import CalibrationPrompt, Pair, calibrate, choose, table_of
+from semblend.materialize.contract import Capabilities, Rows
 from semblend.materialize.donors.donor_kv import DonorKv
-from semblend.materialize.gate.probe import next_token_kl
-from semblend.materialize.gate.risk import RiskModel, Signs, fitted
+from semblend.materialize.gate.risk import RiskFeatures, RiskModel, fit_weights, next_token_kl
 from semblend.materialize.gate.thresholds import DEFAULT, STEPS, Thresholds, thresholds_for
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.span import Span
@@ -59,7 +59,7 @@ class World:
         self.model = model
         self.pool = model.new_pool(20_000)
         self.kv = DonorKv(0, 1 << 28)
-        self.blender = Blender(model, self.pool, self.kv, QualitySettings(**changes), rows_of=Rows.of)
+        self.blender = Blender(PooledModel(model, self.pool), self.kv, QualitySettings(**changes))
 
     def slots(self, n):
         return self.pool.slots_of(self.pool.allocate(self.pool.blocks_for(n)), 0, n)
@@ -71,7 +71,7 @@ class World:
 
     def donate(self, donor_id, tokens, generation=0):
         _, slots = self.cold(tokens)
-        self.kv.capture(donor_id, generation, self.pool, slots)
+        self.kv.capture(donor_id, generation, self.pool.layout, slots)
 
     def prepare(self, tokens, spans, *, exact=0, **asked):
         target = Placed(tokens, self.slots(len(tokens)))
@@ -177,7 +177,7 @@ def test_after_every_escalation_each_computed_row_is_what_the_model_computes_ove
         assert_cold(world, blended, target, prompt)
 
         # the gate goes on to a full prefill: stop it there by calling time
-        world.blender._affordable = lambda prompt, rows: rows < 150
+        world.blender._passes.is_affordable = lambda state, rows: rows < 150
         blended, target = world.prepare(prompt, spans, exact=exact)
         assert blended.decision == "over_budget"
         rows = computed_positions(world, prompt, spans, blended, target)
@@ -210,8 +210,8 @@ def test_each_step_adds_to_the_one_before_and_the_question_is_in_every_pass():
         assert added + 16 <= found <= 4 * percent + rows[0]  # what is new and the question; never more than all
     assert rows[5] == 400 + 12
     assert blended.escalations == 3
-    assert blended.risk == blended.signs.settled == blended.passes[4].kl
-    assert blended.signs.moved != blended.signs.settled
+    assert blended.risk == blended.features.settled == blended.passes[4].kl
+    assert blended.features.moved != blended.features.settled
     assert_cold(world, blended, target, prompt)
 
 
@@ -295,7 +295,9 @@ def test_a_model_that_fails_is_a_decline_and_nothing_stays_held():
     def fails(*_):
         raise RuntimeError("out of memory\nwith a long story")
 
-    world.blender.model = SimpleNamespace(spec=MODEL.spec, forward=fails, logits=MODEL.logits)
+    world.blender._passes.model = SimpleNamespace(
+        forward=fails, layout=world.pool.layout, capabilities=Capabilities(), logits=MODEL.logits
+    )
     declined, _ = world.prepare(prompt, spans)
     assert declined == Decline(DeclineReason.ERROR, "RuntimeError: out of memory")
     world.kv.drop("d")
@@ -422,9 +424,8 @@ def test_calibration_measures_signals_against_cold_and_survives_a_file(tmp_path)
                 tuple(tokens_of(9, seed + 20) + text + tokens_of(8, seed + 30)), (donor,), (Span("0", 40, 9, 120),)
             )
         )
-    table = calibrate(
-        MODEL, prompts, rows_of=Rows.of, pool=MODEL.new_pool(2048), model_name="tiny", harm=1e9, false_safe=0.0
-    )
+    pool = MODEL.new_pool(2048)
+    table = calibrate(PooledModel(MODEL, pool), prompts, pool=pool, model_name="tiny", harm=1e9, false_safe=0.0)
     assert table.kl_10 > 0
     assert table.provenance["prompts"] == 3
     assert table.provenance["model"] == "tiny"
@@ -490,11 +491,11 @@ def test_the_deviation_of_repaired_tokens_is_nought_where_the_donor_had_the_same
     text = tokens_of(300, 5)
     world.donate("d", text)
     same, _ = world.prepare(text + tokens_of(20, 6), [Span("d", 0, 0, 300)])
-    assert same.signs.deviation < 1e-4
-    assert same.signs.moved < 1e-6
+    assert same.features.deviation < 1e-4
+    assert same.features.moved < 1e-6
     prompt, spans = one_document(world, document=300)
     moved, _ = world.prepare(prompt, spans)
-    assert moved.signs.deviation > 0.01
+    assert moved.features.deviation > 0.01
 
 
 def test_weights_are_found_again_from_signs_that_follow_them():
@@ -502,9 +503,9 @@ def test_weights_are_found_again_from_signs_that_follow_them():
     weights = (0.4, 1.5, 0.3, -1.0)
     seen = []
     for _ in range(60):
-        signs = Signs(*np.exp(rng.normal(-3, 1, 3)), rng.uniform(0, 5))
-        seen.append((signs, RiskModel({10: weights}).expected(10, signs)))
-    assert fitted(seen) == pytest.approx(weights, abs=0.05)
+        signs = RiskFeatures(*np.exp(rng.normal(-3, 1, 3)), rng.uniform(0, 5))
+        seen.append((signs, RiskModel({10: weights}).expect(10, signs)))
+    assert fit_weights(seen) == pytest.approx(weights, abs=0.05)
 
 
 def test_what_is_no_number_begins_with_the_worst():
@@ -519,13 +520,13 @@ def test_calibration_with_enough_prompts_weighs_the_signs_and_no_prompt_judges_i
     pairs = []
     for step, _ in itertools.product(STEPS, range(40)):
         deviation = float(np.exp(rng.normal(-3, 1)))
-        signs = Signs(deviation, deviation, deviation, 1.0)
+        signs = RiskFeatures(deviation, deviation, deviation, 1.0)
         pairs.append(Pair(step, signs, deviation / 4, deviation * step / 40))
     table = table_of(pairs, pool=MODEL.new_pool(64), model_name="made", prompts=40, tokens=1)
     assert set(table.risk.weights) == set(STEPS)
     for step in STEPS:
-        signs = Signs(0.05, 0.05, 0.05, 1.0)
-        assert table.expected(step, signs) == pytest.approx(0.05 * step / 40, rel=0.1)
+        signs = RiskFeatures(0.05, 0.05, 0.05, 1.0)
+        assert table.expect(step, signs) == pytest.approx(0.05 * step / 40, rel=0.1)
     assert table.begin_20 > 0.015 / 4  # where 10 % no longer passes, and not before
     assert table.begin_prefill == pytest.approx(0.02 / 4, rel=0.5)
     (tmp_path / "t.json").write_text(table.to_json())

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from semblend.integration.adapter import FakeStack, ModelSpec, PagedBlender, PagedPool
+from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import Placed, QualitySettings
+from semblend.materialize.contract import Capabilities, Rows
 from semblend.materialize.donors.donor_kv import DonorKv
 from semblend.materialize.gate.thresholds import Thresholds
-from semblend.materialize.kv.layout import KvLayout
-from semblend.materialize.kv.rope import RopeSpec
+from semblend.materialize.naive_engine import NaiveEngine
 from semblend.plan.reuse_plan import Decline, ReusePlan
 from semblend.span import Span
 
@@ -37,33 +37,28 @@ class Table:
         return found
 
 
-@dataclass
-class RankStack(FakeStack):
+@dataclass(eq=False)
+class RankEngine(NaiveEngine):
     """Another part of the model on each rank: other weights, so other attention and other deviations."""
 
     rank: int = 0
-    table: Table = field(default_factory=Table)
+    shared: Table = field(default_factory=Table)
 
-    def agreed(self, values, how):
-        return self.table.round(self.rank, values, how)
-
-    def _table(self):
-        width = self.layout.kv_heads * self.layout.head_dim
-        return torch.randn(self.vocabulary, width, generator=torch.Generator().manual_seed(1 + self.rank))
+    def agree(self, values, how):
+        return self.shared.round(self.rank, values, how)
 
 
 def blenders(ranks=2, without_donor=(), **settings):
     table, made = Table(), []
     for rank in range(2):
-        pool = torch.zeros(2, 3, 512, 2, 8)
-        layout = KvLayout.ours(pool[0], pool[1])
-        stack = RankStack(layout, ModelSpec(RopeSpec.plain(8)), ranks=ranks, rank=rank, table=table)
+        plain = NaiveEngine.make(slots=512, seed=1 + rank, capabilities=Capabilities(ranks=ranks))
+        engine = RankEngine(**vars(plain), rank=rank, shared=table)
         kv, slots = DonorKv(0, 1 << 24), torch.arange(len(DONOR))
-        blender = PagedBlender(stack, PagedPool(layout), kv, QualitySettings(**settings))
-        stack.forward(blender._rows_of(torch.tensor(DONOR), slots, slots), blender.pool)
+        blender = Blender(engine, kv, QualitySettings(**settings))
+        engine.forward(Rows.of(DONOR, slots, slots))
         if rank not in without_donor:
-            kv.capture("d", 0, blender.pool, slots)
-        stack.passes.clear()
+            kv.capture("d", 0, engine.layout, slots)
+        engine.passes.clear()
         made.append(blender)
     return made
 
@@ -129,7 +124,7 @@ def test_wrong_kv_on_one_rank_is_refused_by_both():
 
 def test_time_runs_out_for_all_ranks_or_for_none():
     made = blenders(**{**BALANCED, "thresholds": Thresholds(0, 0, 0), "latency_budget_ms": 1e6})
-    made[0]._rows_per_ms, made[1]._rows_per_ms = 1e-6, 1e6  # one rank thinks that everything takes ages
+    made[0]._passes._rows_per_ms, made[1]._passes._rows_per_ms = 1e-6, 1e6  # one rank thinks that everything takes ages
     one, other = prepared(made, "balanced")
     assert one.decision == other.decision
     assert made[0].model.passes == made[1].model.passes

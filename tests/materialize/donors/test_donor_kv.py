@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend.errors import CapacityError, InputError, StoreError
+from semblend.materialize.contract import KvLayout
 from semblend.materialize.donors.donor_kv import DonorKv
 from semblend.materialize.kv.rope import RopeSpec
 
@@ -21,20 +21,14 @@ LAYERS, HEADS, DIM = 2, 1, 4
 TOKEN_BYTES = 2 * LAYERS * HEADS * DIM * 4
 
 
-@dataclass
-class FakePool:
-    k: torch.Tensor
-    v: torch.Tensor
-
-    @classmethod
-    def filled(cls, value: float, slots: int = 32, dtype: torch.dtype = torch.float32) -> FakePool:
-        shape = (LAYERS, slots, HEADS, DIM)
-        return cls(torch.full(shape, value, dtype=dtype), torch.full(shape, -value, dtype=dtype))
+def cache_filled(value: float, slots: int = 32) -> KvLayout:
+    shape = (LAYERS, slots, HEADS, DIM)
+    return KvLayout.of_pool(torch.full(shape, value), torch.full(shape, -value))
 
 
 def capture(kv, donor_id, generation, tokens=4, value=None):
     value = float(generation) if value is None else value
-    return kv.capture(donor_id, generation, FakePool.filled(value), torch.arange(tokens))
+    return kv.capture(donor_id, generation, cache_filled(value), torch.arange(tokens))
 
 
 def holds_value(tensors, value):
@@ -42,12 +36,12 @@ def holds_value(tensors, value):
 
 
 def test_a_capture_is_a_copy_of_the_named_slots_in_their_order():
-    pool = FakePool(torch.randn(LAYERS, 32, HEADS, DIM), torch.randn(LAYERS, 32, HEADS, DIM))
+    pool = torch.randn(2, LAYERS, 32, HEADS, DIM)
     kv = DonorKv(0, 10_000)
     slots = torch.tensor([9, 3, 30])
-    expected = pool.k[:, slots].clone()
-    handle = kv.capture("d", 1, pool, slots)
-    pool.k.zero_()
+    expected = pool[0][:, slots].clone()
+    handle = kv.capture("d", 1, KvLayout.of_pool(*pool), slots)
+    pool.zero_()
     held = kv.acquire("d", 1)
     assert (handle.tokens, handle.tier, handle.nbytes) == (3, "host", 3 * TOKEN_BYTES)
     assert torch.equal(held.k, expected)
@@ -150,12 +144,12 @@ def test_a_donor_on_disk_is_served_from_its_map_when_there_is_no_room_above(tmp_
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_donor_comes_back_from_disk_bit_for_bit(tmp_path, dtype):
     kv = DonorKv(0, 1 << 12, tmp_path, budget_disk_bytes=1 << 20)
-    pool = FakePool(torch.randn(LAYERS, 40, HEADS, DIM).to(dtype), torch.randn(LAYERS, 40, HEADS, DIM).to(dtype))
-    kv.capture("a", 1, pool, torch.arange(37))
-    kv.capture("b", 1, FakePool.filled(1.0, 64), torch.arange(60))
+    pool = torch.randn(2, LAYERS, 40, HEADS, DIM).to(dtype)
+    kv.capture("a", 1, KvLayout.of_pool(*pool), torch.arange(37))
+    kv.capture("b", 1, cache_filled(1.0, 64), torch.arange(60))
     held = kv.acquire("a", 1)
-    assert torch.equal(held.k, pool.k[:, :37])
-    assert torch.equal(held.v, pool.v[:, :37])
+    assert torch.equal(held.k, pool[0][:, :37])
+    assert torch.equal(held.v, pool[1][:, :37])
     assert held.k.dtype == dtype
 
 
@@ -202,13 +196,12 @@ def test_a_file_of_another_donor_in_its_place_is_not_served(tmp_path):
 
 FULL_DISK = """
 import resource, sys, torch
-from types import SimpleNamespace
+from semblend.materialize.contract import KvLayout
 from semblend.materialize.donors.donor_kv import DonorKv
-from semblend.materialize.kv.rope import RopeSpec
 told = []
 size = 2 * 2 * 64 * 4 * 4
 kv = DonorKv(0, size, sys.argv[1], budget_disk_bytes=1 << 20, on_evicted=lambda *gone: told.append(gone))
-pool = SimpleNamespace(k=torch.ones(2, 64, 1, 4), v=torch.ones(2, 64, 1, 4))
+pool = KvLayout.of_pool(torch.ones(2, 64, 1, 4), torch.ones(2, 64, 1, 4))
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 kv.capture("a", 1, pool, torch.arange(64))
 kv.capture("b", 2, pool, torch.arange(64))
@@ -516,7 +509,7 @@ def test_a_donor_keeps_the_rotation_that_it_was_computed_with(tmp_path):
     usual, longer = RopeSpec.plain(DIM), RopeSpec.plain(DIM, theta=20_000.0)
     kv = DonorKv(0, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=8 * TOKEN_BYTES, rope=usual)
     capture(kv, "a", 1)
-    kv.capture("b", 2, FakePool.filled(2.0), torch.arange(4), longer)  # and "a" goes to disk
+    kv.capture("b", 2, cache_filled(2.0), torch.arange(4), longer)  # and "a" goes to disk
     assert kv.acquire("b", 2).rope == longer
     assert kv.acquire("a", 1).rope == usual
     kv.close()

@@ -16,17 +16,18 @@ pytest.importorskip("triton", reason="the kernels need triton")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from semblend.integration.adapter import EngineRows  # noqa: E402
-from semblend.integration.vllm.worker import grouped_attention as far_attention  # noqa: E402
-from semblend.materialize.gate.probe import add_attention  # noqa: E402
+from semblend.integration.vllm.worker import grouped_attention  # noqa: E402
+from semblend.materialize.contract import Rows  # noqa: E402
+from semblend.materialize.gate.observers import add_attention  # noqa: E402
 from semblend.materialize.kv import mass_kernels  # noqa: E402
 from semblend.materialize.kv.attention_kernels import Attended, scattered_attention  # noqa: E402
 from semblend.materialize.kv.attention_plain import attend_plain  # noqa: E402
 from semblend.materialize.kv.gather import gather_plain  # noqa: E402
 from semblend.materialize.kv.kernels import gather_rows, splice_moves  # noqa: E402
 from semblend.materialize.kv.layout import KvLayout  # noqa: E402
+from semblend.materialize.kv.moves import DonorTensors, Move  # noqa: E402
 from semblend.materialize.kv.rope import RopeSpec  # noqa: E402
-from semblend.materialize.kv.splice import DonorTensors, Move, check_moves, on_device, splice_plain  # noqa: E402
+from semblend.materialize.kv.splice import check_moves, splice_plain, stage_on_device  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -40,7 +41,7 @@ def pool(kind: str, layers: int, slots: int, heads: int, d: int, dtype: torch.dt
 
     blocks = slots // block
     if kind == "ours":
-        return KvLayout.ours(full(layers, slots, heads, d), full(layers, slots, heads, d))
+        return KvLayout.of_pool(full(layers, slots, heads, d), full(layers, slots, heads, d))
     if kind == "vllm keys first":
         return KvLayout.vllm([full(2, blocks, block, heads, d) for _ in range(layers)], block)
     if kind == "vllm side by side":
@@ -68,7 +69,7 @@ def assert_same_splice(moves: list[Move], kind: str, layers: int, slots: int, he
     expected, got = (pool(kind, layers, slots, heads, rope.head_dim, dtype) for _ in range(2))
     check_moves(moves, got, rope)
     splice_plain(moves, expected, rope)
-    splice_moves([on_device(move, got.device) for move in moves], got, rope)
+    splice_moves([stage_on_device(move, got.device) for move in moves], got, rope)
     tolerance = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
     for want, have in zip((*expected.k, *expected.v), (*got.k, *got.v), strict=True):
         torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)
@@ -153,14 +154,6 @@ def assert_same_attention(case, parts: int | None = None) -> None:
     torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)
 
 
-class PoolOf:
-    """A layout as the pool that the twin reads."""
-
-    def __init__(self, layout: KvLayout) -> None:
-        self.layout = layout
-        self.k, self.v = (torch.stack([page.flatten(0, 1) for page in part]) for part in (layout.k, layout.v))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("heads", "d"), [(1, 16), (3, 10), (4, 64)])
 def test_gathering_equals_its_twin_in_every_layout(kind, heads, d):
@@ -169,7 +162,7 @@ def test_gathering_equals_its_twin_in_every_layout(kind, heads, d):
         page.copy_(torch.randn(page.shape, generator=torch.Generator().manual_seed(number)))
     slots = torch.tensor([31, 0, 5, 17, 6, 7, 8], device=DEVICE)
     expected, got = ([torch.zeros(3, len(slots), heads, d, device=DEVICE) for _ in range(2)] for _ in range(2))
-    gather_plain(PoolOf(layout), slots, *expected)
+    gather_plain(layout, slots, *expected)
     gather_rows(layout, slots, *got)
     assert torch.equal(got[0], expected[0])
     assert torch.equal(got[1], expected[1])
@@ -244,9 +237,9 @@ def half_precision_layer(**impl):
 
 
 def test_vllms_attention_is_used_where_it_gives_what_ours_does(fa_utils):
-    assert far_attention.reads_far(*half_precision_layer())
-    assert not far_attention.reads_far(*half_precision_layer(vllm_flash_attn_version=2))
-    assert not far_attention.reads_far(*half_precision_layer(sliding_window=(100, 0)))
+    assert grouped_attention.can_group_rows(*half_precision_layer())
+    assert not grouped_attention.can_group_rows(*half_precision_layer(vllm_flash_attn_version=2))
+    assert not grouped_attention.can_group_rows(*half_precision_layer(sliding_window=(100, 0)))
 
 
 def test_where_vllms_attention_fails_or_is_another_ours_does_it_all(fa_utils):
@@ -255,21 +248,22 @@ def test_where_vllms_attention_fails_or_is_another_ours_does_it_all(fa_utils):
         return out * 1.5, sums
 
     fa_utils.flash_attn_varlen_func = wrong
-    assert not far_attention.reads_far(*half_precision_layer())
+    assert not grouped_attention.can_group_rows(*half_precision_layer())
     fa_utils.flash_attn_varlen_func = lambda q, k: None
-    assert not far_attention.reads_far(*half_precision_layer())
+    assert not grouped_attention.can_group_rows(*half_precision_layer())
 
 
 @pytest.mark.parametrize("chosen", [range(0, 200, 7), range(200), [*range(3), *range(90, 140), 199]])
 def test_vllms_attention_for_far_keys_and_ours_for_near_ones_are_attention(chosen, fa_utils, monkeypatch):
-    monkeypatch.setattr(far_attention, "GROUP_ROWS", 8)
+    monkeypatch.setattr(grouped_attention, "GROUP_ROWS", 8)
     at, blocks = torch.tensor(list(chosen)), torch.randperm(60)[:50]
     q, _, _, k, v, scale = attention_case(at.tolist(), 232, 6, 2, 16, torch.float32, block=4)
-    rows = EngineRows.of(at, at, (blocks[:, None] * 4 + torch.arange(4)).flatten().to(DEVICE))
-    pool = SimpleNamespace(layout=SimpleNamespace(block_tokens=4, k=[k], v=[v]))
+    rows = Rows.of(at, at, (blocks[:, None] * 4 + torch.arange(4)).flatten().to(DEVICE))
     impl = SimpleNamespace(scale=scale, vllm_flash_attn_version=3)
     want = attend_plain(q, rows.positions, rows.context, k, v, scale)
-    torch.testing.assert_close(far_attention.far_and_near(rows, pool, impl)(0, q), want, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(
+        grouped_attention.attend_in_groups(rows, KvLayout((k,), (v,)), impl)(0, q), want, rtol=2e-5, atol=2e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend.errors import CapacityError
+from semblend.materialize.contract import KvLayout
 from semblend.materialize.donors.donor_kv import MOST_BACKLOG, DonorKv
-from semblend.materialize.kv.host_memory import Arena, sent
+from semblend.materialize.kv.host_memory import Arena, copy_to_device
 
 SIZE = 1 << 14
 
@@ -39,7 +40,7 @@ def test_pieces_of_an_arena_never_overlap_and_all_of_it_comes_back(steps):
 
 def test_on_a_cpu_sending_is_no_copy():
     values = torch.arange(3)
-    assert sent(values, torch.device("cpu")) is values
+    assert copy_to_device(values, torch.device("cpu")) is values
 
 
 class Late:
@@ -63,9 +64,8 @@ class Late:
         self._come("stream")
 
 
-class FakePool:
-    def __init__(self, value):
-        self.k, self.v = torch.full((2, 32, 1, 4), value), torch.full((2, 32, 1, 4), -value)
+def cache_filled(value):
+    return KvLayout.of_pool(torch.full((2, 32, 1, 4), value), torch.full((2, 32, 1, 4), -value))
 
 
 TOKEN_BYTES = 2 * 2 * 4 * 4
@@ -85,19 +85,19 @@ def late(monkeypatch):
 
 
 def test_what_comes_after_a_capture_is_ordered_behind_its_copy(late):
-    DonorKv(0, 10_000).capture("d", 1, FakePool(1.0), torch.arange(4))
+    DonorKv(0, 10_000).capture("d", 1, cache_filled(1.0), torch.arange(4))
     assert late[0].waits == ["stream"]
 
 
 def test_a_caller_that_keeps_the_slots_is_told_when_they_are_free(late):
-    handle = DonorKv(0, 10_000).capture("d", 1, FakePool(1.0), torch.arange(4), slots_stay=True)
+    handle = DonorKv(0, 10_000).capture("d", 1, cache_filled(1.0), torch.arange(4), slots_stay=True)
     assert handle.arrives is late[0]
     assert late[0].waits == []
 
 
 def test_whoever_acquires_a_donor_reads_it_after_it_arrived(late):
     kv = DonorKv(0, 10_000)
-    kv.capture("d", 1, FakePool(3.0), torch.arange(4), slots_stay=True)
+    kv.capture("d", 1, cache_filled(3.0), torch.arange(4), slots_stay=True)
     held = kv.acquire("d", 1)
     assert late[0].waits == ["stream"]
     assert bool((held.k == 3.0).all())
@@ -105,8 +105,8 @@ def test_whoever_acquires_a_donor_reads_it_after_it_arrived(late):
 
 def test_the_disk_gets_a_donor_only_after_it_arrived(late, tmp_path):
     kv = DonorKv(0, 5 * TOKEN_BYTES, tmp_path, budget_disk_bytes=1 << 20)
-    kv.capture("old", 1, FakePool(1.0), torch.arange(4), slots_stay=True)
-    kv.capture("new", 2, FakePool(2.0), torch.arange(4), slots_stay=True)
+    kv.capture("old", 1, cache_filled(1.0), torch.arange(4), slots_stay=True)
+    kv.capture("new", 2, cache_filled(2.0), torch.arange(4), slots_stay=True)
     assert late[0].waits == ["host"]
     held = kv.acquire("old", 1)
     assert bool((held.k == 1.0).all())
@@ -119,10 +119,10 @@ def test_while_too_much_is_under_way_a_donor_is_not_kept():
         backlog_bytes = MOST_BACKLOG + 1
 
     kv = DonorKv(0, 10_000)
-    kv.capture("kept", 1, FakePool(1.0), torch.arange(4))
+    kv.capture("kept", 1, cache_filled(1.0), torch.arange(4))
     kv._courier = Behind()
     with pytest.raises(CapacityError, match="on their way"):
-        kv.capture("more", 2, FakePool(2.0), torch.arange(4))
+        kv.capture("more", 2, cache_filled(2.0), torch.arange(4))
     assert kv.holds("kept", 1)
     kv.check()
 
@@ -131,8 +131,8 @@ def test_reserved_memory_is_used_first_and_what_does_not_fit_there_is_allocated(
     kv = DonorKv(0, 1 << 20)
     memory = torch.zeros(512, dtype=torch.uint8)
     kv._arenas["host"] = Arena(memory)
-    kv.capture("inside", 1, FakePool(1.0), torch.arange(4))
-    kv.capture("outside", 2, FakePool(2.0), torch.arange(4))
+    kv.capture("inside", 1, cache_filled(1.0), torch.arange(4))
+    kv.capture("outside", 2, cache_filled(2.0), torch.arange(4))
     inside, outside = kv.acquire("inside", 1), kv.acquire("outside", 2)
     first, last = memory.data_ptr(), memory.data_ptr() + 512
     assert first <= inside.k.data_ptr() < last

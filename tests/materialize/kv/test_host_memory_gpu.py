@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from semblend.integration.adapter import EngineRows
-from semblend.integration.vllm.worker.cuda_graphs import SIZES, GraphedPasses
+from semblend.integration.vllm.worker.cuda_graphs import SIZES, RecordedPasses
+from semblend.materialize.contract import KvLayout, Rows
 from semblend.materialize.donors.donor_kv import DonorKv
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -16,6 +16,7 @@ LAYERS, SLOTS, HEADS, DIM = 8, 16_384, 4, 128
 class Pool:
     def __init__(self) -> None:
         self.k, self.v = (torch.randn(LAYERS, SLOTS, HEADS, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        self.layout = KvLayout.of_pool(self.k, self.v)
         self.bytes = 2 * self.k.numel() * 2
 
 
@@ -34,7 +35,7 @@ def test_slots_that_are_written_after_a_capture_do_not_change_the_donor(pool, ti
         assert tier in kv._arenas
     slots = torch.randperm(SLOTS)
     expected = pool.k[:, slots].cpu()
-    handle = kv.capture("d", 1, pool, slots)
+    handle = kv.capture("d", 1, pool.layout, slots)
     pool.k.zero_()
     assert handle.tier == tier
     held = kv.acquire("d", 1)
@@ -50,7 +51,7 @@ def test_a_capture_does_not_make_the_host_wait(pool):
     busy = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     for _ in range(40):
         busy = busy @ busy * 1e-4
-    handle = kv.capture("d", 1, pool, torch.arange(SLOTS), slots_stay=True)
+    handle = kv.capture("d", 1, pool.layout, torch.arange(SLOTS), slots_stay=True)
     assert handle.arrives is not None
     assert not handle.arrives.query(), "the copy waits for what was queued before it, and we do not"
     handle.arrives.synchronize()
@@ -72,15 +73,15 @@ def test_a_recorded_pass_computes_its_rows_and_writes_nothing_for_the_padding():
         asked[0].copy_(hidden[-asked.shape[1] :, None, None].expand_as(asked[0]))
         return hidden[:, None]
 
-    graphs = GraphedPasses(run, 300, (1, 1, 2), like=cache)
+    graphs = RecordedPasses(run, 300, (1, 1, 2), like=cache)
     context = torch.arange(300, device=device)
     for count in (1, SIZES[0], SIZES[0] + 1, SIZES[-1]):
         at = torch.arange(count)
-        hidden = graphs.run(EngineRows.of(at + 5, at, context))
+        hidden = graphs.run(Rows.of(at + 5, at, context))
         expected = (at + 5) * 2.0 + at + at
         assert torch.equal(hidden[:, 0].cpu(), expected)
         assert torch.equal(cache[:count].cpu(), expected)
         assert float(cache[-1]) == 0.0
-        last = min(count, graphs.asked.shape[1])
-        assert torch.equal(graphs.asked[0, -last:, 0, 0].cpu(), expected[-last:])
-    assert graphs.run(EngineRows.of(torch.arange(SIZES[-1] + 1), torch.arange(SIZES[-1] + 1), context)) is None
+        last = min(count, graphs.queries.shape[1])
+        assert torch.equal(graphs.queries[0, -last:, 0, 0].cpu(), expected[-last:])
+    assert graphs.run(Rows.of(torch.arange(SIZES[-1] + 1), torch.arange(SIZES[-1] + 1), context)) is None

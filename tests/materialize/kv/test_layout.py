@@ -20,7 +20,7 @@ def numbered(*shape: int):
 
 def ours():
     k, v = numbered(2, LAYERS, SLOTS, HEADS, DIM)
-    return KvLayout.ours(k, v), lambda layer, s, h, d: (k[layer, s, h, d], v[layer, s, h, d])
+    return KvLayout.of_pool(k, v), lambda layer, s, h, d: (k[layer, s, h, d], v[layer, s, h, d])
 
 
 def vllm_keys_first():
@@ -107,11 +107,11 @@ def test_two_blocks_look_like_keys_and_values_until_someone_says_which():
     ("make", "words"),
     [
         (lambda: KvLayout((), ()), "0 key and 0 value"),
-        (lambda: KvLayout.ours(numbered(1, 8, 2, 4), numbered(2, 8, 2, 4)), "1 key and 2 value"),
-        (lambda: KvLayout.ours(numbered(1, 8, 2, 4), numbered(1, 8, 2, 6)), "layers differ"),
-        (lambda: KvLayout.ours(numbered(1, 0, 2, 4), numbered(1, 0, 2, 4)), "KV of shape"),
-        (lambda: KvLayout.ours(*(numbered(1, 8, 2, 4).to(torch.int8) for _ in range(2))), "int8 cannot be spliced"),
-        (lambda: KvLayout.ours(*(numbered(1, 8, 2, 4).transpose(2, 3) for _ in range(2))), "not adjacent"),
+        (lambda: KvLayout.of_pool(numbered(1, 8, 2, 4), numbered(2, 8, 2, 4)), "1 key and 2 value"),
+        (lambda: KvLayout.of_pool(numbered(1, 8, 2, 4), numbered(1, 8, 2, 6)), "layers differ"),
+        (lambda: KvLayout.of_pool(numbered(1, 0, 2, 4), numbered(1, 0, 2, 4)), "KV of shape"),
+        (lambda: KvLayout.of_pool(*(numbered(1, 8, 2, 4).to(torch.int8) for _ in range(2))), "int8 cannot be spliced"),
+        (lambda: KvLayout.of_pool(*(numbered(1, 8, 2, 4).transpose(2, 3) for _ in range(2))), "not adjacent"),
         (lambda: KvLayout.sglang([numbered(8, 2)], [numbered(8, 2)]), r"a layer of shape \[8, 2\]"),
         (lambda: KvLayout.vllm([numbered(2, 6, 8, 2, 4)], 16), "blocks of 16"),
         (lambda: KvLayout.vllm([numbered(3, 6, 4, 2, 4)], 4), "no axis of two"),

@@ -14,15 +14,16 @@ from hypothesis import strategies as st  # noqa: E402
 from semblend.errors import InputError  # noqa: E402
 from semblend.materialize.kv.attention_plain import attend_plain  # noqa: E402
 from semblend.materialize.kv.layout import KvLayout  # noqa: E402
+from semblend.materialize.kv.moves import DonorTensors, Move  # noqa: E402
 from semblend.materialize.kv.rope import RopeSpec  # noqa: E402
-from semblend.materialize.kv.splice import DonorTensors, Move, on_device, splice, splice_plain  # noqa: E402
+from semblend.materialize.kv.splice import splice, splice_plain, stage_on_device  # noqa: E402
 
 LAYERS, HEADS, DIM, SLOTS = 3, 2, 8, 48
 ROPE = RopeSpec.plain(DIM)
 
 
 def pool() -> KvLayout:
-    return KvLayout.ours(*torch.full((2, LAYERS, SLOTS, HEADS, DIM), 77.0))
+    return KvLayout.of_pool(*torch.full((2, LAYERS, SLOTS, HEADS, DIM), 77.0))
 
 
 def held(tokens: int = 20, seed: int = 0) -> DonorTensors:
@@ -75,18 +76,18 @@ def test_a_donor_is_never_changed():
 def test_a_donor_that_lies_otherwise_in_memory_is_staged_with_the_same_rows():
     donor = held()
     swapped = DonorTensors(donor.k.permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3), donor.v)
-    staged = on_device(Move(swapped, 4, 9, torch.arange(9), 1), torch.device("cpu"))
+    staged = stage_on_device(Move(swapped, 4, 9, torch.arange(9), 1), torch.device("cpu"))
     assert staged.donor_start == 0
     assert torch.equal(staged.donor.k, donor.k[:, 4:13])
     assert torch.equal(staged.donor.v, donor.v[:, 4:13])
     ready = Move(donor, 4, 9, torch.arange(9), 1)
-    assert on_device(ready, torch.device("cpu")) is ready
+    assert stage_on_device(ready, torch.device("cpu")) is ready
 
 
 def test_half_precision_pools_take_half_precision_donors():
     donor = held()
     half = DonorTensors(donor.k.bfloat16(), donor.v.bfloat16())
-    layout = KvLayout.ours(*torch.zeros(2, LAYERS, SLOTS, HEADS, DIM, dtype=torch.bfloat16))
+    layout = KvLayout.of_pool(*torch.zeros(2, LAYERS, SLOTS, HEADS, DIM, dtype=torch.bfloat16))
     splice([Move(half, 0, 20, torch.arange(20), 150_000)], layout, ROPE)
     exact = ROPE.relocate(half.k[0].double(), 150_000)
     assert (layout.gather(0, torch.arange(20))[0].double() - exact).abs().max() < 0.02
@@ -208,7 +209,7 @@ def test_keys_move_between_prompts_of_any_length_under_dynamic_scaling(donor_tok
         keys_of_transformers(dynamic_model(transformers), ids) for ids in (donor_ids, target_ids)
     )
     theirs, ours = (RopeSpec.from_hf_config(DYNAMIC, size) for size in (donor_tokens, target_tokens))
-    layout = KvLayout.ours(*(torch.zeros(2, 64, 2, 8) for _ in range(2)))
+    layout = KvLayout.of_pool(*(torch.zeros(2, 64, 2, 8) for _ in range(2)))
     move = Move(DonorTensors(donor_k, donor_v, "d", 1, theirs), 7, 30, torch.arange(5, 35), 14)
     assert splice([move], layout, ours) == 30
     k, v = layout.gather(0, torch.arange(5, 35))

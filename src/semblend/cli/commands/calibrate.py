@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 def measured(model: Any, tokenizer: Any, args: argparse.Namespace) -> Thresholds:
     """Runs every prompt through the gate's steps and a prefill, with progress, and makes the table."""
-    from semblend.engine.model.rows import Rows
+    from semblend.engine.model.pooled_model import PooledModel
     from semblend.materialize.calibrate import measure, table_of
 
     known, pairs, tokens, done, declined = _Known(args.pairs), [], 0, 0, 0
@@ -80,7 +80,7 @@ def measured(model: Any, tokenizer: Any, args: argparse.Namespace) -> Thresholds
             found = known.pairs.get(key)
             if found is None:
                 try:
-                    found = measure(model, prompt, rows_of=Rows.of, pool=pool)
+                    found = measure(PooledModel(model, pool), prompt, pool=pool)
                 except InputError as error:  # the blender would not follow it: nothing to learn for the gate
                     declined, why = declined + 1, error.message
                     say(f"left out: {why}")
@@ -158,7 +158,7 @@ class _Known:
     def add(self, key: str, pairs: list[Pair]) -> None:
         if self.path is None:
             return
-        record = {"key": key, "pairs": [asdict(pair) for pair in pairs]}
+        record = {"key": key, "pairs": [_to_json(pair) for pair in pairs]}
         try:
             with Path(self.path).open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(record) + "\n")
@@ -167,7 +167,7 @@ class _Known:
 
     def _read(self, path: Path) -> None:
         from semblend.materialize.calibrate import Pair
-        from semblend.materialize.gate.risk import Signs
+        from semblend.materialize.gate.risk import RiskFeatures
 
         text = path.read_text(encoding="utf-8")
         whole = text[: text.rfind("\n") + 1]  # a run that was killed may have left half a line
@@ -176,6 +176,15 @@ class _Known:
         for number, line in enumerate(whole.splitlines(), start=1):
             try:
                 record = json.loads(line)
-                self.pairs[record["key"]] = [Pair(**{**one, "signs": Signs(**one["signs"])}) for one in record["pairs"]]
+                self.pairs[record["key"]] = [
+                    Pair(one["step"], RiskFeatures(**one["signs"]), one["glance"], one["true_kl"])
+                    for one in record["pairs"]
+                ]
             except (ValueError, KeyError, TypeError):
                 raise InputError(f"{path}, line {number} is no measurement", hint="name another --pairs file") from None
+
+
+def _to_json(pair: Pair) -> dict[str, Any]:
+    """As the file of an earlier version has it: its features are called signs there."""
+    record = asdict(pair)
+    return {"signs": record.pop("features"), **record}

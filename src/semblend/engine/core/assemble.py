@@ -10,7 +10,7 @@ from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.engine import Engine
 from semblend.engine.core.stops import Detokenizer
 from semblend.engine.model.model import Model
-from semblend.engine.model.rows import Rows
+from semblend.engine.model.pooled_model import PooledModel
 from semblend.facade import SemBlend
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import QualitySettings
@@ -58,5 +58,5 @@ def assemble(
             donor_kv.drop(eviction.donor.donor_id)
 
     library.on_evicted(forgotten)
-    blender = Blender(model, pool, donor_kv, quality or QualitySettings(mode=config.quality), rows_of=Rows.of)
+    blender = Blender(PooledModel(model, pool), donor_kv, quality or QualitySettings(mode=config.quality))
     return Engine(model, pool, library, blender, config, detokenizer=detokenizer)

@@ -27,11 +27,12 @@ from semblend.engine.core.reuse import Blender, NoBlender, Reuse
 from semblend.engine.core.scheduler import Batch, Piece, Scheduler
 from semblend.engine.core.stops import AnswerText, Detokenizer, NoText
 from semblend.engine.model.paged_kv import KvPool
-from semblend.engine.model.rows import Rows
+from semblend.engine.model.rows import RowBatch
 from semblend.engine.model.sampling import Draw, Sampled, Sampling, make_generator, rewind, sample
 from semblend.engine.model.spec import ModelSpec
 from semblend.errors import InputError, SemBlendError
 from semblend.facade import SemBlend
+from semblend.materialize.contract import Rows
 from semblend.prompt import Prompt
 
 log = logging.getLogger("semblend.engine")
@@ -43,7 +44,7 @@ class RunsRows(Protocol):
 
     @property
     def spec(self) -> ModelSpec: ...
-    def forward(self, rows: Rows, pool: KvPool) -> Tensor: ...
+    def forward(self, rows: RowBatch, pool: KvPool) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
@@ -246,7 +247,7 @@ class Engine:
         complete: list[Sequence] = []
         logits: list[Tensor] = []
         if batch.pieces:
-            rows = Rows.join([self._rows(piece) for piece in batch.pieces])
+            rows = RowBatch.of([self._rows(piece) for piece in batch.pieces])
             hidden = self.model.forward(rows, self.pool)
             ends = [last for piece, last in zip(batch.pieces, rows.last_rows, strict=True) if piece.completes]
             complete += [piece.sequence for piece in batch.pieces if piece.completes]

@@ -23,6 +23,7 @@ from semblend.engine.core.request import EXACT_TO_THE_END, Sequence
 from semblend.engine.model.paged_kv import KvPool
 from semblend.facade import SemBlend
 from semblend.materialize.blend.quality import Blended
+from semblend.materialize.contract import Layout
 from semblend.plan.donor_cost import costs_a_donor
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Prompt
@@ -34,7 +35,7 @@ log = logging.getLogger("semblend.engine")
 class Donors(Protocol):
     """Where donor KV is kept; see `semblend.materialize.donors.donor_kv`."""
 
-    def capture(self, donor_id: str, generation: int, pool: Any, slots: Tensor) -> object: ...
+    def capture(self, donor_id: str, generation: int, layout: Layout, slots: Tensor) -> object: ...
     def holds(self, donor_id: str, generation: int) -> bool: ...
     def drop(self, donor_id: str) -> bool: ...
     @property
@@ -125,7 +126,7 @@ class Reuse:
             donor = self.semblend.register(prompt, donor_id)
             try:
                 slots = sequence.slots_in(self._pool)[:tokens]
-                donors.capture(donor_id, donor.generation, self._pool, slots)
+                donors.capture(donor_id, donor.generation, self._pool.layout, slots)
             except Exception:
                 self.semblend.forget(donor_id, reason="engine")  # a donor without KV must not be found
                 raise

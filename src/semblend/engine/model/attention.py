@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from semblend.engine.model.paged_kv import KvPool
-from semblend.engine.model.rows import Extent, Rows, Segment
+from semblend.engine.model.rows import RowBatch, Segment
 
 # Scores of a tile: 8 MiB in float32. Of 4, 8 and 16 MiB (9 heads, 4,096 keys, one core) 4 was slower, 16 no faster.
 TILE_SCORES = 1 << 21
@@ -58,7 +58,7 @@ OnWeights = Callable[[Tensor, int], None]
 """Told ``weights[heads, some rows, keys]`` and the first of these rows; read at once, for the buffer is used again."""
 
 
-def attend(q: Tensor, layer: int, rows: Rows, pool: KvPool, on_weights: OnWeights | None = None) -> Tensor:
+def attend(q: Tensor, layer: int, rows: RowBatch, pool: KvPool, on_weights: OnWeights | None = None) -> Tensor:
     """``q[n, heads, head_dim]`` -> ``[n, heads * head_dim]``; the rows' K and V are already in the pool.
 
     ``on_weights`` hears the weights of all rows; only where `shows_weights` says that there are any.
@@ -68,8 +68,8 @@ def attend(q: Tensor, layer: int, rows: Rows, pool: KvPool, on_weights: OnWeight
         return _attend_segment(q, layer, rows, 0, pool, on_weights).reshape(n, heads * head_dim)
     out = q.new_empty(n, heads, head_dim)
     decoding: list[int] = []
-    for at, (segment, extent) in enumerate(zip(rows.segments, rows.extents, strict=True)):
-        if extent.rows == 1 and q.is_cuda:
+    for at, segment in enumerate(rows.segments):
+        if len(segment) == 1 and q.is_cuda:
             decoding.append(at)
             continue
         span = slice(segment.start, segment.end)
@@ -79,12 +79,12 @@ def attend(q: Tensor, layer: int, rows: Rows, pool: KvPool, on_weights: OnWeight
     return out.view(n, heads * head_dim)
 
 
-def shows_weights(q: Tensor, rows: Rows) -> bool:
+def shows_weights(q: Tensor, rows: RowBatch) -> bool:
     """Whether `attend` computes weights that one can look at: one sequence that goes in tiles of plain products."""
-    return len(rows.segments) == 1 and _goes_in_tiles(q, rows.extents[0])
+    return len(rows.segments) == 1 and _goes_in_tiles(q, rows.segments[0])
 
 
-def attend_plain(q: Tensor, layer: int, rows: Rows, pool: KvPool) -> Tensor:
+def attend_plain(q: Tensor, layer: int, rows: RowBatch, pool: KvPool) -> Tensor:
     """The twin: gather, mask, softmax in float32."""
     n, heads, head_dim = q.shape
     group = heads // pool.k.shape[2]
@@ -100,37 +100,37 @@ def attend_plain(q: Tensor, layer: int, rows: Rows, pool: KvPool) -> Tensor:
     return out.view(n, heads * head_dim)
 
 
-def _goes_in_tiles(q: Tensor, extent: Extent) -> bool:
-    whole = extent.unbroken and extent.first == 0
-    return q.dtype == torch.float32 and q.device.type == "cpu" and extent.rows > 1 and not whole
+def _goes_in_tiles(q: Tensor, segment: Segment) -> bool:
+    whole = segment.unbroken and segment.first == 0
+    return q.dtype == torch.float32 and q.device.type == "cpu" and len(segment) > 1 and not whole
 
 
 def _attend_segment(
-    q: Tensor, layer: int, rows: Rows, at: int, pool: KvPool, on_weights: OnWeights | None = None
+    q: Tensor, layer: int, rows: RowBatch, at: int, pool: KvPool, on_weights: OnWeights | None = None
 ) -> Tensor:
     """``[n, heads, head_dim]`` of the rows of segment ``at``."""
-    segment, extent = rows.segments[at], rows.extents[at]
-    if q.is_cuda and not extent.unbroken and (kernel := _kernel()) is not None:
-        positions, context = rows.positions[segment.start : segment.end], segment.context[: extent.reach]
+    segment = rows.segments[at]
+    if q.is_cuda and not segment.unbroken and (kernel := _kernel()) is not None:
+        positions, context = rows.positions[segment.start : segment.end], segment.context[: segment.reach]
         return kernel(q, positions, context, pool.k[layer], pool.v[layer], q.shape[2] ** -0.5)
-    k, v = _context_kv(layer, segment, extent, pool)
-    if _goes_in_tiles(q, extent):
+    k, v = _context_kv(layer, segment, pool)
+    if _goes_in_tiles(q, segment):
         return _in_tiles(q, k, v, rows, at, on_weights)
-    if extent.rows == 1:
+    if len(segment) == 1:
         return _one_row(q, k, v)
-    if extent.unbroken and extent.first == 0:
+    if segment.unbroken and segment.first == 0:
         return _sdpa(q, k, v, is_causal=True)
-    if extent.unbroken and q.is_cuda:
+    if segment.unbroken and q.is_cuda:
         return _lower_right(q, k, v)
     return _masked_tiles(q, k, v, rows, segment)
 
 
-def _context_kv(layer: int, segment: Segment, extent: Extent, pool: KvPool) -> tuple[Tensor, Tensor]:
+def _context_kv(layer: int, segment: Segment, pool: KvPool) -> tuple[Tensor, Tensor]:
     """K and V ``[reach, kv_heads, head_dim]``: a view where the slots are one run, a copy elsewhere."""
-    if extent.slots_from is not None:
-        span = slice(extent.slots_from, extent.slots_from + extent.reach)
+    if segment.slots_from is not None:
+        span = slice(segment.slots_from, segment.slots_from + segment.reach)
         return pool.k[layer, span], pool.v[layer, span]
-    slots = segment.context[: extent.reach]
+    slots = segment.context[: segment.reach]
     return pool.k[layer].index_select(0, slots), pool.v[layer].index_select(0, slots)
 
 
@@ -172,7 +172,7 @@ def _lower_right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return seen[0].transpose(0, 1)
 
 
-def _in_tiles(q: Tensor, k: Tensor, v: Tensor, rows: Rows, at: int, on_weights: OnWeights | None = None) -> Tensor:
+def _in_tiles(q: Tensor, k: Tensor, v: Tensor, rows: RowBatch, at: int, on_weights: OnWeights | None = None) -> Tensor:
     """Two matrix products a tile, all heads of a KV head together, its keys read once for the whole group."""
     n, heads, d = q.shape
     kv_heads = k.shape[1]
@@ -196,9 +196,9 @@ def _in_tiles(q: Tensor, k: Tensor, v: Tensor, rows: Rows, at: int, on_weights: 
     return out.view(n, heads, d)
 
 
-def _tiles(rows: Rows, at: int, heads: int) -> tuple[list[Tile], Tensor]:
+def _tiles(rows: RowBatch, at: int, heads: int) -> tuple[list[Tile], Tensor]:
     """The tiles of a segment and a buffer for the largest; made once a pass and kept by the rows."""
-    kept: dict[tuple[int, int], tuple[list[Tile], Tensor]] = rows.__dict__.setdefault("_tiles", {})
+    kept: dict[tuple[int, int], tuple[list[Tile], Tensor]] = rows.scratch.setdefault("tiles", {})  # type: ignore[assignment]
     if (at, heads) not in kept:
         segment = rows.segments[at]
         hosts = rows.host_positions[segment.start : segment.end]
@@ -225,7 +225,7 @@ def _cut(positions: Sequence[int], hosts: Tensor, heads: int) -> Iterator[Tile]:
         start = end
 
 
-def _masked_tiles(q: Tensor, k: Tensor, v: Tensor, rows: Rows, segment: Segment) -> Tensor:
+def _masked_tiles(q: Tensor, k: Tensor, v: Tensor, rows: RowBatch, segment: Segment) -> Tensor:
     """SDPA over tiles of rows, each over the positions that its last row can see."""
     n = q.shape[0]
     out = q.new_empty(q.shape)
@@ -241,11 +241,11 @@ def _masked_tiles(q: Tensor, k: Tensor, v: Tensor, rows: Rows, segment: Segment)
     return out
 
 
-def _decode_batches(q: Tensor, out: Tensor, layer: int, rows: Rows, decoding: list[int], pool: KvPool) -> None:
+def _decode_batches(q: Tensor, out: Tensor, layer: int, rows: RowBatch, decoding: list[int], pool: KvPool) -> None:
     """Single rows of many sequences: contexts padded with the scratch slot, masked, longest together."""
-    order = sorted(decoding, key=lambda at: rows.extents[at].reach)
+    order = sorted(decoding, key=lambda at: rows.segments[at].reach)
     while order:
-        reach = rows.extents[order[-1]].reach
+        reach = rows.segments[order[-1]].reach
         batch, order = order[-max(1, DECODE_ROWS // reach) :], order[: -max(1, DECODE_ROWS // reach)]
         index, contexts, seen = _padded(rows, batch, reach, q.device)
         k = pool.k[layer].index_select(0, contexts.flatten()).view(len(batch), reach, *pool.k.shape[2:])
@@ -258,16 +258,16 @@ def _decode_batches(q: Tensor, out: Tensor, layer: int, rows: Rows, decoding: li
         out.index_copy_(0, index, found.reshape(len(batch), *q.shape[1:]))
 
 
-def _padded(rows: Rows, batch: list[int], reach: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _padded(rows: RowBatch, batch: list[int], reach: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Row numbers, slots ``[batch, reach]`` and which of them are seen; made once a pass and kept by the rows."""
-    kept: dict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = rows.__dict__.setdefault("_padded", {})
+    kept: dict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = rows.scratch.setdefault("padded", {})  # type: ignore[assignment]
     key = tuple(batch)
     if key not in kept:
         contexts = torch.zeros(len(batch), reach, dtype=torch.long, device=device)
         for line, at in enumerate(batch):
-            length = rows.extents[at].reach
+            length = rows.segments[at].reach
             contexts[line, :length] = rows.segments[at].context[:length]
-        lengths = torch.tensor([rows.extents[at].reach for at in batch], device=device)
+        lengths = torch.tensor([rows.segments[at].reach for at in batch], device=device)
         seen = torch.arange(reach, device=device) < lengths[:, None]
         index = torch.tensor([rows.segments[at].start for at in batch], device=device)
         kept[key] = (index, contexts, seen)

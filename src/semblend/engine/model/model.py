@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,23 +18,11 @@ from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from semblend.engine.model.attention import attend, shows_weights
 from semblend.engine.model.paged_kv import KvPool
-from semblend.engine.model.rows import Rows
+from semblend.engine.model.rows import RowBatch
 from semblend.engine.model.spec import ModelSpec
 from semblend.engine.model.weights import LayerWeights, Weights, load_weights
+from semblend.materialize.contract import Observer, Rows
 from semblend.materialize.kv.rope import RopeSpec
-
-
-class Observer(Protocol):
-    """Looks on while a forward pass runs; see `semblend.materialize.gate.probe`."""
-
-    def before_write(self, layer: int, k: Tensor, v: Tensor, rows: Rows, pool: KvPool) -> None:
-        """The rows' new K and V, while the pool still holds what was there before."""
-
-    def on_layer(self, layer: int, q: Tensor, rows: Rows, pool: KvPool) -> None:
-        """The rows' queries; the pool already holds their K and V.
-
-        Not called for an observer with a method ``on_weights(weights, first_row, rows)`` where attention shows weights.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,21 +90,22 @@ class Model:
         return KvPool.for_model(self.spec, tokens=tokens, device=self.device, dtype=self.dtype)
 
     @torch.inference_mode()
-    def forward(self, rows: Rows, pool: KvPool, observer: Observer | None = None) -> Tensor:
-        """Run the rows through every layer, filling their slots of the pool.
+    def forward(self, rows: Rows | RowBatch, pool: KvPool, observer: Observer | None = None) -> Tensor:
+        """Run the rows through every layer, filling their slots of the pool. An observer sees one prompt's rows.
 
         Returns the residual stream after the last layer, ``[n, hidden]``; `logits` does the final norm, so
         that rows which nobody asks about do not pay for it.
         """
         spec, weights = self.spec, self.weights
+        rows = RowBatch.of(rows) if isinstance(rows, Rows) else rows
         hidden = embedding(rows.tokens, weights.embedding)
         turn = Turn.of(spec.rope, rows.positions)
         for layer, w in enumerate(weights.layers):
             q, k, v = self._project(w, self._norm(hidden, w.attention_norm), turn)
             if observer is not None:
-                observer.before_write(layer, k, v, rows, pool)
+                observer.before_write(layer, k, v, rows.parts[0], pool.layout)
             pool.write(layer, rows.slots, k, v)
-            hidden.addmm_(self._attended(layer, q, rows, pool, observer), w.output.t())
+            hidden.addmm_(self._attend(layer, q, rows, pool, observer), w.output.t())
             gate, up = linear(self._norm(hidden, w.mlp_norm), w.gate_up).chunk(2, dim=-1)
             hidden.addmm_(silu(gate).mul_(up), w.down.t())
         return hidden
@@ -137,12 +125,13 @@ class Model:
         turned = turn(turning)
         return turned[:, : spec.heads], turned[:, spec.heads :], v
 
-    def _attended(self, layer: int, q: Tensor, rows: Rows, pool: KvPool, observer: Observer | None) -> Tensor:
-        told = getattr(observer, "on_weights", None)  # what attention computes anyway, nobody need compute again
-        if told is not None and shows_weights(q, rows):
-            return attend(q, layer, rows, pool, lambda weights, start: told(weights, start, rows))
-        if observer is not None:
-            observer.on_layer(layer, q, rows, pool)
+    def _attend(self, layer: int, q: Tensor, rows: RowBatch, pool: KvPool, observer: Observer | None) -> Tensor:
+        if observer is None:
+            return attend(q, layer, rows, pool)
+        (part,) = rows.parts
+        if observer.reads_weights and shows_weights(q, rows):  # what attention computes, nobody need compute again
+            return attend(q, layer, rows, pool, lambda weights, start: observer.on_weights(weights, start, part))
+        observer.on_layer(layer, q, part, pool.layout)
         return attend(q, layer, rows, pool)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from semblend.errors import CapacityError, InputError, StoreError
+from semblend.materialize.kv.layout import KvLayout
 
 if TYPE_CHECKING:
     from semblend.engine.model.spec import ModelSpec
@@ -50,6 +51,7 @@ class KvPool:
         shape = (layers, blocks * block_tokens, kv_heads, head_dim)
         self.k = torch.zeros(shape, device=device, dtype=dtype)  # zeros: a stray NaN would spread through masks
         self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.layout = KvLayout.of_pool(self.k, self.v)
         self._owners = [0] * blocks
         self._free = list(range(1, blocks))  # a heap: low blocks first keeps sequences in one run of slots
 

@@ -1,38 +1,34 @@
-"""What one forward pass computes: rows of tokens, and for each the sequence it belongs to."""
+"""The rows of one step of the engine: those of several prompts, side by side in one forward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from semblend.errors import InputError
-from semblend.materialize.kv.host_memory import sent
+from semblend.materialize.contract import Rows
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows ``[start, end)`` belong to one sequence, whose position ``p`` lies in pool slot ``context[p]``."""
+    """Rows ``[start, end)`` of a batch: those of one prompt, whose position ``p`` lies in pool slot ``context[p]``.
+
+    ``first`` and ``last`` are positions, known on the host without asking the device again. ``slots_from`` is the first
+    slot of the context where its slots ascend one by one, so that its K and V need no gathering; None elsewhere.
+    """
 
     start: int
     end: int
     context: Tensor
+    first: int
+    last: int
+    slots_from: int | None
 
     def __len__(self) -> int:
         return self.end - self.start
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """Where a segment's rows lie in their sequence, known on the host without asking the device again."""
-
-    first: int
-    last: int
-    rows: int
-    slots_from: int | None
 
     @property
     def reach(self) -> int:
@@ -42,96 +38,68 @@ class Extent:
     @property
     def unbroken(self) -> bool:
         """No gaps between the rows: prefill, a later chunk of a prefill, or a decode step."""
-        return self.last - self.first + 1 == self.rows
+        return self.last - self.first + 1 == len(self)
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows of one forward pass.
+class RowBatch:
+    """The rows of one or more prompts, one after another; each prompt's rows ascend by position."""
 
-    ``slots`` says where each row's K and V are written, before attention of the same layer. A row attends
-    to every position of its sequence up to its own. The rows of a segment ascend by position and may be
-    scattered, so this one meaning covers prefill, chunked prefill, decode and selective recompute.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    slots: Tensor
-    segments: tuple[Segment, ...]
+    parts: tuple[Rows, ...]
 
     @classmethod
-    def of(cls, tokens: Sequence[int] | Tensor, positions: Sequence[int] | Tensor, context: Tensor) -> Rows:
-        """Rows of one sequence, written to the slots that its context names.
-
-        >>> Rows.of([7, 9], [0, 3], torch.tensor([16, 17, 18, 19])).slots.tolist()
-        [16, 19]
-        """
-        tokens = sent(torch.as_tensor(tokens, dtype=torch.long), context.device)
-        at = torch.as_tensor(positions, dtype=torch.long)
-        there = sent(at, context.device)
-        rows = cls(tokens, there, context[there], (Segment(0, len(tokens), context),))
-        if at.device.type == "cpu":
-            rows.__dict__["host_positions"] = at  # known already: no wait for a GPU to say it
-        return rows
-
-    @classmethod
-    def join(cls, parts: Sequence[Rows]) -> Rows:
-        """One pass over the rows of several sequences."""
-        if len(parts) == 1:
-            return parts[0]
-        segments, offset = [], 0
-        for part in parts:
-            segments += [replace(s, start=s.start + offset, end=s.end + offset) for s in part.segments]
-            offset += len(part)
-        return cls(
-            torch.cat([part.tokens for part in parts]),
-            torch.cat([part.positions for part in parts]),
-            torch.cat([part.slots for part in parts]),
-            tuple(segments),
-        )
+    def of(cls, parts: Rows | Sequence[Rows]) -> RowBatch:
+        """The rows of one prompt, or those of several in this order."""
+        return cls((parts,) if isinstance(parts, Rows) else tuple(parts))
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @property
-    def last_rows(self) -> list[int]:
-        """The row of each segment that predicts the next token."""
-        return [segment.end - 1 for segment in self.segments]
+    @cached_property
+    def tokens(self) -> Tensor:
+        return self._join([part.tokens for part in self.parts])
+
+    @cached_property
+    def positions(self) -> Tensor:
+        return self._join([part.positions for part in self.parts])
+
+    @cached_property
+    def slots(self) -> Tensor:
+        return self._join([part.slots for part in self.parts])
 
     @cached_property
     def host_positions(self) -> Tensor:
         """Positions in host memory; on a GPU this waits for the device once per pass, not once per layer."""
-        return self.positions.cpu()
+        return self._join([part.host_positions for part in self.parts])
 
     @cached_property
-    def extents(self) -> tuple[Extent, ...]:
-        """One per segment."""
-        positions = self.host_positions
-        found = []
-        for segment in self.segments:
-            first, last = int(positions[segment.start]), int(positions[segment.end - 1])
-            found.append(Extent(first, last, len(segment), _slots_from(segment.context[: last + 1])))
+    def segments(self) -> tuple[Segment, ...]:
+        """One per prompt."""
+        found, start = [], 0
+        for part in self.parts:
+            first, last = int(part.host_positions[0]), part.reach - 1
+            end = start + len(part)
+            found.append(Segment(start, end, part.context, first, last, _slots_from(part.context[: last + 1])))
+            start = end
         return tuple(found)
+
+    @property
+    def last_rows(self) -> list[int]:
+        """The row of each prompt that predicts the next token."""
+        return [segment.end - 1 for segment in self.segments]
+
+    @cached_property
+    def scratch(self) -> dict[object, object]:
+        """What attention makes once a pass and uses in every layer."""
+        return {}
 
     def check(self) -> None:
         """Raise `InputError` where the rows contradict their own rules; for tests and for debugging."""
-        n = len(self)
-        if not len(self.positions) == len(self.slots) == n:
-            raise InputError("tokens, positions and slots differ in length", hint="one of each per row")
-        end = 0
-        for segment in self.segments:
-            if segment.start != end or segment.end <= segment.start:
-                raise InputError("segments must tile the rows in order", hint="no gaps, no overlap, none empty")
-            end = segment.end
-            positions = self.positions[segment.start : segment.end]
-            if bool((positions[1:] <= positions[:-1]).any()) or int(positions[0]) < 0:
-                raise InputError("positions of a segment must ascend", hint="sort the rows by position")
-            if int(positions[-1]) >= len(segment.context):
-                raise InputError("a row lies beyond its context", hint="context needs a slot for every position")
-            if not torch.equal(segment.context[positions], self.slots[segment.start : segment.end]):
-                raise InputError("a row is written to a slot that is not its position's", hint="use Rows.of")
-        if end != n:
-            raise InputError("rows are left that belong to no segment", hint="segments must tile the rows")
+        for part in self.parts:
+            part.check()
+
+    def _join(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors))
 
 
 def _slots_from(context: Tensor) -> int | None:

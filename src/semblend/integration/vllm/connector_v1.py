@@ -36,7 +36,7 @@ from semblend.integration.vllm.startup_checks import (
     make_worker_half,
     refusal,
 )
-from semblend.integration.vllm.worker.model_access import StockModel, model_of_caller
+from semblend.integration.vllm.worker.model_access import StockModel, find_model_of_caller
 from semblend.integration.vllm.worker.worker_half import WorkerHalf
 
 try:
@@ -195,7 +195,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1):
         if refusal(config, caches, vllm.__version__, PACKAGE) is not None:
             return  # the scheduler half has said so
         try:
-            model = StockModel(model_of_caller(), config, caches, kv_caches, self._quiet)
+            model = StockModel(find_model_of_caller(), config, caches, kv_caches, self._quiet)
             self._worker = make_worker_half(model, self._settings, config)
             self._worker.warm_up()
         except SemBlendError as error:  # without a worker half nothing is captured, so nothing is ever claimed

@@ -17,8 +17,8 @@ from semblend.integration.vllm.scheduler.records import EngineFacts
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.integration.vllm.source_check import missing
 from semblend.integration.vllm.versions import Evidence, support
-from semblend.integration.vllm.worker.model_access import rope_config
-from semblend.integration.vllm.worker.worker_half import Engine, WorkerHalf
+from semblend.integration.vllm.worker.model_access import StockModel, read_rope_config
+from semblend.integration.vllm.worker.worker_half import WorkerHalf
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.gate.thresholds import Thresholds, thresholds_for
 from semblend.materialize.kv.rope import refusal as rope_refusal
@@ -41,7 +41,7 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, version: str, package: 
         revision=str(model.revision or ""),
         tokenizer=str(model.tokenizer or ""),
         kv_dtype=f"{model.dtype}/{cache.cache_dtype}",
-        rope=str(rope_config(vllm_config).get("rope_parameters") or ""),
+        rope=str(read_rope_config(vllm_config).get("rope_parameters") or ""),
     )
     hashed = getattr(cache, "hash_block_size", None) or cache.block_size
     return EngineFacts(version, namespace, int(cache.block_size), int(hashed), why)
@@ -74,7 +74,7 @@ def refusal(vllm_config: Any, kv_cache_config: Any, version: str, package: Path)
         return "the model does not have one kind of full attention in all layers"
     if str(vllm_config.cache_config.cache_dtype) not in ("auto", "float32", "float16", "bfloat16", "half"):
         return f"a KV cache of type {vllm_config.cache_config.cache_dtype} cannot be moved"
-    return rope_refusal(rope_config(vllm_config))
+    return rope_refusal(read_rope_config(vllm_config))
 
 
 def in_multi_connector() -> bool:
@@ -143,14 +143,16 @@ def load_failure_policy(vllm_config: Any) -> str:
     return "recompute" if recovers_rejected_blocks(vllm_config) else "fail"
 
 
-def make_worker_half(model: Engine, settings: ConnectorSettings, vllm_config: Any) -> WorkerHalf:
+def make_worker_half(model: StockModel, settings: ConnectorSettings, vllm_config: Any) -> WorkerHalf:
     """The worker half for a model that runs in this engine."""
     return WorkerHalf(
         model,
+        model.block_tokens,
         quality_settings(settings, vllm_config),
         host_bytes=settings.donor_host_bytes,
         device_bytes=settings.donor_device_bytes,
         queues=may_queue_loads(vllm_config),
+        warm_up_model=model.warm_up,
     )
 
 

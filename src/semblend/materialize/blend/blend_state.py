@@ -1,4 +1,4 @@
-"""One request while it is prepared: what is known, what was computed, what passes showed."""
+"""The state of one request while it is prepared: what is known, what was computed, what passes showed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from semblend.materialize.blend.first_pass import first_rows
 from semblend.materialize.blend.quality import OnPass, Pass, QualitySettings, Target
-from semblend.materialize.gate.risk import Signs
+from semblend.materialize.gate.risk import RiskFeatures
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.plan.selection import Positions, reused_positions
 from semblend.span import Span
@@ -30,7 +30,7 @@ class Refused(Exception):  # noqa: N818  (control flow of the blender)
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class BlendState:
     """One request while it is prepared. ``computed`` marks what passes of ours have computed so far."""
 
     tokens: Tensor
@@ -48,19 +48,19 @@ class Work:
     deviation: npt.NDArray[np.floating[Any]] | None = None
     canary: float | None = None
     risk: float | None = None
-    signs: Signs | None = None
+    features: RiskFeatures | None = None
     glance: float | None = None
     escalations: int = 0
     repaired: int = 0  # chosen by steps of the gate; heads of spans and the prompt's end come on top
     load_ms: float = 0.0
 
     @classmethod
-    def of(cls, sequence: Target, plan: ReusePlan, device: torch.device, spans: tuple[Span, ...]) -> Work:
-        """The work on a prompt whose slots lie on ``device``; refused where plan and prompt do not fit together."""
-        if sequence.slots is None:
+    def of(cls, target: Target, plan: ReusePlan, device: torch.device, spans: tuple[Span, ...]) -> BlendState:
+        """The state of a prompt whose slots lie on ``device``; refused where plan and prompt do not fit together."""
+        if target.slots is None:
             raise Refused(DeclineReason.VALIDATION_FAILED, "the prompt has no slots yet")
-        tokens = torch.as_tensor(sequence.tokens, dtype=torch.long)[: plan.prompt_tokens].cpu()
-        context = sequence.slots[: plan.prompt_tokens].to(device)
+        tokens = torch.as_tensor(target.tokens, dtype=torch.long)[: plan.prompt_tokens].cpu()
+        context = target.slots[: plan.prompt_tokens].to(device)
         if not 0 <= plan.exact_tokens < plan.prompt_tokens == len(tokens) == len(context):
             raise Refused(
                 DeclineReason.VALIDATION_FAILED,
@@ -92,24 +92,3 @@ class Work:
     @property
     def elapsed_ms(self) -> float:
         return (time.perf_counter() - self.started) * 1e3
-
-
-def array_of(values: Tensor | None) -> npt.NDArray[np.floating[Any]]:
-    """What an observer has seen, on the host."""
-    if values is None:
-        raise Refused(DeclineReason.ERROR, "the observer saw nothing")
-    found: npt.NDArray[np.floating[Any]] = values.float().cpu().numpy()
-    return found
-
-
-def runs_of(positions: Positions) -> tuple[tuple[int, int], ...]:
-    """Ascending positions as half-open runs.
-
-    >>> runs_of(np.array([2, 3, 7]))
-    ((2, 4), (7, 8))
-    """
-    if not len(positions):
-        return ()
-    cuts = np.flatnonzero(np.diff(positions) != 1) + 1
-    starts, ends = np.append(0, cuts), np.append(cuts, len(positions))
-    return tuple(zip(positions[starts].tolist(), (positions[ends - 1] + 1).tolist(), strict=True))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from semblend.config import QUALITY_MODES
 from semblend.errors import InputError
-from semblend.materialize.gate.risk import Signs
+from semblend.materialize.gate.risk import RiskFeatures
 from semblend.materialize.gate.thresholds import DEFAULT, Thresholds
 from semblend.plan.selection import SELECTIONS
 
@@ -104,7 +104,7 @@ class Blended:
 
     ``exact_until``: KV of positions before it is what a cold prefill computes; from it on it is an approximation and
     must enter no exact cache. ``decision``: exact, fast, accepted, over_budget, prefill. ``risk`` is the divergence
-    from cold, in nats, that ``signs`` let expect; ``glance`` is the layer-1 deviation seen before the first repair.
+    from cold, in nats, that ``features`` let expect; ``glance`` is the layer-1 deviation seen before the first repair.
     ``compute_ms`` is the time of passes, with their canary and logits; what is worked out between them is not in it.
     """
 
@@ -123,7 +123,7 @@ class Blended:
     passes: tuple[Pass, ...]
     recomputed_runs: tuple[tuple[int, int], ...] = ()
     """Runs ``[start, end)`` of the prompt that a donor held and that were computed again."""
-    signs: Signs | None = None
+    features: RiskFeatures | None = None
     glance: float | None = None
 
     @property

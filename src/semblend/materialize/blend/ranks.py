@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,35 +9,40 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from semblend.materialize.blend.blend_state import array_of
-
-Agree = Callable[[Tensor, str], Tensor]
-"""``(values, "mean" | "max") -> the same on every rank``; every rank calls it as often as every other."""
+from semblend.materialize.blend.blend_state import Refused
+from semblend.materialize.contract import Model
+from semblend.plan.reuse_plan import DeclineReason
 
 
 class Ranks:
-    """Whatever decides what is computed next passes through here, so that it is one number for all.
+    """Whatever decides what is computed next passes through here, so that it is one number for all ranks of a model.
 
-    Without ``agree`` there is one rank, and everything is as it sees it.
+    With one rank everything is as that rank sees it.
     """
 
-    def __init__(self, agree: Agree | None, device: torch.device) -> None:
-        self._agree, self._device = agree, device
+    def __init__(self, model: Model) -> None:
+        self._model = model
 
     @property
     def several(self) -> bool:
-        return self._agree is not None
+        return self._model.capabilities.ranks > 1
 
-    def seen(self, values: Tensor | None) -> npt.NDArray[np.floating[Any]]:
-        """What an observer has seen, by all ranks together."""
-        return array_of(values if values is None or self._agree is None else self._agree(values, "mean"))
+    def read(self, values: Tensor | None) -> npt.NDArray[np.floating[Any]]:
+        """What an observer has seen, the mean of all ranks, on the host."""
+        if values is None:
+            raise Refused(DeclineReason.ERROR, "the observer saw nothing")
+        found: npt.NDArray[np.floating[Any]] = self._agree(values, "mean").float().cpu().numpy()
+        return found
 
-    def number(self, value: float) -> float:
+    def mean(self, value: float) -> float:
         """The mean of what the ranks have measured."""
-        if self._agree is None:
+        if not self.several:
             return value
-        return float(self._agree(torch.tensor([value], device=self._device), "mean"))
+        return float(self._agree(torch.tensor([value], device=self._model.device), "mean"))
 
-    def worst(self, value: Tensor) -> Tensor:
-        """The largest, still on the device."""
-        return value if self._agree is None else self._agree(value.reshape(1), "max")[0]
+    def largest(self, value: Tensor) -> Tensor:
+        """The largest of the ranks' numbers, still on the device."""
+        return self._agree(value.reshape(1), "max")[0] if self.several else value
+
+    def _agree(self, values: Tensor, how: str) -> Tensor:
+        return self._model.agree(values, how) if self.several else values

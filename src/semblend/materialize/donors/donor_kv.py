@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,9 +34,10 @@ from semblend.errors import CapacityError, InputError, StoreError
 from semblend.materialize.donors.disk_tier import DiskTier
 from semblend.materialize.donors.tier_index import TIERS, Books, Entry
 from semblend.materialize.kv.gather import gather
-from semblend.materialize.kv.host_memory import Arena, Arrival, Courier, device_memory, page_locked, sent
+from semblend.materialize.kv.host_memory import Arena, Arrival, Courier, copy_to_device, device_memory, page_locked
+from semblend.materialize.kv.layout import Layout
+from semblend.materialize.kv.moves import DonorTensors
 from semblend.materialize.kv.rope import RopeSpec
-from semblend.materialize.kv.splice import DonorTensors
 
 __all__ = ["TIERS", "DonorHandle", "DonorKv", "DonorTensors", "OnEvicted"]
 
@@ -46,16 +46,6 @@ MOST_BACKLOG = 6 << 30
 
 OnEvicted = Callable[[str, int, str], None]
 """Called with donor id, generation, and why it is gone: ``budget``, ``disk`` (not writable) or ``corrupt``."""
-
-
-class Pool(Protocol):
-    """Where KV is captured from: ``k`` and ``v`` are [layers, slots, kv_heads, head_dim]."""
-
-    @property
-    def k(self) -> Tensor: ...
-
-    @property
-    def v(self) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +95,7 @@ class DonorKv:
         self,
         donor_id: str,
         generation: int,
-        pool: Pool,
+        layout: Layout,
         slots: Tensor,
         rope: RopeSpec | None = None,
         *,
@@ -121,15 +111,15 @@ class DonorKv:
         """
         if slots.numel() == 0:
             raise InputError(f"donor {donor_id!r} has no tokens to capture", hint="capture after its prefill")
-        wide = 2 * pool.k.shape[0] * slots.numel() * pool.k.shape[2] * pool.k.shape[3] * pool.k.element_size()
-        device = pool.k.device if pool.k.device.type == self._device_type else None
+        wide = 2 * layout.layers * slots.numel() * layout.kv_heads * layout.head_dim * layout.dtype.itemsize
+        device = layout.device if layout.device.type == self._device_type else None
         first = "device" if device is not None and wide <= self._books.budget["device"] else "host"
         with self._telling(), self._mover:
             with self._lock:
                 self._books.retire(donor_id)
             self._make_room(first, wide)  # before there is a copy: together with it they would not fit
             entry = Entry(donor_id, generation, wide, first, None, None, device=device, rope=rope or self._rope)
-            self._copy(entry, pool, slots)
+            self._copy(entry, layout, slots)
             if entry.arrives is not None and not slots_stay:
                 entry.arrives.wait()
             if not self._settle(entry, TIERS.index(entry.tier)):
@@ -244,13 +234,13 @@ class DonorKv:
                 for donor_id, generation, reason in gone:
                     self._on_evicted(donor_id, generation, reason)
 
-    def _copy(self, entry: Entry, pool: Pool, slots: Tensor) -> None:
-        """Fills the entry from the pool; in host memory where the device has none left."""
-        source = pool.k.device
-        shape = (pool.k.shape[0], slots.numel(), *pool.k.shape[2:])
+    def _copy(self, entry: Entry, layout: Layout, slots: Tensor) -> None:
+        """Fills the entry from the engine's cache; in host memory where the device has none left."""
+        source = layout.device
+        shape = (layout.layers, slots.numel(), layout.kv_heads, layout.head_dim)
         if entry.tier == "device":
             try:
-                entry.k, entry.v = (self._buffer("device", shape, pool.k.dtype, source) for _ in range(2))
+                entry.k, entry.v = (self._buffer("device", shape, layout.dtype, source) for _ in range(2))
             except torch.OutOfMemoryError:  # the pool and the weights leave less than the budget says
                 entry.tier = "host"
         if entry.tier == "host":
@@ -261,13 +251,13 @@ class DonorKv:
                     hint="give donors a budget on the device",
                 )
             try:
-                entry.k, entry.v = (self._buffer("host", shape, pool.k.dtype) for _ in range(2))
+                entry.k, entry.v = (self._buffer("host", shape, layout.dtype) for _ in range(2))
             except (MemoryError, RuntimeError) as error:
                 raise CapacityError(
                     f"no memory to copy donor {entry.donor_id!r}", hint="lower the donor budgets"
                 ) from error
-        index, (k, v) = sent(slots, source), entry.tensors
-        entry.arrives = self._queued(source, entry.nbytes, lambda: gather(pool, index, k, v), index, k, v)
+        index, (k, v) = copy_to_device(slots, source), entry.tensors
+        entry.arrives = self._queued(source, entry.nbytes, lambda: gather(layout, index, k, v), index, k, v)
 
     def _queued(self, source: torch.device, nbytes: int, copies: Callable[[], None], *used: Tensor) -> Arrival | None:
         """Copies: queued off a GPU, done at once elsewhere. Memory of ``used`` stays theirs until they are over."""

@@ -17,8 +17,8 @@ from torch import Tensor
 from semblend.errors import StoreError
 from semblend.materialize.donors.disk_tier import KvFile
 from semblend.materialize.kv.host_memory import Arrival
+from semblend.materialize.kv.moves import DonorTensors
 from semblend.materialize.kv.rope import RopeSpec
-from semblend.materialize.kv.splice import DonorTensors
 
 TIERS = ("device", "host", "disk")
 """From fast to slow."""

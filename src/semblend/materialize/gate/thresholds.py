@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from semblend.errors import ConfigError
-from semblend.materialize.gate.risk import RiskModel, Signs
+from semblend.materialize.gate.risk import RiskFeatures, RiskModel
 
 SCHEMA = "semblend.thresholds.v2"
 STEPS = (10, 20, 40)
@@ -71,9 +71,9 @@ class Thresholds:
         known = {10: self.kl_10, 20: self.kl_20, 40: self.kl_40}
         return known[step] if step in known else min(self.kl_10, self.kl_20, self.kl_40)
 
-    def expected(self, step: int, signs: Signs) -> float:
+    def expect(self, step: int, features: RiskFeatures) -> float:
         """Divergence from cold that an answer would have now."""
-        return self.risk.expected(step, signs)
+        return self.risk.expect(step, features)
 
     def to_json(self) -> str:
         """One JSON object, for a file that `from_json` takes back."""

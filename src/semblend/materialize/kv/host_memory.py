@@ -30,7 +30,7 @@ class Arrival(Protocol):
     def wait(self) -> None: ...
 
 
-def sent(values: Tensor, device: torch.device) -> Tensor:
+def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
     """A small host tensor on ``device``; a GPU gets it in its stream's order, and nobody waits for it."""
     if device.type != "cuda" or values.device.type == "cuda":
         return values.to(device)

@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from semblend.materialize.kv.host_memory import sent
+from semblend.materialize.kv.host_memory import copy_to_device
 from semblend.materialize.kv.layout import KvLayout
+from semblend.materialize.kv.moves import Move
 from semblend.materialize.kv.rope import RopeSpec
-from semblend.materialize.kv.splice import Move
 
 ROWS, WARPS = 32, 4  # token-heads of a splice program; the best of 16 to 128 rows and 1 to 8 warps on an H200
 FIELDS = tl.constexpr(6)  # numbers that describe a move
@@ -143,7 +143,7 @@ def _sent(tables: Sequence[np.ndarray], device: torch.device) -> tuple[int, int,
     words = [np.ascontiguousarray(table).ravel().view(np.int64) for table in tables]
     packed = torch.from_numpy(np.concatenate(words))
     one, two, three, four, _ = accumulate((0, *(len(word) for word in words)))
-    return one, two, three, four, sent(packed, device)
+    return one, two, three, four, copy_to_device(packed, device)
 
 
 def _tables(
@@ -214,7 +214,7 @@ def gather_rows(layout: KvLayout, slots: Tensor, k_out: Tensor, v_out: Tensor) -
         layout.k[0],
         k_out,
         v_out,
-        sent(starts, layout.device),
+        copy_to_device(starts, layout.device),
         slots,
         len(slots),
         *strides,

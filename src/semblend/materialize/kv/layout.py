@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,12 +30,39 @@ from semblend.errors import InputError
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+class Layout(Protocol):
+    """Keys and values of an engine's cache by slot, ``[n, kv_heads, head_dim]``; `KvLayout` is one.
+
+    What `keys` and `gather` return may be a view of the cache: read it before anything is written there.
+    """
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def views(self) -> KvLayout | None:
+        """The same cache as strided views that our kernels can read and write; None where only its owner can."""
+
+    def keys(self, layer: int, slots: Tensor) -> Tensor: ...
+    def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]: ...
+    def scatter(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None: ...
+
+
 @dataclass(frozen=True, eq=False)
 class KvLayout:
     """Views of every layer's keys and values, ``[blocks, block_tokens, kv_heads, head_dim]``, all alike.
 
     >>> pool = torch.zeros(2, 2, 8, 3, 4)  # k and v of 2 layers, 8 slots, 3 heads of 4 dimensions
-    >>> KvLayout.ours(pool[0], pool[1])
+    >>> KvLayout.of_pool(pool[0], pool[1])
     KvLayout(layers=2, slots=8, kv_heads=3, head_dim=4, block_tokens=1, torch.float32 on cpu)
     """
 
@@ -61,7 +89,7 @@ class KvLayout:
                 raise InputError("layers differ in shape, strides, type or device", hint="give one kind of cache")
 
     @classmethod
-    def ours(cls, pool_k: Tensor, pool_v: Tensor) -> KvLayout:
+    def of_pool(cls, pool_k: Tensor, pool_v: Tensor) -> KvLayout:
         """The embedded engine's pool: ``[layers, slots, kv_heads, head_dim]`` for keys, the same for values."""
         return cls(_rows(pool_k.unbind(0)), _rows(pool_v.unbind(0)))
 
@@ -119,10 +147,17 @@ class KvLayout:
         pairs = zip(self.k, self.v, strict=True)
         return np.array([[(tensor.data_ptr() - anchor) // size for tensor in pair] for pair in pairs], dtype=np.int64)
 
+    @property
+    def views(self) -> KvLayout | None:
+        return self
+
+    def keys(self, layer: int, slots: Tensor) -> Tensor:
+        """The keys in ``slots``, ``[n, kv_heads, head_dim]``; a view where the slots lie side by side."""
+        return _read(self.k[layer], slots)
+
     def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the keys and values in ``slots``, each ``[n, kv_heads, head_dim]``."""
-        at = self._places(slots)
-        return self.k[layer][at], self.v[layer][at]
+        """Keys and values in ``slots``, each ``[n, kv_heads, head_dim]``; views where the slots lie side by side."""
+        return _read(self.k[layer], slots), _read(self.v[layer], slots)
 
     def scatter(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Writes keys and values ``[n, kv_heads, head_dim]`` into ``slots``."""
@@ -139,6 +174,42 @@ class KvLayout:
             f"KvLayout(layers={self.layers}, slots={self.slots}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, "
             f"block_tokens={self.block_tokens}, {self.dtype} on {self.device})"
         )
+
+
+def _read(pages: Tensor, slots: Tensor) -> Tensor:
+    """Rows of ``pages`` ``[blocks, block_tokens, kv_heads, head_dim]``, in the cheapest way.
+
+    A CPU copies page by page several times faster than row by row, and need not copy what lies side by side. A GPU does
+    not care, and asking it where slots lie costs a wait.
+    """
+    slots = slots.to(pages.device)
+    size = pages.shape[1]
+    on_cpu = slots.device.type == "cpu" and len(slots) > 0
+    if size == 1:
+        rows = pages[:, 0]
+        if on_cpu and (first := _first_of_run(slots)) is not None:
+            return rows[first : first + len(slots)]
+        return rows.index_select(0, slots)
+    if on_cpu and (blocks := _whole_blocks(slots, size)) is not None:
+        return pages.index_select(0, blocks).flatten(0, 1)[: len(slots)]
+    return pages[slots // size, slots % size]
+
+
+def _first_of_run(slots: Tensor) -> int | None:
+    """The first slot where all of them ascend one by one; None where they do not."""
+    first = int(slots[0])
+    if int(slots[-1]) - first != len(slots) - 1:
+        return None
+    return first if bool((slots[1:] - slots[:-1] == 1).all()) else None
+
+
+def _whole_blocks(slots: Tensor, block_tokens: int) -> Tensor | None:
+    """The blocks, where the slots are all of theirs in order (but for the end of the last); None where they are not."""
+    if len(slots) < block_tokens:
+        return None
+    blocks = slots[::block_tokens] // block_tokens
+    expected = (blocks[:, None] * block_tokens + torch.arange(block_tokens)).flatten()[: len(slots)]
+    return blocks if torch.equal(expected, slots) else None
 
 
 def _rows(buffers: Iterable[Tensor]) -> tuple[Tensor, ...]:

@@ -8,76 +8,35 @@ it refuses what does not fit before a byte is written, so that a bad plan costs 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache
-from importlib.util import find_spec
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from semblend.errors import InputError
-from semblend.materialize.kv.layout import KvLayout
+from semblend.materialize.kv.layout import Layout
+from semblend.materialize.kv.moves import DonorTensors, Move
 from semblend.materialize.kv.rope import RopeSpec
+from semblend.materialize.kv.triton_support import has_triton
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DonorTensors:
-    """Keys and values of a donor's tokens, ``[layers, n, kv_heads, head_dim]`` each; row i is the donor's token i.
-
-    ``rope`` is the rotation that the keys have, where it was recorded. Read the tensors, never write them.
-    """
-
-    k: Tensor
-    v: Tensor
-    donor_id: str = ""
-    generation: int = 0
-    rope: RopeSpec | None = None
-
-    @property
-    def tokens(self) -> int:
-        return int(self.k.shape[1])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Move:
-    """``length`` tokens of a donor, from ``donor_start``, go to ``target_slots``, ``shift`` positions further.
-
-    ``donor_rope`` is the rotation that the donor was computed with, the donor's own word where it is None; models with
-    dynamic frequencies need it. Target slots of all moves of a call are different from each other: nobody promises
-    which of two writes wins.
-    """
-
-    donor: DonorTensors
-    donor_start: int
-    length: int
-    target_slots: Tensor
-    shift: int
-    donor_rope: RopeSpec | None = None
-
-    @property
-    def rope(self) -> RopeSpec | None:
-        """The rotation of the donor's keys, as far as it is known."""
-        return self.donor_rope or self.donor.rope
-
-
-def splice(moves: Sequence[Move], layout: KvLayout, rope: RopeSpec, *, check_slots: bool = True) -> int:
+def splice(moves: Sequence[Move], layout: Layout, rope: RopeSpec, *, check_slots: bool = True) -> int:
     """Carries out the moves in every layer and returns how many tokens were written.
 
     ``check_slots=False`` skips reading slot numbers back from a GPU (one wait); the caller then vouches for them.
     """
     check_moves(moves, layout, rope, check_slots=check_slots)
-    moves = [_turned(move, rope) for move in moves if move.length]
+    moves = [_match_rotation(move, rope) for move in moves if move.length]
     if moves:
-        if layout.device.type == "cuda" and triton_is_here():
+        if layout.device.type == "cuda" and has_triton() and (views := layout.views) is not None:
             from semblend.materialize.kv.kernels import splice_moves
 
-            splice_moves([on_device(move, layout.device) for move in moves], layout, rope)
+            splice_moves([stage_on_device(move, layout.device) for move in moves], views, rope)
         else:
             splice_plain(moves, layout, rope)
     return sum(move.length for move in moves)
 
 
-def splice_plain(moves: Sequence[Move], layout: KvLayout, rope: RopeSpec) -> None:
+def splice_plain(moves: Sequence[Move], layout: Layout, rope: RopeSpec) -> None:
     """The plain twin: layer by layer, so that the keys in wide precision never exist all at once."""
     for move in moves:
         rows = slice(move.donor_start, move.donor_start + move.length)
@@ -87,7 +46,7 @@ def splice_plain(moves: Sequence[Move], layout: KvLayout, rope: RopeSpec) -> Non
             layout.scatter(layer, move.target_slots, rope.relocate(k, move.shift), v)
 
 
-def _turned(move: Move, rope: RopeSpec) -> Move:
+def _match_rotation(move: Move, rope: RopeSpec) -> Move:
     """The same move with keys in the target's rotation, where the donor's frequencies are others.
 
     Dynamic scaling slows all frequencies once a prompt is longer than the model was trained for, so two long prompts
@@ -106,7 +65,7 @@ def _turned(move: Move, rope: RopeSpec) -> Move:
     return Move(DonorTensors(keys, move.donor.v[:, rows]), 0, move.length, move.target_slots, move.shift, rope)
 
 
-def on_device(move: Move, device: torch.device) -> Move:
+def stage_on_device(move: Move, device: torch.device) -> Move:
     """The same move with the donor's rows on ``device``, token rows adjacent, keys and values alike in strides.
 
     A donor in host memory is copied layer by layer: each piece is contiguous there, so a pinned one goes by DMA.
@@ -123,7 +82,7 @@ def on_device(move: Move, device: torch.device) -> Move:
     return Move(DonorTensors(staged[0], staged[1]), 0, move.length, move.target_slots, move.shift, move.rope)
 
 
-def check_moves(moves: Sequence[Move], layout: KvLayout, rope: RopeSpec, *, check_slots: bool = True) -> None:
+def check_moves(moves: Sequence[Move], layout: Layout, rope: RopeSpec, *, check_slots: bool = True) -> None:
     """Refuses, before anything is written, moves that do not fit the layout, the donors or the rotation."""
     if rope.head_dim != layout.head_dim:
         raise InputError(
@@ -151,7 +110,7 @@ def _cannot_follow(rope: RopeSpec, donor: RopeSpec | None) -> str | None:
     return rope.cannot_follow(donor)
 
 
-def _check_donor(donor: DonorTensors, layout: KvLayout) -> None:
+def _check_donor(donor: DonorTensors, layout: Layout) -> None:
     k, v = donor.k, donor.v
     if k.dim() != 4 or k.shape != v.shape:
         raise InputError(
@@ -179,8 +138,3 @@ def _check_move(move: Move) -> None:
         )
     if isinstance(move.shift, bool) or not isinstance(move.shift, int):
         raise InputError(f"a shift of {move.shift!r}", hint="one whole number for the move")
-
-
-@cache
-def triton_is_here() -> bool:
-    return find_spec("triton") is not None

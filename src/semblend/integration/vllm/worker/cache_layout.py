@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from semblend.errors import InputError
-from semblend.materialize.kv.layout import KvLayout
+from semblend.materialize.kv.layout import KvLayout, Layout
 
 Writer = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """``(keys, values, cache, slots)``: the backend's own way to write ``[n, kv_heads, head_dim]`` into a layer's cache."""
@@ -33,7 +33,11 @@ class StridedLayout(KvLayout):
     write: Writer | None = None
 
     def __post_init__(self) -> None:
-        """Made by `probed` from one kind of cache; nothing to check."""
+        """Made by `probe_layout` from one kind of cache; nothing to check."""
+
+    @property
+    def views(self) -> KvLayout | None:
+        return None  # our kernels want a head's dimensions side by side
 
     def scatter(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         if self.write is None:
@@ -78,11 +82,20 @@ class IndexedLayout:
     def device(self) -> torch.device:
         return self.caches[0].device
 
+    @property
+    def views(self) -> KvLayout | None:
+        return None
+
+    def keys(self, layer: int, slots: Tensor) -> Tensor:
+        return self._read(layer, slots, self.places[0])
+
     def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        blocks, offsets = self._at(slots)
-        flat = self._flat(layer)
-        k, v = (flat[blocks[:, None, None], places[offsets]] for places in self.places)
+        k, v = (self._read(layer, slots, places) for places in self.places)
         return k, v
+
+    def _read(self, layer: int, slots: Tensor, places: Tensor) -> Tensor:
+        blocks, offsets = self._at(slots)
+        return self._flat(layer)[blocks[:, None, None], places[offsets]]
 
     def scatter(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         self.write(k.contiguous(), v.contiguous(), self.caches[layer], slots.long())
@@ -95,9 +108,7 @@ class IndexedLayout:
         return slots // self.block_tokens, slots % self.block_tokens
 
 
-def probed(
-    caches: Sequence[Tensor], block_tokens: int, kv_heads: int, head_dim: int, write: Writer
-) -> KvLayout | IndexedLayout:
+def probe_layout(caches: Sequence[Tensor], block_tokens: int, kv_heads: int, head_dim: int, write: Writer) -> Layout:
     """The layout of these caches, one tensor a layer, all alike."""
     first = caches[0]
     for cache in caches:

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from semblend.integration.adapter import EngineRows
-from semblend.materialize.gate.probe import QUESTION_ROWS
+from semblend.materialize.contract import QUESTION_ROWS, Rows
 
-Run = Callable[[EngineRows, Tensor], Tensor]
+Run = Callable[[Rows, Tensor], Tensor]
 """Computes rows into hidden states; copies the last rows' queries of every layer into the second argument."""
 
 SIZES = (64, 128, 256)
@@ -30,21 +29,21 @@ class _Graph:
     hidden: Tensor
 
 
-class GraphedPasses:
+class RecordedPasses:
     """Recorded when it is made; ``run`` computes rows of a prompt of at most ``longest`` tokens, unwatched."""
 
     def __init__(self, run: Run, longest: int, queries: tuple[int, int, int], like: Tensor) -> None:
         """``queries``: layers, heads and head size of the model; ``like``: a tensor of its type on its device."""
         layers, heads, head_dim = queries
-        self.asked = like.new_zeros((layers, QUESTION_ROWS, heads, head_dim))
+        self.queries = like.new_zeros((layers, QUESTION_ROWS, heads, head_dim))
         self._tokens = torch.zeros(SIZES[-1], dtype=torch.int32, device=like.device)
         self._positions = torch.zeros(SIZES[-1], dtype=torch.int64, device=like.device)
         self._slots = torch.full((SIZES[-1],), -1, dtype=torch.int64, device=like.device)
         self._context = torch.zeros(longest, dtype=torch.int64, device=like.device)
         self._memory = torch.cuda.graph_pool_handle()
-        self._graphs = {size: self._recorded(run, size) for size in reversed(SIZES)}
+        self._graphs = {size: self._record(run, size) for size in reversed(SIZES)}
 
-    def run(self, rows: EngineRows) -> Tensor | None:
+    def run(self, rows: Rows) -> Tensor | None:
         """Hidden states, which the next run overwrites; None where the rows are too many."""
         count = len(rows)
         size = next((size for size in SIZES if count <= size), None)
@@ -59,12 +58,12 @@ class GraphedPasses:
         graph.recorded.replay()
         return graph.hidden[-count:]
 
-    def _recorded(self, run: Run, size: int) -> _Graph:
-        rows = EngineRows(self._tokens[-size:], self._positions[-size:], self._slots[-size:], self._context)
-        run(rows, self.asked)  # compiles what has to be compiled; with no slots, nothing is written
+    def _record(self, run: Run, size: int) -> _Graph:
+        rows = Rows(self._tokens[-size:], self._positions[-size:], self._slots[-size:], self._context)
+        run(rows, self.queries)  # compiles what has to be compiled; with no slots, nothing is written
         torch.cuda.synchronize()
         recorded = torch.cuda.CUDAGraph()
         # Other threads of the engine may use the GPU meanwhile: their calls are none of the recording's business.
         with torch.cuda.graph(recorded, pool=self._memory, capture_error_mode="thread_local"):
-            hidden = run(rows, self.asked)
+            hidden = run(rows, self.queries)
         return _Graph(recorded, hidden)

@@ -1,4 +1,4 @@
-"""The stock model and its cache, reached from inside a connector, as our blender wants them.
+"""vLLM's own model and its cache, reached from inside a connector, as `semblend.materialize.contract` wants them.
 
 vLLM hands a connector the cache tensors and nothing else. The model is found where the call comes from: the runner that
 registers its caches holds it. It is then called as the runner calls it, compiled if it is, on the rows we choose,
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from types import FrameType
 from typing import Any
 
@@ -19,29 +20,28 @@ import torch
 from torch import Tensor
 
 from semblend.errors import SemBlendError
-from semblend.integration.adapter import EngineRows, ModelSpec, PagedPool
-from semblend.integration.vllm.worker.cache_layout import IndexedLayout, probed
-from semblend.integration.vllm.worker.cuda_graphs import GraphedPasses
-from semblend.integration.vllm.worker.grouped_attention import reads_far
+from semblend.integration.vllm.worker.cache_layout import probe_layout
+from semblend.integration.vllm.worker.cuda_graphs import RecordedPasses
+from semblend.integration.vllm.worker.grouped_attention import can_group_rows
 from semblend.integration.vllm.worker.pass_attention import (
     OURS,
     Attend,
     PassAttention,
-    attends,
+    attend_scattered,
+    can_attend,
+    choose_attention,
     compile_attention,
-    scattered,
-    scattered_over,
-    standing_in,
+    replace_attention,
 )
-from semblend.materialize.kv.host_memory import sent
-from semblend.materialize.kv.layout import KvLayout
+from semblend.materialize.contract import Capabilities, Layout, Observer, Rows
+from semblend.materialize.kv.host_memory import copy_to_device
 from semblend.materialize.kv.rope import RopeSpec
 
 Quiet = Callable[[], Any]
 """Makes a context in which the connector's own layer hooks do nothing."""
 
 
-def model_of_caller() -> Any:
+def find_model_of_caller() -> Any:
     """The model of the runner that called our hook, however many frames up it is."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -53,7 +53,7 @@ def model_of_caller() -> Any:
 
 
 class StockModel:
-    """The engine's own model over rows of one prompt; a `Stack` of `semblend.integration.adapter`."""
+    """vLLM's own model over rows of one prompt: a `Model` of `semblend.materialize.contract`."""
 
     def __init__(self, model: Any, vllm_config: Any, kv_cache_config: Any, caches: Mapping[str, Tensor], quiet: Quiet):
         group = kv_cache_config.kv_cache_groups[0]
@@ -62,17 +62,14 @@ class StockModel:
         self._caches = [caches[name] for name in self._names]
         self._kv_spec = group.kv_cache_spec
         self._builder: Any = None
-        self._graphs: GraphedPasses | None = None
-        self._far = False
+        self._recorded: RecordedPasses | None = None
+        self._groups_rows = False
         self.block_tokens: int = group.kv_cache_spec.block_size
         self.device: torch.device = self._caches[0].device
-        self.spec = ModelSpec(RopeSpec.from_hf_config(rope_config(vllm_config)))
+        self.rope = RopeSpec.from_hf_config(read_rope_config(vllm_config))
+        self.capabilities = Capabilities(ranks=int(vllm_config.parallel_config.tensor_parallel_size))
 
-    @property
-    def ranks(self) -> int:
-        return int(self._config.parallel_config.tensor_parallel_size)
-
-    def agreed(self, values: Tensor, how: str) -> Tensor:
+    def agree(self, values: Tensor, how: str) -> Tensor:
         """The mean or the largest over the ranks that hold parts of the model."""
         from vllm.distributed import get_tp_group
 
@@ -80,7 +77,7 @@ class StockModel:
         largest = how == "max"
         operation = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
         torch.distributed.all_reduce(found, op=operation, group=get_tp_group().device_group)
-        return found if largest else found / self.ranks
+        return found if largest else found / self.capabilities.ranks
 
     @property
     def layers(self) -> list[Any]:
@@ -88,64 +85,67 @@ class StockModel:
         known = self._config.compilation_config.static_forward_context
         return [known[name] for name in self._names]
 
-    def layout(self) -> KvLayout | IndexedLayout:
-        """Where KV lies; asks the backend, so its builder must exist."""
-        self._made_builder()
+    @cached_property
+    def layout(self) -> Layout:
+        """Where KV lies. Asked for at the first use: the backend is not ready when a connector is made."""
+        self._get_builder()
         layer = self.layers[0]
 
         def write(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
             layer.impl.do_kv_cache_update(layer, k, v, cache, slots)
 
-        return probed(self._caches, self.block_tokens, layer.num_kv_heads, layer.head_size, write)
+        return probe_layout(self._caches, self.block_tokens, layer.num_kv_heads, layer.head_size, write)
 
     @torch.inference_mode()
-    def forward(self, rows: EngineRows, pool: PagedPool, observer: Any = None) -> Tensor:
-        looks_after = observer is None or getattr(observer, "looks_after", False)
-        if looks_after and self._graphs is not None and (hidden := self._graphs.run(rows)) is not None:
-            if observer is not None:
-                for layer, asked in enumerate(self._graphs.asked):
-                    observer.on_layer(layer, asked, rows, pool)
-            return hidden
-        far = self._far and not getattr(observer, "ends_early", False)
-        return self._pass(rows, pool, observer, scattered(rows, pool, self.layers[0].impl, far=far))
+    def forward(self, rows: Rows, observer: Observer | None = None) -> Tensor:
+        if self._recorded is not None and (observer is None or observer.after_pass):
+            hidden = self._recorded.run(rows)
+            if hidden is not None:
+                if observer is not None:
+                    for layer, queries in enumerate(self._recorded.queries):
+                        observer.on_layer(layer, queries, rows, self.layout)
+                return hidden
+        grouped = self._groups_rows and not (observer is not None and observer.stops_early)
+        attend = choose_attention(rows, self.layout, self.layers[0].impl, grouped=grouped)
+        return self._run_pass(rows, observer, attend)
 
     @torch.inference_mode()
-    def warm_up(self, pool: PagedPool) -> None:
+    def warm_up(self) -> None:
         """Compiles our kernels and records short passes, on a GPU, so that no request waits for it."""
-        impl = self.layers[0].impl
-        if not attends(pool, impl):
-            return
-        compile_attention(pool, self.layers[0])
-        self._far = reads_far(self.layers[0], pool.layout)
-        if self.ranks > 1:  # what ranks say to each other is not recorded
-            return
-
-        def run(rows: EngineRows, asked: Tensor) -> Tensor:
-            attend = scattered_over(rows.positions, rows.context, pool, impl)
-
-            def kept(layer: int, q: Tensor) -> Tensor:
-                asked[layer].copy_(q[-asked.shape[1] :])
-                return attend(layer, q)
-
-            return self._pass(rows, pool, None, kept)
-
         layer = self.layers[0]
-        sizes = (len(self.layers), layer.num_heads, layer.head_size)
-        self._graphs = GraphedPasses(run, int(self._config.model_config.max_model_len), sizes, like=self._caches[0])
+        if (views := can_attend(self.layout, layer.impl)) is None:
+            return
+        compile_attention(views, layer)
+        self._groups_rows = can_group_rows(layer, views)
+        if self.capabilities.ranks > 1:  # what ranks say to each other is not recorded
+            return
 
-    def _pass(self, rows: EngineRows, pool: PagedPool, observer: Any, attend: Attend | None) -> Tensor:
+        def run(rows: Rows, queries: Tensor) -> Tensor:
+            attend = attend_scattered(rows.positions, rows.context, views, layer.impl)
+
+            def keep_queries(number: int, q: Tensor) -> Tensor:
+                queries[number].copy_(q[-queries.shape[1] :])
+                return attend(number, q)
+
+            return self._run_pass(rows, None, keep_queries)
+
+        sizes = (len(self.layers), layer.num_heads, layer.head_size)
+        longest = int(self._config.model_config.max_model_len)
+        self._recorded = RecordedPasses(run, longest, sizes, like=self._caches[0])
+
+    def _run_pass(self, rows: Rows, observer: Observer | None, attend: Attend | None) -> Tensor:
         from vllm.forward_context import set_forward_context
 
-        metadata = OURS if attend else self._made_builder().build(0, self._common(rows), fast_build=True)
+        metadata = OURS if attend else self._get_builder().build(0, self._describe(rows), fast_build=True)
         with (
             self._quiet(),
-            standing_in(self.layers, PassAttention.of(rows, pool, observer, attend)),
+            replace_attention(self.layers, PassAttention(rows, self.layout, observer, attend)),
             set_forward_context(
                 dict.fromkeys(self._names, metadata),
                 self._config,
                 num_tokens=len(rows),
                 slot_mapping=dict.fromkeys(self._names, rows.slots),
-                skip_compiled=getattr(observer, "ends_early", False),
+                skip_compiled=observer is not None and observer.stops_early,
             ),
         ):
             hidden: Tensor = self._model(
@@ -161,14 +161,14 @@ class StockModel:
         found: Tensor = self._model.compute_logits(hidden)
         return found
 
-    def _made_builder(self) -> Any:
+    def _get_builder(self) -> Any:
         if self._builder is None:
             backend = self.layers[0].get_attn_backend()
             make = backend.get_builder_cls()
             self._builder = make(self._kv_spec, self._names, self._config, self.device)
         return self._builder
 
-    def _common(self, rows: EngineRows) -> Any:
+    def _describe(self, rows: Rows) -> Any:
         """One pseudo request a run: its queries are the run, its context everything before the run's end."""
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -178,9 +178,9 @@ class StockModel:
         blocks = rows.context[:: self.block_tokens] // self.block_tokens
         table = blocks.to(torch.int32).repeat(len(lengths), 1).contiguous()
         return CommonAttentionMetadata(
-            query_start_loc=sent(starts, self.device),
+            query_start_loc=copy_to_device(starts, self.device),
             query_start_loc_cpu=starts,
-            seq_lens=sent(ends, self.device),
+            seq_lens=copy_to_device(ends, self.device),
             num_reqs=len(lengths),
             num_actual_tokens=len(rows),
             max_query_len=int(lengths.max()),
@@ -193,7 +193,7 @@ class StockModel:
         )
 
 
-def rope_config(vllm_config: Any) -> dict[str, Any]:
+def read_rope_config(vllm_config: Any) -> dict[str, Any]:
     """The model's configuration as our rotation reads it."""
     config = vllm_config.model_config.hf_text_config
     found: dict[str, Any] = config.to_dict()

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from semblend.integration.adapter import EngineRows, PagedPool
-from semblend.integration.vllm.worker.grouped_attention import LEAST_ROWS, far_and_near
+from semblend.integration.vllm.worker.grouped_attention import LEAST_ROWS, attend_in_groups
+from semblend.materialize.contract import Layout, Observer, Rows
 from semblend.materialize.kv.layout import KvLayout
 
 OURS = object()
@@ -29,29 +29,29 @@ SHORT_RUN = 16
 """Rows in a run, on average, below which our kernel reads less of the context than a backend that goes run by run."""
 
 
-def attends(pool: PagedPool, impl: Any) -> bool:
-    """Whether our kernel runs here and computes what ``impl`` does."""
-    on_gpu = pool.layout.device.type == "cuda" and type(pool.layout) is KvLayout
-    return on_gpu and impl.alibi_slopes is None and not impl.logits_soft_cap and getattr(impl, "sinks", None) is None
+def can_attend(layout: Layout, impl: Any) -> KvLayout | None:
+    """The views that our kernel reads, where it runs and computes what ``impl`` does; None elsewhere."""
+    if layout.device.type != "cuda" or impl.alibi_slopes is not None or impl.logits_soft_cap:
+        return None
+    return layout.views if getattr(impl, "sinks", None) is None else None
 
 
-def scattered(rows: EngineRows, pool: PagedPool, impl: Any, *, far: bool) -> Attend | None:
+def choose_attention(rows: Rows, layout: Layout, impl: Any, *, grouped: bool) -> Attend | None:
     """Our kernel for these rows; None where it cannot, or where the backend serves them better.
 
-    ``far``: where there are many, the backend's FlashAttention does most of it.
+    ``grouped``: where there are many, the backend's FlashAttention does most of it.
     """
-    if len(rows) >= SHORT_RUN * len(rows.runs) or not attends(pool, impl):
+    if len(rows) >= SHORT_RUN * len(rows.runs) or (views := can_attend(layout, impl)) is None:
         return None
-    if far and len(rows) >= LEAST_ROWS:
-        return far_and_near(rows, pool, impl)
-    return scattered_over(rows.positions, rows.context, pool, impl)
+    if grouped and len(rows) >= LEAST_ROWS:
+        return attend_in_groups(rows, views, impl)
+    return attend_scattered(rows.positions, rows.context, views, impl)
 
 
-def scattered_over(positions: Tensor, context: Tensor, pool: PagedPool, impl: Any) -> Attend:
+def attend_scattered(positions: Tensor, context: Tensor, views: KvLayout, impl: Any) -> Attend:
     """Our kernel for rows at these positions; it looks at them on the device, when it runs."""
-    layout: Any = pool.layout
     attention = _kernel()
-    return lambda layer, q: attention(q, positions, context, layout.k[layer], layout.v[layer], impl.scale)
+    return lambda layer, q: attention(q, positions, context, views.k[layer], views.v[layer], impl.scale)
 
 
 def _kernel() -> Any:
@@ -60,32 +60,31 @@ def _kernel() -> Any:
     return scattered_attention
 
 
-def compile_attention(pool: PagedPool, layer: Any) -> None:
+def compile_attention(views: KvLayout, layer: Any) -> None:
     """Runs our kernels in all variants: few rows and many, the context in one part and in several; and the mass."""
     from semblend.materialize.kv.mass_kernels import add_question_mass
 
-    layout: Any = pool.layout
-    nothing = torch.zeros(4096, dtype=torch.int64, device=layout.device)
-    q = torch.zeros(len(nothing), layer.num_heads, layer.head_size, dtype=layout.dtype, device=layout.device)
+    nothing = torch.zeros(4096, dtype=torch.int64, device=views.device)
+    q = torch.zeros(len(nothing), layer.num_heads, layer.head_size, dtype=views.dtype, device=views.device)
     for count in (2, len(nothing)):
         for parts in (1, 2):
-            _kernel()(q[:count], nothing[:count], nothing, layout.k[0], layout.v[0], layer.impl.scale, parts=parts)
-    add_question_mass(torch.zeros(len(nothing), device=layout.device), q[:2], nothing, layout.k[0])
+            _kernel()(q[:count], nothing[:count], nothing, views.k[0], views.v[0], layer.impl.scale, parts=parts)
+    add_question_mass(torch.zeros(len(nothing), device=views.device), q[:2], nothing, views.k[0])
 
 
 @dataclass(frozen=True, slots=True)
 class PassAttention:
     """One pass: its rows, who looks on, and our kernel if it attends."""
 
-    rows: EngineRows
-    pool: PagedPool
-    observer: Any = None
+    rows: Rows
+    layout: Layout
+    observer: Observer | None = None
     attend: Attend | None = None
 
-    @classmethod
-    def of(cls, rows: EngineRows, pool: PagedPool, observer: Any, attend: Attend | None) -> PassAttention | None:
-        """None where there is nothing to stand in for."""
-        return cls(rows, pool, observer, attend) if observer is not None or attend is not None else None
+    @property
+    def changes_nothing(self) -> bool:
+        """Nobody looks on and vLLM's own attention runs: nothing has to stand in for it."""
+        return self.observer is None and self.attend is None
 
 
 class _StandIn:
@@ -100,7 +99,7 @@ class _StandIn:
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
         look, shape = self._pass.observer, (-1, layer.num_kv_heads, layer.head_size)
         if look is not None:
-            look.before_write(self._number, key.view(shape), value.view(shape), self._pass.rows, self._pass.pool)
+            look.before_write(self._number, key.view(shape), value.view(shape), self._pass.rows, self._pass.layout)
         self._impl.do_kv_cache_update(layer, key, value, cache, slots)
 
     def forward(
@@ -116,7 +115,7 @@ class _StandIn:
     ) -> Tensor:
         asked = query.view(-1, layer.num_heads, layer.head_size)
         if self._pass.observer is not None:
-            self._pass.observer.on_layer(self._number, asked, self._pass.rows, self._pass.pool)
+            self._pass.observer.on_layer(self._number, asked, self._pass.rows, self._pass.layout)
         if self._pass.attend is None:
             found: Tensor = self._impl.forward(layer, query, key, value, cache, metadata, output, **more)
             return found
@@ -124,9 +123,9 @@ class _StandIn:
 
 
 @contextmanager
-def standing_in(layers: Sequence[torch.nn.Module], one_pass: PassAttention | None) -> Iterator[None]:
+def replace_attention(layers: Sequence[torch.nn.Module], one_pass: PassAttention) -> Iterator[None]:
     """Every layer's ``impl`` is a stand-in until the pass is over, however it ends."""
-    if one_pass is None:
+    if one_pass.changes_nothing:
         yield
         return
     kept: list[Any] = [layer.impl for layer in layers]

@@ -14,38 +14,31 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from semblend.errors import CapacityError
-from semblend.integration.adapter import EngineRows, Layout, PagedBlender, PagedPool, Stack, slots_of
 from semblend.integration.vllm.orders import Capture, Load, Loaded, Orders, Report
+from semblend.materialize.blend.blender import Blender, PendingBlend
 from semblend.materialize.blend.quality import Blended, Placed, QualitySettings
-from semblend.materialize.blend.queueing import Begun
+from semblend.materialize.contract import Model, Rows, slots_of_blocks
 from semblend.materialize.donors.donor_kv import DonorKv
 from semblend.materialize.kv.host_memory import Arrival
-from semblend.materialize.kv.splice import Move, splice
+from semblend.materialize.kv.moves import Move
+from semblend.materialize.kv.splice import splice
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 
 log = logging.getLogger("vllm.semblend")
 
 
-class Engine(Stack, Protocol):
-    """A `Stack` that knows its pages."""
-
-    @property
-    def block_tokens(self) -> int: ...
-    @property
-    def device(self) -> torch.device: ...
-    def layout(self) -> Layout: ...
-    def warm_up(self, pool: PagedPool) -> None: ...
-
-
 class WorkerHalf:
-    """See the module. The layout is asked for at the first use: the backend is not ready before.
+    """Loads and captures KV in the cache of ``model``, whose blocks hold ``block_tokens`` tokens; see the module.
+
+    The model's layout is asked for at the first use: vLLM's backend is not ready before. ``warm_up_model`` compiles
+    what a first request would wait for.
 
     ``queues``: loads of mode fast are left to the device and their verdict is read after the step. Only where vLLM
     recovers from a verdict that late: see `semblend.integration.vllm.startup_checks.may_queue_loads`.
@@ -53,28 +46,29 @@ class WorkerHalf:
 
     def __init__(
         self,
-        engine: Engine,
+        model: Model,
+        block_tokens: int,
         quality: QualitySettings,
         *,
         host_bytes: int,
         device_bytes: int = 0,
         queues: bool = False,
+        warm_up_model: Callable[[], None] = lambda: None,
     ) -> None:
-        self._engine = engine
+        self._model, self._block_tokens, self._warm_up_model = model, block_tokens, warm_up_model
         self._quality = quality
         self.donor_kv = DonorKv(
             device_bytes,
             host_bytes,
             on_evicted=self._on_evicted,
-            device_type=engine.device.type,
-            rope=engine.spec.rope,
+            device_type=model.device.type,
+            rope=model.rope,
         )
-        self.donor_kv.reserve(engine.device)
+        self.donor_kv.reserve(model.device)
         self._reading: dict[str, Arrival] = {}
         self._queues = queues
-        self._under_way: list[tuple[Load, Begun]] = []
-        self._pool: PagedPool | None = None
-        self._blenders: dict[str, PagedBlender] = {}
+        self._under_way: list[tuple[Load, PendingBlend]] = []
+        self._blenders: dict[str, Blender] = {}
         self._report = Report()
         self._invalid: set[int] = set()
 
@@ -83,16 +77,15 @@ class WorkerHalf:
 
         The first block of vLLM's pool is nobody's: its slots may be written.
         """
-        if self._engine.device.type != "cuda":
+        if self._model.device.type != "cuda":
             return
         try:
-            self._engine.warm_up(self.pool)
-            self.donor_kv.capture("", 0, self.pool, torch.tensor([0]))
+            self._warm_up_model()
+            self.donor_kv.capture("", 0, self._model.layout, torch.tensor([0]))
             donor = self.donor_kv.acquire("", 0)
             if donor is not None:
-                there = torch.zeros(1, dtype=torch.int64, device=self._engine.device)
-                layout: Any = self.pool.layout
-                splice([Move(donor, 0, 1, there, shift=1)], layout, self._engine.spec.rope)
+                there = torch.zeros(1, dtype=torch.int64, device=self._model.device)
+                splice([Move(donor, 0, 1, there, shift=1)], self._model.layout, self._model.rope)
                 self.donor_kv.release(donor)
             self.donor_kv.drop("")
         except Exception as error:
@@ -115,10 +108,10 @@ class WorkerHalf:
         orders.drops = []  # a step calls us once before and, without loads, once after its forward pass
         for load in orders.loads:
             begun = self._begin(load)
-            if self._queues and isinstance(begun, Begun):
+            if self._queues and isinstance(begun, PendingBlend):
                 self._under_way.append((load, begun))
             else:
-                found = begun.finish() if isinstance(begun, Begun) else begun
+                found = begun.finish() if isinstance(begun, PendingBlend) else begun
                 self._report.loaded[load.request_id] = self._settle(load, found)
         orders.loads = []
 
@@ -128,7 +121,7 @@ class WorkerHalf:
         for load, begun in under_way:
             found = begun.finish()
             self._report.loaded[load.request_id] = (
-                _told(load, found) if isinstance(found, Blended) else self._given_up(load, found)
+                _report_load(load, found) if isinstance(found, Blended) else self._give_up(load, found)
             )
 
     def capture(self, orders: Orders) -> None:
@@ -141,14 +134,14 @@ class WorkerHalf:
                 self._report.not_captured.add(key)
                 continue
             try:
-                self._captured(order)
+                self._capture(order)
                 self._report.captured.add(key)
             except CapacityError as error:  # budgets and back-pressure at work
                 self._report.not_captured.add(key)
                 log.debug("SemBlend does not keep %s as a donor: %s", order.donor_id, error)
             except Exception as error:  # a donor less; the answer goes on
                 self._report.not_captured.add(key)
-                self._failed("capture", error, order.donor_id)
+                self._log_failure("capture", error, order.donor_id)
         if orders.captures:
             self._report.donor_bytes = dict(self.donor_kv.used_bytes)
         self._report.served.extend(orders.served)
@@ -170,26 +163,20 @@ class WorkerHalf:
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
-    @property
-    def pool(self) -> PagedPool:
-        if self._pool is None:
-            self._pool = PagedPool(self._engine.layout())
-        return self._pool
-
-    def _blender(self, mode: str) -> PagedBlender:
+    def _get_blender(self, mode: str) -> Blender:
         """In mode fast only vLLM needs the end of the prompt; the gate of mode balanced looks at it."""
         if mode not in self._blenders:
             quality = replace(self._quality, question_tokens=1) if mode == "fast" else self._quality
-            self._blenders[mode] = PagedBlender(self._engine, self.pool, self.donor_kv, quality)
+            self._blenders[mode] = Blender(self._model, self.donor_kv, quality)
         return self._blenders[mode]
 
-    def _begin(self, load: Load) -> Begun | Blended | Decline:
+    def _begin(self, load: Load) -> PendingBlend | Blended | Decline:
         """Start a load: mode fast is queued on the device as one piece of work, every other mode is done at once."""
         try:
-            blender = self._blender(load.mode)
+            blender = self._get_blender(load.mode)
             if load.mode == "fast":
-                return blender.begin(*self._placed(load))
-            return blender.prepare(*self._placed(load), mode=load.mode)
+                return blender.begin(*self._place(load))
+            return blender.prepare(*self._place(load), mode=load.mode)
         except Exception as error:  # the blender itself does not raise; what is around it may
             log.warning("SemBlend: a load failed for %s: %s", load.request_id, error, exc_info=True)
             return Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}")
@@ -197,25 +184,25 @@ class WorkerHalf:
     def _settle(self, load: Load, found: Blended | Decline) -> Loaded:
         """Report a load that is right; fill the blocks of one that is not by a plain pass, before vLLM reads them."""
         if isinstance(found, Blended):
-            return _told(load, found)
+            return _report_load(load, found)
         if found.reason is DeclineReason.ERROR:
             self._report.errors.append(("materialize", found.detail, load.request_id))
-        return self._computed(load, found)
+        return self._compute_cold(load, found)
 
-    def _placed(self, load: Load) -> tuple[Placed, ReusePlan]:
-        context = slots_of(load.block_ids, self._engine.block_tokens, load.plan_tokens, self._engine.device)
+    def _place(self, load: Load) -> tuple[Placed, ReusePlan]:
+        context = slots_of_blocks(load.block_ids, self._block_tokens, load.plan_tokens, self._model.device)
         # Widened by numpy: torch wakes all its threads for so many numbers, which takes milliseconds.
         tokens = torch.from_numpy(np.array(load.tokens, dtype=np.int64))
         return Placed(tokens, context), ReusePlan(load.spans, load.plan_tokens, load.exact_tokens)
 
-    def _given_up(self, load: Load, why: Decline) -> Loaded:
+    def _give_up(self, load: Load, why: Decline) -> Loaded:
         """Found out after vLLM went on with it: its blocks are invalid, and vLLM computes them again."""
         self._report.errors.append(("materialize", why.detail, load.request_id))
-        return self._invalidated(load, why)
+        return self._invalidate(load, why)
 
-    def _invalidated(self, load: Load, why: Decline, compute_ms: float | None = None) -> Loaded:
-        first = load.exact_tokens // self._engine.block_tokens
-        self._invalid.update(load.block_ids[first : -(-load.claim_end // self._engine.block_tokens)])
+    def _invalidate(self, load: Load, why: Decline, compute_ms: float | None = None) -> Loaded:
+        first = load.exact_tokens // self._block_tokens
+        self._invalid.update(load.block_ids[first : -(-load.claim_end // self._block_tokens)])
         return Loaded(
             load.request_id,
             exact_tokens=load.exact_tokens,
@@ -226,18 +213,18 @@ class WorkerHalf:
             failed=True,
         )
 
-    def _computed(self, load: Load, why: Decline) -> Loaded:
+    def _compute_cold(self, load: Load, why: Decline) -> Loaded:
         """No donor KV after all: compute every claimed token, as vLLM would have."""
         started = time.perf_counter()
         try:
-            context = slots_of(load.block_ids, self._engine.block_tokens, load.claim_end, self._engine.device)
+            context = slots_of_blocks(load.block_ids, self._block_tokens, load.claim_end, self._model.device)
             tokens = torch.as_tensor(load.tokens[: load.claim_end])
             for start in range(load.exact_tokens, load.claim_end, self._quality.chunk_tokens):
                 at = torch.arange(start, min(start + self._quality.chunk_tokens, load.claim_end))
-                self._engine.forward(EngineRows.of(tokens[at], at, context), self.pool)
+                self._model.forward(Rows.of(tokens[at], at, context))
         except Exception as error:  # the last resort is vLLM's own recomputation
-            self._failed("fallback", error, load.request_id)
-            return self._invalidated(load, why, (time.perf_counter() - started) * 1e3)
+            self._log_failure("fallback", error, load.request_id)
+            return self._invalidate(load, why, (time.perf_counter() - started) * 1e3)
         return Loaded(
             load.request_id,
             exact_tokens=load.exact_tokens,
@@ -247,9 +234,9 @@ class WorkerHalf:
             detail=why.detail,
         )
 
-    def _captured(self, order: Capture) -> None:
-        slots = slots_of(order.block_ids, self._engine.block_tokens, order.tokens)  # to a GPU without waiting for it
-        handle = self.donor_kv.capture(order.donor_id, order.generation, self.pool, slots, slots_stay=True)
+    def _capture(self, order: Capture) -> None:
+        slots = slots_of_blocks(order.block_ids, self._block_tokens, order.tokens)  # to a GPU without waiting for it
+        handle = self.donor_kv.capture(order.donor_id, order.generation, self._model.layout, slots, slots_stay=True)
         if handle.arrives is not None:
             self._reading[order.donor_id] = handle.arrives
 
@@ -257,13 +244,13 @@ class WorkerHalf:
         log.debug("donor %s left the worker: %s", donor_id, reason)
         self._report.evicted.add((donor_id, generation))
 
-    def _failed(self, where: str, error: BaseException, request_id: str) -> None:
+    def _log_failure(self, where: str, error: BaseException, request_id: str) -> None:
         message = f"{type(error).__name__}: {error}".splitlines()[0]
         log.warning("SemBlend: %s failed for %s: %s", where, request_id, message, exc_info=True)
         self._report.errors.append((where, message, request_id))
 
 
-def _told(load: Load, blended: Blended) -> Loaded:
+def _report_load(load: Load, blended: Blended) -> Loaded:
     all_computed = blended.reused_tokens == 0
     return Loaded(
         load.request_id,

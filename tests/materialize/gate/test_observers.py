@@ -5,26 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from cpu_features import BFLOAT16
 from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend.engine.model.model import Model
-from semblend.engine.model.rows import Rows
+from semblend.engine.model.pooled_model import PooledModel
 from semblend.engine.model.spec import ModelSpec
-from semblend.materialize.gate import probe
-from semblend.materialize.gate.probe import (
-    CANARY_TOLERANCE,
-    UNBOUNDED_RISK,
+from semblend.materialize.contract import Observer, Rows, StopPass
+from semblend.materialize.gate import observers
+from semblend.materialize.gate.canary import CANARY_TOLERANCE, canary_positions, measure_canary
+from semblend.materialize.gate.observers import (
     AttentionMass,
-    Enough,
     KvDeviation,
-    LaterMass,
-    bounded,
-    canary,
-    canary_positions,
-    next_token_kl,
-    question_rows,
+    LateAttentionMass,
+    count_question_rows,
 )
+from semblend.materialize.gate.risk import UNBOUNDED_RISK, bound_risk, next_token_kl
 
 CONFIG = {
     "model_type": "llama",
@@ -63,11 +60,8 @@ def test_the_mass_is_what_a_plain_softmax_says():
     pool, context = placed(model, tokens)
     seen = []
 
-    class Plain:
-        def before_write(self, layer, k, v, rows, pool):
-            pass
-
-        def on_layer(self, layer, q, rows, pool):
+    class Plain(Observer):
+        def on_layer(self, layer, q, rows, layout):
             keys = pool.k[layer, context].repeat_interleave(2, dim=1)
             scores = torch.einsum("nhd,thd->hnt", q[-5:], keys) / 4.0
             hidden = torch.arange(40) > rows.positions[-5:, None]
@@ -93,10 +87,10 @@ def test_only_the_last_run_asks_and_it_sees_nothing_behind_itself():
 class OwnWeights(AttentionMass):
     """Computes the weights itself, as it must where attention shows none."""
 
-    on_weights = None
+    reads_weights = False
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
 @pytest.mark.parametrize("rows", [[0, 1, 2], [2, 3, 20, 28, 29], [0, *range(5, 300, 3), *range(330, 395)]])
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_the_mass_is_the_same_whoever_computes_the_weights(dtype, rows, shuffled):
@@ -114,10 +108,10 @@ def test_the_mass_is_the_same_whoever_computes_the_weights(dtype, rows, shuffled
     assert (own.mass[rows[-1] + 1 :] == 0).all()
 
 
-class Later(LaterMass):
+class Later(LateAttentionMass):
     """As in an engine whose attention shows no weights."""
 
-    on_weights = None
+    reads_weights = False
 
 
 def test_a_mass_that_is_worked_out_later_is_the_same_and_of_the_last_part_of_a_pass_only():
@@ -136,7 +130,7 @@ def test_a_mass_that_is_worked_out_later_is_the_same_and_of_the_last_part_of_a_p
 def test_weights_that_are_shown_in_the_last_part_count_and_not_the_queries_of_an_earlier_one():
     model, tokens = model_of(), tokens_of(40)
     pool, context = placed(model, tokens)
-    now, later = AttentionMass(), LaterMass()
+    now, later = AttentionMass(), LateAttentionMass()
     for watch in (now, later):
         for part in (torch.arange(10), torch.arange(20, 40)):  # a prompt's beginning is attended without weights
             model.forward(Rows.of(tokens[part], part, context), pool, watch)
@@ -144,13 +138,13 @@ def test_weights_that_are_shown_in_the_last_part_count_and_not_the_queries_of_an
     assert now.mass[39] > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16, torch.float16])
 @pytest.mark.parametrize("at_once", [1, 700, 1 << 26])
 def test_attention_in_parts_is_a_plain_softmax(dtype, at_once, monkeypatch):
-    monkeypatch.setattr(probe, "_SCORES_AT_ONCE", (at_once, at_once))
+    monkeypatch.setattr(observers, "_SCORES_AT_ONCE", (at_once, at_once))
     q, k = torch.randn(7, 6, 16).to(dtype), torch.randn(50, 2, 16).to(dtype)
     total = torch.ones(60)
-    probe.add_attention(total, q, k)
+    observers.add_attention(total, q, k)
     scores = torch.einsum("nhd,thd->hnt", q.float(), k.float().repeat_interleave(3, dim=1)) / 4.0
     hidden = torch.arange(50) > torch.arange(43, 50)[:, None]
     want = scores.masked_fill(hidden, -torch.inf).softmax(-1).mean((0, 1))
@@ -163,7 +157,7 @@ def test_the_question_is_the_last_unbroken_run(positions, most):
     expected = 1
     while expected < len(positions) and positions[-expected] - positions[-expected - 1] == 1:
         expected += 1
-    assert question_rows(torch.tensor(positions), most) == min(most, expected)
+    assert count_question_rows(torch.tensor(positions), most) == min(most, expected)
 
 
 def test_layer_1_deviation_is_zero_on_exact_kv_and_not_on_another_context():
@@ -173,7 +167,7 @@ def test_layer_1_deviation_is_zero_on_exact_kv_and_not_on_another_context():
         if not exact:
             pool.k[1, context[20:]] += 0.5
         look = KvDeviation(layer=1)
-        with pytest.raises(Enough):
+        with pytest.raises(StopPass):
             model.forward(Rows.of(tokens[10:], torch.arange(10, 40), context), pool, look)
         assert look.relative.shape == look.squared.shape == (30,)
         assert (look.relative[:10] < 1e-4).all()
@@ -201,7 +195,7 @@ def test_a_token_that_became_impossible_is_an_unbounded_risk_and_one_that_stays_
     assert next_token_kl(never, never) == 0.0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16, torch.float16])
 @pytest.mark.parametrize(
     "kind", [{}, {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6}]
 )
@@ -218,7 +212,7 @@ def test_the_canary_passes_moved_keys_and_sees_a_shift_off_by_one_and_a_wrong_to
     def error(by=shift, asked=tokens):
         pool.k[0, other[target]] = rope.relocate(pool.k[0, context[donor]], by)
         pool.v[0, other[target]] = pool.v[0, context[donor]]
-        return canary(model, pool, Rows.of(asked[donor], target, other))
+        return measure_canary(PooledModel(model, pool), Rows.of(asked[donor], target, other))
 
     tolerance = CANARY_TOLERANCE[dtype]
     assert error() < tolerance / 3
@@ -232,13 +226,13 @@ def test_the_canary_sees_values_too_writes_nothing_and_treats_nan_as_wrong():
     pool, context = placed(model, tokens)
     before = pool.k.clone(), pool.v.clone()
     at = torch.arange(64)
-    assert canary(model, pool, Rows.of(tokens, at, context)) < 1e-5
+    assert measure_canary(PooledModel(model, pool), Rows.of(tokens, at, context)) < 1e-5
     assert torch.equal(pool.k, before[0])
     assert torch.equal(pool.v, before[1])
     pool.v[0, context[7]] *= 1.1
-    assert float(canary(model, pool, Rows.of(tokens, at, context))) == pytest.approx(0.1, rel=0.05)
+    assert float(measure_canary(PooledModel(model, pool), Rows.of(tokens, at, context))) == pytest.approx(0.1, rel=0.05)
     pool.k[0, context[7]] = torch.nan
-    assert bounded(float(canary(model, pool, Rows.of(tokens, at, context)))) == UNBOUNDED_RISK
+    assert bound_risk(float(measure_canary(PooledModel(model, pool), Rows.of(tokens, at, context)))) == UNBOUNDED_RISK
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 90)), min_size=1, max_size=5), st.integers(0, 5))

@@ -1,0 +1,185 @@
+"""Passes over a prompt: choose rows, run them through the engine's model, check what came out.
+
+What a pass computes, and why that is enough. KV of a row depends on the tokens up to it. A pass writes new rows (gaps,
+or tokens chosen for repair); of the rows that earlier passes computed, those behind the first new row have attended to
+KV that is now different and are computed again, the question among them; those before it have not, and stay. So after
+every pass each computed row is what the model computes over the KV that lies before it, and a prompt with all its
+tokens chosen is a cold prefill.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from semblend.materialize.blend.blend_state import BlendState, Refused
+from semblend.materialize.blend.quality import Pass, QualitySettings
+from semblend.materialize.blend.ranks import Ranks
+from semblend.materialize.contract import QUESTION_ROWS, Model, Observer, Rows, StopPass
+from semblend.materialize.gate.canary import CANARY_TOLERANCE, canary_positions, measure_canary
+from semblend.materialize.gate.risk import bound_risk, next_token_kl
+from semblend.plan.reuse_plan import DeclineReason
+from semblend.plan.selection import Positions
+
+
+@dataclass(slots=True, eq=False)
+class PendingPass:
+    """A pass that was queued. ``verdict`` will hold the canary's error and whether all logits are finite."""
+
+    name: str
+    rows: Positions
+    tail: Tensor
+    verdict: Tensor
+    checked: bool
+    started: float
+    done: Any  # an event behind the copy of the verdict; None where nothing is queued
+
+
+class PassRunner:
+    """Runs passes of one prompt at a time through a model; remembers how fast they were."""
+
+    def __init__(self, model: Model, settings: QualitySettings, ranks: Ranks) -> None:
+        self.model, self.settings, self.ranks = model, settings, ranks
+        self.prompts_checked = 0
+        self._rows_per_ms = 0.0
+
+    def compute(
+        self, state: BlendState, name: str, rows: Positions, observer: Observer | None, *, check: bool = False
+    ) -> float:
+        """Runs the rows and waits; returns how far the next-token distribution moved, in nats.
+
+        ``check``: the canary looks at the donor KV. It is queued behind the pass, so that a GPU is not kept idle.
+        """
+        return self.finish(state, self.queue(state, name, rows, observer, check=check))
+
+    def queue(
+        self, state: BlendState, name: str, rows: Positions, observer: Observer | None, *, check: bool = False
+    ) -> PendingPass:
+        """Queues the pass, its logits and its checks; nobody waits for the device."""
+        started = time.perf_counter()
+        hidden = self.run_layers(state, name, rows, observer, layers=self.model.layout.layers)
+        if hidden is None:
+            raise Refused(DeclineReason.ERROR, f"the pass {name!r} ended early")
+        tail = self.model.logits(hidden)
+        error = self._measure_canary(state).to(tail.device) if check else torch.zeros((), device=tail.device)
+        verdict, done = _copy_to_host(torch.stack((error.float(), tail.isfinite().all().float())))
+        return PendingPass(name, rows, tail, verdict, check, started, done)
+
+    def finish(self, state: BlendState, pending: PendingPass) -> float:
+        """Waits for a queued pass, not for what was queued behind it, and takes its result into the state.
+
+        Raises `Refused` where the donor KV was wrong or the logits are not finite.
+        """
+        if pending.done is not None:
+            pending.done.synchronize()
+        error, finite = pending.verdict.tolist()
+        ms = (time.perf_counter() - pending.started) * 1e3
+        # Small passes are slower a row than large ones: the best rate seen foretells a large one.
+        self._rows_per_ms = max(self._rows_per_ms * 0.98, len(pending.rows) / max(ms, 1e-6))
+        if pending.checked:
+            state.canary = self._check_canary(bound_risk(error))
+        if not finite:
+            # NaN reaches rows before it too (0 x NaN behind a mask), so no further pass of ours can mend it.
+            raise Refused(DeclineReason.VALIDATION_FAILED, f"logits after the pass {pending.name!r} are not numbers")
+        before, state.tail = state.tail, pending.tail
+        moved = 0.0 if before is None else next_token_kl(state.tail[-1], before[-1])
+        state.computed[pending.rows] = True
+        state.first_tail = state.tail if before is None else state.first_tail
+        state.passes[-1] = replace(state.passes[-1], ms=ms, kl=None if before is None else moved)
+        if state.on_pass is not None:
+            state.on_pass(state.passes[-1], state.tail)
+        return moved
+
+    def run_layers(
+        self, state: BlendState, name: str, rows: Positions, observer: Observer | None, layers: int
+    ) -> Tensor | None:
+        """Runs the rows in chunks, ascending, so that each sees what the one before wrote.
+
+        Returns the hidden states of the prompt's last tokens, None where the observer stopped the pass. The question
+        stays in one chunk. Nobody waits.
+        """
+        started, hidden = time.perf_counter(), None
+        for chunk in self._split(rows):
+            try:
+                hidden = self.model.forward(self._make_rows(state, torch.from_numpy(chunk)), observer)
+            except StopPass:
+                hidden = None
+        if hidden is not None:
+            hidden = hidden[-self._tail_rows(state) :].clone()
+        ms = (time.perf_counter() - started) * 1e3
+        state.passes.append(Pass(name, len(rows), int((rows + 1).sum()), layers, ms))
+        return hidden
+
+    def prefill(self, state: BlendState) -> None:
+        """Computes everything from the first donor token on: a cold prefill over what lies before it."""
+        rows = np.arange(len(state.tokens) - self.prefill_rows(state), len(state.tokens))
+        self.compute(state, "prefill", rows, None)
+
+    def prefill_rows(self, state: BlendState) -> int:
+        """How many rows a full prefill has to compute now."""
+        # What lies before the first donor token attended to nothing of a donor, once the first pass has computed it.
+        first = int(state.reused[0]) if len(state.reused) and state.passes else state.exact
+        return len(state.tokens) - first
+
+    def is_affordable(self, state: BlendState, rows: int) -> bool:
+        """Whether so many rows more fit into the request's latency budget, by the best rate seen."""
+        budget = self.settings.latency_budget_ms
+        if not budget:
+            return True
+        return self.ranks.mean(state.elapsed_ms + rows / max(self._rows_per_ms, 1e-9)) <= budget
+
+    def _split(self, rows: Positions) -> list[Positions]:
+        """The rows as one pass takes them: in chunks, and run by run for a model that cannot take scattered rows."""
+        size, chunks = self.settings.chunk_tokens, []
+        for start in range(0, max(1, len(rows) - QUESTION_ROWS), size):
+            last = start + size + QUESTION_ROWS >= len(rows)
+            chunks.append(rows[start:] if last else rows[start : start + size])
+        if self.model.capabilities.scattered_rows:
+            return chunks
+        return [part for chunk in chunks for part in np.split(chunk, np.flatnonzero(np.diff(chunk) != 1) + 1)]
+
+    def _make_rows(self, state: BlendState, at: Tensor) -> Rows:
+        """Rows at these positions. They come from the host, so that asking where they are is no wait for a GPU.
+
+        Taken by numpy: torch would wake all its threads for a few thousand tokens, which takes milliseconds.
+        """
+        return Rows.of(torch.from_numpy(state.tokens.numpy()[at.numpy()]), at, state.context)
+
+    def _tail_rows(self, state: BlendState) -> int:
+        """Rows at the end that every pass computes: their next-token distributions can be compared."""
+        return max(1, min(self.settings.question_tokens, len(state.tokens) - state.exact))
+
+    def _measure_canary(self, state: BlendState) -> Tensor:
+        """On a sample: is this the KV that its tokens ask for? What a pass has overwritten is right in any case."""
+        starts, ends = (
+            torch.tensor([getattr(s, name) for s in state.spans]) for name in ("target_start", "target_end")
+        )
+        self.prompts_checked += 1  # other tokens of each block with every request
+        at = canary_positions(starts, ends, seed=self.prompts_checked)
+        return self.ranks.largest(measure_canary(self.model, self._make_rows(state, at)))
+
+    def _check_canary(self, error: float) -> float:
+        tolerance = self.settings.canary_tolerance
+        tolerance = CANARY_TOLERANCE[self.model.layout.dtype] if tolerance is None else tolerance
+        if error > tolerance:
+            raise Refused(
+                DeclineReason.VALIDATION_FAILED,
+                f"layer-0 KV from donors is off by {error:.3g} of its size, at most {tolerance:g} is rounding",
+            )
+        return error
+
+
+def _copy_to_host(values: Tensor) -> tuple[Tensor, Any]:
+    """The values on the host and an event to wait for; None where they are there already."""
+    if values.device.type != "cuda":
+        return values, None
+    there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    there.copy_(values, non_blocking=True)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+    return there, done

@@ -381,10 +381,26 @@ def test_the_parser_is_public_and_names_every_command() -> None:
     assert build_parser().parse_args(["version"]).command == "version"
 
 
-@pytest.mark.parametrize("launcher", ["sglang", "trtllm"])
-def test_a_launcher_without_its_integration_says_so_and_starts_nothing(launcher, capsys):
+@pytest.mark.parametrize(("launcher", "engine"), [("sglang", "SGLang"), ("trtllm", "TensorRT-LLM")])
+def test_a_launcher_explains_itself_without_its_engine(launcher, engine, capsys, monkeypatch):
     from semblend.cli.commands import launchers
 
+    monkeypatch.setattr("sys.argv", [f"semblend-{launcher}", "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        getattr(launchers, launcher)()
+    assert stopped.value.code == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert f"semblend-{launcher}" in said.out
+    assert f"does not contain the {engine} integration" in " ".join(said.out.split())
+
+
+@pytest.mark.parametrize("launcher", ["sglang", "trtllm"])
+@pytest.mark.parametrize("words", [[], ["--model-path", "some/model", "--host", "::"]])
+def test_a_launcher_without_its_integration_says_so_and_starts_nothing(launcher, words, capsys, monkeypatch):
+    from semblend.cli.commands import launchers
+
+    monkeypatch.setattr("sys.argv", [f"semblend-{launcher}", *words])
     with pytest.raises(SystemExit) as stopped:
         getattr(launchers, launcher)()
     assert stopped.value.code == 2

@@ -26,14 +26,14 @@ import _report
 import numpy as np
 from _report import REPO, progress
 
-from sembench.manifests.build import ALL_TRANSFORMS, Builder
+from sembench.manifests.build import ALL_TRANSFORMS, ManifestBuilder
 from sembench.manifests.cases import read_manifest, write_manifest
-from sembench.manifests.datasets import Choice, Source, Task, load_sources
-from sembench.manifests.transforms import Options
+from sembench.manifests.datasets import Source, SourceSelection, Task, load_sources
+from sembench.manifests.transforms import TransformOptions
 from sembench.offline.planners import Proposal
-from sembench.offline.replay import TokenSpool, judge
+from sembench.offline.replay import TokenSpool, check_proposal
 from sembench.result import RequestRecord, read_result
-from sembench.scoring.aggregate import aggregate, by_transform
+from sembench.scoring.aggregate import aggregate, aggregate_by_transform
 from semblend.span import Span
 from semblend.text.tokenization import StableTokenizer
 
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def on_the_fixture(report: _report.Report, scratch: Path, peers: Path) -> None:
     manifest = scratch / "fixture.jsonl"
-    write_manifest(manifest, Builder().cases(load_sources(Choice())))
+    write_manifest(manifest, ManifestBuilder().build_cases(load_sources(SourceSelection())))
     found: dict[tuple[str, str], list[RequestRecord]] = {}
     for store in ("one", "per-item"):
         for planner in PLANNERS:
@@ -100,7 +100,9 @@ def on_the_fixture(report: _report.Report, scratch: Path, peers: Path) -> None:
         ],
     )  # fmt: skip
     for store in ("one", "per-item"):
-        split = {key[0]: by_transform(own) for key, own in found.items() if key[1] == store and key[0] != "none"}
+        split = {
+            key[0]: aggregate_by_transform(own) for key, own in found.items() if key[1] == store and key[0] != "none"
+        }
         report.table(
             f"Eligible blocks by transform, store: {store}",
             ["transform", *split],
@@ -148,7 +150,7 @@ def peer(
     records = []
     for record in frame:
         spans = tuple(Span(*span) for span in answers[record.item_id]["spans"])
-        verdict = judge(tokens[record.item_id], Proposal(spans), donors, BLOCK)
+        verdict = check_proposal(tokens[record.item_id], Proposal(spans), donors, BLOCK)
         records.append(
             replace(
                 record,
@@ -175,7 +177,7 @@ def write_cases(manifest: Path, path: Path) -> tuple[dict[str, np.ndarray], Toke
         texts[case.item_id] = case.recipient_prompt
         donors[case.item_id] = [donor.donor_id for donor in case.donor_prompts]
         for donor in case.donor_prompts:
-            if spool.length(donor.donor_id) is None:
+            if spool.get_length(donor.donor_id) is None:
                 texts[donor.donor_id] = donor.text
                 spool.add(donor.donor_id, encode(donor.text))
     tokens = {key: encode(text) for key, text in texts.items()}
@@ -190,12 +192,12 @@ def write_cases(manifest: Path, path: Path) -> tuple[dict[str, np.ndarray], Toke
 
 def speed(report: _report.Report, args: argparse.Namespace, scratch: Path, items: int) -> None:
     manifest = scratch / "long.jsonl"
-    builder = Builder(WHOLE, Options(max_segments=4, min_segment_chars=400))
+    builder = ManifestBuilder(WHOLE, TransformOptions(max_segments=4, min_segment_chars=400))
     count = -(-items // (len(WHOLE) - 2))  # some documents do not lend themselves to every transform
     sources = list(windows(_report.data_dir(args), count + count // 4))
     if len(sources) < count:
         report.note(f"the real texts gave {len(sources)} windows of {count}")
-    cases = builder.cases([[replace(own, held_out=at >= count) for at, own in enumerate(sources)]])
+    cases = builder.build_cases([[replace(own, held_out=at >= count) for at, own in enumerate(sources)]])
     write_manifest(manifest, _first(cases, items))
     rows = []
     for planner, store in (("ours", "one"), ("ours", "per-item"), ("none", "one")):

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sembench.result import RequestRecord, Result, write_result
-from sembench.scoring.aggregate import aggregate, by_transform
-from sembench.scoring.paired import paired
+from sembench.scoring.aggregate import aggregate, aggregate_by_transform
+from sembench.scoring.paired import summarize_pairs
 
 TRANSFORMS = (
     "exact_repeat",
@@ -38,8 +38,8 @@ def result_of(records: list[RequestRecord], **changes: Any) -> Result:
         "config": {"mode": "live-sglang", "block_size": BLOCK, "model": "smollm2-135m", "quality_threshold": 0.6},
         "environment": {"python": "3.11.9", "platform": "Linux x86_64", "host": "sample"},
         "aggregate": aggregate(records),
-        "by_transform": by_transform(records),
-        "paired": paired(records),
+        "by_transform": aggregate_by_transform(records),
+        "paired": summarize_pairs(records),
         "requests": tuple(records),
     }  # fmt: skip
     return Result(**{**values, **changes})

@@ -13,15 +13,15 @@ from typing import Any
 from semblend._version import __version__
 
 
-def utc_now() -> str:
+def get_utc_time() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
-def new_run_id(prefix: str) -> str:
+def make_run_id(prefix: str) -> str:
     return f"{prefix}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:6]}"
 
 
-def run_info(
+def describe_run(
     *,
     engine: str,
     manifest_path: str,
@@ -33,9 +33,9 @@ def run_info(
     baseline_id: str | None = None,
 ) -> dict[str, Any]:
     """The ``run`` object of a result file."""
-    sha, dirty = git_state()
+    sha, dirty = read_git_state()
     return {
-        "run_id": run_id or new_run_id(engine),
+        "run_id": run_id or make_run_id(engine),
         "engine": engine,
         "manifest_path": manifest_path,
         "manifest_sha256": manifest_sha256,
@@ -47,30 +47,30 @@ def run_info(
         "sembench_git_sha": sha,
         "sembench_git_dirty": dirty,
         "semblend_version": __version__,
-        "timestamp_utc": utc_now(),
+        "timestamp_utc": get_utc_time(),
         "python_version": platform.python_version(),
         "run_host": platform.node(),
     }
 
 
-def environment_info() -> dict[str, Any]:
+def describe_environment() -> dict[str, Any]:
     """The ``environment`` object of a result file."""
     return {"python": platform.python_version(), "platform": platform.platform(), "host": platform.node()}
 
 
-def git_state() -> tuple[str | None, bool | None]:
+def read_git_state() -> tuple[str | None, bool | None]:
     """Commit and whether the tree differs from it; both None where this code does not run from a checkout."""
     here = Path(__file__).resolve().parent
     if not any((folder / ".git").exists() for folder in here.parents):
         return None, None
     try:
-        sha = _git(here, "rev-parse", "HEAD")
-        return sha or None, bool(_git(here, "status", "--porcelain", "--untracked-files=no"))
+        sha = _run_git(here, "rev-parse", "HEAD")
+        return sha or None, bool(_run_git(here, "status", "--porcelain", "--untracked-files=no"))
     except (OSError, subprocess.SubprocessError):
         return None, None
 
 
-def _git(folder: Path, *words: str) -> str:
+def _run_git(folder: Path, *words: str) -> str:
     done = subprocess.run(
         ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=20, check=True
     )  # fmt: skip

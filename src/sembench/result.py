@@ -146,24 +146,24 @@ _FIELDS = {f.name: str(f.type) for f in fields(RequestRecord)}
 _REQUIRED = ("item_id", "dataset", "transform", "negative_control")
 
 
-def record_to_json(record: RequestRecord) -> dict[str, Any]:
+def dump_record(record: RequestRecord) -> dict[str, Any]:
     """Every field, unknown ones as None, tuples as lists."""
     values = {name: getattr(record, name) for name in _FIELDS}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
-def record_from_json(value: Any, *, where: str = "request") -> RequestRecord:
+def parse_record(value: Any, *, where: str = "request") -> RequestRecord:
     """A record from parsed JSON. Keys that we don't know are left out; a wrong type names its field."""
     if not isinstance(value, dict):
         raise InputError(f"{where} is {type(value).__name__}, not an object", hint="see docs/METRICS.md")
     for name in _REQUIRED:
         if name not in value:
             raise InputError(f"{where}: field {name} is missing", hint="see docs/METRICS.md for the schema")
-    known = {name: _checked(value[name], kind, name, where) for name, kind in _FIELDS.items() if name in value}
+    known = {name: _check_value(value[name], kind, name, where) for name, kind in _FIELDS.items() if name in value}
     return RequestRecord(**known)
 
 
-def _checked(value: Any, kind: str, name: str, where: str) -> Any:
+def _check_value(value: Any, kind: str, name: str, where: str) -> Any:
     if kind == "Any":
         return value
     if value is None and (kind.endswith("None") or kind.startswith("tuple")):
@@ -186,7 +186,7 @@ def _checked(value: Any, kind: str, name: str, where: str) -> Any:
 # -- result files --------------------------------------------------------------------------------------------------
 
 
-def result_to_json(result: Result) -> dict[str, Any]:
+def dump_result(result: Result) -> dict[str, Any]:
     return {
         **result.extra,
         "result_version": result.result_version,
@@ -198,14 +198,14 @@ def result_to_json(result: Result) -> dict[str, Any]:
         "aggregate": result.aggregate,
         "paired": result.paired,
         "by_transform": result.by_transform,
-        "requests": [record_to_json(record) for record in result.requests],
+        "requests": [dump_record(record) for record in result.requests],
     }
 
 
 def write_result(path: str | Path, result: Result) -> None:
     """Write the result whole or not at all; NaN and infinity are refused, since JSON has neither."""
     try:
-        text = json.dumps(result_to_json(result), indent=1, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(dump_result(result), indent=1, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
         raise InputError(f"the result for {path} is not plain JSON: {error}", hint="report this") from None
     with replacing(path) as stream:
@@ -228,22 +228,24 @@ def read_result(path: str | Path) -> Result:
         raise InputError(
             f"{path} is a {version}; this version reads {' and '.join(READABLE_VERSIONS)}", hint="upgrade sembench"
         )
-    parts = {name: _part(value, name, dict, path) for name in ("config", "environment", "aggregate", "by_transform")}
-    requests = _part(value, "requests", list, path)
+    parts = {
+        name: _read_part(value, name, dict, path) for name in ("config", "environment", "aggregate", "by_transform")
+    }
+    requests = _read_part(value, "requests", list, path)
     known = {f.name for f in fields(Result)} - {"extra"}
     return Result(
         **parts,
         created_at_utc=str(value.get("created_at_utc", "")),
-        run=_part(value, "run", dict, path, optional=True),
-        engine=_part(value, "engine", dict, path, optional=True),
-        paired=_part(value, "paired", dict, path, optional=True),
-        requests=tuple(record_from_json(item, where=f"{path}, requests[{at}]") for at, item in enumerate(requests)),
+        run=_read_part(value, "run", dict, path, optional=True),
+        engine=_read_part(value, "engine", dict, path, optional=True),
+        paired=_read_part(value, "paired", dict, path, optional=True),
+        requests=tuple(parse_record(item, where=f"{path}, requests[{at}]") for at, item in enumerate(requests)),
         result_version=version,
         extra={name: own for name, own in value.items() if name not in known},
     )
 
 
-def _part(value: Mapping[str, Any], name: str, kind: type, path: str | Path, *, optional: bool = False) -> Any:
+def _read_part(value: Mapping[str, Any], name: str, kind: type, path: str | Path, *, optional: bool = False) -> Any:
     found = value.get(name)
     if found is None and optional:
         return None

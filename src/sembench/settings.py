@@ -10,10 +10,10 @@ VARIABLES = {
 }
 
 
-def variable(name: str, environ: Mapping[str, str] | None = None) -> str:
+def read_variable(name: str, environ: Mapping[str, str] | None = None) -> str:
     """The value of a variable that is listed above; empty where it is not set.
 
-    >>> variable("SEMBENCH_LONGBENCH_DIR", {})
+    >>> read_variable("SEMBENCH_LONGBENCH_DIR", {})
     ''
     """
     if name not in VARIABLES:

@@ -87,11 +87,11 @@ class Backend(Protocol):
     async def flush(self) -> str | None:
         """Empty every cache. None, or what went wrong."""
 
-    async def model_names(self) -> tuple[Sequence[str], str | None]:
+    async def list_models(self) -> tuple[Sequence[str], str | None]:
         """The models that the server says it has, and what went wrong."""
 
 
-def timing(exchange: Exchange, has_text: Callable[[JsonObject], bool]) -> tuple[float | None, tuple[float, ...]]:
+def measure_times(exchange: Exchange, has_text: Callable[[JsonObject], bool]) -> tuple[float | None, tuple[float, ...]]:
     """Time to the first event with text, and the times between such events."""
     times = [at for event, at in zip(exchange.events, exchange.arrivals_ms, strict=True) if has_text(event)]
     if not times:
@@ -99,25 +99,25 @@ def timing(exchange: Exchange, has_text: Callable[[JsonObject], bool]) -> tuple[
     return times[0], tuple(later - earlier for earlier, later in pairwise(times))
 
 
-def route_of(headers: Mapping[str, str]) -> Route:
+def read_route(headers: Mapping[str, str]) -> Route:
     """Routing words from response headers.
 
-    >>> route_of({"x-semantic-route": "semantic_placement", "x-semantic-score": "0.9"}).outcome
+    >>> read_route({"x-semantic-route": "semantic_placement", "x-semantic-score": "0.9"}).outcome
     'semantic_placement'
     """
     said = next((headers[name] for name in ROUTE_HEADERS if headers.get(name)), None)
     return Route(
         header=said,
-        endpoint_id=_first(headers, "x-semantic-endpoint", "x-route-endpoint", "x-replica-id", "x-upstream"),
-        outcome=_outcome(_first(headers, "x-semantic-placement", "x-route-outcome"), said),
-        semantic_score=_number(_first(headers, "x-semantic-score", "x-route-semantic-score")),
-        total_score=_number(_first(headers, "x-route-score", "x-route-total-score")),
-        reason=_first(headers, "x-route-reason", "x-semantic-reason"),
-        worker_id=_first(headers, "x-worker-id", "x-semantic-endpoint", "x-replica-id"),
+        endpoint_id=_find_header(headers, "x-semantic-endpoint", "x-route-endpoint", "x-replica-id", "x-upstream"),
+        outcome=_read_outcome(_find_header(headers, "x-semantic-placement", "x-route-outcome"), said),
+        semantic_score=_parse_number(_find_header(headers, "x-semantic-score", "x-route-semantic-score")),
+        total_score=_parse_number(_find_header(headers, "x-route-score", "x-route-total-score")),
+        reason=_find_header(headers, "x-route-reason", "x-semantic-reason"),
+        worker_id=_find_header(headers, "x-worker-id", "x-semantic-endpoint", "x-replica-id"),
     )
 
 
-def _outcome(placement: str | None, route: str | None) -> str | None:
+def _read_outcome(placement: str | None, route: str | None) -> str | None:
     """x-semantic-placement is a yes, a no or a word; else the route's own word counts."""
     if placement is not None:
         plain = placement.strip().lower()
@@ -130,24 +130,24 @@ def _outcome(placement: str | None, route: str | None) -> str | None:
     return "semantic_placement" if word in SEMANTIC_WORDS else word
 
 
-def _first(headers: Mapping[str, str], *names: str) -> str | None:
+def _find_header(headers: Mapping[str, str], *names: str) -> str | None:
     return next((headers[name] for name in names if headers.get(name)), None)
 
 
-def _number(text: str | None) -> float | None:
+def _parse_number(text: str | None) -> float | None:
     try:
         return None if text is None else float(text)
     except ValueError:
         return None
 
 
-def count(value: Any) -> int | None:
+def parse_count(value: Any) -> int | None:
     """A token count as JSON gives it; None for anything that is not a whole number of 0 or more."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < 0:
         return None
     return int(value)
 
 
-def milliseconds(seconds: Any) -> float | None:
+def convert_to_ms(seconds: Any) -> float | None:
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     return 1000.0 * seconds if is_number else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sembench.backends.base import Answer, Call, count, milliseconds, route_of, timing
+from sembench.backends.base import Answer, Call, convert_to_ms, measure_times, parse_count, read_route
 from sembench.backends.http_client import Exchange, JsonObject, get_json, post_empty, post_stream
 
 if TYPE_CHECKING:
@@ -40,19 +40,19 @@ class GatewayBackend:
 
     async def ask(self, call: Call, *, donor: bool = False) -> Answer:
         url = (self._donor if donor else self._gateway) + CHAT
-        exchange = await post_stream(self._client, url, body_of(call, self._model), self._headers_of(call))
-        return answer_of(exchange, call)
+        exchange = await post_stream(self._client, url, build_body(call, self._model), self._build_headers(call))
+        return build_answer(exchange, call)
 
     async def flush(self) -> str | None:
         return await post_empty(self._client, self._resets)
 
-    async def model_names(self) -> tuple[Sequence[str], str | None]:
+    async def list_models(self) -> tuple[Sequence[str], str | None]:
         listed, error = await get_json(self._client, f"{self._gateway}/v1/models")
         if error is not None or not isinstance(listed, dict):
             return (), error or "the list of models is not an object"
         return [str(card.get("id")) for card in listed.get("data", [])], None
 
-    def _headers_of(self, call: Call) -> dict[str, str]:
+    def _build_headers(self, call: Call) -> dict[str, str]:
         headers = {
             "X-Request-Id": call.request_id,
             "x-tenant-id": call.tenant,
@@ -65,7 +65,7 @@ class GatewayBackend:
         return {name: value for name, value in headers.items() if value}
 
 
-def body_of(call: Call, model: str) -> JsonObject:
+def build_body(call: Call, model: str) -> JsonObject:
     body: JsonObject = {
         "model": model,
         "messages": [{"role": "user", "content": call.text}],
@@ -83,22 +83,22 @@ def body_of(call: Call, model: str) -> JsonObject:
     return body
 
 
-def answer_of(exchange: Exchange, call: Call) -> Answer:
-    ttft, gaps = timing(exchange, lambda event: bool(_piece(event)))
-    usage = _last(exchange.events, "usage")
+def build_answer(exchange: Exchange, call: Call) -> Answer:
+    ttft, gaps = measure_times(exchange, lambda event: bool(_extract_text(event)))
+    usage = _find_last(exchange.events, "usage")
     details = usage.get("prompt_tokens_details")
     details = details if isinstance(details, dict) else {}
-    receipt = _last(exchange.events, "semblend")
-    timings = _last(exchange.events, "timings") or _last(exchange.events, "metrics")
-    logprobs = [row for event in exchange.events for row in _logprobs(event)]
-    finish = [choice.get("finish_reason") for event in exchange.events for choice in _choices(event)]
+    receipt = _find_last(exchange.events, "semblend")
+    timings = _find_last(exchange.events, "timings") or _find_last(exchange.events, "metrics")
+    logprobs = [row for event in exchange.events for row in _extract_logprobs(event)]
+    finish = [choice.get("finish_reason") for event in exchange.events for choice in _list_choices(event)]
     return Answer(
-        text="".join(_piece(event) for event in exchange.events),
+        text="".join(_extract_text(event) for event in exchange.events),
         ttft_ms=ttft,
         latency_ms=exchange.latency_ms,
         inter_token_ms=gaps,
-        prompt_tokens=count(usage.get("prompt_tokens")),
-        output_tokens=count(usage.get("completion_tokens")),
+        prompt_tokens=parse_count(usage.get("prompt_tokens")),
+        output_tokens=parse_count(usage.get("completion_tokens")),
         tokens=tuple(str(row.get("token")) for row in logprobs),
         token_logprobs=tuple(float(row.get("logprob", 0.0)) for row in logprobs),
         top_logprobs=tuple(
@@ -107,47 +107,47 @@ def answer_of(exchange: Exchange, call: Call) -> Answer:
         ),
         finish_reason=next((str(one) for one in reversed(finish) if one), None),
         receipt=receipt or None,
-        cached_tokens=count(details.get("cached_tokens")),
-        cached_exact=count(details.get("exact_tokens")),
-        cached_semantic=count(details.get("semantic_tokens", details.get("fuzzy_tokens"))),
-        engine_ttft_ms=milliseconds(timings.get("time_to_first_token")),
-        queue_time_ms=milliseconds(timings.get("queue_time")),
-        ids=_names(exchange, call),
-        route=route_of(exchange.headers),
+        cached_tokens=parse_count(details.get("cached_tokens")),
+        cached_exact=parse_count(details.get("exact_tokens")),
+        cached_semantic=parse_count(details.get("semantic_tokens", details.get("fuzzy_tokens"))),
+        engine_ttft_ms=convert_to_ms(timings.get("time_to_first_token")),
+        queue_time_ms=convert_to_ms(timings.get("queue_time")),
+        ids=_collect_ids(exchange, call),
+        route=read_route(exchange.headers),
         error=exchange.error or (None if exchange.events else "an empty answer"),
         connection_failed=exchange.connection_failed,
     )
 
 
-def _choices(event: JsonObject) -> list[JsonObject]:
+def _list_choices(event: JsonObject) -> list[JsonObject]:
     choices = event.get("choices")
     return [one for one in choices if isinstance(one, dict)] if isinstance(choices, list) else []
 
 
-def _piece(event: JsonObject) -> str:
+def _extract_text(event: JsonObject) -> str:
     """The text of an event; an answer that came in one piece has a message instead of a delta."""
     said = []
-    for choice in _choices(event)[:1]:
+    for choice in _list_choices(event)[:1]:
         part = choice.get("delta") or choice.get("message")
         if isinstance(part, dict):
             said.append(str(part.get("content") or part.get("reasoning_content") or ""))
     return "".join(said)
 
 
-def _logprobs(event: JsonObject) -> list[JsonObject]:
+def _extract_logprobs(event: JsonObject) -> list[JsonObject]:
     rows: list[JsonObject] = []
-    for choice in _choices(event)[:1]:
+    for choice in _list_choices(event)[:1]:
         told = choice.get("logprobs")
         if isinstance(told, dict) and isinstance(told.get("content"), list):
             rows.extend(row for row in told["content"] if isinstance(row, dict))
     return rows
 
 
-def _last(events: Sequence[JsonObject], name: str) -> dict[str, Any]:
+def _find_last(events: Sequence[JsonObject], name: str) -> dict[str, Any]:
     return next((event[name] for event in reversed(events) if isinstance(event.get(name), dict)), {})
 
 
-def _names(exchange: Exchange, call: Call) -> tuple[str, ...]:
+def _collect_ids(exchange: Exchange, call: Call) -> tuple[str, ...]:
     first = exchange.events[0].get("id") if exchange.events else None
     return tuple(
         dict.fromkeys(str(one) for one in (exchange.headers.get("x-request-id"), first, call.request_id) if one)

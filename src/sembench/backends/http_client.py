@@ -121,11 +121,11 @@ async def post_stream(
             exchange.status = response.status_code
             exchange.headers = {name.lower(): value for name, value in response.headers.items()}
             if response.status_code >= 400:
-                exchange.error = error_text(response.status_code, await response.aread())
+                exchange.error = describe_error(response.status_code, await response.aread())
             elif "text/event-stream" in exchange.headers.get("content-type", ""):
                 await _read_events(response, exchange, started, on_event)
             else:
-                _take(exchange, (await response.aread()).decode("utf-8", "replace"), started, on_event)
+                _take_event(exchange, (await response.aread()).decode("utf-8", "replace"), started, on_event)
     except httpx.TimeoutException as error:
         exchange.error = f"no answer in time ({type(error).__name__})"
         exchange.connection_failed = not exchange.events  # a server that hangs is as gone as one that left
@@ -147,12 +147,12 @@ async def _read_events(
         for event in parser.feed(data):
             done = done or event.strip() == "[DONE]"
             if not done:
-                _take(exchange, event, started, on_event)
+                _take_event(exchange, event, started, on_event)
     if exchange.error is None and (parser.unfinished or not done):
         exchange.error = "the stream was cut: it ended without [DONE]"
 
 
-def _take(exchange: Exchange, text: str, started: float, on_event: Callable[[JsonObject], None] | None) -> None:
+def _take_event(exchange: Exchange, text: str, started: float, on_event: Callable[[JsonObject], None] | None) -> None:
     arrived = 1000 * (time.perf_counter() - started)
     try:
         event = json.loads(text)
@@ -163,17 +163,17 @@ def _take(exchange: Exchange, text: str, started: float, on_event: Callable[[Jso
         exchange.error = exchange.error or f"an event is not an object: {text[:80]!r}"
         return
     if event.get("error"):
-        exchange.error = exchange.error or error_text(exchange.status, text.encode())
+        exchange.error = exchange.error or describe_error(exchange.status, text.encode())
     exchange.events.append(event)
     exchange.arrivals_ms.append(arrived)
     if on_event is not None:
         on_event(event)
 
 
-def error_text(status: int, body: bytes) -> str:
+def describe_error(status: int, body: bytes) -> str:
     """One line about an error answer, in its own words where it has some.
 
-    >>> error_text(404, b'{"error": {"message": "no model x here"}}')
+    >>> describe_error(404, b'{"error": {"message": "no model x here"}}')
     'HTTP 404: no model x here'
     """
     text = body.decode("utf-8", "replace")
@@ -207,7 +207,7 @@ async def get_text(client: httpx.AsyncClient, url: str) -> tuple[str | None, str
     except httpx.TransportError as error:
         return None, f"cannot reach {url}: {error or type(error).__name__}"
     if response.status_code >= 400:
-        return None, error_text(response.status_code, response.content)
+        return None, describe_error(response.status_code, response.content)
     return response.text, None
 
 
@@ -221,5 +221,5 @@ async def post_empty(client: httpx.AsyncClient, urls: Sequence[str]) -> str | No
         except httpx.TransportError as error:
             return f"cannot reach {url}: {error or type(error).__name__}"
         if response.status_code >= 400:
-            return f"{url}: {error_text(response.status_code, response.content)}"
+            return f"{url}: {describe_error(response.status_code, response.content)}"
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sembench.backends.base import Answer, Call, count, milliseconds, route_of, timing
+from sembench.backends.base import Answer, Call, convert_to_ms, measure_times, parse_count, read_route
 from sembench.backends.http_client import Exchange, JsonObject, get_json, post_empty, post_stream
 
 if TYPE_CHECKING:
@@ -24,20 +24,22 @@ class SglangBackend:
 
     async def ask(self, call: Call, *, donor: bool = False) -> Answer:
         del donor
-        exchange = await post_stream(self._client, f"{self._base}/generate", body_of(call), self._headers_of(call))
-        return answer_of(exchange, call)
+        exchange = await post_stream(
+            self._client, f"{self._base}/generate", build_body(call), self._build_headers(call)
+        )
+        return build_answer(exchange, call)
 
     async def flush(self) -> str | None:
         return await post_empty(self._client, [f"{self._base}/flush_cache"])
 
-    async def model_names(self) -> tuple[Sequence[str], str | None]:
+    async def list_models(self) -> tuple[Sequence[str], str | None]:
         listed, error = await get_json(self._client, f"{self._base}/v1/models")
         if error is None and isinstance(listed, dict):
             return [str(card.get("id")) for card in listed.get("data", [])], None
         info, error = await get_json(self._client, f"{self._base}/get_model_info")
         return ([str(info.get("model_path"))], None) if isinstance(info, dict) else ((), error)
 
-    def _headers_of(self, call: Call) -> dict[str, str]:
+    def _build_headers(self, call: Call) -> dict[str, str]:
         headers = {"X-Request-Id": call.request_id}
         if call.tenant:
             headers["x-tenant-id"] = call.tenant
@@ -45,7 +47,7 @@ class SglangBackend:
         return headers | ({"Authorization": f"Bearer {key}"} if key else {})
 
 
-def body_of(call: Call) -> JsonObject:
+def build_body(call: Call) -> JsonObject:
     """The request. ``rid`` is our id, so that the engine's log and ours can be joined."""
     body: JsonObject = {
         "text": call.text,
@@ -62,9 +64,9 @@ def body_of(call: Call) -> JsonObject:
     return body
 
 
-def answer_of(exchange: Exchange, call: Call) -> Answer:
+def build_answer(exchange: Exchange, call: Call) -> Answer:
     """SGLang repeats the text so far with each event, so the last one holds everything."""
-    ttft, gaps = timing(exchange, lambda event: bool(event.get("text") or event.get("output_ids")))
+    ttft, gaps = measure_times(exchange, lambda event: bool(event.get("text") or event.get("output_ids")))
     last: JsonObject = exchange.events[-1] if exchange.events else {}
     meta = last.get("meta_info")
     meta = meta if isinstance(meta, dict) else {}
@@ -72,46 +74,47 @@ def answer_of(exchange: Exchange, call: Call) -> Answer:
     details = details if isinstance(details, dict) else {}
     receipt = last.get("semblend")
     finish = meta.get("finish_reason")
-    drawn = _rows(meta.get("output_token_logprobs"))
+    drawn = _read_rows(meta.get("output_token_logprobs"))
     return Answer(
         text=str(last.get("text") or ""),
         ttft_ms=ttft,
         latency_ms=exchange.latency_ms,
         inter_token_ms=gaps,
-        prompt_tokens=count(meta.get("prompt_tokens")),
-        output_tokens=count(meta.get("completion_tokens")),
-        token_ids=_ids(last.get("output_ids")) or tuple(int(row[1]) for row in drawn),
-        tokens=tuple(_name(row) for row in drawn),
+        prompt_tokens=parse_count(meta.get("prompt_tokens")),
+        output_tokens=parse_count(meta.get("completion_tokens")),
+        token_ids=_read_ids(last.get("output_ids")) or tuple(int(row[1]) for row in drawn),
+        tokens=tuple(_name_token(row) for row in drawn),
         token_logprobs=tuple(float(row[0]) for row in drawn),
         top_logprobs=tuple(
-            {_name(row): float(row[0]) for row in _rows(position)} for position in meta.get("output_top_logprobs") or ()
+            {_name_token(row): float(row[0]) for row in _read_rows(position)}
+            for position in meta.get("output_top_logprobs") or ()
         ),
         finish_reason=str(finish.get("type")) if isinstance(finish, dict) else finish,
         receipt=receipt if isinstance(receipt, dict) else None,
-        cached_tokens=count(meta.get("cached_tokens")),
-        cached_exact=count(details.get("exact", details.get("device"))),
-        cached_semantic=count(details.get("fuzzy")),
-        queue_time_ms=milliseconds(meta.get("queue_time")),
-        ids=_names(exchange.headers.get("x-request-id"), meta.get("id"), call.request_id),
-        route=route_of(exchange.headers),
+        cached_tokens=parse_count(meta.get("cached_tokens")),
+        cached_exact=parse_count(details.get("exact", details.get("device"))),
+        cached_semantic=parse_count(details.get("fuzzy")),
+        queue_time_ms=convert_to_ms(meta.get("queue_time")),
+        ids=_collect_ids(exchange.headers.get("x-request-id"), meta.get("id"), call.request_id),
+        route=read_route(exchange.headers),
         error=exchange.error or (None if exchange.events else "an empty answer"),
         connection_failed=exchange.connection_failed,
     )
 
 
-def _rows(value: Any) -> list[Sequence[Any]]:
+def _read_rows(value: Any) -> list[Sequence[Any]]:
     """Rows of [logprob, token id, text or null]."""
     rows = value if isinstance(value, list) else []
     return [row for row in rows if isinstance(row, list) and len(row) >= 2 and row[0] is not None]
 
 
-def _name(row: Sequence[Any]) -> str:
+def _name_token(row: Sequence[Any]) -> str:
     return str(row[2]) if len(row) > 2 and row[2] is not None else f"#{row[1]}"
 
 
-def _ids(value: Any) -> tuple[int, ...]:
+def _read_ids(value: Any) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, list) and all(isinstance(one, int) for one in value) else ()
 
 
-def _names(*names: Any) -> tuple[str, ...]:
+def _collect_ids(*names: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(name) for name in names if name))

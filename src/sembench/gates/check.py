@@ -16,9 +16,9 @@ from typing import Any
 from sembench.files import open_text
 from sembench.gates.table import GATES, Gate
 from sembench.result import Result
-from sembench.scoring.aggregate import aggregate, measured
-from sembench.scoring.paired import paired, pairs_of
-from sembench.scoring.statistics import bootstrap_mean, mean
+from sembench.scoring.aggregate import aggregate, select_measured
+from sembench.scoring.paired import pair_records, summarize_pairs
+from sembench.scoring.statistics import bootstrap_mean, compute_mean
 from semblend.errors import InputError
 
 _SAME = 1e-6
@@ -35,7 +35,7 @@ class Observations:
     unverified: set[str] = field(default_factory=set)
 
     def put(self, name: str, value: Any, ci: Any = None, n: Any = None) -> None:
-        self.values[name], self.intervals[name], self.counts[name] = _finite(value), ci, n
+        self.values[name], self.intervals[name], self.counts[name] = _drop_non_finite(value), ci, n
 
 
 def observe(
@@ -44,11 +44,11 @@ def observe(
     """All metrics of a result and of the engine summaries beside it."""
     seen = Observations()
     again = aggregate(result.requests) if result.requests else {}
-    again_paired = paired(result.requests) or {}
+    again_paired = summarize_pairs(result.requests) or {}
     for gate in GATES:
-        _take(seen, gate.metric, result.aggregate, again)
+        _take_metric(seen, gate.metric, result.aggregate, again)
         if seen.values.get(gate.metric) is None:
-            _take(seen, gate.metric, result.paired or {}, again_paired)
+            _take_metric(seen, gate.metric, result.paired or {}, again_paired)
     _derive_paired(seen, result, {**(result.paired or {}), **again_paired}, calibration)
     _derive_confirmed(seen, result)
     _derive_engine(seen, summaries)
@@ -57,15 +57,15 @@ def observe(
     return seen
 
 
-def _take(seen: Observations, name: str, stated: Mapping[str, Any], computed: Mapping[str, Any]) -> None:
+def _take_metric(seen: Observations, name: str, stated: Mapping[str, Any], computed: Mapping[str, Any]) -> None:
     """The computed value where requests allow one; what the file states must be the same."""
     found = computed if computed.get(name) is not None else stated
     if name not in found and name in seen.values:
         return
     seen.put(name, found.get(name), found.get(f"{name}_ci"), found.get(f"{name}_n"))
     own, file_says = computed.get(name), stated.get(name)
-    if computed and isinstance(file_says, (int, float)) and not _same(own, file_says):
-        seen.disagreements[name] = f"the file states {_text(file_says)}, its requests give {_text(own)}"
+    if computed and isinstance(file_says, (int, float)) and not _is_same(own, file_says):
+        seen.disagreements[name] = f"the file states {_format_value(file_says)}, its requests give {_format_value(own)}"
         if own is None:
             seen.put(name, None)
     if not computed and file_says is not None:
@@ -79,7 +79,7 @@ def _derive_paired(
     seen.put("negative_control_speedup_deviation", None if speed is None else abs(speed - 1.0))
     total, dirty = pairs.get("pairs_total"), pairs.get("pairs_contaminated")
     seen.put("contaminated_pair_rate", dirty / total if total and dirty is not None else None, n=total)
-    whole = pairs_of(result.requests)
+    whole = pair_records(result.requests)
     seen.put("contamination_checked", all(p.cold.flush_contaminated is not None for p in whole) if whole else None)
     floor = None if calibration is None else calibration.get("rouge_l_mean")
     rouge = pairs.get("warm_vs_cold_output_rouge_l_mean")
@@ -88,20 +88,20 @@ def _derive_paired(
 
 def _derive_confirmed(seen: Observations, result: Result) -> None:
     """Distance from cold where KV was reused: requests that ran cold would only water it down."""
-    reused = [record for record in measured(result.requests) if record.backend_confirmed_tokens]
+    reused = [record for record in select_measured(result.requests) if record.backend_confirmed_tokens]
     for name, attribute in (("confirmed_cold_kl_mean", "cold_kl_topk"), ("confirmed_cold_f1_mean", "cold_f1")):
         known = [(getattr(r, attribute), r.cluster) for r in reused if getattr(r, attribute) is not None]
         values = [float(value) for value, _ in known]
         ci = bootstrap_mean([cluster for _, cluster in known], values)
-        seen.put(name, mean(values), ci, len(values))
+        seen.put(name, compute_mean(values), ci, len(values))
 
 
 def _derive_engine(seen: Observations, summaries: Sequence[Mapping[str, Any]]) -> None:
     # An empty log shows no error because it shows nothing.
     spoken = [summary for summary in summaries if summary.get("lines", 1)]
     for name in ("materialization_events", "materialized_tokens", "materialized_units"):
-        seen.put(name, sum(_count(summary, name) for summary in spoken) if spoken else None)
-    seen.put("engine_errors", sum(_count(summary, "errors") for summary in spoken) if spoken else None)
+        seen.put(name, sum(_read_count(summary, name) for summary in spoken) if spoken else None)
+    seen.put("engine_errors", sum(_read_count(summary, "errors") for summary in spoken) if spoken else None)
     proofs = [bool(summary.get("materialized_semantic_kv_reuse")) for summary in spoken]
     seen.put("materialized_semantic_kv_reuse", any(proofs) if spoken else None)
 
@@ -120,12 +120,12 @@ def check(
             missing.append(gate.metric)
             if not allow_missing:
                 failures.append(f"{gate.flag}: {gate.metric} was not observed; it needs {gate.needs}")
-        elif reason := _broken(gate, seen, bound, pessimistic):
+        elif reason := _explain_failure(gate, seen, bound, pessimistic):
             failures.append(f"{gate.flag}: {reason}")
     return failures, missing
 
 
-def _broken(gate: Gate, seen: Observations, bound: float | bool, pessimistic: bool) -> str | None:
+def _explain_failure(gate: Gate, seen: Observations, bound: float | bool, pessimistic: bool) -> str | None:
     value = seen.values[gate.metric]
     if gate.bound == "true":
         return None if value else f"{gate.metric} is false"
@@ -137,10 +137,12 @@ def _broken(gate: Gate, seen: Observations, bound: float | bool, pessimistic: bo
     if (judged >= limit - _SAME * 1e-3) if gate.bound == "min" else (judged <= limit + _SAME * 1e-3):
         return None
     n = seen.counts.get(gate.metric)
-    notes = [f"95 % {_text(ci[0])} to {_text(ci[1])}" if ci else "", f"n={n}" if n is not None else ""]
+    notes = [f"95 % {_format_value(ci[0])} to {_format_value(ci[1])}" if ci else "", f"n={n}" if n is not None else ""]
     note = ", ".join(part for part in notes if part)
     word = "at least" if gate.bound == "min" else "at most"
-    return f"{gate.metric} is {_text(value)}{f' ({note})' if note else ''}, wanted {word} {_text(limit)}"
+    return (
+        f"{gate.metric} is {_format_value(value)}{f' ({note})' if note else ''}, wanted {word} {_format_value(limit)}"
+    )
 
 
 def read_summary(path: str | Path) -> dict[str, Any]:
@@ -162,7 +164,7 @@ def read_object(path: str | Path) -> dict[str, Any]:
     return value
 
 
-def _count(summary: Mapping[str, Any], name: str) -> int:
+def _read_count(summary: Mapping[str, Any], name: str) -> int:
     """A counter; some tools write the list of what they counted."""
     value = summary.get(name, 0)
     if isinstance(value, (list, dict)):
@@ -172,15 +174,15 @@ def _count(summary: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _same(left: Any, right: float) -> bool:
+def _is_same(left: Any, right: float) -> bool:
     if not isinstance(left, (int, float)):
         return False
     return math.isclose(left, right, rel_tol=1e-6, abs_tol=_SAME)
 
 
-def _finite(value: Any) -> Any:
+def _drop_non_finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -34,12 +34,12 @@ class Arrival:
     output_tokens: int | None = None
 
 
-def poisson(
+def draw_arrivals(
     prompts: Iterable[str], rate: float, *, burstiness: float = 1.0, seed: int = 0, limit: int | None = None
 ) -> list[Arrival]:
     """Arrivals at ``rate`` a second. Gaps are gamma distributed; ``burstiness`` 1 is Poisson, below 1 comes in bursts.
 
-    >>> [arrival.at_s for arrival in poisson(["a", "b"], math.inf)]
+    >>> [arrival.at_s for arrival in draw_arrivals(["a", "b"], math.inf)]
     [0.0, 0.0]
     """
     if not rate > 0 or not burstiness > 0:
@@ -52,7 +52,7 @@ def poisson(
     return arrivals
 
 
-def prompts_of(cases: Iterable[Case], *, with_donors: bool = True) -> Iterator[str]:
+def list_prompts(cases: Iterable[Case], *, with_donors: bool = True) -> Iterator[str]:
     """Donors and recipients in the order in which traffic would bring them."""
     for case in cases:
         if with_donors:
@@ -60,7 +60,7 @@ def prompts_of(cases: Iterable[Case], *, with_donors: bool = True) -> Iterator[s
         yield case.recipient_prompt
 
 
-def from_trace(
+def read_trace(
     path: str, *, time_scale: float = 1.0, limit: int | None = None, most_tokens: int | None = None
 ) -> list[Arrival]:
     """Arrivals of a Mooncake (JSON Lines) or an Azure (CSV) trace, from its first request on.
@@ -72,7 +72,7 @@ def from_trace(
         raise InputError(f"--time-scale {time_scale:g} must be above 0", hint="2 plays the trace at double speed")
     name = path.removesuffix(".gz")
     with open_text(path) as stream:
-        rows = _azure(stream, path) if name.endswith(".csv") else _mooncake(stream, path)
+        rows = _read_azure(stream, path) if name.endswith(".csv") else _read_mooncake(stream, path)
         taken = list(itertools.islice(rows, limit))
     if not taken:
         raise InputError(f"{path} holds no requests", hint="pass a Mooncake JSON Lines or an Azure CSV trace")
@@ -80,25 +80,27 @@ def from_trace(
     arrivals = []
     for number, row in enumerate(taken):
         tokens = row.input_tokens if most_tokens is None else min(row.input_tokens, most_tokens)
-        arrivals.append(Arrival((row.at_s - first) / time_scale, _text(row, tokens, number), row.output_tokens))
+        arrivals.append(Arrival((row.at_s - first) / time_scale, _make_text(row, tokens, number), row.output_tokens))
     return sorted(arrivals, key=lambda arrival: arrival.at_s)
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _TraceRow:
     at_s: float
     input_tokens: int
     output_tokens: int
     blocks: Sequence[int] = ()
 
 
-def _mooncake(lines: Iterable[str], path: str) -> Iterator[_Row]:
+def _read_mooncake(lines: Iterable[str], path: str) -> Iterator[_TraceRow]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-            yield _Row(row["timestamp"] / 1000, row["input_length"], row["output_length"], row.get("hash_ids") or ())
+            yield _TraceRow(
+                row["timestamp"] / 1000, row["input_length"], row["output_length"], row.get("hash_ids") or ()
+            )
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"{path} line {number} is no request of a Mooncake trace: {error}",
@@ -106,11 +108,11 @@ def _mooncake(lines: Iterable[str], path: str) -> Iterator[_Row]:
             ) from None
 
 
-def _azure(lines: Iterable[str], path: str) -> Iterator[_Row]:
+def _read_azure(lines: Iterable[str], path: str) -> Iterator[_TraceRow]:
     for number, row in enumerate(csv.DictReader(lines), start=2):
         try:
             at = datetime.fromisoformat(row["TIMESTAMP"].strip()[:26]).timestamp()
-            yield _Row(at, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+            yield _TraceRow(at, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(
                 f"{path} line {number} is no request of an Azure trace: {error}",
@@ -118,18 +120,18 @@ def _azure(lines: Iterable[str], path: str) -> Iterator[_Row]:
             ) from None
 
 
-def _text(row: _Row, tokens: int, number: int) -> str:
+def _make_text(row: _TraceRow, tokens: int, number: int) -> str:
     """About so many tokens: a made-up word takes between one and three of them, so two words stand for three."""
     blocks = row.blocks or [-number - 1 - at * 1_000_003 for at in range(math.ceil(tokens / BLOCK_TOKENS))]
     words: list[str] = []
     for block in blocks:
-        words.extend(_block(block))
+        words.extend(_make_words(block))
         if len(words) >= tokens // 2:
             break
     return " ".join(words[: max(tokens // 2, 1)])
 
 
-def _block(block: int) -> Iterator[str]:
+def _make_words(block: int) -> Iterator[str]:
     digest = hashlib.shake_128(str(block).encode()).digest(BLOCK_TOKENS // 2)
     for value in digest:
         yield _SYLLABLES[value >> 4] + _SYLLABLES[value & 15]

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sembench.backends.base import Call
-from sembench.backends.gateway import CHAT, answer_of, body_of
+from sembench.backends.gateway import CHAT, build_answer, build_body
 from sembench.backends.http_client import post_stream
 from sembench.result import RequestRecord
 
@@ -37,17 +37,17 @@ How well does the answer agree with the reference in meaning? Reply with one who
 contradicts it) to 10 (fully), and nothing else."""
 
 
-def points(text: str) -> float | None:
+def parse_points(text: str) -> float | None:
     """The first number from 0 to 10 in a judge's reply, as a share; None where there is none.
 
-    >>> points("Score: 7/10"), points("no idea")
+    >>> parse_points("Score: 7/10"), parse_points("no idea")
     (0.7, None)
     """
     found = _SCORE.search(text)
     return None if found is None else int(found.group(1)) / MOST_POINTS
 
 
-async def judge(
+async def judge_answers(
     client: httpx.AsyncClient,
     url: str,
     model: str,
@@ -69,8 +69,10 @@ async def judge(
         if reference and record.error is None:
             text = _PROMPT.format(question=question, reference=reference, answer=record.output_text or "")
             call = Call(text=text, max_tokens=8, request_id=f"judge-{number}")
-            answer = answer_of(await post_stream(client, url + CHAT, body_of(call, model), dict(headers or {})), call)
-            record = replace(record, judge_score=None if answer.error else points(answer.text))
+            answer = build_answer(
+                await post_stream(client, url + CHAT, build_body(call, model), dict(headers or {})), call
+            )
+            record = replace(record, judge_score=None if answer.error else parse_points(answer.text))
         judged.append(record)
         if on_done is not None:
             on_done(number)

@@ -14,7 +14,7 @@ from typing import Any
 
 from sembench.backends.base import Answer, Backend, Call
 from sembench.live.arrivals import Arrival
-from sembench.scoring.statistics import mean, median, percentile
+from sembench.scoring.statistics import compute_mean, compute_median, compute_percentile
 from semblend.errors import InputError
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -22,7 +22,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class TimedAnswer:
     """One answer of a load run; times in milliseconds. ``late_ms``: sent so long after it was due."""
 
     answer: Answer
@@ -84,12 +84,12 @@ async def play(
     max_concurrency: int | None = None,
     tenant: str = "",
     on_done: Callable[[int], None] | None = None,
-) -> tuple[list[Timed], float]:
+) -> tuple[list[TimedAnswer], float]:
     """Send every request at its time. Returns the answers in order of arrival, and the seconds it all took."""
     gate = asyncio.Semaphore(max_concurrency) if max_concurrency else None
     run, done, started = uuid.uuid4().hex[:8], 0, time.perf_counter()
 
-    async def one(number: int, arrival: Arrival) -> Timed:
+    async def send_one(number: int, arrival: Arrival) -> TimedAnswer:
         nonlocal done
         await asyncio.sleep(max(arrival.at_s - (time.perf_counter() - started), 0))
         call = Call(
@@ -107,9 +107,9 @@ async def play(
         if on_done is not None:
             on_done(done)
         late = 1000 * max(sent - started - arrival.at_s, 0.0)
-        return Timed(answer, arrival.at_s, late, time.perf_counter() - started)
+        return TimedAnswer(answer, arrival.at_s, late, time.perf_counter() - started)
 
-    tasks = [asyncio.create_task(one(number, arrival)) for number, arrival in enumerate(arrivals)]
+    tasks = [asyncio.create_task(send_one(number, arrival)) for number, arrival in enumerate(arrivals)]
     try:
         timed = list(await asyncio.gather(*tasks))
     finally:
@@ -118,7 +118,7 @@ async def play(
     return timed, time.perf_counter() - started
 
 
-def summarize(timed: Sequence[Timed], duration_s: float, slo: Mapping[str, float]) -> dict[str, Any]:
+def summarize_load(timed: Sequence[TimedAnswer], duration_s: float, slo: Mapping[str, float]) -> dict[str, Any]:
     """The fields of ``vllm bench serve``; times are None where nothing was answered."""
     good = [one for one in timed if one.ok]
     inputs = [one.answer.prompt_tokens for one in good if one.answer.prompt_tokens is not None]
@@ -134,9 +134,9 @@ def summarize(timed: Sequence[Timed], duration_s: float, slo: Mapping[str, float
         "goodput_share": sum(one.meets(slo) for one in good) / len(timed) if slo and timed else None,
         "output_throughput": output / duration_s,
         "total_token_throughput": (sum(inputs) + output) / duration_s if inputs else None,
-        "max_concurrent_requests": _most_at_once(timed),
-        "mean_late_ms": mean([one.late_ms for one in timed]),
-        "p99_late_ms": percentile([one.late_ms for one in timed], 99),
+        "max_concurrent_requests": _count_most_at_once(timed),
+        "mean_late_ms": compute_mean([one.late_ms for one in timed]),
+        "p99_late_ms": compute_percentile([one.late_ms for one in timed], 99),
     }
     series = {
         "ttft": [one.ttft_ms for one in good],
@@ -145,18 +145,20 @@ def summarize(timed: Sequence[Timed], duration_s: float, slo: Mapping[str, float
         "e2el": [one.e2el_ms for one in good],
     }
     for name in METRICS:
-        found |= _spread(name, series[name])
-    return found | _reuse(good)
+        found |= _summarize_times(name, series[name])
+    return found | _sum_reuse(good)
 
 
-def _spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    centre = mean(values)
-    found = {f"mean_{name}_ms": centre, f"median_{name}_ms": median(values)}
+def _summarize_times(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    centre = compute_mean(values)
+    found = {f"mean_{name}_ms": centre, f"median_{name}_ms": compute_median(values)}
     spread = None if centre is None else (sum((value - centre) ** 2 for value in values) / len(values)) ** 0.5
-    return found | {f"std_{name}_ms": spread} | {f"p{at}_{name}_ms": percentile(values, at) for at in PERCENTILES}
+    return (
+        found | {f"std_{name}_ms": spread} | {f"p{at}_{name}_ms": compute_percentile(values, at) for at in PERCENTILES}
+    )
 
 
-def _reuse(good: Sequence[Timed]) -> dict[str, Any]:
+def _sum_reuse(good: Sequence[TimedAnswer]) -> dict[str, Any]:
     """What the backend says it reused under load; None where it says nothing."""
     receipts = [one.answer.receipt for one in good if one.answer.receipt is not None]
     cached = [one.answer.cached_tokens for one in good if one.answer.cached_tokens is not None]
@@ -167,7 +169,7 @@ def _reuse(good: Sequence[Timed]) -> dict[str, Any]:
     }
 
 
-def _most_at_once(timed: Sequence[Timed]) -> int:
+def _count_most_at_once(timed: Sequence[TimedAnswer]) -> int:
     """Requests under way at the busiest moment."""
     moments = [(one.due_s + one.late_ms / 1000, 1) for one in timed] + [(one.finished_s, -1) for one in timed]
     now = most = 0
@@ -177,7 +179,7 @@ def _most_at_once(timed: Sequence[Timed]) -> int:
     return most
 
 
-def details(timed: Sequence[Timed]) -> dict[str, Any]:
+def list_details(timed: Sequence[TimedAnswer]) -> dict[str, Any]:
     """One list a quantity, in order of arrival, as ``--save-detailed`` of ``vllm bench serve`` writes them; seconds."""
     return {
         "input_lens": [one.answer.prompt_tokens for one in timed],

@@ -16,16 +16,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sembench.backends.base import Answer, Backend, Call
-from sembench.live.records import record_of
-from sembench.live.resume_log import Partial
+from sembench.live.records import build_record
+from sembench.live.resume_log import ResumeLog
 from sembench.live.settings import COLD_ARMS, PAIRED_ARMS, LiveSettings
 from sembench.manifests.cases import Case
 from sembench.result import RequestRecord
-from sembench.scoring.comparison import Said, against_cold
+from sembench.scoring.comparison import ComparableAnswer, score_against_cold
 from sembench.witnesses import prometheus
-from sembench.witnesses.audit import AuditLog, with_audit
-from sembench.witnesses.confirmation import Expected, confirm, shared_text
-from sembench.witnesses.prometheus import Delta, Scraper, Snapshot
+from sembench.witnesses.audit import AuditLog, join_audit
+from sembench.witnesses.confirmation import Expectation, confirm, measure_shared_text
+from sembench.witnesses.prometheus import CounterDelta, Scraper, Snapshot
 from semblend.errors import InputError, SemBlendError
 
 TENANT_PAIR = "tenant_pair"
@@ -39,7 +39,7 @@ class BackendGoneError(SemBlendError):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AnsweredCall:
     """One answer with everything that is known about it."""
 
     record: RequestRecord
@@ -54,7 +54,7 @@ class LiveRun:
         backend: Backend,
         settings: LiveSettings,
         scraper: Scraper,
-        partial: Partial,
+        partial: ResumeLog,
         *,
         audit: Callable[[], AuditLog] | None = None,
         progress: Callable[[int, RequestRecord], None] | None = None,
@@ -78,37 +78,37 @@ class LiveRun:
         """All records, in the order of the manifest; raises when the server is gone."""
         await self._prepare()
         order: list[str] = []
-        async for item_id, records in self._through(cases):
+        async for item_id, records in self._run_cases(cases):
             order.append(item_id)
             if records is not None:
                 self._partial.add(item_id, records)
             if self._progress is not None:
                 self._progress(len(order), self._partial.done[item_id][-1])
         if self._failures:  # it died during the very last requests
-            raise self._gone("no answer to the last request")
-        self._scrapes.append(await self._scraper.snapshot())
+            raise self._make_gone_error("no answer to the last request")
+        self._scrapes.append(await self._scraper.take_snapshot())
         found = [record for item_id in order for record in self._partial.done[item_id]]
         if self._audit is None:
             return found
         log = self._audit()
         block = self._settings.block_size
-        return [with_audit(one, log, block, self._names.get((one.item_id, one.arm or ""), ())) for one in found]
+        return [join_audit(one, log, block, self._names.get((one.item_id, one.arm or ""), ())) for one in found]
 
-    def engine_delta(self) -> dict[str, Any]:
+    def compute_engine_delta(self) -> dict[str, Any]:
         """What the server's counters did over the whole run."""
         if len(self._scrapes) < 2:
-            return prometheus.summary([])
+            return prometheus.summarize_deltas([])
         first, last = self._scrapes[0], self._scrapes[-1]
-        paired = prometheus.deltas(first, last)
-        return prometheus.summary(paired, failed=len(first) - len(paired))
+        paired = prometheus.pair_snapshots(first, last)
+        return prometheus.summarize_deltas(paired, failed=len(first) - len(paired))
 
-    async def _through(self, cases: Iterable[Case]) -> AsyncIterator[tuple[str, Sequence[RequestRecord] | None]]:
+    async def _run_cases(self, cases: Iterable[Case]) -> AsyncIterator[tuple[str, Sequence[RequestRecord] | None]]:
         """Item after item, None for those that an earlier run has done already."""
         settings = self._settings
         pairs_left = settings.tenant_pairs
         waiting: list[tuple[str, asyncio.Task[list[RequestRecord]] | None]] = []
         gate = asyncio.Semaphore(settings.concurrency)
-        gap = _Gap(settings.min_donor_gap_requests)
+        gap = _DonorGap(settings.min_donor_gap_requests)
         for case in cases:
             with_tenants = pairs_left > 0 and not case.negative_control
             pairs_left -= with_tenants
@@ -116,46 +116,50 @@ class LiveRun:
                 waiting.append((case.item_id, None))
             else:
                 gap.open(case.item_id)
-                waiting.append((case.item_id, asyncio.create_task(self._item(case, with_tenants, gate, gap))))
+                waiting.append((case.item_id, asyncio.create_task(self._run_item(case, with_tenants, gate, gap))))
             while len(waiting) > (settings.concurrency + settings.min_donor_gap_requests if settings.together else 0):
-                yield await self._finished(*waiting.pop(0))
+                yield await self._await_item(*waiting.pop(0))
         gap.release()
         for item_id, task in waiting:
-            yield await self._finished(item_id, task)
+            yield await self._await_item(item_id, task)
 
-    async def _finished(
+    async def _await_item(
         self, item_id: str, task: asyncio.Task[list[RequestRecord]] | None
     ) -> tuple[str, Sequence[RequestRecord] | None]:
         return (item_id, None) if task is None else (item_id, await task)
 
-    async def _item(self, case: Case, with_tenants: bool, gate: asyncio.Semaphore, gap: _Gap) -> list[RequestRecord]:
+    async def _run_item(
+        self, case: Case, with_tenants: bool, gate: asyncio.Semaphore, gap: _DonorGap
+    ) -> list[RequestRecord]:
         """Every arm of one case in an order of its own, then the tenants' pair."""
         arms = list(self._settings.arms)
         random.Random(f"{self._settings.seed}:{case.item_id}").shuffle(arms)
-        asked = {arm: await self._arm(case, arm, gate, gap) for arm in arms}
-        records = _compared(asked)
+        asked = {arm: await self._run_arm(case, arm, gate, gap) for arm in arms}
+        records = _compare_arms(asked)
         if with_tenants:
-            records.append((await self._tenant_pair(case, gate)).record)
+            records.append((await self._run_tenant_pair(case, gate)).record)
         return records
 
     # -- one arm ---------------------------------------------------------------------------------------------------
 
-    async def _arm(self, case: Case, arm: str, gate: asyncio.Semaphore, gap: _Gap) -> Asked:
-        salt = await self._fresh_cache(case, arm)
+    async def _run_arm(self, case: Case, arm: str, gate: asyncio.Semaphore, gap: _DonorGap) -> AnsweredCall:
+        salt = await self._empty_cache(case, arm)
         settings, primed = self._settings, case.donor_prompts if arm not in COLD_ARMS else ()
-        call = self._call(case.recipient_prompt, settings.recipient_tokens, f"{case.item_id}-{arm}", salt, case)
+        call = self._make_call(case.recipient_prompt, settings.recipient_tokens, f"{case.item_id}-{arm}", salt, case)
         async with gate:
             donors = [await self._prime(donor.text, f"{case.item_id}-{arm}-d{at}", salt, case)
                       for at, donor in enumerate(primed)]  # fmt: skip
-        gap.primed(case.item_id)
+        gap.mark_primed(case.item_id)
         await gap.wait(case.item_id)
         if primed and settings.post_donor_delay_ms:
             await asyncio.sleep(settings.post_donor_delay_ms / 1000)
-        expected = Expected(
+        expected = Expectation(
             must_be_cold=arm in COLD_ARMS and settings.isolation != "none",
             may_reuse=not case.negative_control,
-            donor_tokens=_total([donor.prompt_tokens for donor in donors]) if settings.isolation != "none" else None,
-            shared=shared_text(case.recipient_prompt, [d.text for d in primed])
+            donor_tokens=_sum_known([donor.prompt_tokens for donor in donors])
+            if settings.isolation != "none"
+            else None,
+            shared=measure_shared_text(case.recipient_prompt, [d.text for d in primed])
             if settings.isolation != "none"
             else None,
             alone=not settings.together,
@@ -166,44 +170,50 @@ class LiveRun:
             await asyncio.sleep(settings.cooldown_ms / 1000)
         return asked
 
-    async def _tenant_pair(self, case: Case, gate: asyncio.Semaphore) -> Asked:
+    async def _run_tenant_pair(self, case: Case, gate: asyncio.Semaphore) -> AnsweredCall:
         """One tenant primes a prompt, another asks the same: the strongest temptation there is."""
         settings = self._settings
-        salt = await self._fresh_cache(case, TENANT_PAIR)
+        salt = await self._empty_cache(case, TENANT_PAIR)
         name = f"{case.item_id}-{TENANT_PAIR}"
         mine, theirs = (f"{salt}/a", f"{salt}/b") if settings.tenant_salt else (salt, salt)
-        call = self._call(case.recipient_prompt, settings.recipient_tokens, name, theirs, case)
+        call = self._make_call(case.recipient_prompt, settings.recipient_tokens, name, theirs, case)
         async with gate:
             donor = await self._prime(case.recipient_prompt, f"{name}-d0", mine, case)
-            expected = Expected(may_reuse=False, other_tenant=True, alone=not settings.together)
+            expected = Expectation(may_reuse=False, other_tenant=True, alone=not settings.together)
             case = replace(case, item_id=name, transform=TENANT_PAIR, negative_control=False)
             other = replace(call, tenant=settings.other_tenant)
             return await self._ask(other, case, "single", expected, [donor], cross_tenant=True)
 
     async def _ask(
-        self, call: Call, case: Case, arm: str, expected: Expected, donors: Sequence[Answer], cross_tenant: bool = False
-    ) -> Asked:
-        before = await self._scraper.snapshot() if expected.alone else []
-        answer = self._checked(await self._backend.ask(call))
-        delta = await self._settled(before, answer) if expected.alone else None
+        self,
+        call: Call,
+        case: Case,
+        arm: str,
+        expected: Expectation,
+        donors: Sequence[Answer],
+        cross_tenant: bool = False,
+    ) -> AnsweredCall:
+        before = await self._scraper.take_snapshot() if expected.alone else []
+        answer = self._check_answer(await self._backend.ask(call))
+        delta = await self._read_settled_counters(before, answer) if expected.alone else None
         verdict = confirm(answer, expected, delta)
         self._names[case.item_id, arm] = answer.ids
-        record = record_of(call, case, arm, answer, verdict, self._settings, donors)
+        record = build_record(call, case, arm, answer, verdict, self._settings, donors)
         if cross_tenant:
             record = replace(record, cross_tenant=True, tenant=self._settings.other_tenant)
         if record.flush_contaminated is None and self.isolation_verified is False:
             record = replace(record, flush_contaminated=True)
-        return Asked(record, answer)
+        return AnsweredCall(record, answer)
 
     async def _prime(self, text: str, name: str, salt: str, case: Case) -> Answer:
-        answer = self._checked(
-            await self._backend.ask(self._call(text, self._settings.donor_tokens, name, salt, case), donor=True)
+        answer = self._check_answer(
+            await self._backend.ask(self._make_call(text, self._settings.donor_tokens, name, salt, case), donor=True)
         )
         if answer.ttft_ms is not None:
             self.donor_ttft_ms.append(answer.ttft_ms)
         return answer
 
-    def _call(self, text: str, tokens: int, name: str, salt: str, case: Case) -> Call:
+    def _make_call(self, text: str, tokens: int, name: str, salt: str, case: Case) -> Call:
         settings, meta = self._settings, case.metadata
         return Call(
             text=text,
@@ -216,27 +226,27 @@ class LiveRun:
             reuse=settings.reuse,
         )
 
-    async def _settled(self, before: Sequence[Snapshot | None], answer: Answer) -> Delta | None:
+    async def _read_settled_counters(self, before: Sequence[Snapshot | None], answer: Answer) -> CounterDelta | None:
         """The counters' movement. Where they have not counted the request yet, they get a moment more."""
         if not before:
             return None
         for wait in (*SETTLE_S, None):
-            moved = prometheus.merged(prometheus.deltas(before, await self._scraper.snapshot()))
+            moved = prometheus.merge_deltas(prometheus.pair_snapshots(before, await self._scraper.take_snapshot()))
             reused = (answer.receipt or {}).get("reused_tokens")
-            counted = moved.moved(*prometheus.REUSED_TOKENS)
-            behind = moved.moved(*prometheus.REQUESTS) == 0 or (counted is not None and counted != (reused or 0))
+            counted = moved.compute_rise(*prometheus.REUSED_TOKENS)
+            behind = moved.compute_rise(*prometheus.REQUESTS) == 0 or (counted is not None and counted != (reused or 0))
             if wait is None or answer.error or not behind:
                 return moved
             await asyncio.sleep(wait)
         return None
 
-    def _checked(self, answer: Answer) -> Answer:
+    def _check_answer(self, answer: Answer) -> Answer:
         if answer.error is None or not answer.connection_failed:
             self._failures = 0
         else:
             self._failures += 1
         if self._failures >= MOST_FAILURES:
-            raise self._gone(answer.error or "")
+            raise self._make_gone_error(answer.error or "")
         if answer.error is not None and "cache_salt" in answer.error:
             raise InputError(
                 f"the server does not take cache_salt: {answer.error}",
@@ -244,7 +254,7 @@ class LiveRun:
             )
         return answer
 
-    def _gone(self, why: str) -> BackendGoneError:
+    def _make_gone_error(self, why: str) -> BackendGoneError:
         return BackendGoneError(
             f"the server stopped answering: {why}",
             hint=f"start it and run the same command with --resume; {len(self._partial.done)} cases are kept",
@@ -252,7 +262,7 @@ class LiveRun:
 
     # -- before the first case -------------------------------------------------------------------------------------
 
-    async def _fresh_cache(self, case: Case, arm: str) -> str:
+    async def _empty_cache(self, case: Case, arm: str) -> str:
         """An empty cache: flushed, or a salt that nobody has used."""
         if self._settings.isolation == "flush":
             error = await self._backend.flush()
@@ -272,15 +282,15 @@ class LiveRun:
             again = await self._warm_up(0, arm="probe1")
             cached = again.cached_tokens
             self.isolation_verified = None if cached is None or again.error else cached == 0
-        self._scrapes.append(await self._scraper.snapshot())
+        self._scrapes.append(await self._scraper.take_snapshot())
 
     async def _warm_up(self, number: int, arm: str) -> Answer:
-        case = Case(f"{arm}", "warmup", arm, arm, (), _warm_up_text(number))
-        salt = await self._fresh_cache(case, arm)
-        return self._checked(await self._backend.ask(self._call(case.recipient_prompt, 4, arm, salt, case)))
+        case = Case(f"{arm}", "warmup", arm, arm, (), _make_warm_up_text(number))
+        salt = await self._empty_cache(case, arm)
+        return self._check_answer(await self._backend.ask(self._make_call(case.recipient_prompt, 4, arm, salt, case)))
 
 
-class _Gap:
+class _DonorGap:
     """Lets a recipient go only after so many other cases were primed since its donors were."""
 
     def __init__(self, gap: int) -> None:
@@ -292,7 +302,7 @@ class _Gap:
     def open(self, item_id: str) -> None:
         self._doors[item_id] = asyncio.Event()
 
-    def primed(self, item_id: str) -> None:
+    def mark_primed(self, item_id: str) -> None:
         self._primed.append(item_id)
         for earlier in self._primed[: len(self._primed) - self._gap]:
             self._doors[earlier].set()
@@ -308,7 +318,7 @@ class _Gap:
             door.set()
 
 
-def _compared(asked: dict[str, Asked]) -> list[RequestRecord]:
+def _compare_arms(asked: dict[str, AnsweredCall]) -> list[RequestRecord]:
     """The records in the order cold, warm, rerun; warm and rerun with their distance from cold."""
     records = []
     cold = asked.get("cold")
@@ -316,17 +326,21 @@ def _compared(asked: dict[str, Asked]) -> list[RequestRecord]:
         one = asked[arm]
         comparable = cold is not None and arm != "cold" and cold.answer.error is None and one.answer.error is None
         if comparable and cold is not None:
-            records.append(against_cold(one.record, Said.of_answer(one.answer), Said.of_answer(cold.answer)))
+            records.append(
+                score_against_cold(
+                    one.record, ComparableAnswer.from_answer(one.answer), ComparableAnswer.from_answer(cold.answer)
+                )
+            )
         else:
             records.append(one.record)
     return records
 
 
-def _total(counts: Sequence[int | None]) -> int | None:
+def _sum_known(counts: Sequence[int | None]) -> int | None:
     known = [count for count in counts if count is not None]
     return sum(known) if known and len(known) == len(counts) else None
 
 
-def _warm_up_text(number: int) -> str:
+def _make_warm_up_text(number: int) -> str:
     words = (f"{number * 61 + at * 7} boats pass bridge {at % 13}" for at in range(24))
     return "Count the boats. " + "; ".join(words) + ". How many boats were there?"

@@ -9,11 +9,11 @@ from sembench.backends.base import Answer, Call, Route
 from sembench.live.settings import PAIRED_ARMS, LiveSettings
 from sembench.manifests.cases import Case
 from sembench.result import OUTPUT_TEXT_CHARS, RequestRecord
-from sembench.scoring.comparison import against_gold
+from sembench.scoring.comparison import score_against_gold
 from sembench.witnesses.confirmation import Confirmation
 
 
-def record_of(
+def build_record(
     call: Call,
     case: Case,
     arm: str,
@@ -34,29 +34,29 @@ def record_of(
         pair_id=case.item_id if arm in PAIRED_ARMS else None,
         arm=arm,
         tenant=call.tenant or None,
-        traffic_class=_text(meta.get("traffic_class")),
+        traffic_class=_read_text(meta.get("traffic_class")),
         donor_count=len(donors),
         prompt_tokens=prompt,
-        total_blocks=_blocks(prompt, settings.block_size),
-        expected_supplied_tokens=_int(meta.get("expected_supplied_tokens")),
-        expected_span_target_start=_int(meta.get("expected_span_target_start")),
+        total_blocks=_count_blocks(prompt, settings.block_size),
+        expected_supplied_tokens=_read_int(meta.get("expected_supplied_tokens")),
+        expected_span_target_start=_read_int(meta.get("expected_span_target_start")),
         donor_worker_ids=tuple(donor.route.worker_id for donor in donors if donor.route.worker_id),
         error=answer.error or failed,
-        **_confirmed(verdict, settings.block_size),
-        **_told(answer),
-        **_routed(answer.route),
-        **({} if answer.error else against_gold(answer.text, case, settings.quality_threshold)),
+        **_build_confirmation_fields(verdict, settings.block_size),
+        **_build_answer_fields(answer),
+        **_build_route_fields(answer.route),
+        **({} if answer.error else score_against_gold(answer.text, case, settings.quality_threshold)),
     )
 
 
-def _confirmed(verdict: Confirmation, block: int) -> dict[str, Any]:
+def _build_confirmation_fields(verdict: Confirmation, block: int) -> dict[str, Any]:
     """Live, the exact hit is what the engine's own prefix cache served."""
     return {
-        "exact_hit_blocks": _blocks(verdict.exact_tokens, block),
+        "exact_hit_blocks": _count_blocks(verdict.exact_tokens, block),
         "exact_hit_tokens": verdict.exact_tokens,
-        "exact_prefix_hit_blocks": _blocks(verdict.exact_tokens, block),
+        "exact_prefix_hit_blocks": _count_blocks(verdict.exact_tokens, block),
         "exact_prefix_hit_tokens": verdict.exact_tokens,
-        "backend_confirmed_blocks": _blocks(verdict.confirmed_tokens, block),
+        "backend_confirmed_blocks": _count_blocks(verdict.confirmed_tokens, block),
         "backend_confirmed_tokens": verdict.confirmed_tokens,
         "confirmation_sources": verdict.sources,
         "contradictions": verdict.contradictions,
@@ -72,16 +72,16 @@ def _confirmed(verdict: Confirmation, block: int) -> dict[str, Any]:
     }
 
 
-def _told(answer: Answer) -> dict[str, Any]:
+def _build_answer_fields(answer: Answer) -> dict[str, Any]:
     receipt = answer.receipt or {}
     donors = receipt.get("donors")
     return {
         "donor_ids": tuple(str(one) for one in donors) if isinstance(donors, list) else (),
-        "rejection_reason": _text(receipt.get("reason")),
+        "rejection_reason": _read_text(receipt.get("reason")),
         "engine_request_id": answer.ids[0] if answer.ids else None,
         "ttft_ms": answer.ttft_ms,
         "latency_ms": answer.latency_ms,
-        "server_ttft_ms": _float(receipt.get("ttft_ms")),
+        "server_ttft_ms": _read_float(receipt.get("ttft_ms")),
         "engine_ttft_ms": answer.engine_ttft_ms,
         "queue_time_ms": answer.queue_time_ms,
         "output_text": answer.text[:OUTPUT_TEXT_CHARS],
@@ -92,7 +92,7 @@ def _told(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _routed(route: Route) -> dict[str, Any]:
+def _build_route_fields(route: Route) -> dict[str, Any]:
     return {
         "route_endpoint_id": route.endpoint_id,
         "route_outcome": route.outcome,
@@ -104,17 +104,17 @@ def _routed(route: Route) -> dict[str, Any]:
     }
 
 
-def _blocks(tokens: int | None, block: int) -> int | None:
+def _count_blocks(tokens: int | None, block: int) -> int | None:
     return None if tokens is None else tokens // block
 
 
-def _text(value: Any) -> str | None:
+def _read_text(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def _int(value: Any) -> int | None:
+def _read_int(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _float(value: Any) -> float | None:
+def _read_float(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sembench.files import make_folder_of, replacing
-from sembench.result import RequestRecord, record_from_json, record_to_json
+from sembench.result import RequestRecord, dump_record, parse_record
 from semblend._version import __version__
 from semblend.cli.output import say
 from semblend.errors import InputError
@@ -20,7 +20,7 @@ from semblend.errors import InputError
 FORMAT = "sembench.partial.v1"
 
 
-class Partial:
+class ResumeLog:
     """Opened at the start of a run. ``what`` says what is run; a diary about something else is not continued."""
 
     def __init__(self, output: str, what: Mapping[str, Any], *, resume: bool) -> None:
@@ -34,13 +34,13 @@ class Partial:
             say(f"note: an interrupted run was found and kept as {self.path}.old; --resume would have gone on with it")
         # Written beside it and put in its place: what was measured earlier is never missing, not for a moment.
         with replacing(self.path) as stream:
-            stream.write(_line({"partial_version": FORMAT, "sembench_version": __version__, "what": dict(what)}))
-            stream.writelines(_item(item_id, records) for item_id, records in self.done.items())
+            stream.write(_format_line({"partial_version": FORMAT, "sembench_version": __version__, "what": dict(what)}))
+            stream.writelines(_format_item(item_id, records) for item_id, records in self.done.items())
         self._stream: TextIO = self.path.open("a", encoding="utf-8")
 
     def add(self, item_id: str, records: Sequence[RequestRecord]) -> None:
         self.done[item_id] = tuple(records)
-        self._stream.write(_item(item_id, records))
+        self._stream.write(_format_item(item_id, records))
         self._stream.flush()
 
     def close(self, *, finished: bool) -> None:
@@ -53,20 +53,20 @@ class Partial:
         found: dict[str, tuple[RequestRecord, ...]] = {}
         lines = self.path.read_text(encoding="utf-8").splitlines()
         for number, line in enumerate(lines, start=1):
-            value = _object(line)
+            value = _parse_object(line)
             if value is None or (number > 1 and not {"item_id", "records"} <= value.keys()):
                 if number == len(lines) > 1:
                     break
                 raise InputError(f"{self.path} line {number} is damaged", hint="start without --resume")
             if number == 1:
-                self._check(value, what)
+                self._check_header(value, what)
                 continue
-            records = tuple(record_from_json(one, where=f"{self.path} line {number}") for one in value["records"])
+            records = tuple(parse_record(one, where=f"{self.path} line {number}") for one in value["records"])
             if all(record.error is None for record in records):
                 found[value["item_id"]] = records
         return found
 
-    def _check(self, header: Mapping[str, Any], what: Mapping[str, Any]) -> None:
+    def _check_header(self, header: Mapping[str, Any], what: Mapping[str, Any]) -> None:
         wrote = header.get("sembench_version")
         if header.get("partial_version") != FORMAT or wrote != __version__:
             raise InputError(
@@ -81,15 +81,15 @@ class Partial:
                 )
 
 
-def _item(item_id: str, records: Sequence[RequestRecord]) -> str:
-    return _line({"item_id": item_id, "records": [record_to_json(record) for record in records]})
+def _format_item(item_id: str, records: Sequence[RequestRecord]) -> str:
+    return _format_line({"item_id": item_id, "records": [dump_record(record) for record in records]})
 
 
-def _line(value: Mapping[str, Any]) -> str:
+def _format_line(value: Mapping[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=True) + "\n"
 
 
-def _object(line: str) -> dict[str, Any] | None:
+def _parse_object(line: str) -> dict[str, Any] | None:
     try:
         value = json.loads(line)
     except ValueError:

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 from sembench.backends.base import Backend
 from sembench.backends.http_client import open_client
 from sembench.files import make_folder_of, open_text, replacing
-from sembench.live.judge import judge
+from sembench.live.judge import judge_answers
 from sembench.live.loop import LiveRun
-from sembench.live.resume_log import Partial
+from sembench.live.resume_log import ResumeLog
 from sembench.live.settings import LiveSettings
-from sembench.manifests.case_subset import chosen_cases, count_cases
+from sembench.manifests.case_subset import choose_cases, count_cases
 from sembench.manifests.cases import manifest_sha256, read_manifest
-from sembench.provenance import environment_info, run_info, utc_now
+from sembench.provenance import describe_environment, describe_run, get_utc_time
 from sembench.result import RequestRecord, Result, write_result
-from sembench.scoring.aggregate import aggregate, by_transform
-from sembench.scoring.paired import paired
-from sembench.scoring.statistics import mean, percentile
+from sembench.scoring.aggregate import aggregate, aggregate_by_transform
+from sembench.scoring.paired import summarize_pairs
+from sembench.scoring.statistics import compute_mean, compute_percentile
 from sembench.witnesses.audit import AuditLog
 from sembench.witnesses.prometheus import Scraper
 from semblend.cli.output import Progress, say
@@ -36,7 +36,7 @@ BAR = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
+class LiveSession:
     """Everything a run needs besides its settings. ``make`` builds the backend around an open client."""
 
     manifest: str
@@ -60,7 +60,7 @@ class Session:
     quiet: bool = False
 
 
-def run_session(session: Session, settings: LiveSettings) -> Result:
+def run_session(session: LiveSession, settings: LiveSettings) -> Result:
     """Run, write the result, return it. An interruption leaves the diary behind and says how to go on."""
     try:
         return asyncio.run(_run(session, settings))
@@ -69,7 +69,7 @@ def run_session(session: Session, settings: LiveSettings) -> Result:
         raise
 
 
-async def _run(session: Session, settings: LiveSettings) -> Result:
+async def _run(session: LiveSession, settings: LiveSettings) -> Result:
     make_folder_of(session.output)
     for path in session.audit_paths:  # told now, and not after an hour of measuring
         open_text(path).close()
@@ -77,7 +77,7 @@ async def _run(session: Session, settings: LiveSettings) -> Result:
     what = {
         "manifest_sha256": manifest_sha256(session.manifest),
         "model": session.model,
-        **{name: _plain(value) for name, value in asdict(settings).items() if name != "max_items"},
+        **{name: _make_plain(value) for name, value in asdict(settings).items() if name != "max_items"},
     }
     async with open_client(session.timeout_s, session.headers) as client:
         backend = session.make(client)
@@ -86,7 +86,7 @@ async def _run(session: Session, settings: LiveSettings) -> Result:
         scraper = Scraper(client, session.metrics_urls)
         if not session.metrics_required:
             await scraper.keep_working_ones()
-        partial = Partial(session.output, what, resume=session.resume)
+        partial = ResumeLog(session.output, what, resume=session.resume)
         if partial.done:
             say(f"{len(partial.done)} cases are done already; going on with the rest")
         live = LiveRun(
@@ -95,27 +95,27 @@ async def _run(session: Session, settings: LiveSettings) -> Result:
             scraper,
             partial,
             audit=(lambda: AuditLog.read(session.audit_paths)) if session.audit_paths else None,
-            progress=_Bar(total, quiet=session.quiet).show,
+            progress=_ProgressBar(total, quiet=session.quiet).show,
         )
         finished, started = False, time.perf_counter()
         try:
-            records = await live.run(chosen_cases(session.manifest, settings.max_items))
+            records = await live.run(choose_cases(session.manifest, settings.max_items))
             wall_s = time.perf_counter() - started
-            records = await _judged(session, records)
-            result = _result(session, settings, live, records, scraper.urls)
+            records = await _judge_records(session, records)
+            result = _build_result(session, settings, live, records, scraper.urls)
             write_result(session.output, result)
             if session.throughput_output:
-                _write_throughput(session.throughput_output, throughput(records, live, settings, wall_s))
+                _write_throughput(session.throughput_output, compute_throughput(records, live, settings, wall_s))
             finished = not any(record.error for record in records)  # else --resume asks the failed cases again
         finally:
             partial.close(finished=finished)
-    _talk(live, records, scraper.urls, settings)
+    _print_warnings(live, records, scraper.urls, settings)
     return result
 
 
 async def verify_model(backend: Backend, model: str) -> None:
     """Refuse to measure a server that serves something else, or nothing."""
-    names, error = await backend.model_names()
+    names, error = await backend.list_models()
     if error is not None:
         raise InputError(f"the server does not answer: {error}", hint="check the URL, or --skip-verify")
     if model and model not in names:
@@ -124,7 +124,7 @@ async def verify_model(backend: Backend, model: str) -> None:
         )
 
 
-async def _judged(session: Session, records: list[RequestRecord]) -> list[RequestRecord]:
+async def _judge_records(session: LiveSession, records: list[RequestRecord]) -> list[RequestRecord]:
     """A client of its own: the keys of the server that is measured are none of the judge's business."""
     if not session.judge_url:
         return records
@@ -132,17 +132,17 @@ async def _judged(session: Session, records: list[RequestRecord]) -> list[Reques
     questions = {case.item_id: (case.input, case.answers) for case in read_manifest(session.manifest)}
     headers = {"Authorization": f"Bearer {session.judge_key}"} if session.judge_key else {}
     async with open_client(session.timeout_s, headers) as client:
-        return await judge(client, session.judge_url, session.judge_model or session.model, records, questions)
+        return await judge_answers(client, session.judge_url, session.judge_model or session.model, records, questions)
 
 
-def _result(
-    session: Session, settings: LiveSettings, live: LiveRun, records: Sequence[RequestRecord], urls: Sequence[str]
+def _build_result(
+    session: LiveSession, settings: LiveSettings, live: LiveRun, records: Sequence[RequestRecord], urls: Sequence[str]
 ) -> Result:
-    delta = live.engine_delta() if urls else None
+    delta = live.compute_engine_delta() if urls else None
     arm = "paired" if len(settings.arms) > 1 else settings.arms[0]
     return Result(
-        created_at_utc=utc_now(),
-        run=run_info(
+        created_at_utc=get_utc_time(),
+        run=describe_run(
             manifest_path=session.manifest,
             manifest_sha256=manifest_sha256(session.manifest),
             arm=arm,
@@ -150,21 +150,21 @@ def _result(
         ),
         config={
             **session.config,
-            **{name: _plain(value) for name, value in asdict(settings).items()},
+            **{name: _make_plain(value) for name, value in asdict(settings).items()},
             "mode": "live",
             "isolation_verified": live.isolation_verified,
             "metrics_urls": list(urls),
         },
         engine={**session.engine, "prometheus": None if delta is None else {"delta": delta}},
-        environment=environment_info(),
+        environment=describe_environment(),
         aggregate=aggregate(records),
-        paired=paired(records),
-        by_transform=by_transform(records),
+        paired=summarize_pairs(records),
+        by_transform=aggregate_by_transform(records),
         requests=tuple(records),
     )
 
 
-def throughput(
+def compute_throughput(
     records: Sequence[RequestRecord], live: LiveRun, settings: LiveSettings, wall_s: float
 ) -> dict[str, Any]:
     """How much went through. Pauses that we made ourselves are taken out of the second rate."""
@@ -184,13 +184,15 @@ def throughput(
         "requests_per_second": requests / wall_s,
         "requests_per_second_excluding_settle": requests / busy,
         "output_tokens_per_second": output / wall_s,
-        "donor_ttft_ms": _spread(live.donor_ttft_ms),
-        "recipient_ttft_ms": _spread([record.ttft_ms for record in records if record.ttft_ms is not None]),
-        "recipient_latency_ms": _spread([record.latency_ms for record in records if record.latency_ms is not None]),
+        "donor_ttft_ms": _summarize_times(live.donor_ttft_ms),
+        "recipient_ttft_ms": _summarize_times([record.ttft_ms for record in records if record.ttft_ms is not None]),
+        "recipient_latency_ms": _summarize_times(
+            [record.latency_ms for record in records if record.latency_ms is not None]
+        ),
     }
 
 
-def summary(result: Result, output: str) -> dict[str, Any]:
+def summarize_result(result: Result, output: str) -> dict[str, Any]:
     """The line that goes to standard output."""
     names = (
         "request_count", "error_count", "contradiction_count", "backend_confirmed_tokens",
@@ -203,7 +205,9 @@ def summary(result: Result, output: str) -> dict[str, Any]:
     return found
 
 
-def _talk(live: LiveRun, records: Sequence[RequestRecord], urls: Sequence[str], settings: LiveSettings) -> None:
+def _print_warnings(
+    live: LiveRun, records: Sequence[RequestRecord], urls: Sequence[str], settings: LiveSettings
+) -> None:
     """What a person should know before believing the numbers."""
     errors = [record.error for record in records if record.error]
     contradicted = [record for record in records if record.contradictions]
@@ -221,7 +225,7 @@ def _talk(live: LiveRun, records: Sequence[RequestRecord], urls: Sequence[str], 
         say(f"warning: {len(contradicted)} requests do not add up, {first.item_id}: {first.contradictions[0]}")
 
 
-class _Bar:
+class _ProgressBar:
     """A bar on standard error with what is left to wait, reckoned from the cases since the first."""
 
     def __init__(self, total: int, *, quiet: bool) -> None:
@@ -247,10 +251,10 @@ def _write_throughput(path: str, value: Mapping[str, Any]) -> None:
         stream.write(json.dumps(value, indent=1) + "\n")
 
 
-def _spread(values: Sequence[float]) -> dict[str, float | None]:
-    shares = {f"p{share}": percentile(values, share) for share in (50, 90, 99)}
-    return shares | {"mean": mean(values)}
+def _summarize_times(values: Sequence[float]) -> dict[str, float | None]:
+    shares = {f"p{share}": compute_percentile(values, share) for share in (50, 90, 99)}
+    return shares | {"mean": compute_mean(values)}
 
 
-def _plain(value: Any) -> Any:
+def _make_plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value

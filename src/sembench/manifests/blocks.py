@@ -16,14 +16,14 @@ _ODD = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
-def _mixed(values: HashArray) -> HashArray:
+def _mix(values: HashArray) -> HashArray:
     """SplitMix64's finalizer: neighbours become strangers."""
     mixed = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def _powers(count: int) -> HashArray:
+def _compute_powers(count: int) -> HashArray:
     powers = np.empty(count, dtype=np.uint64)
     value = 1
     for at in range(count):
@@ -32,47 +32,47 @@ def _powers(count: int) -> HashArray:
     return powers
 
 
-def _salted(tokens: TokenArray) -> HashArray:
-    return _mixed(tokens.astype(np.uint64) + np.uint64(_ODD))
+def _salt(tokens: TokenArray) -> HashArray:
+    return _mix(tokens.astype(np.uint64) + np.uint64(_ODD))
 
 
-def content_hashes(tokens: TokenArray, block_size: int) -> HashArray:
+def hash_content(tokens: TokenArray, block_size: int) -> HashArray:
     """One hash for each full block on the grid, whatever stands before it.
 
     >>> import numpy as np
-    >>> a, b = content_hashes(np.array([1, 2, 1, 2], dtype=np.int32), 2)
+    >>> a, b = hash_content(np.array([1, 2, 1, 2], dtype=np.int32), 2)
     >>> bool(a == b)
     True
     """
     blocks = len(tokens) // block_size
-    grid = _salted(tokens[: blocks * block_size]).reshape(blocks, block_size)
-    return _mixed((grid * _powers(block_size)).sum(axis=1, dtype=np.uint64))
+    grid = _salt(tokens[: blocks * block_size]).reshape(blocks, block_size)
+    return _mix((grid * _compute_powers(block_size)).sum(axis=1, dtype=np.uint64))
 
 
-def prefix_hashes(tokens: TokenArray, block_size: int) -> HashArray:
+def hash_prefixes(tokens: TokenArray, block_size: int) -> HashArray:
     """One hash for each full block on the grid together with all before it, as vLLM chains them.
 
     >>> import numpy as np
-    >>> a, b = prefix_hashes(np.array([1, 2, 1, 2], dtype=np.int32), 2)
+    >>> a, b = hash_prefixes(np.array([1, 2, 1, 2], dtype=np.int32), 2)
     >>> bool(a == b)
     False
     """
-    grid = content_hashes(tokens, block_size)
+    grid = hash_content(tokens, block_size)
     if not len(grid):
         return grid
     places = np.arange(1, len(grid) + 1, dtype=np.uint64)
-    return _mixed(np.cumsum(_mixed(grid + places * np.uint64(_ODD)), dtype=np.uint64))
+    return _mix(np.cumsum(_mix(grid + places * np.uint64(_ODD)), dtype=np.uint64))
 
 
-def rolling_hashes(tokens: TokenArray, block_size: int) -> HashArray:
+def hash_every_offset(tokens: TokenArray, block_size: int) -> HashArray:
     """The content hash of the block that starts at each position."""
     if len(tokens) < block_size:
         return np.empty(0, dtype=np.uint64)
-    windows = np.lib.stride_tricks.sliding_window_view(_salted(tokens), block_size)
+    windows = np.lib.stride_tricks.sliding_window_view(_salt(tokens), block_size)
     total = np.zeros(len(windows), dtype=np.uint64)
-    for at, power in enumerate(_powers(block_size)):  # one column at a time: the windows are never written out
+    for at, power in enumerate(_compute_powers(block_size)):  # one column at a time: the windows are never written out
         total += windows[:, at] * power
-    return _mixed(total)
+    return _mix(total)
 
 
 class HashSet:
@@ -85,7 +85,7 @@ class HashSet:
     def add(self, hashes: HashArray) -> None:
         self._parts.append(hashes)
 
-    def holds(self, hashes: HashArray) -> npt.NDArray[np.bool_]:
+    def contains(self, hashes: HashArray) -> npt.NDArray[np.bool_]:
         """For each hash, whether it was added."""
         if self._parts:
             self._sorted = np.unique(np.concatenate([self._sorted, *self._parts]))

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from sembench.manifests.blocks import HashSet, content_hashes, rolling_hashes
+from sembench.manifests.blocks import HashSet, hash_content, hash_every_offset
 from sembench.manifests.cases import Case
 from sembench.manifests.datasets import Source
 from sembench.manifests.decoys import DECOYS
-from sembench.manifests.transforms import TRANSFORMS, Options
+from sembench.manifests.transforms import TRANSFORMS, TransformOptions
 from semblend.errors import InputError
 from semblend.text.tokenization import StableTokenizer
 
@@ -25,11 +25,11 @@ _RUN_TOKENS = 16  # a shared run of 31 tokens or more contains a full block of 1
 
 
 @dataclass
-class Builder:
+class ManifestBuilder:
     """Makes cases and keeps count of what it left out and why."""
 
     transforms: Sequence[str] = ALL_TRANSFORMS
-    options: Options = field(default_factory=Options)
+    options: TransformOptions = field(default_factory=TransformOptions)
     left_out: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -39,7 +39,7 @@ class Builder:
         if self.options.max_segments < 1 or self.options.min_segment_chars < 1:
             raise InputError("--max-segments and --min-segment-chars start at 1", hint="use 4 and 400")
 
-    def cases(self, datasets: Iterable[Sequence[Source]]) -> Iterator[Case]:
+    def build_cases(self, datasets: Iterable[Sequence[Source]]) -> Iterator[Case]:
         """All cases; documents of one dataset are held at a time, held-out ones until the end."""
         donors = DonorRuns()
         waiting: list[tuple[Source, Source]] = []
@@ -48,16 +48,16 @@ class Builder:
             plain = [source for source in sources if not source.held_out]
             for at, source in enumerate(plain):
                 neighbour = plain[(at + 1) % len(plain)] if len(plain) > 1 else before or source
-                for case in self._of(source, neighbour):
+                for case in self._build_from(source, neighbour):
                     donors.add(case)
                     yield case
             before = plain[-1] if plain else before
             if NEGATIVE in self.transforms and before is not None:
                 spare = [source for source in sources if source.held_out]
                 waiting += [(own, plain[at % len(plain)] if plain else before) for at, own in enumerate(spare)]
-        yield from self._negatives(waiting, donors)
+        yield from self._build_negatives(waiting, donors)
 
-    def _of(self, source: Source, neighbour: Source) -> Iterator[Case]:
+    def _build_from(self, source: Source, neighbour: Source) -> Iterator[Case]:
         for name in self.transforms:
             if name == NEGATIVE:
                 continue
@@ -68,13 +68,13 @@ class Builder:
             else:
                 yield case
 
-    def _negatives(self, waiting: Sequence[tuple[Source, Source]], donors: DonorRuns) -> Iterator[Case]:
+    def _build_negatives(self, waiting: Sequence[tuple[Source, Source]], donors: DonorRuns) -> Iterator[Case]:
         made = [TRANSFORMS[NEGATIVE](source, other, self.options) for source, other in waiting]
         cases = [case for case in made if case is not None]
         for case in cases:
             donors.add(case)
         for case in cases:
-            if donors.shares_with(case.recipient_prompt):
+            if donors.count_shared(case.recipient_prompt):
                 self.left_out[f"{NEGATIVE}: the held-out document shares text with a donor"] += 1
             else:
                 yield case
@@ -98,8 +98,8 @@ class DonorRuns:
                 self.add_text(donor.text)
 
     def add_text(self, text: str) -> None:
-        self._runs.add(content_hashes(self._tokenizer.encode(text), _RUN_TOKENS))
+        self._runs.add(hash_content(self._tokenizer.encode(text), _RUN_TOKENS))
 
-    def shares_with(self, text: str) -> int:
+    def count_shared(self, text: str) -> int:
         """Positions of the text at which a donor's block is found; 0 means nothing of 31 tokens is shared."""
-        return int(self._runs.holds(rolling_hashes(self._tokenizer.encode(text), _RUN_TOKENS)).sum())
+        return int(self._runs.contains(hash_every_offset(self._tokenizer.encode(text), _RUN_TOKENS)).sum())

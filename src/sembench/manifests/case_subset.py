@@ -14,15 +14,15 @@ from semblend.errors import InputError
 NEGATIVE = "negative_control"
 
 
-def turns(transforms: Iterable[str], most: int) -> list[int]:
+def take_turns(transforms: Iterable[str], most: int) -> list[int]:
     """Positions of at most ``most`` items, one of each transform in turn, in their own order.
 
     Each transform begins at another of its items, or else a short run would be about one document only. Negative
     controls come second, so that no run of two or more is without one.
 
-    >>> turns(["a", "b", "a", "b", "c"], 3), turns(["a", "a", "a", "b"], 3)
+    >>> take_turns(["a", "b", "a", "b", "c"], 3), take_turns(["a", "a", "a", "b"], 3)
     ([0, 3, 4], [0, 1, 3])
-    >>> turns(["a", "b", "negative_control"], 2)
+    >>> take_turns(["a", "b", "negative_control"], 2)
     [0, 2]
     """
     found: dict[str, list[int]] = {}
@@ -40,12 +40,12 @@ def turns(transforms: Iterable[str], most: int) -> list[int]:
     return sorted(chosen[:most])
 
 
-def chosen_cases(manifest: str, most: int | None, on_bad: BadLine | None = None) -> Iterator[Case]:
+def choose_cases(manifest: str, most: int | None, on_bad: BadLine | None = None) -> Iterator[Case]:
     """All cases, or ``most`` of them. The manifest is read twice rather than held in memory."""
     if most is None:
         yield from read_manifest(manifest, on_bad=on_bad)
         return
-    wanted = set(turns((case.transform for case in read_manifest(manifest, on_bad=on_bad)), most))
+    wanted = set(take_turns((case.transform for case in read_manifest(manifest, on_bad=on_bad)), most))
     yield from (case for at, case in enumerate(read_manifest(manifest, on_bad=on_bad)) if at in wanted)
 
 

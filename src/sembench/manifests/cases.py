@@ -63,18 +63,18 @@ class Case:
     @property
     def planted_fact(self) -> str | None:
         """What only the recipient's own text says."""
-        return _text_or_none(self.metadata.get("planted_fact"))
+        return _read_text(self.metadata.get("planted_fact"))
 
     @property
     def donor_fact(self) -> str | None:
         """What the donor's text says in its place: an answer that holds it read somebody else's KV."""
-        return _text_or_none(self.metadata.get("donor_fact"))
+        return _read_text(self.metadata.get("donor_fact"))
 
 
-def item_id(*parts: object) -> str:
+def make_item_id(*parts: object) -> str:
     """16 hex digits that stand for the parts, in order.
 
-    >>> item_id("qasper", 3, "rag_reorder")
+    >>> make_item_id("qasper", 3, "rag_reorder")
     '0f22359642de9722'
     """
     return hashlib.sha256("\x1f".join(str(part) for part in parts).encode("utf-8")).hexdigest()[:16]
@@ -88,7 +88,7 @@ def manifest_sha256(path: str | Path) -> str:
 # -- writing -------------------------------------------------------------------------------------------------------
 
 
-def case_to_json(case: Case) -> dict[str, Any]:
+def dump_case(case: Case) -> dict[str, Any]:
     return {
         "item_id": case.item_id,
         "dataset": case.dataset,
@@ -107,9 +107,9 @@ def case_to_json(case: Case) -> dict[str, Any]:
     }
 
 
-def case_line(case: Case) -> str:
+def format_case(case: Case) -> str:
     """The case as a manifest holds it, without the line feed."""
-    return json.dumps(case_to_json(case), sort_keys=True, ensure_ascii=False)
+    return json.dumps(dump_case(case), sort_keys=True, ensure_ascii=False)
 
 
 def write_manifest(path: str | Path, cases: Iterable[Case]) -> int:
@@ -117,7 +117,7 @@ def write_manifest(path: str | Path, cases: Iterable[Case]) -> int:
     count = 0
     with replacing(path) as stream:
         for case in cases:
-            stream.write(case_line(case) + "\n")
+            stream.write(format_case(case) + "\n")
             count += 1
     return count
 
@@ -132,13 +132,13 @@ def read_manifest(path: str | Path, *, on_bad: BadLine | None = None) -> Iterato
     """
     seen: set[str] = set()
     with open_text(path) as stream:
-        for number, line in _numbered(stream, path):
+        for number, line in _number_lines(stream, path):
             if not line.strip():
                 continue
             try:
-                case = case_from_json(_parsed(line, path, number), where=f"{path} line {number}")
+                case = parse_case(_parse_line(line, path, number), where=f"{path} line {number}")
                 if case.item_id in seen:
-                    raise _bad(f"{path} line {number}", "item_id", f"{case.item_id!r} was already used above")
+                    raise _make_error(f"{path} line {number}", "item_id", f"{case.item_id!r} was already used above")
             except InputError as error:
                 if on_bad is None:
                     raise
@@ -148,48 +148,48 @@ def read_manifest(path: str | Path, *, on_bad: BadLine | None = None) -> Iterato
             yield case
 
 
-def case_from_json(value: Any, *, where: str = "case") -> Case:
+def parse_case(value: Any, *, where: str = "case") -> Case:
     """A case from parsed JSON; ``where`` is what an error message calls its place."""
     if not isinstance(value, dict):
-        raise InputError(f"{where} holds {_kind(value)}, not an object", hint="one JSON object a line")
-    donors = _field(value, "donor_prompts", list, where)
-    answers = _field(value, "answers", list, where)
+        raise InputError(f"{where} holds {_name_kind(value)}, not an object", hint="one JSON object a line")
+    donors = _read_field(value, "donor_prompts", list, where)
+    answers = _read_field(value, "answers", list, where)
     for at, answer in enumerate(answers):
         if not isinstance(answer, str):
-            raise _bad(where, f"answers[{at}]", f"is {_kind(answer)}, not a string")
-    recipient = _field(value, "recipient_prompt", str, where)
+            raise _make_error(where, f"answers[{at}]", f"is {_name_kind(answer)}, not a string")
+    recipient = _read_field(value, "recipient_prompt", str, where)
     if not recipient:
-        raise _bad(where, "recipient_prompt", "is empty")
+        raise _make_error(where, "recipient_prompt", "is empty")
     return Case(
-        item_id=_named(value, "item_id", where),
-        dataset=_field(value, "dataset", str, where),
-        source_id=_named(value, "source_id", where),
-        transform=_named(value, "transform", where),
-        donor_prompts=tuple(_donor(donor, f"{where}, donor_prompts[{at}]") for at, donor in enumerate(donors)),
+        item_id=_read_name(value, "item_id", where),
+        dataset=_read_field(value, "dataset", str, where),
+        source_id=_read_name(value, "source_id", where),
+        transform=_read_name(value, "transform", where),
+        donor_prompts=tuple(_parse_donor(donor, f"{where}, donor_prompts[{at}]") for at, donor in enumerate(donors)),
         recipient_prompt=recipient,
-        input=_field(value, "input", str, where),
+        input=_read_field(value, "input", str, where),
         answers=tuple(answers),
-        negative_control=_field(value, "negative_control", bool, where),
-        metadata=_field(value, "metadata", dict, where),
-        benchmark_version=_field(value, "benchmark_version", str, where),
+        negative_control=_read_field(value, "negative_control", bool, where),
+        metadata=_read_field(value, "metadata", dict, where),
+        benchmark_version=_read_field(value, "benchmark_version", str, where),
     )
 
 
-def _donor(value: Any, where: str) -> DonorPrompt:
+def _parse_donor(value: Any, where: str) -> DonorPrompt:
     if not isinstance(value, dict):
-        raise InputError(f"{where} is {_kind(value)}, not an object", hint="see docs/METRICS.md for the schema")
-    text = _field(value, "text", str, where)
+        raise InputError(f"{where} is {_name_kind(value)}, not an object", hint="see docs/METRICS.md for the schema")
+    text = _read_field(value, "text", str, where)
     if not text:
-        raise _bad(where, "text", "is empty")
+        raise _make_error(where, "text", "is empty")
     return DonorPrompt(
-        donor_id=_named(value, "donor_id", where),
+        donor_id=_read_name(value, "donor_id", where),
         text=text,
-        label=_field({"label": BASE_PROMPT, **value}, "label", str, where),
-        metadata=_field({"metadata": {}, **value}, "metadata", dict, where),
+        label=_read_field({"label": BASE_PROMPT, **value}, "label", str, where),
+        metadata=_read_field({"metadata": {}, **value}, "metadata", dict, where),
     )
 
 
-def _numbered(stream: Iterable[str], path: str | Path) -> Iterator[tuple[int, str]]:
+def _number_lines(stream: Iterable[str], path: str | Path) -> Iterator[tuple[int, str]]:
     lines, number = iter(stream), 0
     while True:
         number += 1
@@ -206,7 +206,7 @@ def _numbered(stream: Iterable[str], path: str | Path) -> Iterator[tuple[int, st
         yield number, line
 
 
-def _parsed(line: str, path: str | Path, number: int) -> Any:
+def _parse_line(line: str, path: str | Path, number: int) -> Any:
     try:
         return json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -215,32 +215,32 @@ def _parsed(line: str, path: str | Path, number: int) -> Any:
         raise InputError(f"{path} line {number} is not JSON: {why}", hint=hint) from None
 
 
-def _field(value: Mapping[str, Any], name: str, kind: type, where: str) -> Any:
+def _read_field(value: Mapping[str, Any], name: str, kind: type, where: str) -> Any:
     if name not in value:
-        raise _bad(where, name, "is missing")
+        raise _make_error(where, name, "is missing")
     found = value[name]
     if not isinstance(found, kind):
-        raise _bad(where, name, f"is {_kind(found)}, not {_KINDS[kind]}")
+        raise _make_error(where, name, f"is {_name_kind(found)}, not {_KINDS[kind]}")
     return found
 
 
-def _named(value: Mapping[str, Any], name: str, where: str) -> str:
-    found: str = _field(value, name, str, where)
+def _read_name(value: Mapping[str, Any], name: str, where: str) -> str:
+    found: str = _read_field(value, name, str, where)
     if not found:
-        raise _bad(where, name, "is empty")
+        raise _make_error(where, name, "is empty")
     return found
 
 
-def _bad(where: str, name: str, what: str) -> InputError:
+def _make_error(where: str, name: str, what: str) -> InputError:
     return InputError(f"{where}: field {name} {what}", hint="see docs/METRICS.md for the schema, or use --skip-bad")
 
 
 _KINDS = {str: "a string", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 
-def _kind(value: Any) -> str:
+def _name_kind(value: Any) -> str:
     return "null" if value is None else _KINDS.get(type(value), type(value).__name__)
 
 
-def _text_or_none(value: Any) -> str | None:
+def _read_text(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None

@@ -62,7 +62,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SourceSelection:
     """What to load. ``max_items`` counts the documents of each dataset that become donors."""
 
     profile: str = "fixture"
@@ -73,19 +73,19 @@ class Choice:
     hold_out: bool = True
 
 
-def load_sources(choice: Choice) -> Iterator[list[Source]]:
+def load_sources(choice: SourceSelection) -> Iterator[list[Source]]:
     """The documents of one dataset at a time, those that become donors first, then the held-out ones."""
     if choice.max_items is not None and choice.max_items < 1:
         raise InputError(f"--max-items-per-dataset is {choice.max_items}", hint="ask for one document or more")
     if choice.profile == "fixture":
-        yield _only(_fixture(), choice)
+        yield _limit_donors(_load_fixture(), choice)
     elif choice.profile == "synthetic-v1":
-        yield _synthetic(30 if choice.max_items is None else choice.max_items, choice.hold_out)
+        yield _write_synthetic(30 if choice.max_items is None else choice.max_items, choice.hold_out)
     elif choice.profile in HUB_REPOS:
         known = LONGBENCH_V1 if choice.profile == "longbench-v1" else LONGBENCH_V2
         for name in choice.datasets or known:
-            if choice.datasets or not choice.longbench_dir or _file_in(Path(choice.longbench_dir), name):
-                yield _held_out(_rows(name, choice), choice)
+            if choice.datasets or not choice.longbench_dir or _find_file(Path(choice.longbench_dir), name):
+                yield _split_held_out(_read_rows(name, choice), choice)
     else:
         raise InputError(f"no profile {choice.profile!r}", hint="one of " + ", ".join(PROFILES))
 
@@ -93,31 +93,31 @@ def load_sources(choice: Choice) -> Iterator[list[Source]]:
 # -- ours ----------------------------------------------------------------------------------------------------------
 
 
-def _fixture() -> Iterator[Source]:
+def _load_fixture() -> Iterator[Source]:
     for text in TEXTS:
         tasks = tuple(Task(fact.question, (fact.answer,)) for fact in text.facts)
         context = "\n\n".join(text.paragraphs)
         yield Source("fixture", text.name, context, tasks, {"domain": text.domain}, text.held_out)
     for number in range(_WRITTEN_HELD_OUT):  # more negative controls than we could write by hand
-        yield _made("fixture", f"written-{number}", 400, held_out=True)
+        yield _write_source("fixture", f"written-{number}", 400, held_out=True)
 
 
-def _only(sources: Iterable[Source], choice: Choice) -> list[Source]:
+def _limit_donors(sources: Iterable[Source], choice: SourceSelection) -> list[Source]:
     kept = list(sources)
     donors = [source for source in kept if not source.held_out][: choice.max_items]
     return donors + [source for source in kept if source.held_out]
 
 
-def _synthetic(count: int, hold_out: bool) -> list[Source]:
+def _write_synthetic(count: int, hold_out: bool) -> list[Source]:
     spare = max(2, count // 2) if hold_out else 0
     lengths = (_SYNTHETIC_WORDS[number % len(_SYNTHETIC_WORDS)] for number in range(count + spare))
     return [
-        _made("synthetic-v1", f"synthetic-{number:04d}", words, held_out=number >= count)
+        _write_source("synthetic-v1", f"synthetic-{number:04d}", words, held_out=number >= count)
         for number, words in enumerate(lengths)
     ]
 
 
-def _made(dataset: str, name: str, words: int, *, held_out: bool) -> Source:
+def _write_source(dataset: str, name: str, words: int, *, held_out: bool) -> Source:
     made = write_document(f"{dataset}:{name}", words)
     tasks = tuple(Task(question, (answer,)) for question, answer in made.facts)
     return Source(dataset, name, made.context, tasks, {"length": words}, held_out)
@@ -126,14 +126,14 @@ def _made(dataset: str, name: str, words: int, *, held_out: bool) -> Source:
 # -- LongBench -----------------------------------------------------------------------------------------------------
 
 
-def _held_out(rows: Iterable[tuple[int, dict[str, Any]]], choice: Choice) -> list[Source]:
+def _split_held_out(rows: Iterable[tuple[int, dict[str, Any]]], choice: SourceSelection) -> list[Source]:
     """The first documents become donors; as many of the next, or a fifth of a small file, are held out."""
     limit = None if choice.max_items is None else choice.max_items * (2 if choice.hold_out else 1)
     found: list[Source] = []
     for number, row in rows:
         if limit is not None and len(found) >= limit:
             break
-        source = _source(number, row, choice.profile)
+        source = _parse_source(number, row, choice.profile)
         if source is not None:
             found.append(source)
     if not choice.hold_out:
@@ -146,12 +146,12 @@ def _held_out(rows: Iterable[tuple[int, dict[str, Any]]], choice: Choice) -> lis
     ]
 
 
-def _source(number: int, row: Mapping[str, Any], profile: str) -> Source | None:
+def _parse_source(number: int, row: Mapping[str, Any], profile: str) -> Source | None:
     context = row.get("context")
     if not isinstance(context, str) or not context.strip():
         return None
     if profile == "longbench-v2":
-        return _multiple_choice(number, row, context)
+        return _parse_multiple_choice(number, row, context)
     dataset = str(row.get("dataset") or profile)
     question = str(row.get("input") or "").strip() or _TASKS.get(dataset, "What is the main point of the material?")
     answers = tuple(str(answer) for answer in row.get("answers") or () if str(answer).strip())
@@ -159,7 +159,7 @@ def _source(number: int, row: Mapping[str, Any], profile: str) -> Source | None:
     return Source(dataset, str(row.get("_id") or number), context, (Task(question, answers),), metadata)
 
 
-def _multiple_choice(number: int, row: Mapping[str, Any], context: str) -> Source:
+def _parse_multiple_choice(number: int, row: Mapping[str, Any], context: str) -> Source:
     letters = {letter: str(row.get(f"choice_{letter}", "")) for letter in "ABCD"}
     options = "\n".join(f"{letter}. {text}" for letter, text in letters.items())
     answer = str(row.get("answer", "")).strip()
@@ -173,61 +173,61 @@ def _multiple_choice(number: int, row: Mapping[str, Any], context: str) -> Sourc
     return Source("longbench-v2", str(row.get("_id") or number), context, (task,), metadata)
 
 
-def _rows(name: str, choice: Choice) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_rows(name: str, choice: SourceSelection) -> Iterator[tuple[int, dict[str, Any]]]:
     if choice.longbench_dir:
         folder = Path(choice.longbench_dir)
         if not folder.is_dir():
             raise InputError(
                 f"{folder} is not a folder", hint="pass --longbench-dir with the folder of the .jsonl files"
             )
-        path = _file_in(folder, name)
+        path = _find_file(folder, name)
         if path is None:
             tried = ", ".join(f"{name}{ending}" for ending in _ENDINGS)
             raise InputError(f"{folder} holds no dataset {name}", hint=f"looked for {tried}")
         with open_text(path) as stream:
-            yield from _parsed(stream, str(path))
+            yield from _parse_rows(stream, str(path))
         return
-    path = _from_hub(choice)
+    path = _fetch_archive(choice)
     if path.suffix == ".zip":
         with zipfile.ZipFile(path) as archive:
             inside = next((item for item in archive.namelist() if item.endswith(f"/{name}.jsonl")), None)
             if inside is None:
                 raise InputError(f"LongBench has no dataset {name}", hint="one of " + ", ".join(LONGBENCH_V1))
             with archive.open(inside) as raw:
-                yield from _parsed(io.TextIOWrapper(raw, encoding="utf-8"), inside)
+                yield from _parse_rows(io.TextIOWrapper(raw, encoding="utf-8"), inside)
     else:
         with open_text(path) as stream:
-            yield from _parsed(stream, str(path))
+            yield from _parse_rows(stream, str(path))
 
 
-def _file_in(folder: Path, name: str) -> Path | None:
+def _find_file(folder: Path, name: str) -> Path | None:
     names = (name, "data") if name in LONGBENCH_V2 else (name,)
     places = (folder / f"{stem}{ending}" for stem in names for ending in _ENDINGS)
     return next((path for path in places if path.is_file()), None)
 
 
-def _parsed(stream: Iterable[str], where: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _parse_rows(stream: Iterable[str], where: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Rows of a JSON Lines file, or of one JSON list."""
     if where.removesuffix(".gz").endswith(".json"):
-        lines: Iterable[Any] = _json("".join(stream), where, 1)
+        lines: Iterable[Any] = _parse_json("".join(stream), where, 1)
         if not isinstance(lines, list):
             raise InputError(f"{where} holds no list", hint="expected one JSON list of records")
     else:
-        lines = (_json(line, where, number) for number, line in enumerate(stream, start=1) if line.strip())
+        lines = (_parse_json(line, where, number) for number, line in enumerate(stream, start=1) if line.strip())
     for number, row in enumerate(lines):
         if not isinstance(row, dict):
             raise InputError(f"{where} record {number} is no object", hint="expected LongBench records")
         yield number, row
 
 
-def _json(text: str, where: str, number: int) -> Any:
+def _parse_json(text: str, where: str, number: int) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise InputError(f"{where} line {number} is not JSON: {error.msg}", hint="fetch the file again") from None
 
 
-def _from_hub(choice: Choice) -> Path:
+def _fetch_archive(choice: SourceSelection) -> Path:
     """The archive from the local cache, else from the hub; the cache is asked first and needs no network."""
     try:
         from huggingface_hub import hf_hub_download

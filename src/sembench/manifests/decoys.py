@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from sembench.manifests.cases import DECOY_DONOR, Case, DonorPrompt, item_id
+from sembench.manifests.cases import DECOY_DONOR, Case, DonorPrompt, make_item_id
 from sembench.manifests.datasets import Source, Task
-from sembench.manifests.portable_random import Steady
-from sembench.manifests.transforms import Options, Transform, base_donor, make_case
+from sembench.manifests.portable_random import PortableRandom
+from sembench.manifests.transforms import Transform, TransformOptions, make_base_donor, make_case
 from sembench.manifests.writer import write_document
 
 _NUMBER = re.compile(r"(?<![\w.,])\d{2,}(?:[.,]\d+)*(?![\w])")
@@ -53,25 +53,25 @@ _FORM = (
 Change = tuple[str, str, str, str]  # the changed text, the sentence with a gap, planted fact, donor fact
 
 
-def swapped_numbers(source: Source, _other: Source, _options: Options) -> Case | None:
+def make_swapped_numbers(source: Source, _other: Source, _options: TransformOptions) -> Case | None:
     """One number of the document is another one."""
-    return _changed(source, "swapped_numbers", _NUMBER, _another_number)
+    return _make_changed(source, "swapped_numbers", _NUMBER, _pick_other_number)
 
 
-def swapped_names(source: Source, _other: Source, _options: Options) -> Case | None:
+def make_swapped_names(source: Source, _other: Source, _options: TransformOptions) -> Case | None:
     """One name of the document is another one."""
-    rng = Steady("name", source.source_id)
-    return _changed(source, "swapped_names", _NAME, lambda _: rng.choice(_OTHER_NAMES))
+    rng = PortableRandom("name", source.source_id)
+    return _make_changed(source, "swapped_names", _NAME, lambda _: rng.choice(_OTHER_NAMES))
 
 
-def negation(source: Source, _other: Source, _options: Options) -> Case | None:
+def make_negation(source: Source, _other: Source, _options: TransformOptions) -> Case | None:
     """One statement of the document is denied."""
-    return _changed(source, "negation", _VERB, lambda found: f"{found.group(1)} not {found.group(2)}")
+    return _make_changed(source, "negation", _VERB, lambda found: f"{found.group(1)} not {found.group(2)}")
 
 
-def near_duplicate(source: Source, _other: Source, _options: Options) -> Case | None:
+def make_near_duplicate(source: Source, _other: Source, _options: TransformOptions) -> Case | None:
     """A later edition: a number differs, a sentence went, another came. Hardly a percent of the text."""
-    change = _one_change(source.context, _NUMBER, _another_number, Steady("edition", source.source_id))
+    change = _change_once(source.context, _NUMBER, _pick_other_number, PortableRandom("edition", source.source_id))
     if change is None:
         return None
     context, gap, planted, donor_fact = change
@@ -81,16 +81,16 @@ def near_duplicate(source: Source, _other: Source, _options: Options) -> Case | 
     ]
     if len(sentences) < 8 or not removable:
         return None
-    rng = Steady("edit", source.source_id)
+    rng = PortableRandom("edit", source.source_id)
     del sentences[rng.choice(removable)]
-    sentences.insert(1 + rng.below(len(sentences) - 2), "This edition replaces all earlier ones")
-    return _decoy(source, "near_duplicate", (". ".join(sentences), gap, planted, donor_fact))
+    sentences.insert(1 + rng.draw_below(len(sentences) - 2), "This edition replaces all earlier ones")
+    return _make_decoy(source, "near_duplicate", (". ".join(sentences), gap, planted, donor_fact))
 
 
-def shared_preamble(source: Source, _other: Source, _options: Options) -> Case:
+def make_shared_preamble(source: Source, _other: Source, _options: TransformOptions) -> Case:
     """The same long instruction before another file: only the instruction is shared, and both files have a code."""
-    ours, theirs = _file_of(source, "recipient"), _file_of(source, "donor")
-    donor_id = item_id(source.dataset, source.source_id, DECOY_DONOR, "shared_preamble")
+    ours, theirs = _write_file(source, "recipient"), _write_file(source, "donor")
+    donor_id = make_item_id(source.dataset, source.source_id, DECOY_DONOR, "shared_preamble")
     task = Task(_CODE_QUESTION, (ours[1],))
     return make_case(
         source, "shared_preamble", (DonorPrompt(donor_id, theirs[0], DECOY_DONOR),), ours[0], task,
@@ -98,10 +98,10 @@ def shared_preamble(source: Source, _other: Source, _options: Options) -> Case:
     )  # fmt: skip
 
 
-def template_trap(source: Source, _other: Source, _options: Options) -> Case:
+def make_template_trap(source: Source, _other: Source, _options: TransformOptions) -> Case:
     """The same form filled in twice: long equal stretches, and all that is asked about stands between them."""
-    ours, theirs = _filled(source, "recipient"), _filled(source, "donor")
-    donor_id = item_id(source.dataset, source.source_id, DECOY_DONOR, "template_trap")
+    ours, theirs = _fill_form(source, "recipient"), _fill_form(source, "donor")
+    donor_id = make_item_id(source.dataset, source.source_id, DECOY_DONOR, "template_trap")
     donor = DonorPrompt(donor_id, theirs[0], DECOY_DONOR)
     task = Task("What is the access code?", (ours[1],))
     return make_case(
@@ -111,27 +111,27 @@ def template_trap(source: Source, _other: Source, _options: Options) -> Case:
 
 
 DECOYS: dict[str, Transform] = {
-    "near_duplicate": near_duplicate,
-    "swapped_numbers": swapped_numbers,
-    "swapped_names": swapped_names,
-    "negation": negation,
-    "shared_preamble": shared_preamble,
-    "template_trap": template_trap,
+    "near_duplicate": make_near_duplicate,
+    "swapped_numbers": make_swapped_numbers,
+    "swapped_names": make_swapped_names,
+    "negation": make_negation,
+    "shared_preamble": make_shared_preamble,
+    "template_trap": make_template_trap,
 }
 
 
 # -- parts ---------------------------------------------------------------------------------------------------------
 
 
-def _changed(
+def _make_changed(
     source: Source, transform: str, pattern: re.Pattern[str], other: Callable[[re.Match[str]], str]
 ) -> Case | None:
-    change = _one_change(source.context, pattern, other, Steady(transform, source.source_id))
-    return None if change is None else _decoy(source, transform, change)
+    change = _change_once(source.context, pattern, other, PortableRandom(transform, source.source_id))
+    return None if change is None else _make_decoy(source, transform, change)
 
 
-def _one_change(
-    context: str, pattern: re.Pattern[str], other: Callable[[re.Match[str]], str], rng: Steady
+def _change_once(
+    context: str, pattern: re.Pattern[str], other: Callable[[re.Match[str]], str], rng: PortableRandom
 ) -> Change | None:
     """Replace one match that occurs only once, somewhere in the middle half, so that text stands on both sides."""
     low, high = len(context) // 5, len(context) * 4 // 5
@@ -148,38 +148,38 @@ def _one_change(
     return context[: match.start()] + planted + context[match.end() :], gap, planted, match.group()
 
 
-def _decoy(source: Source, transform: str, change: Change) -> Case:
+def _make_decoy(source: Source, transform: str, change: Change) -> Case:
     context, gap, planted, donor_fact = change
     task = Task(f'Complete this sentence of the material with the missing words only: "{gap}"', (planted,))
     return make_case(
-        source, transform, (base_donor(source),), _CLOZE.format(context=context, sentence=gap), task,
+        source, transform, (make_base_donor(source),), _CLOZE.format(context=context, sentence=gap), task,
         planted_fact=planted, donor_fact=donor_fact, expected_semantic=True, enterprise_shape="decoy", decoy=True,
     )  # fmt: skip
 
 
-def _another_number(found: re.Match[str]) -> str:
+def _pick_other_number(found: re.Match[str]) -> str:
     digits = found.group()
-    rng = Steady("number", digits, found.start())
+    rng = PortableRandom("number", digits, found.start())
     while True:
-        other = "".join(str(rng.below(10)) if c.isdigit() else c for c in digits)
+        other = "".join(str(rng.draw_below(10)) if c.isdigit() else c for c in digits)
         if other != digits and (other[0] != "0" or digits[0] == "0"):
             return other
 
 
-def _file_of(source: Source, role: str) -> tuple[str, str]:
+def _write_file(source: Source, role: str) -> tuple[str, str]:
     """A file that nobody has seen under the instruction that everybody has, and its access code."""
     made = write_document(f"file:{source.dataset}:{source.source_id}:{role}", _FILE_WORDS)
     text = _FILE.format(preamble=_PREAMBLE, context=made.context, question=_CODE_QUESTION)
     return text, made.facts[0][1]
 
 
-def _filled(source: Source, role: str) -> tuple[str, str]:
+def _fill_form(source: Source, role: str) -> tuple[str, str]:
     """The form and its access code."""
-    rng = Steady("form", source.dataset, source.source_id, role)
-    code = str(1000 + rng.below(9000))
+    rng = PortableRandom("form", source.dataset, source.source_id, role)
+    code = str(1000 + rng.draw_below(9000))
     remark = next((part.strip() for part in source.context.split(". ") if 30 < len(part) < 300), source.source_id)
     text = _FORM.format(
-        order=10_000 + rng.below(90_000), code=code, person=rng.choice(_OTHER_NAMES), days=2 + rng.below(60),
+        order=10_000 + rng.draw_below(90_000), code=code, person=rng.choice(_OTHER_NAMES), days=2 + rng.draw_below(60),
         remark=f"{remark}.", question="What is the access code?",
     )  # fmt: skip
     return text, code

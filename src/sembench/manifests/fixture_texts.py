@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class FixtureFact:
     """A question that the document answers, and the words of the answer as they stand in the text."""
 
     question: str
@@ -18,18 +18,18 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class FixtureText:
     """One document. ``held_out`` texts never become donors: negative controls are made of them."""
 
     name: str
     domain: str
     paragraphs: tuple[str, ...]
-    facts: tuple[Fact, ...]
+    facts: tuple[FixtureFact, ...]
     held_out: bool = False
 
 
 TEXTS = (
-    Text(
+    FixtureText(
         "ferry-rules",
         "operations",
         (
@@ -56,12 +56,12 @@ TEXTS = (
             "know it anywhere, which is the point of a bell.",
         ),
         (
-            Fact("At what wind speed is the timetable suspended?", "34 knots"),
-            Fact("Who decides which vehicles wait on the quay?", "Ines Hallward"),
-            Fact("When was the port engine replaced?", "2019"),
+            FixtureFact("At what wind speed is the timetable suspended?", "34 knots"),
+            FixtureFact("Who decides which vehicles wait on the quay?", "Ines Hallward"),
+            FixtureFact("When was the port engine replaced?", "2019"),
         ),
     ),
-    Text(
+    FixtureText(
         "seed-vault",
         "science",
         (
@@ -87,12 +87,12 @@ TEXTS = (
             "moving than the freezers.",
         ),
         (
-            Fact("Below which germination share is an accession grown out again?", "85 percent"),
-            Fact("Who directed the vault for sixteen years?", "Amara Okonjo"),
-            Fact("When was the black oat near Tverrdal collected?", "1938"),
+            FixtureFact("Below which germination share is an accession grown out again?", "85 percent"),
+            FixtureFact("Who directed the vault for sixteen years?", "Amara Okonjo"),
+            FixtureFact("When was the black oat near Tverrdal collected?", "1938"),
         ),
     ),
-    Text(
+    FixtureText(
         "theatre-contract",
         "legal",
         (
@@ -118,12 +118,12 @@ TEXTS = (
             "the weekly programme and for apologies.",
         ),
         (
-            Fact("How many people may be in the house?", "212"),
-            Fact("Who signs the red book before a performance?", "Rosalind Achterberg"),
-            Fact("What load may the grid carry?", "900 kilograms"),
+            FixtureFact("How many people may be in the house?", "212"),
+            FixtureFact("Who signs the red book before a performance?", "Rosalind Achterberg"),
+            FixtureFact("What load may the grid carry?", "900 kilograms"),
         ),
     ),
-    Text(
+    FixtureText(
         "printer-incident",
         "incident",
         (
@@ -149,12 +149,12 @@ TEXTS = (
             "drill, and the good pens are kept beside the extinguisher.",
         ),
         (
-            Fact("Which firmware build runs on the printers?", "8.14"),
-            Fact("How many parcels were in the backlog?", "3,610"),
-            Fact("Who reports on the follow-up at the April meeting?", "Priya Raghunathan"),
+            FixtureFact("Which firmware build runs on the printers?", "8.14"),
+            FixtureFact("How many parcels were in the backlog?", "3,610"),
+            FixtureFact("Who reports on the follow-up at the April meeting?", "Priya Raghunathan"),
         ),
     ),
-    Text(
+    FixtureText(
         "clinic-handbook",
         "health",
         (
@@ -180,12 +180,12 @@ TEXTS = (
             "once with thanks.",
         ),
         (
-            Fact("After how many minutes do results reach the doctor?", "50 minutes"),
-            Fact("Which fever cannot wait?", "38.6 degrees"),
-            Fact("Who is the head nurse?", "Beatriz Lamego"),
+            FixtureFact("After how many minutes do results reach the doctor?", "50 minutes"),
+            FixtureFact("Which fever cannot wait?", "38.6 degrees"),
+            FixtureFact("Who is the head nurse?", "Beatriz Lamego"),
         ),
     ),
-    Text(
+    FixtureText(
         "observatory-budget",
         "finance",
         (
@@ -211,12 +211,12 @@ TEXTS = (
             "down. A student with a film camera has been engaged.",
         ),
         (
-            Fact("How large was the surplus?", "27,400 pounds"),
-            Fact("What does the work on the mirror cost?", "46,900 pounds"),
-            Fact("Who is the treasurer?", "Oswin Pell"),
+            FixtureFact("How large was the surplus?", "27,400 pounds"),
+            FixtureFact("What does the work on the mirror cost?", "46,900 pounds"),
+            FixtureFact("Who is the treasurer?", "Oswin Pell"),
         ),
     ),
-    Text(
+    FixtureText(
         "bee-manual",
         "agriculture",
         (
@@ -242,12 +242,12 @@ TEXTS = (
             "cardboard box, provided that the box is not the one for the hats.",
         ),
         (
-            Fact("How many colonies stand at Kestrel Bank?", "57"),
-            Fact("How much honey does an average summer give?", "23 kilograms"),
-            Fact("Who keeps the list of collectors?", "Ewan Tolliver"),
+            FixtureFact("How many colonies stand at Kestrel Bank?", "57"),
+            FixtureFact("How much honey does an average summer give?", "23 kilograms"),
+            FixtureFact("Who keeps the list of collectors?", "Ewan Tolliver"),
         ),
     ),
-    Text(
+    FixtureText(
         "archive-migration",
         "software",
         (
@@ -273,12 +273,12 @@ TEXTS = (
             "telephone, he did not know either.",
         ),
         (
-            Fact("How many damaged files were found?", "317"),
-            Fact("Who led the comparison job?", "Noor Fakhoury"),
-            Fact("By how much are costs lower than planned?", "12 percent"),
+            FixtureFact("How many damaged files were found?", "317"),
+            FixtureFact("Who led the comparison job?", "Noor Fakhoury"),
+            FixtureFact("By how much are costs lower than planned?", "12 percent"),
         ),
     ),
-    Text(
+    FixtureText(
         "bridge-survey",
         "engineering",
         (
@@ -299,12 +299,12 @@ TEXTS = (
             "eastern abutment.",
         ),
         (
-            Fact("Which weight limit is proposed?", "7.5 tonnes"),
-            Fact("Who is the surveyor?", "Gwendolyn Marsh"),
+            FixtureFact("Which weight limit is proposed?", "7.5 tonnes"),
+            FixtureFact("Who is the surveyor?", "Gwendolyn Marsh"),
         ),
         held_out=True,
     ),
-    Text(
+    FixtureText(
         "tea-auction",
         "trade",
         (
@@ -323,12 +323,12 @@ TEXTS = (
             "for the tea, and in the books both appear under the same heading.",
         ),
         (
-            Fact("How many lots were offered?", "740"),
-            Fact("Who is the auctioneer?", "Yusuf Barakzai"),
+            FixtureFact("How many lots were offered?", "740"),
+            FixtureFact("Who is the auctioneer?", "Yusuf Barakzai"),
         ),
         held_out=True,
     ),
-    Text(
+    FixtureText(
         "choir-minutes",
         "association",
         (
@@ -346,8 +346,8 @@ TEXTS = (
             "applause that could not be heard downstairs.",
         ),
         (
-            Fact("For how many people are rooms booked?", "44"),
-            Fact("Who read the minutes of the last meeting?", "Ottilie Krantz"),
+            FixtureFact("For how many people are rooms booked?", "44"),
+            FixtureFact("Who read the minutes of the last meeting?", "Ottilie Krantz"),
         ),
         held_out=True,
     ),

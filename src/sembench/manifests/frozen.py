@@ -20,7 +20,7 @@ FROZEN_VERSION = "sembench.frozen.v1"
 ENDINGS = (".jsonl", ".jsonl.gz")
 
 
-def described(path: Path) -> dict[str, Any]:
+def describe_manifest(path: Path) -> dict[str, Any]:
     """Checksum and counts of one manifest; a line that can't be used raises."""
     transforms: Counter[str] = Counter()
     versions: set[str] = set()
@@ -38,7 +38,7 @@ def described(path: Path) -> dict[str, Any]:
     }
 
 
-def manifests_in(folder: str) -> list[Path]:
+def list_manifests(folder: str) -> list[Path]:
     """The manifests of a folder, by name."""
     if not Path(folder).is_dir():
         raise InputError(f"{folder} is not a folder", hint="pass the folder that sembench build wrote to")
@@ -60,7 +60,7 @@ def read_frozen(path: str) -> Mapping[str, Mapping[str, Any]]:
     return manifests
 
 
-def differences(frozen: Mapping[str, Mapping[str, Any]], folder: str) -> list[str]:
+def find_differences(frozen: Mapping[str, Mapping[str, Any]], folder: str) -> list[str]:
     """One line for each manifest that is gone or not what it was."""
     lines = []
     for name, was in frozen.items():

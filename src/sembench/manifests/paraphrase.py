@@ -42,22 +42,22 @@ _LEADING_ADVERBIAL = re.compile(
 )
 
 
-def reworded(text: str) -> str:
+def reword(text: str) -> str:
     """The text with its common words replaced and its leading adverbials moved back.
 
-    >>> reworded("In the spring, the mirror was moved because it had aged.")
+    >>> reword("In the spring, the mirror was moved because it had aged.")
     'The mirror had been shifted since it had aged, within the spring.'
     """
-    moved = _LEADING_ADVERBIAL.sub(_behind, text)
-    return _WORD.sub(_other_word, moved)
+    moved = _LEADING_ADVERBIAL.sub(_move_behind, text)
+    return _WORD.sub(_replace_word, moved)
 
 
-def _behind(found: re.Match[str]) -> str:
+def _move_behind(found: re.Match[str]) -> str:
     before, adverbial, first, rest, stop = found.groups()
     return f"{before}{first.upper()}{rest}, {adverbial[0].lower()}{adverbial[1:]}{stop}"
 
 
-def _other_word(found: re.Match[str]) -> str:
+def _replace_word(found: re.Match[str]) -> str:
     word = found.group()
     if word in _SYNONYMS:
         return _SYNONYMS[word]

@@ -14,11 +14,11 @@ T = TypeVar("T")
 _MASK = (1 << 64) - 1
 
 
-class Steady:
+class PortableRandom:
     """SplitMix64, seeded by words.
 
-    >>> rng = Steady("fixture", 3)
-    >>> [rng.below(100) for _ in range(4)]
+    >>> rng = PortableRandom("fixture", 3)
+    >>> [rng.draw_below(100) for _ in range(4)]
     [90, 20, 79, 88]
     """
 
@@ -26,7 +26,7 @@ class Steady:
         packed = "\x1f".join(str(part) for part in seed).encode("utf-8")
         self._state = int.from_bytes(hashlib.sha256(packed).digest()[:8], "big")
 
-    def next(self) -> int:
+    def draw_bits(self) -> int:
         """64 random bits."""
         self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
         mixed = self._state
@@ -34,17 +34,17 @@ class Steady:
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
         return mixed ^ (mixed >> 31)
 
-    def below(self, limit: int) -> int:
+    def draw_below(self, limit: int) -> int:
         """A whole number in [0, limit), evenly."""
-        return (self.next() * limit) >> 64
+        return (self.draw_bits() * limit) >> 64
 
     def choice(self, items: Sequence[T]) -> T:
-        return items[self.below(len(items))]
+        return items[self.draw_below(len(items))]
 
     def shuffled(self, items: Sequence[T]) -> list[T]:
         """A new list in another order (Fisher and Yates)."""
         mixed = list(items)
         for at in range(len(mixed) - 1, 0, -1):
-            other = self.below(at + 1)
+            other = self.draw_below(at + 1)
             mixed[at], mixed[other] = mixed[other], mixed[at]
         return mixed

@@ -18,11 +18,11 @@ from sembench.manifests.cases import (
     UNRELATED_BASE_PROMPT,
     Case,
     DonorPrompt,
-    item_id,
+    make_item_id,
 )
 from sembench.manifests.datasets import Source, Task
-from sembench.manifests.paraphrase import reworded
-from sembench.manifests.portable_random import Steady
+from sembench.manifests.paraphrase import reword
+from sembench.manifests.portable_random import PortableRandom
 
 _BASE = (
     "Read the material and answer the question that follows it.\n\nMaterial:\n{context}\n\nQuestion: "
@@ -64,27 +64,27 @@ _CUT_SLACK_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class TransformOptions:
     """How documents are cut."""
 
     max_segments: int = 4
     min_segment_chars: int = 400
 
 
-Transform = Callable[[Source, Source, Options], Case | None]
+Transform = Callable[[Source, Source, TransformOptions], Case | None]
 
 
-def base_donor(source: Source, label: str = BASE_PROMPT, **metadata: Any) -> DonorPrompt:
+def make_base_donor(source: Source, label: str = BASE_PROMPT, **metadata: Any) -> DonorPrompt:
     """The document under the plain instruction, asked its first question: the prompt that came before."""
     text = _BASE.format(context=source.context, question=source.tasks[0].question)
-    return DonorPrompt(item_id(source.dataset, source.source_id, BASE_PROMPT), text, label, metadata)
+    return DonorPrompt(make_item_id(source.dataset, source.source_id, BASE_PROMPT), text, label, metadata)
 
 
 def make_case(
     source: Source, transform: str, donors: tuple[DonorPrompt, ...], recipient: str, task: Task, **metadata: Any
 ) -> Case:
     return Case(
-        item_id=item_id(source.dataset, source.source_id, transform),
+        item_id=make_item_id(source.dataset, source.source_id, transform),
         dataset=source.dataset,
         source_id=f"{source.dataset}/{source.source_id}",
         transform=transform,
@@ -93,21 +93,21 @@ def make_case(
         input=task.question,
         answers=task.answers,
         negative_control=transform == "negative_control",
-        metadata=_known(source.metadata) | _known(metadata),
+        metadata=_drop_unknown(source.metadata) | _drop_unknown(metadata),
     )
 
 
-def new_task(source: Source) -> Task:
+def choose_new_task(source: Source) -> Task:
     """Another question about the same document: its own second one, or a general one."""
     if len(source.tasks) > 1:
         return source.tasks[1]
-    return Steady("task", source.source_id).choice(_NEW_TASKS)
+    return PortableRandom("task", source.source_id).choice(_NEW_TASKS)
 
 
-def segments_of(context: str, options: Options) -> list[str]:
+def cut_segments(context: str, options: TransformOptions) -> list[str]:
     """The first paragraphs that are long enough, or equal cuts at sentence ends where paragraphs don't suffice.
 
-    >>> segments_of("a b. " * 300, Options(max_segments=3, min_segment_chars=100))[0][-4:]
+    >>> cut_segments("a b. " * 300, TransformOptions(max_segments=3, min_segment_chars=100))[0][-4:]
     'a b.'
     """
     paragraphs = [part.strip() for part in context.split("\n\n")]
@@ -129,62 +129,64 @@ def segments_of(context: str, options: Options) -> list[str]:
 # -- the transforms ------------------------------------------------------------------------------------------------
 
 
-def exact_repeat(source: Source, _other: Source, _options: Options) -> Case:
+def make_exact_repeat(source: Source, _other: Source, _options: TransformOptions) -> Case:
     """The same prompt again: what every exact cache has."""
-    donor = base_donor(source)
+    donor = make_base_donor(source)
     return make_case(
         source, "exact_repeat", (donor,), donor.text, source.tasks[0], expected_exact=True, enterprise_shape="retry"
     )
 
 
-def instruction_variant(source: Source, _other: Source, _options: Options) -> Case:
+def make_instruction_variant(source: Source, _other: Source, _options: TransformOptions) -> Case:
     """The same document and question under a longer instruction: every token is moved."""
     task = source.tasks[0]
     text = _VARIANT.format(context=source.context, question=task.question)
-    return _semantic(
-        source, "instruction_variant", (base_donor(source),), text, task, "prompt_template_change", "shifted"
+    return _make_semantic_case(
+        source, "instruction_variant", (make_base_donor(source),), text, task, "prompt_template_change", "shifted"
     )
 
 
-def same_evidence_new_task(source: Source, _other: Source, _options: Options) -> Case:
+def make_same_evidence_new_task(source: Source, _other: Source, _options: TransformOptions) -> Case:
     """The same document in the same place, another question: prefix caches do well here, and should."""
-    task = new_task(source)
+    task = choose_new_task(source)
     text = _BASE.format(context=source.context, question=task.question)
-    donors = (base_donor(source),)
-    return _semantic(source, "same_evidence_new_task", donors, text, task, "shared_document", "prefix")
+    donors = (make_base_donor(source),)
+    return _make_semantic_case(source, "same_evidence_new_task", donors, text, task, "shared_document", "prefix")
 
 
-def leading_evidence_new_task(source: Source, _other: Source, _options: Options) -> Case:
+def make_leading_evidence_new_task(source: Source, _other: Source, _options: TransformOptions) -> Case:
     """The document leads both prompts, but a case number stands before it: one line, and no prefix is left."""
-    task = new_task(source)
+    task = choose_new_task(source)
     first = _LEADING.format(context=source.context, question=source.tasks[0].question)
-    donor_id = item_id(source.dataset, source.source_id, LEADING_EVIDENCE_DONOR)
-    rng = Steady("case file", source.dataset, source.source_id)
-    number, clerk = 1000 + rng.below(9_999_000), rng.choice(_CLERKS)
+    donor_id = make_item_id(source.dataset, source.source_id, LEADING_EVIDENCE_DONOR)
+    rng = PortableRandom("case file", source.dataset, source.source_id)
+    number, clerk = 1000 + rng.draw_below(9_999_000), rng.choice(_CLERKS)
     text = _LED.format(number=number, clerk=clerk, context=source.context, question=task.question)
     donors = (DonorPrompt(donor_id, first, LEADING_EVIDENCE_DONOR),)
-    return _semantic(source, "leading_evidence_new_task", donors, text, task, "case_file", "shifted")
+    return _make_semantic_case(source, "leading_evidence_new_task", donors, text, task, "case_file", "shifted")
 
 
-def rag_reorder(source: Source, _other: Source, options: Options) -> Case | None:
+def make_rag_reorder(source: Source, _other: Source, options: TransformOptions) -> Case | None:
     """The same passages in the opposite order, each under a record header, as a retriever would rank them anew."""
-    segments = segments_of(source.context, options)
+    segments = cut_segments(source.context, options)
     if len(segments) < 2:
         return None
     task = source.tasks[0]
-    text = _RECORDS.format(records=_records(list(reversed(segments))), question=task.question)
-    donors = (base_donor(source),)
-    return _semantic(source, "rag_reorder", donors, text, task, "rag", "scattered", segment_count=len(segments))
+    text = _RECORDS.format(records=_format_records(list(reversed(segments))), question=task.question)
+    donors = (make_base_donor(source),)
+    return _make_semantic_case(
+        source, "rag_reorder", donors, text, task, "rag", "scattered", segment_count=len(segments)
+    )
 
 
-def multi_donor_composite(source: Source, _other: Source, options: Options) -> Case | None:
+def make_multi_donor_composite(source: Source, _other: Source, options: TransformOptions) -> Case | None:
     """Passages that were each seen in another request, together in one prompt."""
-    segments = segments_of(source.context, options)
+    segments = cut_segments(source.context, options)
     if len(segments) < 2:
         return None
     donors = tuple(
         DonorPrompt(
-            item_id(source.dataset, source.source_id, SEGMENT_DONOR, options.max_segments, at),
+            make_item_id(source.dataset, source.source_id, SEGMENT_DONOR, options.max_segments, at),
             _SEGMENT.format(segment=segment),
             SEGMENT_DONOR,
             {"segment_index": at},
@@ -192,39 +194,44 @@ def multi_donor_composite(source: Source, _other: Source, options: Options) -> C
         for at, segment in enumerate(segments)
     )
     task = source.tasks[0]
-    text = _COMPOSITE.format(records=_records(segments), question=task.question)
+    text = _COMPOSITE.format(records=_format_records(segments), question=task.question)
     count = len(segments)
-    return _semantic(
+    return _make_semantic_case(
         source, "multi_donor_composite", donors, text, task, "agent_memory", "scattered", segment_count=count
     )
 
 
-def fuzzy_edit(source: Source, _other: Source, _options: Options) -> Case:
+def make_fuzzy_edit(source: Source, _other: Source, _options: TransformOptions) -> Case:
     """The same document after a conversion: blanks collapsed, some sentences on new lines, page marks in between."""
-    rng = Steady("fuzzy", source.dataset, source.source_id)
+    rng = PortableRandom("fuzzy", source.dataset, source.source_id)
     task = source.tasks[0]
     text = _FUZZY.format(
-        number=1 + rng.below(900), revision=2 + rng.below(7), context=_converted(source.context), question=task.question
+        number=1 + rng.draw_below(900),
+        revision=2 + rng.draw_below(7),
+        context=_convert_pages(source.context),
+        question=task.question,
     )
-    return _semantic(source, "fuzzy_edit", (base_donor(source),), text, task, "document_revision", "edited")
+    return _make_semantic_case(
+        source, "fuzzy_edit", (make_base_donor(source),), text, task, "document_revision", "edited"
+    )
 
 
-def paraphrase(source: Source, _other: Source, _options: Options) -> Case | None:
+def make_paraphrase(source: Source, _other: Source, _options: TransformOptions) -> Case | None:
     """The same content in other words. Nothing may be reused but what is literally the same."""
-    context = reworded(source.context)
+    context = reword(source.context)
     if context == source.context:
         return None
     task = source.tasks[0]
     text = _REWORDED.format(context=context, question=task.question)
-    donors = (base_donor(source),)
-    return _semantic(source, "paraphrase", donors, text, task, "retelling", "evidence_only")
+    donors = (make_base_donor(source),)
+    return _make_semantic_case(source, "paraphrase", donors, text, task, "retelling", "evidence_only")
 
 
-def negative_control(source: Source, other: Source, _options: Options) -> Case:
+def make_negative_control(source: Source, other: Source, _options: TransformOptions) -> Case:
     """A held-out document beside an unrelated donor: must stay cold, whatever else the store holds."""
     task = source.tasks[0]
     where = f"{other.dataset}/{other.source_id}"
-    donor = base_donor(other, UNRELATED_BASE_PROMPT, negative_source_id=where)
+    donor = make_base_donor(other, UNRELATED_BASE_PROMPT, negative_source_id=where)
     return make_case(
         source, "negative_control", (donor,), _NEGATIVE.format(context=source.context, question=task.question), task,
         expected_exact=False, expected_semantic=False, negative_source_id=where, enterprise_shape="unrelated",
@@ -232,22 +239,22 @@ def negative_control(source: Source, other: Source, _options: Options) -> Case:
 
 
 TRANSFORMS: Mapping[str, Transform] = {
-    "exact_repeat": exact_repeat,
-    "instruction_variant": instruction_variant,
-    "same_evidence_new_task": same_evidence_new_task,
-    "leading_evidence_new_task": leading_evidence_new_task,
-    "rag_reorder": rag_reorder,
-    "multi_donor_composite": multi_donor_composite,
-    "fuzzy_edit": fuzzy_edit,
-    "paraphrase": paraphrase,
-    "negative_control": negative_control,
+    "exact_repeat": make_exact_repeat,
+    "instruction_variant": make_instruction_variant,
+    "same_evidence_new_task": make_same_evidence_new_task,
+    "leading_evidence_new_task": make_leading_evidence_new_task,
+    "rag_reorder": make_rag_reorder,
+    "multi_donor_composite": make_multi_donor_composite,
+    "fuzzy_edit": make_fuzzy_edit,
+    "paraphrase": make_paraphrase,
+    "negative_control": make_negative_control,
 }
 
 
 # -- parts ---------------------------------------------------------------------------------------------------------
 
 
-def _semantic(
+def _make_semantic_case(
     source: Source, transform: str, donors: tuple[DonorPrompt, ...], text: str, task: Task, shape: str, kv: str,
     segment_count: int | None = None,
 ) -> Case:  # fmt: skip
@@ -257,11 +264,11 @@ def _semantic(
     )  # fmt: skip
 
 
-def _records(segments: list[str]) -> str:
+def _format_records(segments: list[str]) -> str:
     return "\n\n".join(f"[record {at}]\n{segment}" for at, segment in enumerate(segments, start=1))
 
 
-def _converted(context: str) -> str:
+def _convert_pages(context: str) -> str:
     sentences = _SENTENCE_END.split(" ".join(context.split()))
     parts, words, page = [], 0, 1
     for at, sentence in enumerate(sentences):
@@ -273,5 +280,5 @@ def _converted(context: str) -> str:
     return "".join(parts).strip()
 
 
-def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_unknown(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}

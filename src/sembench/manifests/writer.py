@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from sembench.manifests.portable_random import Steady
+from sembench.manifests.portable_random import PortableRandom
 
 _FIRST = (
     "Adela", "Bastian", "Carys", "Dmitri", "Elif", "Fergus", "Giulia", "Hamza", "Ingrid", "Jonas", "Katya",
@@ -71,30 +71,30 @@ _WORDS_A_SENTENCE = 19
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenDocument:
     """A made document, and what was planted in it: three (question, answer) pairs."""
 
     context: str
     facts: tuple[tuple[str, str], ...]
 
 
-def write_document(seed: object, words: int = 800) -> Written:
+def write_document(seed: object, words: int = 800) -> WrittenDocument:
     """A document of about ``words`` words; the same seed gives the same text everywhere."""
-    rng = Steady("sembench.writer.v1", seed)
+    rng = PortableRandom("sembench.writer.v1", seed)
     count = max(8, words // _WORDS_A_SENTENCE)
-    sentences = [_sentence(rng) for _ in range(count)]
+    sentences = [_write_sentence(rng) for _ in range(count)]
     facts = []
-    for at, (question, planted, answer) in zip((count // 6, count // 2, count - 2), _planted(rng), strict=True):
+    for at, (question, planted, answer) in zip((count // 6, count // 2, count - 2), _plant_facts(rng), strict=True):
         sentences[at] = planted
         facts.append((question, answer))
     paragraphs = [
         " ".join(sentences[start : start + _SENTENCES_A_PARAGRAPH]) for start in range(0, count, _SENTENCES_A_PARAGRAPH)
     ]
-    return Written("\n\n".join(paragraphs), tuple(facts))
+    return WrittenDocument("\n\n".join(paragraphs), tuple(facts))
 
 
-def _planted(rng: Steady) -> tuple[tuple[str, str, str], ...]:
-    code, depth, person = str(1000 + rng.below(9000)), str(100 + rng.below(900)), _name(rng)
+def _plant_facts(rng: PortableRandom) -> tuple[tuple[str, str, str], ...]:
+    code, depth, person = str(1000 + rng.draw_below(9000)), str(100 + rng.draw_below(900)), _pick_name(rng)
     place, dock, office = rng.choice(_PLACE), rng.choice(_PLACE), rng.choice(_PLACE)
     return (
         (
@@ -115,18 +115,18 @@ def _planted(rng: Steady) -> tuple[tuple[str, str, str], ...]:
     )
 
 
-def _sentence(rng: Steady) -> str:
+def _write_sentence(rng: PortableRandom) -> str:
     text = _SLOT.sub(lambda found: _fill(found.group(1), rng), rng.choice(_FRAMES))
     return text[0].upper() + text[1:]
 
 
-def _fill(slot: str, rng: Steady) -> str:
+def _fill(slot: str, rng: PortableRandom) -> str:
     if slot == "n":
-        return f"{12 + rng.below(9_988):,}"
+        return f"{12 + rng.draw_below(9_988):,}"
     if slot == "name":
-        return _name(rng)
+        return _pick_name(rng)
     return rng.choice({"place": _PLACE, "thing": _THING, "body": _BODY, "time": _TIME}[slot])
 
 
-def _name(rng: Steady) -> str:
+def _pick_name(rng: PortableRandom) -> str:
     return f"{rng.choice(_FIRST)} {rng.choice(_LAST)}"

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sembench.manifests.blocks import content_hashes, rolling_hashes
+from sembench.manifests.blocks import hash_content, hash_every_offset
 from semblend.errors import InputError
 from semblend.prompt import Prompt
 from semblend.span import Span
@@ -59,7 +59,7 @@ class Planner(Protocol):
         """Which donor tokens to copy where. Called for one prompt after the other, all donors being registered."""
 
 
-class Ours:
+class SemblendPlanner:
     """This project's library, with room for every donor of the manifest."""
 
     def __init__(self, options: PlannerOptions) -> None:
@@ -88,14 +88,14 @@ class Ours:
         similarity = max((similar.similarity for similar in decision.evidence), default=None)
         if isinstance(decision, Decline):
             return Proposal((), similarity, str(decision.reason))
-        spans = decision.spans if self._multi_donor else _of_best_donor(decision.spans)
+        spans = decision.spans if self._multi_donor else _keep_best_donor(decision.spans)
         return Proposal(spans, similarity)
 
     def close(self) -> None:
         self._blend.close()
 
 
-class Nobody:
+class NullPlanner:
     """Proposes nothing: what is left is the exact cache."""
 
     def __init__(self, _options: PlannerOptions) -> None:
@@ -108,7 +108,7 @@ class Nobody:
         return Proposal(reason="disabled")
 
 
-class BlockHash:
+class BlockHashPlanner:
     """Full blocks by content, on the grid of both sides: a hit needs the same phase, wherever the block stands."""
 
     def __init__(self, options: PlannerOptions) -> None:
@@ -116,19 +116,19 @@ class BlockHash:
         self._places: dict[int, tuple[str, int]] = {}
 
     def register(self, donor_id: str, prompt: Prompt) -> None:
-        for at, block in enumerate(content_hashes(prompt.token_ids, self._size).tolist()):
+        for at, block in enumerate(hash_content(prompt.token_ids, self._size).tolist()):
             self._places.setdefault(block, (donor_id, at * self._size))
 
     def propose(self, prompt: Prompt) -> Proposal:
         found = [
             Span(*self._places[block], at * self._size, self._size)
-            for at, block in enumerate(content_hashes(prompt.token_ids, self._size).tolist())
+            for at, block in enumerate(hash_content(prompt.token_ids, self._size).tolist())
             if block in self._places
         ]
         return Proposal(tuple(found), reason=None if found else "nothing_shared")
 
 
-class LmcacheChunks:
+class LmcachePlanner:
     """Donors cut into chunks (256 tokens) on their grid, found at any offset of a prompt, left to right."""
 
     def __init__(self, options: PlannerOptions) -> None:
@@ -137,13 +137,13 @@ class LmcacheChunks:
         self._known = np.empty(0, dtype=np.uint64)
 
     def register(self, donor_id: str, prompt: Prompt) -> None:
-        for at, chunk in enumerate(content_hashes(prompt.token_ids, self._size).tolist()):
+        for at, chunk in enumerate(hash_content(prompt.token_ids, self._size).tolist()):
             self._places.setdefault(chunk, (donor_id, at * self._size))
 
     def propose(self, prompt: Prompt) -> Proposal:
         if len(self._known) != len(self._places):
             self._known = np.sort(np.fromiter(self._places, dtype=np.uint64, count=len(self._places)))
-        rolled = rolling_hashes(prompt.token_ids, self._size)
+        rolled = hash_every_offset(prompt.token_ids, self._size)
         if not len(self._known) or not len(rolled):
             return Proposal(reason="nothing_shared")
         places = np.minimum(np.searchsorted(self._known, rolled), len(self._known) - 1)
@@ -162,21 +162,21 @@ def _refuse_eviction(eviction: Any) -> None:
     )
 
 
-def planner_factory(name: str, options: PlannerOptions) -> Callable[[], Planner]:
+def make_planner_factory(name: str, options: PlannerOptions) -> Callable[[], Planner]:
     """Makes planners of that name: one for a whole run, or one an item."""
     built_in: dict[str, Callable[[PlannerOptions], Planner]] = {
-        "ours": Ours,
-        "none": Nobody,
-        "block-hash": BlockHash,
-        "lmcache-chunks": LmcacheChunks,
+        "ours": SemblendPlanner,
+        "none": NullPlanner,
+        "block-hash": BlockHashPlanner,
+        "lmcache-chunks": LmcachePlanner,
     }
     if name in built_in:
         return lambda: built_in[name](options)
-    made = _named_class(name)
+    made = _load_class(name)
     return lambda: made(options)
 
 
-def _named_class(name: str) -> Callable[[PlannerOptions], Planner]:
+def _load_class(name: str) -> Callable[[PlannerOptions], Planner]:
     module, _, attribute = name.partition(":")
     hint = f"one of {', '.join(BUILT_IN)}, or module:Class"
     if not module or not attribute:
@@ -191,12 +191,12 @@ def _named_class(name: str) -> Callable[[PlannerOptions], Planner]:
         raise InputError(f"planner {name}: module {module} has no {attribute}", hint=hint) from None
     for method in ("register", "propose"):
         if not callable(getattr(found, method, None)):
-            raise InputError(f"planner {name} has no method {method}", hint="see docs/guides/benchmark-offline.md")
+            raise InputError(f"planner {name} has no method {method}", hint="see docs/guides/benchmark.md")
     made: Callable[[PlannerOptions], Planner] = found
     return made
 
 
-def _of_best_donor(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+def _keep_best_donor(spans: tuple[Span, ...]) -> tuple[Span, ...]:
     held: dict[str, int] = {}
     for span in spans:
         held[span.donor_id] = held.get(span.donor_id, 0) + span.length

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sembench.manifests.blocks import HashSet, content_hashes, prefix_hashes
+from sembench.manifests.blocks import HashSet, hash_content, hash_prefixes
 from sembench.manifests.cases import Case, DonorPrompt
 from sembench.offline.planners import Planner, Proposal
 from sembench.offline.tokenizers import Encoder
@@ -31,7 +31,7 @@ Distractor = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ProposalCounts:
     """A proposal, counted. Blocks are full blocks on the recipient's grid."""
 
     candidate_tokens: int
@@ -57,7 +57,7 @@ class TokenSpool:
         self._end += 4 * len(tokens)
         self.tokens += len(tokens)
 
-    def length(self, name: str) -> int | None:
+    def get_length(self, name: str) -> int | None:
         return self._places[name][1] if name in self._places else None
 
     def read(self, name: str, start: int, length: int) -> TokenArray:
@@ -71,7 +71,7 @@ class TokenSpool:
         self._file.close()
 
 
-def judge(tokens: TokenArray, proposal: Proposal, donors: TokenSpool, block_size: int) -> Verdict:
+def check_proposal(tokens: TokenArray, proposal: Proposal, donors: TokenSpool, block_size: int) -> ProposalCounts:
     """Check every proposed token. Where spans overlap, the later one counts.
 
     A block is a candidate when all its tokens are proposed, and eligible when in addition all of them are equal and
@@ -88,16 +88,16 @@ def judge(tokens: TokenArray, proposal: Proposal, donors: TokenSpool, block_size
         if high <= low:
             continue
         proposed[low:high], equal[low:high] = True, False
-        held, start = donors.length(span.donor_id), span.donor_start + low - span.target_start
+        held, start = donors.get_length(span.donor_id), span.donor_start + low - span.target_start
         if held is not None and start >= 0 and start + high - low <= held:
             equal[low:high] = donors.read(span.donor_id, start, high - low) == tokens[low:high]
             piece[low:high] = pieces.setdefault((span.donor_id, start - low), len(pieces))
     blocks = len(tokens) // block_size
-    whole = _by_block(proposed, blocks, block_size).all(axis=1)
-    sound = _by_block(equal, blocks, block_size).all(axis=1)
+    whole = _split_into_blocks(proposed, blocks, block_size).all(axis=1)
+    sound = _split_into_blocks(equal, blocks, block_size).all(axis=1)
     owners = piece[: blocks * block_size].reshape(blocks, block_size)
     single = (owners == owners[:, :1]).all(axis=1)
-    return Verdict(
+    return ProposalCounts(
         candidate_tokens=int(proposed.sum()),
         candidate_blocks=int(whole.sum()),
         eligible_tokens=int(equal.sum()),
@@ -106,11 +106,11 @@ def judge(tokens: TokenArray, proposal: Proposal, donors: TokenSpool, block_size
     )
 
 
-def _by_block(flags: npt.NDArray[np.bool_], blocks: int, block_size: int) -> npt.NDArray[np.bool_]:
+def _split_into_blocks(flags: npt.NDArray[np.bool_], blocks: int, block_size: int) -> npt.NDArray[np.bool_]:
     return flags[: blocks * block_size].reshape(blocks, block_size)
 
 
-class Store:
+class ReplayStore:
     """A planner, the exact caches beside it, and the benchmark's copy of their donors."""
 
     def __init__(self, planner: Planner, encoder: Encoder, block_size: int) -> None:
@@ -138,8 +138,8 @@ class Store:
             return False
         self._digests[name] = digest
         self.donors.add(name, tokens)
-        self._content.add(content_hashes(tokens, self._block_size))
-        self._prefix.add(prefix_hashes(tokens, self._block_size))
+        self._content.add(hash_content(tokens, self._block_size))
+        self._prefix.add(hash_prefixes(tokens, self._block_size))
         self.planner.register(name, Prompt(tokens, text=text))
         return True
 
@@ -160,12 +160,12 @@ class Store:
         if not len(tokens):
             return RequestRecord(**facts, error="the recipient has no tokens")
         prompt = Prompt(tokens, text=case.recipient_prompt)
-        content = int(self._content.holds(content_hashes(tokens, self._block_size)).sum())
-        prefix = int(np.logical_and.accumulate(self._prefix.holds(prefix_hashes(tokens, self._block_size))).sum())
+        content = int(self._content.contains(hash_content(tokens, self._block_size)).sum())
+        prefix = int(np.logical_and.accumulate(self._prefix.contains(hash_prefixes(tokens, self._block_size))).sum())
         started = time.perf_counter()
         proposal = self.planner.propose(prompt)
         latency_ms = (time.perf_counter() - started) * 1e3
-        verdict = judge(tokens, proposal, self.donors, self._block_size)
+        verdict = check_proposal(tokens, proposal, self.donors, self._block_size)
         return RequestRecord(
             **facts,
             exact_hit_blocks=content,
@@ -191,7 +191,7 @@ class Store:
         if callable(close):
             close()
 
-    def __enter__(self) -> Store:
+    def __enter__(self) -> ReplayStore:
         return self
 
     def __exit__(
@@ -211,34 +211,38 @@ class Replay:
     arm: str = "single"
     distractors: Callable[[], Iterable[Distractor]] = tuple
 
-    def one_store(self, told: Callable[[str, int], None], skip: Callable[[str], bool]) -> Iterator[RequestRecord]:
-        """Distractors and all donors first, then every recipient; ``told`` hears of progress, ``skip`` of done ones."""
-        with self._store() as store:
+    def replay_in_one_store(
+        self, on_progress: Callable[[str, int], None], skip: Callable[[str], bool]
+    ) -> Iterator[RequestRecord]:
+        """Distractors and all donors first, then every recipient; ``on_progress`` hears of each step."""
+        with self._open_store() as store:
             for name, text in self.distractors():
                 store.add(name, text)
-                told("distractors", len(store.donors))
+                on_progress("distractors", len(store.donors))
             for case in self.cases():
                 for donor in case.donor_prompts:
-                    self._add(store, donor, case)
-                told("donors", len(store.donors))
+                    self._add_donor(store, donor, case)
+                on_progress("donors", len(store.donors))
             for number, case in enumerate(self.cases(), start=1):
                 if not skip(case.item_id):
                     yield store.replay(case, self.arm)
-                told("recipients", number)
+                on_progress("recipients", number)
 
-    def per_item(self, told: Callable[[str, int], None], skip: Callable[[str], bool]) -> Iterator[RequestRecord]:
+    def replay_per_item(
+        self, on_progress: Callable[[str, int], None], skip: Callable[[str], bool]
+    ) -> Iterator[RequestRecord]:
         """A fresh store for every case, with its own donors only: nothing to confuse them with."""
         for number, case in enumerate(self.cases(), start=1):
             if not skip(case.item_id):
-                with self._store() as store:
+                with self._open_store() as store:
                     for donor in case.donor_prompts:
-                        self._add(store, donor, case)
+                        self._add_donor(store, donor, case)
                     yield store.replay(case, self.arm)
-            told("recipients", number)
+            on_progress("recipients", number)
 
-    def _store(self) -> Store:
-        return Store(self.planner(), self.encoder, self.block_size)
+    def _open_store(self) -> ReplayStore:
+        return ReplayStore(self.planner(), self.encoder, self.block_size)
 
     @staticmethod
-    def _add(store: Store, donor: DonorPrompt, case: Case) -> None:
+    def _add_donor(store: ReplayStore, donor: DonorPrompt, case: Case) -> None:
         store.add(donor.donor_id, donor.text, case.item_id)

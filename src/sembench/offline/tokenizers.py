@@ -37,7 +37,7 @@ class Encoder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenTokenizer:
     """A tokenizer, what was asked for, and what it really is."""
 
     encoder: Encoder
@@ -51,7 +51,7 @@ class Chosen:
         return {"asked": self.asked, "used": self.used, "stand_in": self.stand_in, "note": self.note}
 
 
-def choose_tokenizer(name: str | None, *, allow_stand_in: bool = True) -> Chosen:
+def choose_tokenizer(name: str | None, *, allow_stand_in: bool = True) -> ChosenTokenizer:
     """The tokenizer of that name, or its stand-in where that is allowed.
 
     >>> choose_tokenizer(None).used
@@ -59,13 +59,13 @@ def choose_tokenizer(name: str | None, *, allow_stand_in: bool = True) -> Chosen
     """
     asked = STABLE if name is None else name
     if asked == STABLE:
-        return Chosen(StableTokenizer(), asked, STABLE)
+        return ChosenTokenizer(StableTokenizer(), asked, STABLE)
     if asked == TIKTOKEN or asked.startswith(f"{TIKTOKEN}:"):
-        return _tiktoken(asked)
+        return _load_tiktoken(asked)
     if asked.startswith(_HUB):
-        return Chosen(_from_hub(asked.removeprefix(_HUB)), asked, asked)
+        return ChosenTokenizer(_fetch_tokenizer(asked.removeprefix(_HUB)), asked, asked)
     try:
-        return Chosen(load_tokenizer(asked), asked, asked)
+        return ChosenTokenizer(load_tokenizer(asked), asked, asked)
     except InputError:
         if not _HUB_NAME.fullmatch(asked):
             raise
@@ -74,22 +74,22 @@ def choose_tokenizer(name: str | None, *, allow_stand_in: bool = True) -> Chosen
             f"tokenizer {asked} is not in the local Hugging Face cache",
             hint=f"pass the path of its tokenizer.json, or hub:{asked} to fetch it",
         )
-    return _stand_in(asked)
+    return _choose_stand_in(asked)
 
 
-def _stand_in(asked: str) -> Chosen:
+def _choose_stand_in(asked: str) -> ChosenTokenizer:
     for pattern, models in _KIN:
         if pattern.search(asked):
             for model in models:
-                encoder = _of_pulled_model(model)
+                encoder = _load_pulled_model(model)
                 if encoder is not None:
                     note = f"{asked} is not on this machine; the tokenizer of the pulled model {model} stands in"
-                    return Chosen(encoder, asked, f"model:{model}", stand_in=True, note=note)
+                    return ChosenTokenizer(encoder, asked, f"model:{model}", stand_in=True, note=note)
     note = f"{asked} is not on this machine, nor is any pulled model; the built-in tokenizer stands in"
-    return Chosen(StableTokenizer(), asked, STABLE, stand_in=True, note=note)
+    return ChosenTokenizer(StableTokenizer(), asked, STABLE, stand_in=True, note=note)
 
 
-class _Wrapped:
+class _FunctionEncoder:
     """Any function from text to a list of ids, as an `Encoder`."""
 
     def __init__(self, encode: Callable[[str], Any]) -> None:
@@ -99,7 +99,7 @@ class _Wrapped:
         return np.asarray(self._encode(text), dtype=np.int32)
 
 
-def _of_pulled_model(name: str) -> Encoder | None:
+def _load_pulled_model(name: str) -> Encoder | None:
     from semblend.models import is_pulled, known, pulled_path
 
     try:
@@ -111,10 +111,10 @@ def _of_pulled_model(name: str) -> Encoder | None:
         loaded = ModelTokenizer.load(pulled_path(model))
     except (SemBlendError, ImportError):
         return None  # a pulled file whose reader is not installed is no stand-in; the next one is tried
-    return _Wrapped(lambda text: loaded.encode(text, add_special=False))
+    return _FunctionEncoder(lambda text: loaded.encode(text, add_special=False))
 
 
-def _from_hub(name: str) -> FileTokenizer:
+def _fetch_tokenizer(name: str) -> FileTokenizer:
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:
@@ -129,7 +129,7 @@ def _from_hub(name: str) -> FileTokenizer:
     return FileTokenizer(Path(path), name)
 
 
-def _tiktoken(asked: str) -> Chosen:
+def _load_tiktoken(asked: str) -> ChosenTokenizer:
     encoding = asked.partition(":")[2] or "cl100k_base"
     try:
         tiktoken = importlib.import_module("tiktoken")
@@ -143,4 +143,6 @@ def _tiktoken(asked: str) -> Chosen:
         raise InputError(
             f"tiktoken cannot give {encoding}: {error}", hint="name an encoding whose file is cached, or use stable"
         ) from None
-    return Chosen(_Wrapped(lambda text: loaded.encode(text, disallowed_special=())), asked, f"{TIKTOKEN}:{encoding}")
+    return ChosenTokenizer(
+        _FunctionEncoder(lambda text: loaded.encode(text, disallowed_special=())), asked, f"{TIKTOKEN}:{encoding}"
+    )

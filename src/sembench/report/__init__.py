@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sembench.report.markdown import markdown_page
-from sembench.report.page import html_page
-from sembench.report.view import View, view_of
+from sembench.report.markdown import render_markdown
+from sembench.report.page import render_html
+from sembench.report.view import ReportView, build_view
 
-__all__ = ["View", "html_page", "markdown_page", "view_of"]
+__all__ = ["ReportView", "build_view", "render_html", "render_markdown"]

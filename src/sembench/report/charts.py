@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sembench.report.frame import DOTS, Figure, Rows, both, pair_words
-from sembench.report.svg import Drawing, Scale, padded, thinned
-from sembench.report.time_charts import ttft_by_length, ttft_by_transform
-from sembench.report.view import RUNGS, Estimate, View, noise_band, quantile
-from sembench.report.words import DASH, milliseconds, number, percent, span, times, title_of
+from sembench.report.frame import DOTS, Figure, RowFrame, describe_pair, draw_both
+from sembench.report.svg import Drawing, Scale, pad_range, thin_out
+from sembench.report.time_charts import draw_ttft_by_length, draw_ttft_by_transform
+from sembench.report.view import RUNGS, Estimate, ReportView, compute_quantile, find_noise_band
+from sembench.report.words import (
+    DASH,
+    format_interval,
+    format_milliseconds,
+    format_number,
+    format_percent,
+    format_ratio,
+    format_title,
+)
 from sembench.scoring.aggregate import FALSE_SAFE_KL
 
 # -- reuse ---------------------------------------------------------------------------------------------------------
 
 
-def ladder(view: View) -> Figure | None:
+def draw_ladder(view: ReportView) -> Figure | None:
     """From exact hits to what the backend confirmed, in all and by transform."""
     everything = {"all requests": view.aggregate, **view.by_transform}
     groups = {name: [group.get(key) for _, key in RUNGS] for name, group in everything.items()}
@@ -23,15 +31,15 @@ def ladder(view: View) -> Figure | None:
         return None
 
     def draw(width: float) -> Drawing:
-        frame = Rows(tuple(groups), width, row=11.0 * len(seen) + 12)
-        drawing = frame.drawing()
-        scale = frame.scale(0, 1)
-        frame.x_axis(drawing, scale, percent, "share of full blocks")
+        frame = RowFrame(tuple(groups), width, row=11.0 * len(seen) + 12)
+        drawing = frame.start_drawing()
+        scale = frame.make_scale(0, 1)
+        frame.draw_x_axis(drawing, scale, format_percent, "share of full blocks")
         for at, (name, rates) in enumerate(groups.items()):
-            top = frame.middle(at) - 5.5 * len(seen)
+            top = frame.find_middle(at) - 5.5 * len(seen)
             for place, rung in enumerate(seen):
-                _rung(drawing, scale, top + 11 * place, everything[name], rung, rates[rung])
-        frame.name_rows(drawing)
+                _draw_rung(drawing, scale, top + 11 * place, everything[name], rung, rates[rung])
+        frame.draw_names(drawing)
         return drawing
 
     missing = [word for at, (word, _) in enumerate(RUNGS) if at not in seen]
@@ -39,35 +47,37 @@ def ladder(view: View) -> Figure | None:
     return Figure(
         "ladder",
         "How far reuse gets",
-        both(draw, "Bars: share of full blocks that are exact hits, candidates, eligible and confirmed, by transform"),
+        draw_both(
+            draw, "Bars: share of full blocks that are exact hits, candidates, eligible and confirmed, by transform"
+        ),
         tuple((f"rung-{RUNGS[at][0]}", RUNGS[at][0]) for at in seen),
         "Exact: an exact block cache has it. Candidate: a planner proposes it. Eligible: the proposal holds, token by "
         "token. Confirmed: the backend says it ran on it, beyond the exact prefix. Only the last is reuse. Thin lines "
         "are 95 % intervals over documents." + note,
         ("transform", *(word for word, _ in RUNGS)),
-        tuple((title_of(name), *(percent(rate, 1) for rate in rates)) for name, rates in groups.items()),
+        tuple((format_title(name), *(format_percent(rate, 1) for rate in rates)) for name, rates in groups.items()),
     )
 
 
-def _rung(drawing: Drawing, scale: Scale, y: float, group: object, rung: int, rate: float | None) -> None:
+def _draw_rung(drawing: Drawing, scale: Scale, y: float, group: object, rung: int, rate: float | None) -> None:
     word, key = RUNGS[rung]
     if rate is None:
-        drawing.text(scale.start + 4, y + 8, f"{word}: not measured", "tick")
+        drawing.add_text(scale.start + 4, y + 8, f"{word}: not measured", "tick")
         return
     ci = group.get(f"{key}_ci") if isinstance(group, dict) else None
-    hover = f"{word}: {percent(rate, 1)} (95 % {span(ci, percent)})"
-    drawing.bar(scale.start, y, scale(rate) - scale.start, 9, f"rung-{word}", hover)
+    hover = f"{word}: {format_percent(rate, 1)} (95 % {format_interval(ci, format_percent)})"
+    drawing.add_bar(scale.start, y, scale(rate) - scale.start, 9, f"rung-{word}", hover)
     end = scale(rate)
     if ci:
-        drawing.line(scale(ci[0]), y + 4.5, scale(ci[1]), y + 4.5, "whisker")
+        drawing.add_line(scale(ci[0]), y + 4.5, scale(ci[1]), y + 4.5, "whisker")
         end = max(end, scale(ci[1]))
-    drawing.text(end + 5, y + 8, percent(rate), "value")
+    drawing.add_text(end + 5, y + 8, format_percent(rate), "value")
 
 
 # -- quality -------------------------------------------------------------------------------------------------------
 
 
-def quality(view: View) -> Figure | None:
+def draw_quality(view: ReportView) -> Figure | None:
     """F1 of the warm answer against the cold one, with its interval and the rerun ceiling."""
     rows = [row for row in view.closeness if row.f1.value is not None]
     if not rows:
@@ -75,46 +85,48 @@ def quality(view: View) -> Figure | None:
     ceiling = view.rerun_f1
 
     def draw(width: float) -> Drawing:
-        frame = Rows([row.transform for row in rows], width, row=28.0)
-        drawing = frame.drawing()
+        frame = RowFrame([row.transform for row in rows], width, row=28.0)
+        drawing = frame.start_drawing()
         ends = [end for row in rows for end in (row.f1.ci or (row.f1.value or 0.0,))]
         low = min(0.9, *(end for end in ends)) if ends else 0.0
-        scale = frame.scale(max(0.0, low - 0.05), 1.0)
-        frame.x_axis(drawing, scale, lambda tick: f"{tick:.2f}", "token F1 against the cold answer")
+        scale = frame.make_scale(max(0.0, low - 0.05), 1.0)
+        frame.draw_x_axis(drawing, scale, lambda tick: f"{tick:.2f}", "token F1 against the cold answer")
         if ceiling.value is not None:
             x = scale(ceiling.value)
-            drawing.line(x, frame.top, x, frame.middle(len(rows) - 1) + frame.row / 2, "ceiling")
+            drawing.add_line(x, frame.top, x, frame.find_middle(len(rows) - 1) + frame.row / 2, "ceiling")
         for at, row in enumerate(rows):
-            _interval(drawing, scale, frame.middle(at), row.f1, "warm", title_of(row.transform))
-            drawing.text(width - 4, frame.middle(at) + 4, number(row.f1.value, 2), "big", "end")
-        frame.name_rows(drawing)
+            _draw_interval(drawing, scale, frame.find_middle(at), row.f1, "warm", format_title(row.transform))
+            drawing.add_text(width - 4, frame.find_middle(at) + 4, format_number(row.f1.value, 2), "big", "end")
+        frame.draw_names(drawing)
         return drawing
 
     legend = [("warm", "warm answer, mean with 95 % interval")]
-    legend += [("ceiling", f"cold answered again: {number(ceiling.value, 2)}")] if ceiling.value is not None else []
+    legend += (
+        [("ceiling", f"cold answered again: {format_number(ceiling.value, 2)}")] if ceiling.value is not None else []
+    )
     return Figure(
         "quality",
         "Answers against the cold answer",
-        both(draw, "Dots with intervals: token F1 of warm answers against the cold answer, by transform"),
+        draw_both(draw, "Dots with intervals: token F1 of warm answers against the cold answer, by transform"),
         tuple(legend),
         "1 is the same words. A server does not always repeat itself: the dashed line is what the same cold prompt "
         "scored against itself, where that was run.",
         ("transform", "n", "F1 against cold", "95 %", "gold score cold", "gold score warm"),
         tuple(
             (
-                title_of(r.transform),
+                format_title(r.transform),
                 str(r.f1.n),
-                number(r.f1.value),
-                span(r.f1.ci),
-                number(r.gold_cold),
-                number(r.gold_warm),
+                format_number(r.f1.value),
+                format_interval(r.f1.ci),
+                format_number(r.gold_cold),
+                format_number(r.gold_warm),
             )
             for r in rows
         ),
     )
 
 
-def divergence(view: View) -> Figure | None:
+def draw_divergence(view: ReportView) -> Figure | None:
     """KL from the cold distribution of every confirmed reuse, on a strip with the limit of a false safe."""
     if not view.kl:
         return None
@@ -124,28 +136,28 @@ def divergence(view: View) -> Figure | None:
         groups.setdefault(transform, []).append((item, max(kl, floor)))
 
     def draw(width: float) -> Drawing:
-        frame = Rows(tuple(groups), width, row=26.0, right=24.0)
-        drawing = frame.drawing()
+        frame = RowFrame(tuple(groups), width, row=26.0, right=24.0)
+        drawing = frame.start_drawing()
         top = max(max(kl for _, kl in group) for group in groups.values())
-        scale = frame.scale(floor, max(1.0, top * 1.2), log=True)
-        frame.x_axis(drawing, scale, lambda tick: f"{tick:g}", "KL in nats, by ratio")
-        limit, bottom = scale(FALSE_SAFE_KL), frame.middle(len(groups) - 1) + frame.row / 2
-        drawing.line(limit, frame.top, limit, bottom, "limit")
+        scale = frame.make_scale(floor, max(1.0, top * 1.2), log=True)
+        frame.draw_x_axis(drawing, scale, lambda tick: f"{tick:g}", "KL in nats, by ratio")
+        limit, bottom = scale(FALSE_SAFE_KL), frame.find_middle(len(groups) - 1) + frame.row / 2
+        drawing.add_line(limit, frame.top, limit, bottom, "limit")
         for at, group in enumerate(groups.values()):
             far = [one for one in group if one[1] > FALSE_SAFE_KL]
             near = [one for one in group if one[1] <= FALSE_SAFE_KL]
-            for item, kl in thinned(near, DOTS // len(groups)):
-                drawing.diamond(scale(kl), frame.middle(at), 4, "warm faint", f"{item}: KL {kl:.5f}")
+            for item, kl in thin_out(near, DOTS // len(groups)):
+                drawing.add_diamond(scale(kl), frame.find_middle(at), 4, "warm faint", f"{item}: KL {kl:.5f}")
             for item, kl in far:
-                drawing.dot(scale(kl), frame.middle(at), 4, "bad", f"{item}: KL {kl:.5f}")
-        frame.name_rows(drawing)
+                drawing.add_dot(scale(kl), frame.find_middle(at), 4, "bad", f"{item}: KL {kl:.5f}")
+        frame.draw_names(drawing)
         return drawing
 
     far = sum(kl > FALSE_SAFE_KL for *_, kl in view.kl)
     return Figure(
         "divergence",
         "Distance of each reused answer",
-        both(draw, f"Strip: KL divergence from the cold answer of every confirmed reuse; {far} beyond the limit"),
+        draw_both(draw, f"Strip: KL divergence from the cold answer of every confirmed reuse; {far} beyond the limit"),
         (
             ("warm", "confirmed reuse"),
             ("bad", f"beyond the limit: {far} of {len(view.kl)}"),
@@ -154,34 +166,38 @@ def divergence(view: View) -> Figure | None:
         f"A confirmed reuse beyond {FALSE_SAFE_KL} nats is a false safe. Values below {floor:g} are drawn at the edge.",
         ("transform", "n", "median", "95th percentile", "largest"),
         tuple(
-            (title_of(name), str(len(g)), *(f"{quantile([kl for _, kl in g], share):.5f}" for share in (50, 95, 100)))
+            (
+                format_title(name),
+                str(len(g)),
+                *(f"{compute_quantile([kl for _, kl in g], share):.5f}" for share in (50, 95, 100)),
+            )
             for name, g in groups.items()
         ),
     )
 
 
-def negatives(view: View) -> Figure | None:
+def draw_negatives(view: ReportView) -> Figure | None:
     """Speed-ups of unrelated pairs beside the noise of cold against cold: they must not differ."""
     points = view.negatives
     if not points:
         return None
-    band = noise_band(view)
+    band = find_noise_band(view)
 
     def draw(width: float) -> Drawing:
         drawing = Drawing(width, 110)
         values = [point.speedup for point in points] + list(band or ()) + [0.8, 1.25]
-        scale = Scale(*padded(values, log=True), 16, width - 16, log=True)
+        scale = Scale(*pad_range(values, log=True), 16, width - 16, log=True)
         if band:
-            drawing.bar(
+            drawing.add_bar(
                 scale(band[0]), 14, scale(band[1]) - scale(band[0]), 50, "band", "cold against cold again, 90 %"
             )
-        drawing.line(scale(1), 10, scale(1), 68, "rule")
-        for tick in scale.ticks(4 if width < 500 else 8):
-            drawing.text(scale(tick), 84, f"{tick:g}×", "tick", "middle")
-        drawing.text(width - 16, 102, "cold over warm TTFT of unrelated pairs", "axis", "end")
-        for at, point in enumerate(thinned(points, DOTS)):
+        drawing.add_line(scale(1), 10, scale(1), 68, "rule")
+        for tick in scale.choose_ticks(4 if width < 500 else 8):
+            drawing.add_text(scale(tick), 84, f"{tick:g}×", "tick", "middle")
+        drawing.add_text(width - 16, 102, "cold over warm TTFT of unrelated pairs", "axis", "end")
+        for at, point in enumerate(thin_out(points, DOTS)):
             kind = "bad" if point.confirmed_tokens else "cold"
-            drawing.dot(scale(point.speedup), 27 + 12 * (at % 3), 4.5, kind, pair_words(point))
+            drawing.add_dot(scale(point.speedup), 27 + 12 * (at % 3), 4.5, kind, describe_pair(point))
         return drawing
 
     reused = sum(bool(point.confirmed_tokens) for point in points)
@@ -190,34 +206,42 @@ def negatives(view: View) -> Figure | None:
     return Figure(
         "negatives",
         "Unrelated pairs stay cold",
-        both(draw, f"Strip: speed-ups of {len(points)} unrelated pairs; {reused} reused something"),
+        draw_both(draw, f"Strip: speed-ups of {len(points)} unrelated pairs; {reused} reused something"),
         tuple(legend),
         "The donor has nothing to do with the request. A confirmed token here is a fault, and a speed-up outside the "
         "noise means that something else than reuse made the warm arm faster.",
         ("item", "cold", "warm", "speed-up", "confirmed tokens"),
         tuple(
-            (p.item_id, milliseconds(p.cold_ms), milliseconds(p.warm_ms), times(p.speedup), _count(p.confirmed_tokens))
-            for p in thinned(points, DOTS)
+            (
+                p.item_id,
+                format_milliseconds(p.cold_ms),
+                format_milliseconds(p.warm_ms),
+                format_ratio(p.speedup),
+                _format_count(p.confirmed_tokens),
+            )
+            for p in thin_out(points, DOTS)
         ),
     )
 
 
-FIGURES: tuple[Callable[[View], Figure | None], ...] = (
-    ttft_by_transform,
-    ttft_by_length,
-    ladder,
-    quality,
-    divergence,
-    negatives,
+FIGURES: tuple[Callable[[ReportView], Figure | None], ...] = (
+    draw_ttft_by_transform,
+    draw_ttft_by_length,
+    draw_ladder,
+    draw_quality,
+    draw_divergence,
+    draw_negatives,
 )
 
 
-def _interval(drawing: Drawing, scale: Scale, y: float, found: Estimate, kind: str, name: str) -> None:
+def _draw_interval(drawing: Drawing, scale: Scale, y: float, found: Estimate, kind: str, name: str) -> None:
     value = found.value or 0.0
     if found.ci:
-        drawing.line(scale(found.ci[0]), y, scale(found.ci[1]), y, "whisker strong")
-    drawing.diamond(scale(value), y, 5, kind, f"{name}: {number(value)} (95 % {span(found.ci)}, n={found.n})")
+        drawing.add_line(scale(found.ci[0]), y, scale(found.ci[1]), y, "whisker strong")
+    drawing.add_diamond(
+        scale(value), y, 5, kind, f"{name}: {format_number(value)} (95 % {format_interval(found.ci)}, n={found.n})"
+    )
 
 
-def _count(value: int | None) -> str:
+def _format_count(value: int | None) -> str:
     return DASH if value is None else f"{value:,}"

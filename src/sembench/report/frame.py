@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sembench.report.svg import Drawing, Scale
-from sembench.report.view import Point
-from sembench.report.words import milliseconds, times, title_of
+from sembench.report.view import PairPoint
+from sembench.report.words import format_milliseconds, format_ratio, format_title
 
 WIDE, NARROW = 900.0, 360.0
 DOTS = 600  # more than that is a smear, and a heavy page
@@ -29,12 +29,12 @@ class Figure:
 Draw = Callable[[float], Drawing]
 
 
-def both(draw: Draw, label: str) -> tuple[str, str]:
+def draw_both(draw: Draw, label: str) -> tuple[str, str]:
     return draw(WIDE).render(label), draw(NARROW).render(label)
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowFrame:
     """The frame of a plot with one row a transform: names beside the rows, or above them where it is narrow."""
 
     names: Sequence[str]
@@ -56,34 +56,34 @@ class Rows:
     def pitch(self) -> float:
         return self.row + (18.0 if self.narrow else 0.0)
 
-    def drawing(self) -> Drawing:
+    def start_drawing(self) -> Drawing:
         return Drawing(self.width, self.top + self.pitch * len(self.names) + self.axis)
 
-    def scale(self, low: float, high: float, *, log: bool = False) -> Scale:
+    def make_scale(self, low: float, high: float, *, log: bool = False) -> Scale:
         return Scale(low, high, self.left, self.width - self.right, log)
 
-    def middle(self, at: int) -> float:
+    def find_middle(self, at: int) -> float:
         return self.top + self.pitch * at + (18.0 if self.narrow else 0.0) + self.row / 2
 
-    def name_rows(self, drawing: Drawing) -> None:
+    def draw_names(self, drawing: Drawing) -> None:
         for at, name in enumerate(self.names):
             if self.narrow:
-                drawing.text(self.left, self.middle(at) - self.row / 2 - 3, title_of(name), "name")
+                drawing.add_text(self.left, self.find_middle(at) - self.row / 2 - 3, format_title(name), "name")
             else:
-                drawing.text(self.left - 12, self.middle(at) + 4, title_of(name), "name", "end")
+                drawing.add_text(self.left - 12, self.find_middle(at) + 4, format_title(name), "name", "end")
 
-    def x_axis(self, drawing: Drawing, scale: Scale, show: Callable[[float], str], words: str) -> None:
+    def draw_x_axis(self, drawing: Drawing, scale: Scale, show: Callable[[float], str], words: str) -> None:
         bottom = self.top + self.pitch * len(self.names) + 2
-        for tick in scale.ticks(3 if self.narrow else 5):
-            drawing.line(scale(tick), self.top, scale(tick), bottom, "grid")
-            drawing.text(scale(tick), bottom + 14, show(tick), "tick", "middle")
-        drawing.text(scale.end, bottom + 29, words, "axis", "end")
+        for tick in scale.choose_ticks(3 if self.narrow else 5):
+            drawing.add_line(scale(tick), self.top, scale(tick), bottom, "grid")
+            drawing.add_text(scale(tick), bottom + 14, show(tick), "tick", "middle")
+        drawing.add_text(scale.end, bottom + 29, words, "axis", "end")
 
 
-def pair_words(point: Point) -> str:
+def describe_pair(point: PairPoint) -> str:
     confirmed = "unknown" if point.confirmed_tokens is None else f"{point.confirmed_tokens:,}"
     return (
-        f"{point.item_id} ({title_of(point.transform)}), {point.prompt_tokens:,} tokens: cold "
-        f"{milliseconds(point.cold_ms)}, warm {milliseconds(point.warm_ms)}, {times(point.speedup)}, "
-        f"confirmed tokens {confirmed}"
+        f"{point.item_id} ({format_title(point.transform)}), {point.prompt_tokens:,} tokens: cold "
+        f"{format_milliseconds(point.cold_ms)}, warm {format_milliseconds(point.warm_ms)}, "
+        f"{format_ratio(point.speedup)}, confirmed tokens {confirmed}"
     )

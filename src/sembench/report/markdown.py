@@ -7,38 +7,40 @@ from typing import Any
 
 from sembench.report import story
 from sembench.report.charts import FIGURES
-from sembench.report.page import ENGINE_HEAD, WORST_HEAD, worst_row
-from sembench.report.view import View
+from sembench.report.page import ENGINE_HEAD, WORST_HEAD, format_worst_row
+from sembench.report.view import ReportView
 
 
-def markdown_page(view: View, title: str, summaries: Sequence[Mapping[str, Any]] = ()) -> str:
+def render_markdown(view: ReportView, title: str, summaries: Sequence[Mapping[str, Any]] = ()) -> str:
     """Headline, tiles, the numbers behind every plot, the worst requests and where it all comes from."""
-    parts = [f"# {_plain(title)}", _plain(story.headline(view))]
-    parts.append(_table(("", "", ""), [(tile.value, tile.label, tile.detail) for tile in story.tiles(view)]))
+    parts = [f"# {_escape_plain(title)}", _escape_plain(story.write_headline(view))]
+    parts.append(
+        _render_table(("", "", ""), [(tile.value, tile.label, tile.detail) for tile in story.build_tiles(view)])
+    )
     for figure in FIGURES:
         found = figure(view)
         if found is not None:
-            parts += [f"## {found.title}", found.caption, _table(found.head, found.rows)]
+            parts += [f"## {found.title}", found.caption, _render_table(found.head, found.rows)]
     if view.worst:
-        parts += ["## Requests to look at", _table(WORST_HEAD, [worst_row(row) for row in view.worst])]
+        parts += ["## Requests to look at", _render_table(WORST_HEAD, [format_worst_row(row) for row in view.worst])]
     if summaries:
-        parts += ["## What the engines logged", _table(ENGINE_HEAD, story.engine_rows(summaries))]
-    missing = story.absent(view)
+        parts += ["## What the engines logged", _render_table(ENGINE_HEAD, story.list_engine_rows(summaries))]
+    missing = story.list_absent(view)
     if missing:
         parts += ["## Not measured", "\n".join(f"- {line}" for line in missing)]
-    parts += ["## Where this comes from", _table(("what", "value"), story.provenance(view))]
+    parts += ["## Where this comes from", _render_table(("what", "value"), story.list_provenance(view))]
     return "\n\n".join(parts) + "\n"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [_row(head), _row("---" for _ in head), *(_row(row) for row in rows)]
+def _render_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [_render_row(head), _render_row("---" for _ in head), *(_render_row(row) for row in rows)]
     return "\n".join(lines)
 
 
-def _row(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(_plain(cell) for cell in cells) + " |"
+def _render_row(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(_escape_plain(cell) for cell in cells) + " |"
 
 
-def _plain(text: str) -> str:
+def _escape_plain(text: str) -> str:
     """Text of a model or a server, harmless in a table and as Markdown."""
     return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("`", "'")

@@ -11,27 +11,27 @@ from sembench.report.charts import FIGURES
 from sembench.report.frame import Figure
 from sembench.report.style import STYLE
 from sembench.report.svg import Drawing
-from sembench.report.view import View, Worst
-from sembench.report.words import DASH, milliseconds, number, title_of
+from sembench.report.view import NotableRequest, ReportView
+from sembench.report.words import DASH, format_milliseconds, format_number, format_title
 
 ENGINE_HEAD = ("engine", "lines", "donors", "hits", "materializations", "tokens", "errors")
 WORST_HEAD = ("request", "why", "transform", "prompt", "confirmed", "cold", "warm", "F1", "KL")
 _ANSWER_CHARS = 400
 
 
-def html_page(view: View, title: str, summaries: Sequence[Mapping[str, Any]] = ()) -> str:
+def render_html(view: ReportView, title: str, summaries: Sequence[Mapping[str, Any]] = ()) -> str:
     """The whole report."""
     figures = [found for figure in FIGURES if (found := figure(view)) is not None]
     body = [
         f"<h1>{escape(title)}</h1>",
-        f'<p class="when">{escape(_subtitle(view))}</p>',
-        f'<p class="verdict">{_kept(story.headline(view))}</p>',
-        _tiles(view),
-        *(_figure(figure) for figure in figures),
-        _worst(view.worst),
-        _engines(summaries),
-        _absent(view),
-        _provenance(view),
+        f'<p class="when">{escape(_write_subtitle(view))}</p>',
+        f'<p class="verdict">{_escape_unbroken(story.write_headline(view))}</p>',
+        _render_tiles(view),
+        *(_render_figure(figure) for figure in figures),
+        _render_worst(view.worst),
+        _render_engines(summaries),
+        _render_absent(view),
+        _render_provenance(view),
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -42,7 +42,7 @@ def html_page(view: View, title: str, summaries: Sequence[Mapping[str, Any]] = (
     )
 
 
-def _subtitle(view: View) -> str:
+def _write_subtitle(view: ReportView) -> str:
     result = view.result
     run, config = result.run or {}, result.config
     words = [
@@ -55,51 +55,53 @@ def _subtitle(view: View) -> str:
     return " · ".join(word for word in words if word)
 
 
-def _kept(words: str) -> str:
+def _escape_unbroken(words: str) -> str:
     """Escaped, with a number and its percent sign on one line."""
     return escape(words).replace(" %", "&nbsp;%")
 
 
-def _tiles(view: View) -> str:
+def _render_tiles(view: ReportView) -> str:
     cells = (
         f'<li class="tile {tile.tone}"><b>{escape(tile.value)}</b>'
-        f"<span>{_kept(tile.label)}</span><span>{_kept(tile.detail)}</span></li>"
-        for tile in story.tiles(view)
+        f"<span>{_escape_unbroken(tile.label)}</span><span>{_escape_unbroken(tile.detail)}</span></li>"
+        for tile in story.build_tiles(view)
     )
     return f'<ul class="tiles">{"".join(cells)}</ul>'
 
 
-def _figure(figure: Figure) -> str:
-    legend = "".join(f"<li>{_swatch(kind)}{escape(words)}</li>" for kind, words in figure.legend)
+def _render_figure(figure: Figure) -> str:
+    legend = "".join(f"<li>{_render_swatch(kind)}{escape(words)}</li>" for kind, words in figure.legend)
     wide, narrow = figure.drawings
     return (
         f'<h2 id="{figure.name}">{escape(figure.title)}</h2>\n<figure><ul class="legend">{legend}</ul>'
         f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
         f"<figcaption>{escape(figure.caption)}</figcaption></figure>"
-        f"<details><summary>The numbers</summary>{table(figure.head, figure.rows)}</details>"
+        f"<details><summary>The numbers</summary>{render_table(figure.head, figure.rows)}</details>"
     )
 
 
-def _swatch(kind: str) -> str:
+def _render_swatch(kind: str) -> str:
     drawing = Drawing(14, 14)
     if kind in ("ceiling", "limit"):
-        drawing.line(0, 7, 14, 7, kind)
+        drawing.add_line(0, 7, 14, 7, kind)
     elif kind.startswith(("rung-", "band")):
-        drawing.bar(0, 2, 14, 10, kind)
+        drawing.add_bar(0, 2, 14, 10, kind)
     elif kind == "warm":
-        drawing.diamond(7, 7, 5, kind)
+        drawing.add_diamond(7, 7, 5, kind)
     else:
-        drawing.dot(7, 7, 5, kind)
+        drawing.add_dot(7, 7, 5, kind)
     return drawing.render("").replace('role="img" aria-label=""', 'aria-hidden="true"')
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, classes: Mapping[int, str] | None = None) -> str:
+def render_table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], *, classes: Mapping[int, str] | None = None
+) -> str:
     """A table in a box that scrolls by itself; numbers stand right."""
     kinds = classes or {}
     kept = [tuple(row) for row in rows]
-    numeric = {at for at in range(len(head)) if at and at not in kinds and _mostly_numbers([row[at] for row in kept])}
+    numeric = {at for at in range(len(head)) if at and at not in kinds and _are_numbers([row[at] for row in kept])}
 
-    def cell(at: int, words: str) -> str:
+    def render_cell(at: int, words: str) -> str:
         kind = kinds.get(at) or ("num" if at in numeric else "")
         shown = escape(words)
         if kind == "key":  # a long name may break where a person would break it
@@ -109,72 +111,73 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, classes: Mappin
     top = "".join(
         f'<th scope="col"{" class=num" if at in numeric else ""}>{escape(word)}</th>' for at, word in enumerate(head)
     )
-    body = "".join(f"<tr>{''.join(cell(at, words) for at, words in enumerate(row))}</tr>" for row in kept)
+    body = "".join(f"<tr>{''.join(render_cell(at, words) for at, words in enumerate(row))}</tr>" for row in kept)
     return f'<div class="scroll" tabindex="0"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _mostly_numbers(cells: Sequence[str]) -> bool:
+def _are_numbers(cells: Sequence[str]) -> bool:
     told = [cell for cell in cells if cell != DASH]
     return bool(told) and all(cell[:1].isdigit() or cell[:1] in "-+" for cell in told)
 
 
-def _worst(rows: Sequence[Worst]) -> str:
+def _render_worst(rows: Sequence[NotableRequest]) -> str:
     head = '<h2 id="worst">Requests to look at</h2>'
     if not rows:
         return f"{head}<p>Nothing stands out: no error, contradiction, false safe or slow-down.</p>"
-    shown = table(WORST_HEAD, [worst_row(row) for row in rows], classes={1: "why"})
-    answers = "".join(_answers(row) for row in rows if row.record.output_text)
+    shown = render_table(WORST_HEAD, [format_worst_row(row) for row in rows], classes={1: "why"})
+    answers = "".join(_render_answers(row) for row in rows if row.record.output_text)
     return (
         f"{head}<p class=soft>The gravest first.</p>{shown}<details><summary>Their answers</summary>{answers}</details>"
     )
 
 
-def worst_row(row: Worst) -> tuple[str, ...]:
+def format_worst_row(row: NotableRequest) -> tuple[str, ...]:
     record, cold = row.record, row.cold
     return (
         record.item_id,
         "; ".join(row.reasons),
-        title_of(record.transform),
-        number(record.prompt_tokens),
-        number(record.backend_confirmed_tokens),
-        DASH if cold is None or cold.ttft_ms is None else milliseconds(cold.ttft_ms),
-        DASH if record.ttft_ms is None else milliseconds(record.ttft_ms),
-        number(record.cold_f1, 2),
-        number(record.cold_kl_topk, 4),
+        format_title(record.transform),
+        format_number(record.prompt_tokens),
+        format_number(record.backend_confirmed_tokens),
+        DASH if cold is None or cold.ttft_ms is None else format_milliseconds(cold.ttft_ms),
+        DASH if record.ttft_ms is None else format_milliseconds(record.ttft_ms),
+        format_number(record.cold_f1, 2),
+        format_number(record.cold_kl_topk, 4),
     )
 
 
-def _answers(row: Worst) -> str:
-    def quoted(words: str | None) -> str:
+def _render_answers(row: NotableRequest) -> str:
+    def quote(words: str | None) -> str:
         return f'<p class="answer">{escape((words or "")[:_ANSWER_CHARS])}</p>'
 
-    cold = f"<p class=soft>cold</p>{quoted(row.cold.output_text)}" if row.cold else ""
-    return f"<h3>{escape(row.record.item_id)}</h3>{cold}<p class=soft>warm</p>{quoted(row.record.output_text)}"
+    cold = f"<p class=soft>cold</p>{quote(row.cold.output_text)}" if row.cold else ""
+    return f"<h3>{escape(row.record.item_id)}</h3>{cold}<p class=soft>warm</p>{quote(row.record.output_text)}"
 
 
-def _engines(summaries: Sequence[Mapping[str, Any]]) -> str:
+def _render_engines(summaries: Sequence[Mapping[str, Any]]) -> str:
     if not summaries:
         return ""
     caveats = {str(summary.get("caveat")) for summary in summaries if summary.get("caveat")}
     notes = "".join(f"<p class=soft>{escape(words)}</p>" for words in sorted(caveats))
-    return f'<h2 id="engines">What the engines logged</h2>{table(ENGINE_HEAD, story.engine_rows(summaries))}{notes}'
+    shown = render_table(ENGINE_HEAD, story.list_engine_rows(summaries))
+    return f'<h2 id="engines">What the engines logged</h2>{shown}{notes}'
 
 
-def _absent(view: View) -> str:
-    lines = story.absent(view)
+def _render_absent(view: ReportView) -> str:
+    lines = story.list_absent(view)
     if not lines:
         return ""
     items = "".join(f"<p>{escape(line)}</p>" for line in lines)
     return f'<h2 id="absent">Not measured</h2><div class="missing">{items}</div>'
 
 
-def _provenance(view: View) -> str:
-    rows = story.provenance(view)
+def _render_provenance(view: ReportView) -> str:
+    rows = story.list_provenance(view)
     first = [row for row in rows if not row[0].startswith(("config.", "engine.", "environment."))]
     rest = [row for row in rows if row not in first]
 
-    def shown(part: Sequence[tuple[str, str]]) -> str:
-        return table(("what", "value"), part, classes={0: "key", 1: "value"})
+    def render_part(part: Sequence[tuple[str, str]]) -> str:
+        return render_table(("what", "value"), part, classes={0: "key", 1: "value"})
 
-    more = f"<details><summary>Settings, engine and machine</summary>{shown(rest)}</details>" if rest else ""
-    return f'<h2 id="provenance">Where this comes from</h2>{shown(first)}{more}'
+    more = f"<details><summary>Settings, engine and machine</summary>{render_part(rest)}</details>" if rest else ""
+    return f'<h2 id="provenance">Where this comes from</h2>{render_part(first)}{more}'

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sembench.report.view import View, noise_band
-from sembench.report.words import UNKNOWN, number, percent, plural, span, times
+from sembench.report.view import ReportView, find_noise_band
+from sembench.report.words import UNKNOWN, format_interval, format_number, format_percent, format_plural, format_ratio
 
 Tone = Literal["", "good", "bad"]
 Show = Callable[[float], str]
@@ -23,30 +23,32 @@ class Tile:
     tone: Tone = ""
 
 
-def headline(view: View) -> str:
+def write_headline(view: ReportView) -> str:
     """One or two sentences: faster or not, reused or not, harmed or not. Unknown parts are left out, not guessed."""
-    parts = [part for part in (_speed_words(view), _reuse_words(view), _harm_words(view)) if part]
+    parts = [part for part in (_describe_speed(view), _describe_reuse(view), _describe_harm(view)) if part]
     if not parts:
         return "This result measured neither time nor reuse."
     return " ".join(parts)
 
 
-def tiles(view: View) -> list[Tile]:
+def build_tiles(view: ReportView) -> list[Tile]:
     """The numbers that this run has; what it has not is told under "not measured"."""
     found = [
-        _rate(view, "blended_ttft_speedup_median", "faster to first token", times, times),
-        _rate(view, "backend_confirmed_block_rate", "of blocks reused, confirmed", percent, _fine),
-        *([] if _live(view) else _offline_tiles(view)),
-        _rate(view, "mean_cold_f1", "F1 against the cold answer", number, number),
-        _rate(view, "quality_pass_rate", "pass against gold", percent, _fine),
-        _negatives_tile(view),
-        _share_tile(view, "false_safe_rate", "false safe", "of confirmed reuses"),
-        _contradictions(view),
+        _make_rate_tile(view, "blended_ttft_speedup_median", "faster to first token", format_ratio, format_ratio),
+        _make_rate_tile(
+            view, "backend_confirmed_block_rate", "of blocks reused, confirmed", format_percent, _format_fine_percent
+        ),
+        *([] if _is_live(view) else _make_offline_tiles(view)),
+        _make_rate_tile(view, "mean_cold_f1", "F1 against the cold answer", format_number, format_number),
+        _make_rate_tile(view, "quality_pass_rate", "pass against gold", format_percent, _format_fine_percent),
+        _make_negatives_tile(view),
+        _make_share_tile(view, "false_safe_rate", "false safe", "of confirmed reuses"),
+        _make_contradictions_tile(view),
     ]
     return [tile for tile in found if tile is not None]
 
 
-def engine_rows(summaries: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+def list_engine_rows(summaries: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """One row an engine summary."""
     names = (
         "engine",
@@ -60,16 +62,16 @@ def engine_rows(summaries: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]
     return [tuple(str(summary.get(name, UNKNOWN)) for name in names) for summary in summaries]
 
 
-def provenance(view: View) -> list[tuple[str, str]]:
+def list_provenance(view: ReportView) -> list[tuple[str, str]]:
     """Every fact about the run that the file carries, flattened."""
     result = view.result
     rows = [("result_version", result.result_version), ("created_at_utc", result.created_at_utc)]
     for part in ("run", "config", "engine", "environment"):
-        rows += _flat(part, getattr(result, part) or {})
+        rows += _flatten(part, getattr(result, part) or {})
     return rows
 
 
-def absent(view: View) -> list[str]:
+def list_absent(view: ReportView) -> list[str]:
     """What this run did not measure, and what would."""
     lines = []
     if not view.points:
@@ -80,62 +82,63 @@ def absent(view: View) -> list[str]:
         lines.append("Answers against cold: run live with --paired.")
     if not view.kl and view.points:
         lines.append("KL from the cold answer: run with --capture-logprobs, on a backend that gives logprobs.")
-    if not view.aggregate.get("confirmation_sources") and _live(view):
+    if not view.aggregate.get("confirmation_sources") and _is_live(view):
         lines.append("Contradictions: only one side of the story is in this file.")
     if view.estimate("quality_pass_rate").value is None:
         lines.append("Answers against gold: needs a live run over cases with answers.")
     if not view.negative_records:
         lines.append("Negative controls: the manifest has none.")
-    if view.points and noise_band(view) is None:
+    if view.points and find_noise_band(view) is None:
         lines.append("Noise of cold against cold: no rerun arm, so small speed-ups can't be told from luck.")
     return lines
 
 
-def _speed_words(view: View) -> str:
+def _describe_speed(view: ReportView) -> str:
     speed = view.estimate("blended_ttft_speedup_median")
     if speed.value is None:
         return ""
-    band = noise_band(view)
+    band = find_noise_band(view)
     if band and band[0] <= speed.value <= band[1]:
-        return f"Warm requests were not faster than the noise: {times(speed.value)} at the median."
+        return f"Warm requests were not faster than the noise: {format_ratio(speed.value)} at the median."
     if speed.ci and speed.ci[0] <= 1 <= speed.ci[1]:
-        spread = f"the 95 % interval ({span(speed.ci, times)}) holds 1"
-        return f"Warm requests were {times(speed.value)} as fast at the median, but {spread}: not shown to be faster."
-    ci = f" (95 % {span(speed.ci, times)})" if speed.ci else ""
+        spread = f"but the 95 % interval ({format_interval(speed.ci, format_ratio)}) holds 1: not shown to be faster"
+        return f"Warm requests were {format_ratio(speed.value)} as fast at the median, {spread}."
+    ci = f" (95 % {format_interval(speed.ci, format_ratio)})" if speed.ci else ""
     if speed.value < 1:
-        return f"Warm requests were slower: {times(speed.value)} the cold speed at the median{ci}."
-    return f"Warm requests reached their first token {times(speed.value)} sooner at the median{ci}."
+        return f"Warm requests were slower: {format_ratio(speed.value)} the cold speed at the median{ci}."
+    return f"Warm requests reached their first token {format_ratio(speed.value)} sooner at the median{ci}."
 
 
-def _reuse_words(view: View) -> str:
+def _describe_reuse(view: ReportView) -> str:
     confirmed, eligible = view.estimate("backend_confirmed_block_rate"), view.estimate("semantic_eligible_block_rate")
     exact = view.estimate("exact_block_hit_rate")
     if confirmed.value is not None:
-        return f"The backend confirmed reuse of {percent(confirmed.value)} of all full blocks beyond exact prefixes."
+        share = format_percent(confirmed.value)
+        return f"The backend confirmed reuse of {share} of all full blocks beyond exact prefixes."
     if eligible.value is not None:
-        beside = f"; an exact block cache holds {percent(exact.value)}" if exact.value is not None else ""
-        words = f"A planner could reuse {percent(eligible.value)} of all full blocks{beside}."
+        beside = f"; an exact block cache holds {format_percent(exact.value)}" if exact.value is not None else ""
+        words = f"A planner could reuse {format_percent(eligible.value)} of all full blocks{beside}."
         return f"{words} Nothing was confirmed: no backend ran."
     return ""
 
 
-def _harm_words(view: View) -> str:
-    count, reused = _negative_counts(view)
+def _describe_harm(view: ReportView) -> str:
+    count, reused = _count_negatives(view)
     words = []
     if count:
-        did = "reused anything" if _live(view) else "had anything eligible"
-        words.append(f"{reused} of {plural(count, 'unrelated pair')} {did}")
+        did = "reused anything" if _is_live(view) else "had anything eligible"
+        words.append(f"{reused} of {format_plural(count, 'unrelated pair')} {did}")
     unsafe = view.estimate("false_safe_rate")
     if unsafe.value is not None:
-        words.append(f"{percent(unsafe.value, 1)} of confirmed reuses left the cold answer")
+        words.append(f"{format_percent(unsafe.value, 1)} of confirmed reuses left the cold answer")
     contradictions = view.aggregate.get("contradiction_count") or 0
     if contradictions:
-        words.append(f"{plural(contradictions, 'contradiction')} between sources of confirmation")
+        words.append(f"{format_plural(contradictions, 'contradiction')} between sources of confirmation")
     text = ", ".join(words)
     return f"{text[:1].upper()}{text[1:]}." if text else ""
 
 
-def _negative_counts(view: View) -> tuple[int, int]:
+def _count_negatives(view: ReportView) -> tuple[int, int]:
     told = [
         r
         for r in view.negative_records
@@ -147,22 +150,22 @@ def _negative_counts(view: View) -> tuple[int, int]:
     return len(told), sum(bool(r.semantic_eligible_blocks) for r in told)
 
 
-def _negatives_tile(view: View) -> Tile | None:
-    count, reused = _negative_counts(view)
+def _make_negatives_tile(view: ReportView) -> Tile | None:
+    count, reused = _count_negatives(view)
     if not count:
         return None
-    label = "unrelated pairs that reused" if _live(view) else "unrelated pairs with eligible blocks"
+    label = "unrelated pairs that reused" if _is_live(view) else "unrelated pairs with eligible blocks"
     return Tile(f"{reused} of {count}", label, "must be none", "bad" if reused else "good")
 
 
-def _share_tile(view: View, name: str, label: str, detail: str) -> Tile | None:
+def _make_share_tile(view: ReportView, name: str, label: str, detail: str) -> Tile | None:
     found = view.estimate(name)
     if found.value is None:
         return None
-    return Tile(percent(found.value, 1), label, f"{detail}, n={found.n}", "bad" if found.value else "good")
+    return Tile(format_percent(found.value, 1), label, f"{detail}, n={found.n}", "bad" if found.value else "good")
 
 
-def _contradictions(view: View) -> Tile | None:
+def _make_contradictions_tile(view: ReportView) -> Tile | None:
     count = view.aggregate.get("contradiction_count") or 0
     sources = view.aggregate.get("confirmation_sources") or {}
     if not sources:
@@ -171,43 +174,47 @@ def _contradictions(view: View) -> Tile | None:
     return Tile(str(count), "contradictions", detail, "bad" if count else "good" if len(sources) > 1 else "")
 
 
-def _offline_tiles(view: View) -> list[Tile | None]:
+def _make_offline_tiles(view: ReportView) -> list[Tile | None]:
     wrong = view.estimate("wrong_tokens")
     return [
-        _rate(view, "semantic_eligible_block_rate", "of blocks eligible (offline)", percent, _fine),
-        _rate(view, "exact_block_hit_rate", "of blocks in an exact cache", percent, _fine),
-        _rate(view, "semantic_eligible_lift", "eligible beyond exact", percent, _fine),
+        _make_rate_tile(
+            view, "semantic_eligible_block_rate", "of blocks eligible (offline)", format_percent, _format_fine_percent
+        ),
+        _make_rate_tile(
+            view, "exact_block_hit_rate", "of blocks in an exact cache", format_percent, _format_fine_percent
+        ),
+        _make_rate_tile(view, "semantic_eligible_lift", "eligible beyond exact", format_percent, _format_fine_percent),
         None
         if wrong.value is None
-        else Tile(number(wrong.value), "wrong tokens", "must be none", "bad" if wrong.value else "good"),
+        else Tile(format_number(wrong.value), "wrong tokens", "must be none", "bad" if wrong.value else "good"),
     ]
 
 
-def _rate(view: View, name: str, label: str, show: Show, show_ci: Show) -> Tile | None:
+def _make_rate_tile(view: ReportView, name: str, label: str, show: Show, show_ci: Show) -> Tile | None:
     found = view.estimate(name)
     return (
         None
         if found.value is None
-        else Tile(show(found.value), label, _detail(span(found.ci, show_ci), found.n, found.ci))
+        else Tile(show(found.value), label, _format_detail(format_interval(found.ci, show_ci), found.n, found.ci))
     )
 
 
-def _live(view: View) -> bool:
+def _is_live(view: ReportView) -> bool:
     return view.estimate("backend_confirmed_block_rate").value is not None
 
 
-def _fine(value: float) -> str:
-    return percent(value, 1)
+def _format_fine_percent(value: float) -> str:
+    return format_percent(value, 1)
 
 
-def _detail(words: str, n: int | None, ci: object) -> str:
+def _format_detail(words: str, n: int | None, ci: object) -> str:
     parts = ([f"95 %: {words}"] if ci else []) + ([f"n={n}"] if n else [])
     return ", ".join(parts)
 
 
-def _flat(prefix: str, value: object) -> list[tuple[str, str]]:
+def _flatten(prefix: str, value: object) -> list[tuple[str, str]]:
     if isinstance(value, Mapping):
-        return [row for name, inner in value.items() for row in _flat(f"{prefix}.{name}", inner)]
+        return [row for name, inner in value.items() for row in _flatten(f"{prefix}.{name}", inner)]
     if value is None or value in ("", [], {}, ()):
         return []
     return [(prefix, ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value))]

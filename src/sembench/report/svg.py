@@ -39,14 +39,16 @@ class Scale:
         share = (at - low) / (high - low) if high > low else 0.5
         return self.start + share * (self.end - self.start)
 
-    def ticks(self, about: int = 5) -> list[float]:
-        return _log_ticks(self.low, self.high, about) if self.log else nice_ticks(self.low, self.high, about)
+    def choose_ticks(self, about: int = 5) -> list[float]:
+        return (
+            _choose_log_ticks(self.low, self.high, about) if self.log else choose_even_ticks(self.low, self.high, about)
+        )
 
 
-def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
+def choose_even_ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers inside ``low..high``.
 
-    >>> nice_ticks(0, 1, 5)
+    >>> choose_even_ticks(0, 1, 5)
     [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     """
     if not high > low:
@@ -57,9 +59,9 @@ def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [round(at * step, 12) for at in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def _log_ticks(low: float, high: float, about: int) -> list[float]:
+def _choose_log_ticks(low: float, high: float, about: int) -> list[float]:
     if high / low < 4:  # over so little the ratio is nearly even, and round numbers read better
-        return nice_ticks(low, high, about)
+        return choose_even_ticks(low, high, about)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
         found = [factor * 10.0**decade for decade in decades for factor in factors]
@@ -69,27 +71,27 @@ def _log_ticks(low: float, high: float, about: int) -> list[float]:
     return found
 
 
-def doublings(low: float, high: float, most: int = 7) -> list[float]:
+def list_doublings(low: float, high: float, most: int = 7) -> list[float]:
     """Powers of two inside ``low..high``, thinned where there are many, or round numbers where there are few.
 
     Prompt lengths come in doublings.
 
-    >>> doublings(900, 9000)
+    >>> list_doublings(900, 9000)
     [1024, 2048, 4096, 8192]
     """
     found = [2**power for power in range(31) if low <= 2**power <= high]
-    return list(thinned(found, most)) if len(found) >= 3 else nice_ticks(low, high, 4)
+    return list(thin_out(found, most)) if len(found) >= 3 else choose_even_ticks(low, high, 4)
 
 
-def thinned(items: Sequence[T], most: int) -> Sequence[T]:
+def thin_out(items: Sequence[T], most: int) -> Sequence[T]:
     """Every n-th item, so that at most ``most`` are left."""
     return items[:: 1 + (len(items) - 1) // most] if items else items
 
 
-def padded(values: Sequence[float], *, log: bool = False) -> tuple[float, float]:
+def pad_range(values: Sequence[float], *, log: bool = False) -> tuple[float, float]:
     """The range of the values with a little air, never empty.
 
-    >>> padded([2.0, 2.0])
+    >>> pad_range([2.0, 2.0])
     (1.9, 2.1)
     """
     low, high = min(values), max(values)
@@ -108,36 +110,48 @@ class Drawing:
     height: float
     parts: list[str] = field(default_factory=list)
 
-    def line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
-        self.parts.append(f'<line x1="{_n(x1)}" y1="{_n(y1)}" x2="{_n(x2)}" y2="{_n(y2)}" class="{kind}"/>')
+    def add_line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
+        self.parts.append(f'<line {_write_numbers(x1=x1, y1=y1, x2=x2, y2=y2)} class="{kind}"/>')
 
-    def bar(self, x: float, y: float, width: float, height: float, kind: str, hover: str = "") -> None:
-        self._add(
-            "rect", f'x="{_n(x)}" y="{_n(y)}" width="{_n(max(width, 0))}" height="{_n(height)}" rx="2"', kind, hover
+    def add_bar(self, x: float, y: float, width: float, height: float, kind: str, hover: str = "") -> None:
+        numbers = _write_numbers(x=x, y=y, width=max(width, 0), height=height, rx=2)
+        self._add_shape("rect", numbers, kind, hover)
+
+    def add_dot(self, x: float, y: float, radius: float, kind: str, hover: str = "") -> None:
+        self._add_shape("circle", _write_numbers(cx=x, cy=y, r=radius), kind, hover)
+
+    def add_diamond(self, x: float, y: float, radius: float, kind: str, hover: str = "") -> None:
+        """Add a second shape, for those who do not see the colour."""
+        r = radius * 1.25
+        corners = ((x, y - r), (x + r, y), (x, y + r), (x - r, y))
+        path = "L".join(f"{_round(at)} {_round(down)}" for at, down in corners)
+        self._add_shape("path", f'd="M{path}Z"', kind, hover)
+
+    def add_text(self, x: float, y: float, words: str, kind: str = "label", anchor: Anchor = "start") -> None:
+        self.parts.append(
+            f'<text {_write_numbers(x=x, y=y)} class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
         )
 
-    def dot(self, x: float, y: float, radius: float, kind: str, hover: str = "") -> None:
-        self._add("circle", f'cx="{_n(x)}" cy="{_n(y)}" r="{_n(radius)}"', kind, hover)
-
-    def diamond(self, x: float, y: float, radius: float, kind: str, hover: str = "") -> None:
-        """A second shape, for those who do not see the colour."""
-        r = radius * 1.25
-        path = f"M{_n(x)} {_n(y - r)}L{_n(x + r)} {_n(y)}L{_n(x)} {_n(y + r)}L{_n(x - r)} {_n(y)}Z"
-        self._add("path", f'd="{path}"', kind, hover)
-
-    def text(self, x: float, y: float, words: str, kind: str = "label", anchor: Anchor = "start") -> None:
-        self.parts.append(f'<text x="{_n(x)}" y="{_n(y)}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>')
-
     def render(self, label: str) -> str:
-        """The element; ``label`` is what a screen reader says in its place."""
+        """Return the SVG element; a screen reader says ``label`` in its place."""
         body = "".join(self.parts)
-        size = f'viewBox="0 0 {_n(self.width)} {_n(self.height)}" width="{_n(self.width)}" height="{_n(self.height)}"'
-        return f'<svg {size} role="img" aria-label="{escape(label)}">{body}</svg>'
+        box = f'viewBox="0 0 {_round(self.width)} {_round(self.height)}"'
+        size = _write_numbers(width=self.width, height=self.height)
+        return f'<svg {box} {size} role="img" aria-label="{escape(label)}">{body}</svg>'
 
-    def _add(self, tag: str, shape: str, kind: str, hover: str) -> None:
+    def _add_shape(self, tag: str, shape: str, kind: str, hover: str) -> None:
         inner = f"<title>{escape(hover)}</title>" if hover else ""
         self.parts.append(f'<{tag} {shape} class="{kind}">{inner}</{tag}>')
 
 
-def _n(value: float) -> str:
+def _write_numbers(**numbers: float) -> str:
+    """Write numbers as attributes of an element.
+
+    >>> _write_numbers(x=1.04, y=2)
+    'x="1" y="2"'
+    """
+    return " ".join(f'{name}="{_round(value)}"' for name, value in numbers.items())
+
+
+def _round(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")

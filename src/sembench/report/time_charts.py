@@ -4,96 +4,105 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sembench.report.frame import DOTS, Figure, Rows, both, pair_words
-from sembench.report.svg import Drawing, Scale, doublings, padded, thinned
-from sembench.report.view import Point, View, grouped, quantile, speedup_of
-from sembench.report.words import milliseconds, span, times, title_of, tokens
+from sembench.report.frame import DOTS, Figure, RowFrame, describe_pair, draw_both
+from sembench.report.svg import Drawing, Scale, list_doublings, pad_range, thin_out
+from sembench.report.view import PairPoint, ReportView, compute_quantile, estimate_speedup, group_by_transform
+from sembench.report.words import format_interval, format_milliseconds, format_ratio, format_title, format_tokens
 
 
-def ttft_by_length(view: View) -> Figure | None:
+def draw_ttft_by_length(view: ReportView) -> Figure | None:
     """Every pair as two dots over its prompt's length."""
     points = view.points
     if not points:
         return None
-    shown = thinned(points, DOTS)
+    shown = thin_out(points, DOTS)
     drawn = "" if len(shown) == len(points) else f" {len(shown)} of {len(points)} pairs are drawn."
 
     def draw(width: float) -> Drawing:
         height, left, bottom = (360.0, 56.0, 318.0) if width > 500 else (320.0, 46.0, 278.0)
         drawing = Drawing(width, height)
-        x = Scale(*padded([p.prompt_tokens for p in points], log=True), left, width - 14, log=True)
-        y = Scale(*padded([t for p in points for t in (p.cold_ms, p.warm_ms)], log=True), bottom, 14, log=True)
-        for tick in y.ticks():
-            drawing.line(left, y(tick), width - 14, y(tick), "grid")
-            drawing.text(left - 6, y(tick) + 4, _short_ms(tick), "tick", "end")
-        for tick in doublings(x.low, x.high, 7 if width > 500 else 5):
-            drawing.text(x(tick), bottom + 16, tokens(tick), "tick", "middle")
-        drawing.line(left, bottom, width - 14, bottom, "rule")
-        drawing.text(width - 14, bottom + 34, "prompt tokens", "axis", "end")
+        x = Scale(*pad_range([p.prompt_tokens for p in points], log=True), left, width - 14, log=True)
+        y = Scale(*pad_range([t for p in points for t in (p.cold_ms, p.warm_ms)], log=True), bottom, 14, log=True)
+        for tick in y.choose_ticks():
+            drawing.add_line(left, y(tick), width - 14, y(tick), "grid")
+            drawing.add_text(left - 6, y(tick) + 4, _format_short_ms(tick), "tick", "end")
+        for tick in list_doublings(x.low, x.high, 7 if width > 500 else 5):
+            drawing.add_text(x(tick), bottom + 16, format_tokens(tick), "tick", "middle")
+        drawing.add_line(left, bottom, width - 14, bottom, "rule")
+        drawing.add_text(width - 14, bottom + 34, "prompt tokens", "axis", "end")
         for point in shown:
             at = x(point.prompt_tokens)
-            drawing.line(at, y(point.cold_ms), at, y(point.warm_ms), "link")
+            drawing.add_line(at, y(point.cold_ms), at, y(point.warm_ms), "link")
         for point in shown:
-            at, hover = x(point.prompt_tokens), pair_words(point)
-            drawing.dot(at, y(point.cold_ms), 3.6, "cold", hover)
-            drawing.diamond(at, y(point.warm_ms), 3.6, "warm", hover)
+            at, hover = x(point.prompt_tokens), describe_pair(point)
+            drawing.add_dot(at, y(point.cold_ms), 3.6, "cold", hover)
+            drawing.add_diamond(at, y(point.warm_ms), 3.6, "warm", hover)
         return drawing
 
-    bands = _bands(points)
+    bands = _group_by_length(points)
     return Figure(
         "ttft-length",
         "Time to first token by prompt length",
-        both(draw, "Scatter: TTFT of the cold and the warm run of each pair over prompt length, both axes by ratio"),
+        draw_both(
+            draw, "Scatter: TTFT of the cold and the warm run of each pair over prompt length, both axes by ratio"
+        ),
         (("cold", "cold (caches flushed)"), ("warm", "warm (donor primed)")),
         "Each line joins the two runs of one request. Both axes are logarithmic. Negative controls are not drawn "
         "here." + drawn,
         ("prompt tokens", "pairs", "cold, median", "warm, median", "speed-up, median"),
-        tuple(_band_row(name, group) for name, group in bands.items()),
+        tuple(_format_band(name, group) for name, group in bands.items()),
     )
 
 
-def ttft_by_transform(view: View) -> Figure | None:
+def draw_ttft_by_transform(view: ReportView) -> Figure | None:
     """Median TTFT of both arms, one row a transform, with the speed-up beside it."""
-    groups = grouped(view.points)
+    groups = group_by_transform(view.points)
     if not groups:
         return None
     stats = {
-        name: (_median(group, "cold_ms"), _median(group, "warm_ms"), speedup_of(group))
+        name: (_compute_median(group, "cold_ms"), _compute_median(group, "warm_ms"), estimate_speedup(group))
         for name, group in groups.items()
     }
 
     def draw(width: float) -> Drawing:
-        frame = Rows(tuple(stats), width, row=30.0, right=92.0)
-        drawing = frame.drawing()
+        frame = RowFrame(tuple(stats), width, row=30.0, right=92.0)
+        drawing = frame.start_drawing()
         everything = [value for cold, warm, _ in stats.values() for value in (cold, warm)]
-        scale = frame.scale(*padded(everything, log=True), log=True)
-        frame.x_axis(drawing, scale, _short_ms, "median time to first token")
+        scale = frame.make_scale(*pad_range(everything, log=True), log=True)
+        frame.draw_x_axis(drawing, scale, _format_short_ms, "median time to first token")
         for at, (name, (cold, warm, speed)) in enumerate(stats.items()):
-            y = frame.middle(at)
-            drawing.line(scale(cold), y, scale(warm), y, "link strong")
-            drawing.dot(scale(cold), y, 6, "cold", f"{title_of(name)}: cold {milliseconds(cold)}")
-            drawing.diamond(scale(warm), y, 6, "warm", f"{title_of(name)}: warm {milliseconds(warm)}")
-            drawing.text(width - 4, y + 4, times(speed.value), "big", "end")
-        frame.name_rows(drawing)
+            y = frame.find_middle(at)
+            drawing.add_line(scale(cold), y, scale(warm), y, "link strong")
+            drawing.add_dot(scale(cold), y, 6, "cold", f"{format_title(name)}: cold {format_milliseconds(cold)}")
+            drawing.add_diamond(scale(warm), y, 6, "warm", f"{format_title(name)}: warm {format_milliseconds(warm)}")
+            drawing.add_text(width - 4, y + 4, format_ratio(speed.value), "big", "end")
+        frame.draw_names(drawing)
         return drawing
 
     return Figure(
         "ttft-transform",
         "Time to first token by transform",
-        both(draw, "Dumbbells: median cold and warm TTFT by transform, with the median speed-up"),
+        draw_both(draw, "Dumbbells: median cold and warm TTFT by transform, with the median speed-up"),
         (("cold", "cold"), ("warm", "warm")),
         "The number at the right is the median of cold over warm, pair by pair; the axis is logarithmic.",
         ("transform", "pairs", "cold, median", "warm, median", "speed-up, median", "95 %"),
         tuple(
-            (title_of(name), str(s.n), milliseconds(cold), milliseconds(warm), times(s.value), span(s.ci, times))
+            (
+                format_title(name),
+                str(s.n),
+                format_milliseconds(cold),
+                format_milliseconds(warm),
+                format_ratio(s.value),
+                format_interval(s.ci, format_ratio),
+            )
             for name, (cold, warm, s) in stats.items()
         ),
     )
 
 
-def _bands(points: Sequence[Point]) -> dict[str, list[Point]]:
+def _group_by_length(points: Sequence[PairPoint]) -> dict[str, list[PairPoint]]:
     """Pairs by length, in doublings of a thousand tokens."""
-    bands: dict[str, list[Point]] = {}
+    bands: dict[str, list[PairPoint]] = {}
     for point in sorted(points, key=lambda p: p.prompt_tokens):
         low = 1
         while low * 2048 <= point.prompt_tokens:
@@ -103,14 +112,20 @@ def _bands(points: Sequence[Point]) -> dict[str, list[Point]]:
     return bands
 
 
-def _band_row(name: str, group: Sequence[Point]) -> tuple[str, ...]:
-    cold, warm = _median(group, "cold_ms"), _median(group, "warm_ms")
-    return name, str(len(group)), milliseconds(cold), milliseconds(warm), times(speedup_of(group).value)
+def _format_band(name: str, group: Sequence[PairPoint]) -> tuple[str, ...]:
+    cold, warm = _compute_median(group, "cold_ms"), _compute_median(group, "warm_ms")
+    return (
+        name,
+        str(len(group)),
+        format_milliseconds(cold),
+        format_milliseconds(warm),
+        format_ratio(estimate_speedup(group).value),
+    )
 
 
-def _median(points: Sequence[Point], attribute: str) -> float:
-    return quantile([getattr(point, attribute) for point in points], 50)
+def _compute_median(points: Sequence[PairPoint], attribute: str) -> float:
+    return compute_quantile([getattr(point, attribute) for point in points], 50)
 
 
-def _short_ms(value: float) -> str:
+def _format_short_ms(value: float) -> str:
     return f"{value / 1000:g} s" if value >= 1000 else f"{value:g} ms"

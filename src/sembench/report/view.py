@@ -10,9 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from sembench.result import RequestRecord, Result
-from sembench.scoring.aggregate import FALSE_SAFE_F1, FALSE_SAFE_KL, aggregate, by_transform, measured
-from sembench.scoring.paired import Pair, paired, pairs_of
-from sembench.scoring.statistics import bootstrap_mean, bootstrap_median, mean, median, percentile
+from sembench.scoring.aggregate import FALSE_SAFE_F1, FALSE_SAFE_KL, aggregate, aggregate_by_transform, select_measured
+from sembench.scoring.paired import Pair, pair_records, summarize_pairs
+from sembench.scoring.statistics import (
+    bootstrap_mean,
+    bootstrap_median,
+    compute_mean,
+    compute_median,
+    compute_percentile,
+)
 
 RUNGS: tuple[tuple[str, str], ...] = (
     ("exact", "exact_block_hit_rate"),
@@ -33,7 +39,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class PairPoint:
     """One pair: a prompt's length and its two times."""
 
     item_id: str
@@ -60,7 +66,7 @@ class Closeness:
 
 
 @dataclass(frozen=True, slots=True)
-class Worst:
+class NotableRequest:
     """A request that a person should look at, and why."""
 
     record: RequestRecord
@@ -69,20 +75,20 @@ class Worst:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ReportView:
     """Everything that the page, the Markdown and the plots read."""
 
     result: Result
     aggregate: Mapping[str, Any]
     by_transform: Mapping[str, Mapping[str, Any]]
     paired: Mapping[str, Any]
-    points: tuple[Point, ...]
-    negatives: tuple[Point, ...]
+    points: tuple[PairPoint, ...]
+    negatives: tuple[PairPoint, ...]
     negative_records: tuple[RequestRecord, ...]
     closeness: tuple[Closeness, ...]
     kl: tuple[tuple[str, str, float], ...]
     rerun_f1: Estimate
-    worst: tuple[Worst, ...]
+    worst: tuple[NotableRequest, ...]
 
     def estimate(self, name: str) -> Estimate:
         """A metric of the aggregate, else of the pairs, with its interval."""
@@ -93,54 +99,54 @@ class View:
         return Estimate(None)
 
 
-def view_of(result: Result) -> View:
+def build_view(result: Result) -> ReportView:
     """The view of a result file."""
     records = result.requests
-    pairs = [pair for pair in pairs_of(records) if not pair.errored and not pair.contaminated]
-    judged = measured(records)
-    return View(
+    pairs = [pair for pair in pair_records(records) if not pair.errored and not pair.contaminated]
+    judged = select_measured(records)
+    return ReportView(
         result=result,
         aggregate=aggregate(records) if records else result.aggregate,
-        by_transform=by_transform(records) if records else result.by_transform,
-        paired=(paired(records) if pairs else None) or result.paired or {},
-        points=tuple(point for pair in pairs if not pair.cold.negative_control for point in _point(pair)),
-        negatives=tuple(point for pair in pairs if pair.cold.negative_control for point in _point(pair)),
+        by_transform=aggregate_by_transform(records) if records else result.by_transform,
+        paired=(summarize_pairs(records) if pairs else None) or result.paired or {},
+        points=tuple(point for pair in pairs if not pair.cold.negative_control for point in _make_points(pair)),
+        negatives=tuple(point for pair in pairs if pair.cold.negative_control for point in _make_points(pair)),
         negative_records=tuple(record for record in judged if record.negative_control),
-        closeness=_closeness(pairs, judged),
+        closeness=_measure_closeness(pairs, judged),
         kl=tuple(
             (record.item_id, record.transform, record.cold_kl_topk)
             for record in judged
             if record.cold_kl_topk is not None and record.backend_confirmed_tokens
         ),
-        rerun_f1=_mean([record for record in records if record.arm == "rerun"], "cold_f1"),
-        worst=_worst(judged, {pair.warm.item_id: pair.cold for pair in pairs}),
+        rerun_f1=_estimate_mean([record for record in records if record.arm == "rerun"], "cold_f1"),
+        worst=_rank_worst(judged, {pair.warm.item_id: pair.cold for pair in pairs}),
     )
 
 
-def speedup_of(points: Sequence[Point]) -> Estimate:
+def estimate_speedup(points: Sequence[PairPoint]) -> Estimate:
     """The median speed-up of some pairs, with documents drawn whole."""
     values, clusters = [point.speedup for point in points], [point.cluster for point in points]
-    return Estimate(median(values), bootstrap_median(clusters, values), len(values))
+    return Estimate(compute_median(values), bootstrap_median(clusters, values), len(values))
 
 
-def noise_band(view: View) -> tuple[float, float] | None:
+def find_noise_band(view: ReportView) -> tuple[float, float] | None:
     """The spread of cold against cold again: a speed-up inside it is none."""
     low, high = view.paired.get("rerun_ttft_ratio_p05"), view.paired.get("rerun_ttft_ratio_p95")
     return None if low is None or high is None else (low, high)
 
 
-def grouped(points: Sequence[Point]) -> dict[str, list[Point]]:
-    groups: dict[str, list[Point]] = {}
+def group_by_transform(points: Sequence[PairPoint]) -> dict[str, list[PairPoint]]:
+    groups: dict[str, list[PairPoint]] = {}
     for point in points:
         groups.setdefault(point.transform, []).append(point)
     return groups
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    return percentile(values, share) or 0.0
+def compute_quantile(values: Sequence[float], share: float) -> float:
+    return compute_percentile(values, share) or 0.0
 
 
-def _point(pair: Pair) -> list[Point]:
+def _make_points(pair: Pair) -> list[PairPoint]:
     cold, warm = pair.cold, pair.warm
     if (
         cold.ttft_ms is None
@@ -151,11 +157,11 @@ def _point(pair: Pair) -> list[Point]:
         return []
     confirmed = warm.backend_confirmed_tokens
     return [
-        Point(cold.item_id, cold.transform, cold.prompt_tokens, cold.ttft_ms, warm.ttft_ms, confirmed, pair.cluster)
+        PairPoint(cold.item_id, cold.transform, cold.prompt_tokens, cold.ttft_ms, warm.ttft_ms, confirmed, pair.cluster)
     ]
 
 
-def _closeness(pairs: Sequence[Pair], judged: Sequence[RequestRecord]) -> tuple[Closeness, ...]:
+def _measure_closeness(pairs: Sequence[Pair], judged: Sequence[RequestRecord]) -> tuple[Closeness, ...]:
     """By transform; where nothing was paired, only the gold scores of what was run."""
     colds: dict[str, list[RequestRecord]] = {}
     for pair in pairs:
@@ -166,33 +172,33 @@ def _closeness(pairs: Sequence[Pair], judged: Sequence[RequestRecord]) -> tuple[
     found = [
         Closeness(
             name,
-            _mean(group, "cold_f1"),
-            _mean(colds.get(name, ()), "quality_score").value,
-            _mean(group, "quality_score").value,
+            _estimate_mean(group, "cold_f1"),
+            _estimate_mean(colds.get(name, ()), "quality_score").value,
+            _estimate_mean(group, "quality_score").value,
         )
         for name, group in warms.items()
     ]
     return tuple(row for row in found if row.f1.value is not None or row.gold_warm is not None)
 
 
-def _mean(records: Sequence[RequestRecord], attribute: str) -> Estimate:
+def _estimate_mean(records: Sequence[RequestRecord], attribute: str) -> Estimate:
     known = [(float(value), r.cluster) for r in records if (value := getattr(r, attribute)) is not None]
     values = [value for value, _ in known]
-    return Estimate(mean(values), bootstrap_mean([name for _, name in known], values), len(values))
+    return Estimate(compute_mean(values), bootstrap_mean([name for _, name in known], values), len(values))
 
 
-def _worst(judged: Sequence[RequestRecord], colds: Mapping[str, RequestRecord]) -> tuple[Worst, ...]:
+def _rank_worst(judged: Sequence[RequestRecord], colds: Mapping[str, RequestRecord]) -> tuple[NotableRequest, ...]:
     """The gravest first: wrong in itself before merely far, far before slow."""
     ranked = []
     for record in judged:
         cold = colds.get(record.item_id)
-        weight, reasons = _gravity(record, cold)
+        weight, reasons = _weigh_faults(record, cold)
         if reasons:
-            ranked.append((weight, record.item_id, Worst(record, cold, tuple(reasons))))
+            ranked.append((weight, record.item_id, NotableRequest(record, cold, tuple(reasons))))
     return tuple(row for _, _, row in sorted(ranked, key=lambda row: (-row[0], row[1]))[:WORST])
 
 
-def _gravity(record: RequestRecord, cold: RequestRecord | None) -> tuple[float, list[str]]:
+def _weigh_faults(record: RequestRecord, cold: RequestRecord | None) -> tuple[float, list[str]]:
     confirmed = record.backend_confirmed_tokens or 0
     findings: list[tuple[float, str]] = []
     if record.cross_tenant and confirmed:

@@ -8,21 +8,21 @@ UNKNOWN = "not measured"
 DASH = "–"
 
 
-def percent(value: float | None, digits: int = 0) -> str:
+def format_percent(value: float | None, digits: int = 0) -> str:
     """
-    >>> percent(0.615), percent(None)
+    >>> format_percent(0.615), format_percent(None)
     ('62 %', 'not measured')
     """
     return UNKNOWN if value is None else f"{value * 100:.{digits}f} %"
 
 
-def times(value: float | None) -> str:
+def format_ratio(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.2f}×" if value < 10 else f"{value:.0f}×"
 
 
-def milliseconds(value: float | None) -> str:
+def format_milliseconds(value: float | None) -> str:
     """
-    >>> milliseconds(3.25), milliseconds(1234.0)
+    >>> format_milliseconds(3.25), format_milliseconds(1234.0)
     ('3.2 ms', '1.23 s')
     """
     if value is None:
@@ -32,15 +32,15 @@ def milliseconds(value: float | None) -> str:
     return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms"
 
 
-def number(value: float | int | None, digits: int = 3) -> str:
+def format_number(value: float | int | None, digits: int = 3) -> str:
     if value is None:
         return DASH
     return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}f}"
 
 
-def tokens(value: float) -> str:
+def format_tokens(value: float) -> str:
     """
-    >>> tokens(1024), tokens(16384), tokens(300), tokens(1500)
+    >>> format_tokens(1024), format_tokens(16384), format_tokens(300), format_tokens(1500)
     ('1k', '16k', '300', '1.5k')
     """
     if value < 1000:
@@ -48,17 +48,17 @@ def tokens(value: float) -> str:
     return f"{value / 1024:.0f}k" if value % 1024 == 0 else f"{value / 1000:.3g}k"
 
 
-def span(ci: Sequence[float] | None, show: object = None) -> str:
+def format_interval(ci: Sequence[float] | None, show: object = None) -> str:
     """An interval in the words of its value."""
     if not ci:
         return "no interval"
-    write = show if callable(show) else number
+    write = show if callable(show) else format_number
     return f"{write(ci[0])} to {write(ci[1])}"
 
 
-def plural(count: int, word: str) -> str:
+def format_plural(count: int, word: str) -> str:
     """
-    >>> plural(1, "request"), plural(3, "reply")
+    >>> format_plural(1, "request"), format_plural(3, "reply")
     ('1 request', '3 replies')
     """
     if count == 1:
@@ -66,6 +66,6 @@ def plural(count: int, word: str) -> str:
     return f"{count:,} {word[:-1]}ies" if word.endswith("y") else f"{count:,} {word}s"
 
 
-def title_of(name: str) -> str:
+def format_title(name: str) -> str:
     """A transform's name without its underscores."""
     return name.replace("_", " ")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sembench.result import RequestRecord
-from sembench.scoring.statistics import bootstrap_mean, bootstrap_ratio, wilson
+from sembench.scoring.statistics import bootstrap_mean, bootstrap_ratio, compute_wilson_interval
 
 SEMANTIC_PLACEMENT = "semantic_placement"
 PROPAGATION_PROBE = "propagation_probe"
@@ -63,7 +63,7 @@ MEANS = {
 }
 
 
-def measured(records: Iterable[RequestRecord]) -> list[RequestRecord]:
+def select_measured(records: Iterable[RequestRecord]) -> list[RequestRecord]:
     """The requests that are judged: all arms but cold and rerun, or those if there are no others.
 
     Pairs across tenants are no part of it: reuse there is a leak, and their answers are nobody's quality.
@@ -72,7 +72,7 @@ def measured(records: Iterable[RequestRecord]) -> list[RequestRecord]:
     return [record for record in kept if record.arm not in REFERENCE_ARMS] or kept
 
 
-def by_transform(records: Iterable[RequestRecord]) -> dict[str, dict[str, Any]]:
+def aggregate_by_transform(records: Iterable[RequestRecord]) -> dict[str, dict[str, Any]]:
     """The aggregate of each transform, in the order of first appearance."""
     groups: dict[str, list[RequestRecord]] = {}
     for record in records:
@@ -83,29 +83,35 @@ def by_transform(records: Iterable[RequestRecord]) -> dict[str, dict[str, Any]]:
 def aggregate(records: Iterable[RequestRecord]) -> dict[str, Any]:
     """All aggregate keys of a result file (docs/METRICS.md)."""
     everyone = list(records)
-    kept = measured(everyone)
+    kept = select_measured(everyone)
     found: dict[str, Any] = {"request_count": len(kept), "source_count": len({r.cluster for r in kept})}
-    found |= {name: total(kept, name) for name in SUMS}
+    found |= {name: sum_known(kept, name) for name in SUMS}
     # A cold arm that failed, or that contradicts itself, makes the comparison worthless: these count every request.
     found["error_count"] = sum(record.error is not None for record in everyone)
     found["contradiction_count"] = sum(len(record.contradictions) for record in everyone)
-    found |= _share("error_rate", everyone, lambda r: r.error is not None)
-    found |= _share("contradiction_rate", everyone, _contradicted)
+    found |= _compute_share("error_rate", everyone, lambda r: r.error is not None)
+    found |= _compute_share("contradiction_rate", everyone, _is_contradicted)
     found["confirmation_sources"] = dict(Counter(s for record in kept for s in record.confirmation_sources))
     found["external_confirmed_token_sources"] = sorted(
         {r.external_confirmed_tokens_source for r in kept if r.external_confirmed_tokens_source}
     )
     for name, (top, bottom) in BLOCK_RATES.items():
-        found |= _ratio(name, kept, top, bottom)
+        found |= _compute_ratio(name, kept, top, bottom)
     for name, (top, less) in LIFTS.items():
-        found |= _lift(name, kept, top, less)
+        found |= _compute_lift(name, kept, top, less)
     for name, attribute in MEANS.items():
-        found |= _mean(name, kept, attribute)
+        found |= _compute_mean(name, kept, attribute)
     found["quality_f1_ci"], found["quality_rouge_l_ci"] = found["mean_quality_f1_ci"], found["mean_quality_rouge_l_ci"]
-    return found | _shares(kept) | _negatives(kept) | _cross_tenant(everyone) | _connector_audit(kept)
+    return (
+        found
+        | _compute_shares(kept)
+        | _aggregate_negatives(kept)
+        | _aggregate_cross_tenant(everyone)
+        | _aggregate_connector_audit(kept)
+    )
 
 
-def total(records: Records, attribute: str) -> int | None:
+def sum_known(records: Records, attribute: str) -> int | None:
     """The sum over the records that observed it; None if none did."""
     seen = [value for record in records if (value := getattr(record, attribute)) is not None]
     return sum(seen) if seen else None
@@ -114,12 +120,12 @@ def total(records: Records, attribute: str) -> int | None:
 # -- the parts -----------------------------------------------------------------------------------------------------
 
 
-def _ratio(name: str, records: Records, top: str, bottom: str) -> dict[str, Any]:
+def _compute_ratio(name: str, records: Records, top: str, bottom: str) -> dict[str, Any]:
     seen = [r for r in records if getattr(r, top) is not None and getattr(r, bottom) is not None]
-    return _quotient(name, seen, [getattr(r, top) for r in seen], [getattr(r, bottom) for r in seen])
+    return _compute_quotient(name, seen, [getattr(r, top) for r in seen], [getattr(r, bottom) for r in seen])
 
 
-def _quotient(name: str, seen: Records, tops: Sequence[int], bottoms: Sequence[int]) -> dict[str, Any]:
+def _compute_quotient(name: str, seen: Records, tops: Sequence[int], bottoms: Sequence[int]) -> dict[str, Any]:
     """A ratio of sums over the requests that observed it; None where there is nothing to divide by."""
     if not sum(bottoms):
         return {name: None, f"{name}_n": 0, f"{name}_ci": None}
@@ -127,14 +133,14 @@ def _quotient(name: str, seen: Records, tops: Sequence[int], bottoms: Sequence[i
     return {name: sum(tops) / sum(bottoms), f"{name}_n": len(seen), f"{name}_ci": ci}
 
 
-def _lift(name: str, records: Records, top: str, less: str) -> dict[str, Any]:
+def _compute_lift(name: str, records: Records, top: str, less: str) -> dict[str, Any]:
     """One rate minus another, over the requests that observed both."""
     seen = [r for r in records if None not in (getattr(r, top), getattr(r, less), r.total_blocks)]
     gains = [getattr(r, top) - getattr(r, less) for r in seen]
-    return _quotient(name, seen, gains, [r.total_blocks or 0 for r in seen])
+    return _compute_quotient(name, seen, gains, [r.total_blocks or 0 for r in seen])
 
 
-def _mean(name: str, records: Records, attribute: str) -> dict[str, Any]:
+def _compute_mean(name: str, records: Records, attribute: str) -> dict[str, Any]:
     seen = [(record, value) for record in records if (value := getattr(record, attribute)) is not None]
     if not seen:
         return {name: None, f"{name}_n": 0, f"{name}_ci": None}
@@ -143,42 +149,42 @@ def _mean(name: str, records: Records, attribute: str) -> dict[str, Any]:
     return {name: sum(values) / len(values), f"{name}_n": len(values), f"{name}_ci": ci}
 
 
-def _share(name: str, records: Records, observed: Callable[[RequestRecord], bool | None]) -> dict[str, Any]:
+def _compute_share(name: str, records: Records, observed: Callable[[RequestRecord], bool | None]) -> dict[str, Any]:
     seen = [value for record in records if (value := observed(record)) is not None]
     hits = sum(seen)
     rate = hits / len(seen) if seen else None
-    return {name: rate, f"{name}_n": len(seen), f"{name}_ci": wilson(hits, len(seen))}
+    return {name: rate, f"{name}_n": len(seen), f"{name}_ci": compute_wilson_interval(hits, len(seen))}
 
 
-def _shares(records: Records) -> dict[str, Any]:
+def _compute_shares(records: Records) -> dict[str, Any]:
     outcomes = Counter(record.route_outcome for record in records if record.route_outcome is not None)
     return {
         "route_outcomes": dict(outcomes),
-        **_share("semantic_placement_rate_by_request", records, _placed),
-        **_share("semblend_hit_rate_by_request", records, lambda r: r.semblend_found),
-        **_share("backend_confirmed_rate_by_request", records, _confirmed),
-        **_share("quality_pass_rate", records, lambda r: r.quality_pass),
-        **_share("planted_fact_answered_rate", records, lambda r: r.planted_fact_answered),
-        **_share("donor_fact_answered_rate", records, lambda r: r.donor_fact_answered),
-        **_share("false_safe_rate", records, _false_safe),
+        **_compute_share("semantic_placement_rate_by_request", records, _is_placed),
+        **_compute_share("semblend_hit_rate_by_request", records, lambda r: r.semblend_found),
+        **_compute_share("backend_confirmed_rate_by_request", records, _is_confirmed),
+        **_compute_share("quality_pass_rate", records, lambda r: r.quality_pass),
+        **_compute_share("planted_fact_answered_rate", records, lambda r: r.planted_fact_answered),
+        **_compute_share("donor_fact_answered_rate", records, lambda r: r.donor_fact_answered),
+        **_compute_share("false_safe_rate", records, _is_false_safe),
     }
 
 
-def _placed(record: RequestRecord) -> bool | None:
+def _is_placed(record: RequestRecord) -> bool | None:
     return None if record.route_outcome is None else record.route_outcome == SEMANTIC_PLACEMENT
 
 
-def _confirmed(record: RequestRecord) -> bool | None:
+def _is_confirmed(record: RequestRecord) -> bool | None:
     tokens = record.backend_confirmed_tokens
     return None if tokens is None else tokens > 0
 
 
-def _contradicted(record: RequestRecord) -> bool | None:
+def _is_contradicted(record: RequestRecord) -> bool | None:
     """None where no witness spoke: nobody contradicted, since nobody said anything."""
     return bool(record.contradictions) if record.confirmation_sources or record.contradictions else None
 
 
-def _false_safe(record: RequestRecord) -> bool | None:
+def _is_false_safe(record: RequestRecord) -> bool | None:
     """Reuse was served and the answer left the cold one: KL above .1 or F1 against cold below .5."""
     if not record.backend_confirmed_tokens or (record.cold_kl_topk is None and record.cold_f1 is None):
         return None
@@ -186,58 +192,60 @@ def _false_safe(record: RequestRecord) -> bool | None:
     return far or (record.cold_f1 is not None and record.cold_f1 < FALSE_SAFE_F1)
 
 
-def _negatives(records: Records) -> dict[str, Any]:
+def _aggregate_negatives(records: Records) -> dict[str, Any]:
     """Unrelated pairs. A confirmed rate is the larger of its block and token share: less than a block counts too."""
     own = [record for record in records if record.negative_control]
     found: dict[str, Any] = {
         "negative_control_count": len(own),
-        "negative_control_blocks": total(own, "total_blocks"),
-        "negative_control_wrong_tokens": total(own, "wrong_tokens"),
+        "negative_control_blocks": sum_known(own, "total_blocks"),
+        "negative_control_wrong_tokens": sum_known(own, "wrong_tokens"),
     }
     placements = [record for record in own if record.route_outcome is not None]
-    found["negative_control_semantic_placements"] = sum(map(bool, map(_placed, placements))) if placements else None
-    found |= _share("negative_control_semantic_placement_rate", own, _placed)
+    found["negative_control_semantic_placements"] = sum(map(bool, map(_is_placed, placements))) if placements else None
+    found |= _compute_share("negative_control_semantic_placement_rate", own, _is_placed)
     for stem in ("semantic_eligible", "backend_confirmed"):
         name = f"negative_control_{stem}"
-        found[f"{name}_blocks"] = total(own, f"{stem}_blocks")
-        found[f"{name}_tokens"] = total(own, f"{stem}_tokens")
-        found |= _larger(f"{name}_rate", own, stem)
-    return found | _share("negative_control_backend_confirmed_rate_by_request", own, _confirmed)
+        found[f"{name}_blocks"] = sum_known(own, f"{stem}_blocks")
+        found[f"{name}_tokens"] = sum_known(own, f"{stem}_tokens")
+        found |= _compute_larger_ratio(f"{name}_rate", own, stem)
+    return found | _compute_share("negative_control_backend_confirmed_rate_by_request", own, _is_confirmed)
 
 
-def _cross_tenant(records: Records) -> dict[str, Any]:
+def _aggregate_cross_tenant(records: Records) -> dict[str, Any]:
     """Pairs whose donor belongs to another tenant: any confirmed token is a leak."""
     own = [record for record in records if record.cross_tenant]
     return {
         "cross_tenant_count": len(own),
-        "cross_tenant_backend_confirmed_tokens": total(own, "backend_confirmed_tokens"),
-        **_share("cross_tenant_backend_confirmed_rate", own, _confirmed),
+        "cross_tenant_backend_confirmed_tokens": sum_known(own, "backend_confirmed_tokens"),
+        **_compute_share("cross_tenant_backend_confirmed_rate", own, _is_confirmed),
     }
 
 
-def _larger(name: str, records: Records, stem: str) -> dict[str, Any]:
-    blocks = _ratio(name, records, f"{stem}_blocks", "total_blocks")
-    tokens = _ratio(name, records, f"{stem}_tokens", "prompt_tokens")
+def _compute_larger_ratio(name: str, records: Records, stem: str) -> dict[str, Any]:
+    blocks = _compute_ratio(name, records, f"{stem}_blocks", "total_blocks")
+    tokens = _compute_ratio(name, records, f"{stem}_tokens", "prompt_tokens")
     return tokens if (tokens[name] or 0.0) > (blocks[name] or 0.0) or blocks[name] is None else blocks
 
 
-def _connector_audit(records: Records) -> dict[str, Any]:
+def _aggregate_connector_audit(records: Records) -> dict[str, Any]:
     """What the audit stream of a connector says about the requests it could be joined to."""
     joined = [record for record in records if record.audit_joined]
     found: dict[str, Any] = {"connector_audit_present": bool(joined), "connector_audit_rows_joined": len(joined)}
     advertised = [record for record in joined if record.audit_advertised_tokens]
     probes = [record for record in records if record.traffic_class == PROPAGATION_PROBE]
-    found |= _counted("boundary_alignment", joined, lambda r: r.audit_boundary_at_span_start)
-    found |= _counted("materialized_reuse", advertised, lambda r: bool(r.audit_materialized))
-    found |= _counted("propagation_contamination", probes, _confirmed)
+    found |= _compute_counted_share("boundary_alignment", joined, lambda r: r.audit_boundary_at_span_start)
+    found |= _compute_counted_share("materialized_reuse", advertised, lambda r: bool(r.audit_materialized))
+    found |= _compute_counted_share("propagation_contamination", probes, _is_confirmed)
     moved = [(record.audit_advertised_tokens or 0) if record.audit_materialized else 0 for record in advertised]
     offered = [record.audit_advertised_tokens or 0 for record in advertised]
     found["materialized_reuse_tokens"] = sum(moved) if advertised else None
     found["materialized_reuse_advertised_tokens"] = sum(offered) if advertised else None
-    return found | _quotient("materialized_reuse_token_rate", advertised, moved, offered)
+    return found | _compute_quotient("materialized_reuse_token_rate", advertised, moved, offered)
 
 
-def _counted(stem: str, records: Records, observed: Callable[[RequestRecord], bool | None]) -> dict[str, Any]:
+def _compute_counted_share(
+    stem: str, records: Records, observed: Callable[[RequestRecord], bool | None]
+) -> dict[str, Any]:
     seen = [value for record in records if (value := observed(record)) is not None]
-    share = _share(f"{stem}_rate", records, observed)
+    share = _compute_share(f"{stem}_rate", records, observed)
     return {**share, f"{stem}_numerator": sum(seen), f"{stem}_denominator": len(seen)}

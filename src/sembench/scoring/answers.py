@@ -1,7 +1,7 @@
 """How good an answer is: against the gold answers, and against what the same prompt said cold.
 
-Every score lies in [0, 1] and higher is better, except `kl_topk` (nats, 0 is equal), `first_divergence` (a position)
-and `ppl_ratio` (1 is equal). None means that there was nothing to compare, which is not zero.
+Every score lies in [0, 1] and higher is better, except KL (nats, 0 is equal), the first divergence (a position)
+and the perplexity ratio (1 is equal). None means that there was nothing to compare, which is not zero.
 """
 
 from __future__ import annotations
@@ -32,64 +32,64 @@ _SHORTEST_STEM = 3
 TopLogprobs = Sequence[Mapping[str, float]]
 
 
-def words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Lower-cased words without punctuation and articles.
 
-    >>> words("The Ferry, at 9:30!")
+    >>> split_words("The Ferry, at 9:30!")
     ['ferry', 'at', '9', '30']
     """
     plain = unicodedata.normalize("NFKC", text).casefold()
     return [word for word in _WORD.findall(plain) if word not in _ARTICLES]
 
 
-def token_f1(prediction: str, reference: str) -> float:
+def compute_token_f1(prediction: str, reference: str) -> float:
     """Harmonic mean of the precision and the recall of words, each counted as often as it occurs.
 
-    >>> round(token_f1("at nine sharp", "nine"), 2)
+    >>> round(compute_token_f1("at nine sharp", "nine"), 2)
     0.5
     """
-    return _f1(words(prediction), words(reference))
+    return _compute_f1(split_words(prediction), split_words(reference))
 
 
-def exact_match(prediction: str, reference: str) -> float:
+def compute_exact_match(prediction: str, reference: str) -> float:
     """1.0 where both say the same words in the same order."""
-    return float(words(prediction) == words(reference))
+    return float(split_words(prediction) == split_words(reference))
 
 
-def rouge_l(prediction: str, reference: str) -> float:
+def compute_rouge_l(prediction: str, reference: str) -> float:
     """F-measure of the longest common subsequence of words.
 
-    >>> rouge_l("the ferry leaves at nine", "ferry leaves at nine")
+    >>> compute_rouge_l("the ferry leaves at nine", "ferry leaves at nine")
     1.0
     """
-    said, wanted = words(prediction), words(reference)
+    said, wanted = split_words(prediction), split_words(reference)
     if not said or not wanted:
         return float(said == wanted)
-    common = _longest_common_subsequence(said, wanted)
+    common = _measure_common_subsequence(said, wanted)
     return 2 * common / (len(said) + len(wanted))
 
 
-def edit_similarity(prediction: str, reference: str) -> float:
+def compute_edit_similarity(prediction: str, reference: str) -> float:
     """1 - Levenshtein distance / longer length, over characters: the measure for code.
 
-    >>> edit_similarity("return x", "return y")
+    >>> compute_edit_similarity("return x", "return y")
     0.875
     """
     if not prediction and not reference:
         return 1.0
-    return 1.0 - _levenshtein(prediction, reference) / max(len(prediction), len(reference))
+    return 1.0 - _compute_levenshtein(prediction, reference) / max(len(prediction), len(reference))
 
 
-def answer_recall(prediction: str, answers: Sequence[str]) -> float | None:
+def compute_answer_recall(prediction: str, answers: Sequence[str]) -> float | None:
     """The quality score: the largest share of a gold answer's words that the prediction contains, stemmed lightly.
 
-    >>> answer_recall("It was registered in Bergen.", ["registering in Bergen", "Oslo"])
+    >>> compute_answer_recall("It was registered in Bergen.", ["registering in Bergen", "Oslo"])
     1.0
     """
-    said = Counter(_stem(word) for word in words(prediction))
+    said = Counter(_stem(word) for word in split_words(prediction))
     best: float | None = None
     for answer in answers:
-        wanted = Counter(_stem(word) for word in _content_words(answer))
+        wanted = Counter(_stem(word) for word in _select_content_words(answer))
         if not wanted:
             continue
         share = sum((said & wanted).values()) / sum(wanted.values())
@@ -97,7 +97,7 @@ def answer_recall(prediction: str, answers: Sequence[str]) -> float | None:
     return best
 
 
-def best_of(score: Callable[[str, str], float], prediction: str, answers: Sequence[str]) -> float | None:
+def score_best(score: Callable[[str, str], float], prediction: str, answers: Sequence[str]) -> float | None:
     """The best score against any gold answer; None where there is none."""
     return max((score(prediction, answer) for answer in answers), default=None)
 
@@ -108,16 +108,16 @@ def says(text: str, fact: str) -> bool:
     >>> says("The code is KX-42, sir", "kx 42"), says("KX-421", "KX-42")
     (True, False)
     """
-    wanted, said = words(fact), words(text)
+    wanted, said = split_words(fact), split_words(text)
     return bool(wanted) and any(
         said[start : start + len(wanted)] == wanted for start in range(len(said) - len(wanted) + 1)
     )
 
 
-def first_divergence(cold: Sequence[object], warm: Sequence[object]) -> int | None:
+def find_first_divergence(cold: Sequence[object], warm: Sequence[object]) -> int | None:
     """Position of the first token that differs; None where both are the same to the end.
 
-    >>> first_divergence([1, 2, 3], [1, 2, 4]), first_divergence([1], [1, 2]), first_divergence([1], [1])
+    >>> find_first_divergence([1, 2, 3], [1, 2, 4]), find_first_divergence([1], [1, 2]), find_first_divergence([1], [1])
     (2, 1, None)
     """
     for position, (left, right) in enumerate(zip(cold, warm, strict=False)):
@@ -126,7 +126,7 @@ def first_divergence(cold: Sequence[object], warm: Sequence[object]) -> int | No
     return None if len(cold) == len(warm) else min(len(cold), len(warm))
 
 
-def kl_topk(cold: TopLogprobs, warm: TopLogprobs, same_until: int | None = None) -> float | None:
+def compute_kl_topk(cold: TopLogprobs, warm: TopLogprobs, same_until: int | None = None) -> float | None:
     """Mean KL(cold || warm) in nats over the positions that both answered from the same context.
 
     Only the likeliest tokens are known; what is left of the mass counts as one further token, so the value is a lower
@@ -135,14 +135,14 @@ def kl_topk(cold: TopLogprobs, warm: TopLogprobs, same_until: int | None = None)
     count = min(len(cold), len(warm))
     if same_until is not None:
         count = min(count, same_until + 1)
-    parts = [_kl(cold[at], warm[at]) for at in range(count) if cold[at] and warm[at]]
+    parts = [_compute_kl(cold[at], warm[at]) for at in range(count) if cold[at] and warm[at]]
     return float(np.mean(parts)) if parts else None
 
 
-def ppl_ratio(cold: Sequence[float], warm: Sequence[float], same_until: int | None = None) -> float | None:
+def compute_ppl_ratio(cold: Sequence[float], warm: Sequence[float], same_until: int | None = None) -> float | None:
     """Perplexity of the warm answer over the cold one's, on the tokens that both said (log-probabilities in).
 
-    >>> round(ppl_ratio([-1.0, -1.0], [-1.5, -1.5]), 3)
+    >>> round(compute_ppl_ratio([-1.0, -1.0], [-1.5, -1.5]), 3)
     1.649
     """
     count = min(len(cold), len(warm)) if same_until is None else min(len(cold), len(warm), same_until)
@@ -151,16 +151,16 @@ def ppl_ratio(cold: Sequence[float], warm: Sequence[float], same_until: int | No
     return math.exp(min(float(np.mean(cold[:count])) - float(np.mean(warm[:count])), 700.0))
 
 
-def _f1(said: Sequence[str], wanted: Sequence[str]) -> float:
+def _compute_f1(said: Sequence[str], wanted: Sequence[str]) -> float:
     if not said or not wanted:
         return float(list(said) == list(wanted))
     common = sum((Counter(said) & Counter(wanted)).values())
     return 2 * common / (len(said) + len(wanted))
 
 
-def _content_words(text: str) -> list[str]:
+def _select_content_words(text: str) -> list[str]:
     """Words that carry the answer; an answer of stop words alone ("it is") keeps them."""
-    found = words(text)
+    found = split_words(text)
     return [word for word in found if word not in _STOP_WORDS] or found
 
 
@@ -171,7 +171,7 @@ def _stem(word: str) -> str:
     return word[:-1] if word.endswith("e") and len(word) > _SHORTEST_STEM + 1 else word
 
 
-def _longest_common_subsequence(left: Sequence[str], right: Sequence[str]) -> int:
+def _measure_common_subsequence(left: Sequence[str], right: Sequence[str]) -> int:
     """Bit-parallel: one integer holds a row of the table."""
     places: dict[str, int] = {}
     for at, word in enumerate(left):
@@ -184,7 +184,7 @@ def _longest_common_subsequence(left: Sequence[str], right: Sequence[str]) -> in
     return row.bit_count()
 
 
-def _levenshtein(left: str, right: str) -> int:
+def _compute_levenshtein(left: str, right: str) -> int:
     if len(left) < len(right):
         left, right = right, left
     previous = np.arange(len(right) + 1)
@@ -198,7 +198,7 @@ def _levenshtein(left: str, right: str) -> int:
     return int(previous[-1])
 
 
-def _kl(cold: Mapping[str, float], warm: Mapping[str, float]) -> float:
+def _compute_kl(cold: Mapping[str, float], warm: Mapping[str, float]) -> float:
     floor = 1e-9
     rest_cold = max(1.0 - sum(math.exp(value) for value in cold.values()), 0.0)
     shared = {token: math.exp(warm[token]) for token in cold if token in warm}

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 
 from sembench.result import RequestRecord, Result
-from sembench.scoring.aggregate import measured
-from sembench.scoring.paired import pairs_of
+from sembench.scoring.aggregate import select_measured
+from sembench.scoring.paired import pair_records
 from sembench.scoring.statistics import bootstrap_mean
 from semblend.errors import InputError
 
@@ -36,7 +36,7 @@ class Metric:
     kind: Kind = "difference"
 
 
-def _field(name: str) -> Read:
+def _make_field_reader(name: str) -> Read:
     def read(record: RequestRecord) -> float | None:
         value = getattr(record, name)
         return None if value is None else float(value)
@@ -44,7 +44,7 @@ def _field(name: str) -> Read:
     return read
 
 
-def _share(top: str, bottom: str) -> Read:
+def _make_share_reader(top: str, bottom: str) -> Read:
     def read(record: RequestRecord) -> float | None:
         part, whole = getattr(record, top), getattr(record, bottom)
         return None if part is None or not whole else part / whole
@@ -53,24 +53,24 @@ def _share(top: str, bottom: str) -> Read:
 
 
 METRICS: tuple[Metric, ...] = (
-    Metric("ttft_ms", _field("ttft_ms"), "lower", "ratio"),
-    Metric("latency_ms", _field("latency_ms"), "lower", "ratio"),
-    Metric("semblend_latency_ms", _field("semblend_latency_ms"), "lower", "ratio"),
-    Metric("exact_block_hit_rate", _share("exact_hit_blocks", "total_blocks"), "neither"),
-    Metric("semantic_candidate_block_rate", _share("semantic_candidate_blocks", "total_blocks"), "neither"),
-    Metric("semantic_eligible_block_rate", _share("semantic_eligible_blocks", "total_blocks"), "higher"),
-    Metric("backend_confirmed_block_rate", _share("backend_confirmed_blocks", "total_blocks"), "higher"),
-    Metric("backend_confirmed_token_rate", _share("backend_confirmed_tokens", "prompt_tokens"), "higher"),
-    Metric("quality_pass_rate", _field("quality_pass"), "higher"),
-    Metric("quality_score", _field("quality_score"), "higher"),
-    Metric("quality_f1", _field("quality_f1"), "higher"),
-    Metric("quality_rouge_l", _field("quality_rouge_l"), "higher"),
-    Metric("cold_f1", _field("cold_f1"), "higher"),
-    Metric("cold_rouge_l", _field("cold_rouge_l"), "higher"),
-    Metric("cold_kl_topk", _field("cold_kl_topk"), "lower"),
-    Metric("donor_fact_answered_rate", _field("donor_fact_answered"), "lower"),
-    Metric("planted_fact_answered_rate", _field("planted_fact_answered"), "higher"),
-    Metric("wrong_tokens", _field("wrong_tokens"), "lower"),
+    Metric("ttft_ms", _make_field_reader("ttft_ms"), "lower", "ratio"),
+    Metric("latency_ms", _make_field_reader("latency_ms"), "lower", "ratio"),
+    Metric("semblend_latency_ms", _make_field_reader("semblend_latency_ms"), "lower", "ratio"),
+    Metric("exact_block_hit_rate", _make_share_reader("exact_hit_blocks", "total_blocks"), "neither"),
+    Metric("semantic_candidate_block_rate", _make_share_reader("semantic_candidate_blocks", "total_blocks"), "neither"),
+    Metric("semantic_eligible_block_rate", _make_share_reader("semantic_eligible_blocks", "total_blocks"), "higher"),
+    Metric("backend_confirmed_block_rate", _make_share_reader("backend_confirmed_blocks", "total_blocks"), "higher"),
+    Metric("backend_confirmed_token_rate", _make_share_reader("backend_confirmed_tokens", "prompt_tokens"), "higher"),
+    Metric("quality_pass_rate", _make_field_reader("quality_pass"), "higher"),
+    Metric("quality_score", _make_field_reader("quality_score"), "higher"),
+    Metric("quality_f1", _make_field_reader("quality_f1"), "higher"),
+    Metric("quality_rouge_l", _make_field_reader("quality_rouge_l"), "higher"),
+    Metric("cold_f1", _make_field_reader("cold_f1"), "higher"),
+    Metric("cold_rouge_l", _make_field_reader("cold_rouge_l"), "higher"),
+    Metric("cold_kl_topk", _make_field_reader("cold_kl_topk"), "lower"),
+    Metric("donor_fact_answered_rate", _make_field_reader("donor_fact_answered"), "lower"),
+    Metric("planted_fact_answered_rate", _make_field_reader("planted_fact_answered"), "higher"),
+    Metric("wrong_tokens", _make_field_reader("wrong_tokens"), "lower"),
     Metric("error_rate", lambda record: float(record.error is not None), "lower"),
 )
 # On unrelated pairs reuse is harm, so "more" is worse there.
@@ -81,29 +81,29 @@ _HARM_ON_NEGATIVES = {
 }
 
 
-def compare(base: Result, new: Result) -> dict[str, Any]:
+def compare_results(base: Result, new: Result) -> dict[str, Any]:
     """The comparison, ready for JSON: what was paired, what differs in the set-up, and every metric's difference."""
-    left, right = _by_key(base), _by_key(new)
+    left, right = _index_by_item(base), _index_by_item(new)
     shared = [key for key in left if key in right]
     if not shared:
         raise InputError("the two results share no item", hint="compare results of one manifest; item_id joins them")
     pairs = [(left[key], right[key]) for key in shared]
     positive = [pair for pair in pairs if not pair[0].negative_control]
     negative = [pair for pair in pairs if pair[0].negative_control]
-    by_transform = {name: _differences(group) for name, group in _groups(positive).items()}
+    by_transform = {name: _compare_metrics(group) for name, group in _group_by_transform(positive).items()}
     return {
         "items_shared": len(shared),
         "items_only_in_base": len(left) - len(shared),
         "items_only_in_new": len(right) - len(shared),
         "sources": len({old.cluster for old, _ in pairs}),
-        "setup_differences": setup_differences(base, new),
-        "metrics": _differences(positive) + _speedups(base, new),
-        "negative_controls": _differences(negative, negatives=True),
+        "setup_differences": find_setup_differences(base, new),
+        "metrics": _compare_metrics(positive) + _compare_speedups(base, new),
+        "negative_controls": _compare_metrics(negative, negatives=True),
         "by_transform": by_transform,
     }
 
 
-def setup_differences(base: Result, new: Result) -> list[str]:
+def find_setup_differences(base: Result, new: Result) -> list[str]:
     """Where the two runs were not the same experiment, one line each."""
     lines: list[str] = []
     for part, names in (("run", _CONTEXT), ("config", _CONFIG)):
@@ -113,7 +113,7 @@ def setup_differences(base: Result, new: Result) -> list[str]:
     return lines
 
 
-def difference(
+def compare_metric(
     metric: Metric, values: Sequence[tuple[float, float]], clusters: Sequence[str], *, negatives: bool = False
 ) -> dict[str, Any]:
     """One metric over paired values: both means, the change, its interval and what to make of it."""
@@ -137,11 +137,11 @@ def difference(
         "new": float(shown[1]),
         "change": float(np.exp(change)) if metric.kind == "ratio" else change,
         "change_ci": [float(np.exp(end)) for end in ci] if ci and metric.kind == "ratio" else ci,
-        "verdict": _verdict(change, ci, better, identical=bool((rows[:, 0] == rows[:, 1]).all())),
+        "verdict": _judge_change(change, ci, better, identical=bool((rows[:, 0] == rows[:, 1]).all())),
     }
 
 
-def _verdict(change: float, ci: Sequence[float] | None, better: str, *, identical: bool) -> Verdict:
+def _judge_change(change: float, ci: Sequence[float] | None, better: str, *, identical: bool) -> Verdict:
     if identical:
         return "identical"
     if ci is None:
@@ -153,7 +153,7 @@ def _verdict(change: float, ci: Sequence[float] | None, better: str, *, identica
     return "better" if (change > 0) == (better == "higher") else "worse"
 
 
-def _differences(pairs: Sequence[tuple[RequestRecord, RequestRecord]], *, negatives: bool = False) -> list[Any]:
+def _compare_metrics(pairs: Sequence[tuple[RequestRecord, RequestRecord]], *, negatives: bool = False) -> list[Any]:
     found = []
     for metric in METRICS:
         known = [
@@ -163,28 +163,28 @@ def _differences(pairs: Sequence[tuple[RequestRecord, RequestRecord]], *, negati
             for cluster in (left.cluster,)
         ]
         if known:
-            row = difference(metric, [(o, n) for o, n, _ in known], [c for _, _, c in known], negatives=negatives)
+            row = compare_metric(metric, [(o, n) for o, n, _ in known], [c for _, _, c in known], negatives=negatives)
             found += [row] if row else []
     return found
 
 
-def _speedups(base: Result, new: Result) -> list[Any]:
+def _compare_speedups(base: Result, new: Result) -> list[Any]:
     """Cold over warm TTFT of each pair, where both results have both arms."""
-    left = {pair.cold.item_id: pair for pair in pairs_of(base.requests) if not pair.cold.negative_control}
-    right = {pair.cold.item_id: pair for pair in pairs_of(new.requests)}
+    left = {pair.cold.item_id: pair for pair in pair_records(base.requests) if not pair.cold.negative_control}
+    right = {pair.cold.item_id: pair for pair in pair_records(new.requests)}
     known = [
         (old, young, left[name].cluster)
         for name in left
         if name in right and (old := left[name].speedup) and (young := right[name].speedup)
     ]
     metric = Metric("ttft_speedup", lambda _: None, "higher", "ratio")
-    return [difference(metric, [(o, n) for o, n, _ in known], [c for _, _, c in known])] if known else []
+    return [compare_metric(metric, [(o, n) for o, n, _ in known], [c for _, _, c in known])] if known else []
 
 
-def _by_key(result: Result) -> dict[str, RequestRecord]:
+def _index_by_item(result: Result) -> dict[str, RequestRecord]:
     """The judged arm of every item; failed requests take part (their error is a metric)."""
     found: dict[str, RequestRecord] = {}
-    for record in measured(result.requests):
+    for record in select_measured(result.requests):
         if record.item_id in found:
             raise InputError(
                 f"item {record.item_id} stands twice in one result", hint="compare results of one run each"
@@ -193,7 +193,7 @@ def _by_key(result: Result) -> dict[str, RequestRecord]:
     return found
 
 
-def _groups(
+def _group_by_transform(
     pairs: Sequence[tuple[RequestRecord, RequestRecord]],
 ) -> Mapping[str, list[tuple[RequestRecord, RequestRecord]]]:
     groups: dict[str, list[tuple[RequestRecord, RequestRecord]]] = {}

@@ -13,7 +13,7 @@ from sembench.scoring import answers as scoring
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ComparableAnswer:
     """An answer as far as it can be compared: from a server just now, or from a result file."""
 
     text: str
@@ -22,11 +22,11 @@ class Said:
     top_logprobs: Sequence[Mapping[str, float]] = ()
 
     @classmethod
-    def of_answer(cls, answer: Answer) -> Said:
+    def from_answer(cls, answer: Answer) -> ComparableAnswer:
         return cls(answer.text, answer.output_units, answer.token_logprobs, answer.top_logprobs)
 
     @classmethod
-    def of_record(cls, record: RequestRecord) -> Said:
+    def from_record(cls, record: RequestRecord) -> ComparableAnswer:
         """A result file keeps at most 2000 characters; of both sides alike."""
         text = record.output_text or ""
         top = record.output_top_logprobs
@@ -34,31 +34,31 @@ class Said:
         return cls(text, record.output_token_ids or tuple(text.split()), (), top)
 
 
-def against_gold(text: str, case: Case, threshold: float) -> dict[str, Any]:
+def score_against_gold(text: str, case: Case, threshold: float) -> dict[str, Any]:
     """The quality fields of a record; None where the case has no answers or no planted facts."""
-    score = scoring.answer_recall(text, case.answers)
+    score = scoring.compute_answer_recall(text, case.answers)
     planted, donor = case.planted_fact, case.donor_fact
     says_planted = None if planted is None else scoring.says(text, planted)
     return {
         "quality_score": score,
         "quality_pass": None if score is None else score >= threshold,
-        "quality_f1": scoring.best_of(scoring.token_f1, text, case.answers),
-        "quality_rouge_l": scoring.best_of(scoring.rouge_l, text, case.answers),
-        "exact_match": scoring.best_of(scoring.exact_match, text, case.answers),
-        "edit_similarity": scoring.best_of(scoring.edit_similarity, text, case.answers),
+        "quality_f1": scoring.score_best(scoring.compute_token_f1, text, case.answers),
+        "quality_rouge_l": scoring.score_best(scoring.compute_rouge_l, text, case.answers),
+        "exact_match": scoring.score_best(scoring.compute_exact_match, text, case.answers),
+        "edit_similarity": scoring.score_best(scoring.compute_edit_similarity, text, case.answers),
         "planted_fact_answered": says_planted,
         "donor_fact_answered": None if donor is None else scoring.says(text, donor) and not says_planted,
     }
 
 
-def against_cold(record: RequestRecord, warm: Said, cold: Said) -> RequestRecord:
+def score_against_cold(record: RequestRecord, warm: ComparableAnswer, cold: ComparableAnswer) -> RequestRecord:
     """The record of the warm answer with its distance from the cold one."""
-    divergence = scoring.first_divergence(cold.units, warm.units)
+    divergence = scoring.find_first_divergence(cold.units, warm.units)
     return replace(
         record,
-        cold_f1=scoring.token_f1(warm.text, cold.text),
-        cold_rouge_l=scoring.rouge_l(warm.text, cold.text),
-        cold_kl_topk=scoring.kl_topk(cold.top_logprobs, warm.top_logprobs, divergence),
+        cold_f1=scoring.compute_token_f1(warm.text, cold.text),
+        cold_rouge_l=scoring.compute_rouge_l(warm.text, cold.text),
+        cold_kl_topk=scoring.compute_kl_topk(cold.top_logprobs, warm.top_logprobs, divergence),
         first_divergence=divergence,
-        ppl_ratio=scoring.ppl_ratio(cold.token_logprobs, warm.token_logprobs, divergence),
+        ppl_ratio=scoring.compute_ppl_ratio(cold.token_logprobs, warm.token_logprobs, divergence),
     )

@@ -21,10 +21,10 @@ Interval = list[float]
 FloatArray = npt.NDArray[np.float64]
 
 
-def wilson(hits: int, n: int) -> Interval | None:
+def compute_wilson_interval(hits: int, n: int) -> Interval | None:
     """95 % interval of a share, sensible at 0 and at 1 too; None without a sample.
 
-    >>> [round(x, 3) for x in wilson(0, 10)]
+    >>> [round(x, 3) for x in compute_wilson_interval(0, 10)]
     [0.0, 0.278]
     """
     if n <= 0:
@@ -35,21 +35,21 @@ def wilson(hits: int, n: int) -> Interval | None:
     return [max(0.0, middle - half) if hits else 0.0, min(1.0, middle + half) if hits < n else 1.0]
 
 
-def _numbered(clusters: Sequence[Hashable]) -> npt.NDArray[np.int64]:
+def _number_clusters(clusters: Sequence[Hashable]) -> npt.NDArray[np.int64]:
     """Each name as the number of its first appearance."""
     places: dict[Hashable, int] = {}
     return np.fromiter((places.setdefault(name, len(places)) for name in clusters), dtype=np.int64, count=len(clusters))
 
 
-def cluster_sums(clusters: Sequence[Hashable], rows: npt.ArrayLike) -> FloatArray:
+def sum_clusters(clusters: Sequence[Hashable], rows: npt.ArrayLike) -> FloatArray:
     """The rows of each cluster added up: one row a cluster."""
-    values, at = np.asarray(rows, dtype=np.float64), _numbered(clusters)
+    values, at = np.asarray(rows, dtype=np.float64), _number_clusters(clusters)
     sums = np.zeros((int(at.max(initial=-1)) + 1, values.shape[1]))
     np.add.at(sums, at, values)
     return sums
 
 
-def _draws(count: int) -> Iterator[npt.NDArray[np.int64]]:
+def _draw_weights(count: int) -> Iterator[npt.NDArray[np.int64]]:
     """How often each cluster is drawn: resamples by clusters, a few resamples at a time."""
     rng = np.random.default_rng(_SEED)
     even = np.full(count, 1.0 / count)
@@ -57,12 +57,12 @@ def _draws(count: int) -> Iterator[npt.NDArray[np.int64]]:
         yield rng.multinomial(count, even, size=min(_AT_ONCE, RESAMPLES - start))
 
 
-def resampled_sums(sums: FloatArray) -> FloatArray:
+def resample_sums(sums: FloatArray) -> FloatArray:
     """The totals of every column under draws of clusters with replacement."""
-    return np.concatenate([weights @ sums for weights in _draws(len(sums))])
+    return np.concatenate([weights @ sums for weights in _draw_weights(len(sums))])
 
 
-def interval(draws: FloatArray) -> Interval | None:
+def compute_interval(draws: FloatArray) -> Interval | None:
     """The middle 95 % of the draws that are numbers; None if there are none."""
     kept = draws[np.isfinite(draws)]
     if not len(kept):
@@ -75,9 +75,9 @@ def bootstrap_ratio(clusters: Sequence[Hashable], tops: Sequence[float], bottoms
     """95 % interval of sum(tops) / sum(bottoms), clustered; None with fewer than two clusters."""
     if len(set(clusters)) < 2:
         return None
-    totals = resampled_sums(cluster_sums(clusters, np.column_stack([tops, bottoms])))
+    totals = resample_sums(sum_clusters(clusters, np.column_stack([tops, bottoms])))
     with np.errstate(divide="ignore", invalid="ignore"):
-        return interval(totals[:, 0] / totals[:, 1])
+        return compute_interval(totals[:, 0] / totals[:, 1])
 
 
 def bootstrap_mean(clusters: Sequence[Hashable], values: Sequence[float]) -> Interval | None:
@@ -97,33 +97,33 @@ def bootstrap_median(clusters: Sequence[Hashable], values: Sequence[float]) -> I
     """
     if len(set(clusters)) < 2:
         return None
-    numbers, at = np.asarray(values, dtype=np.float64), _numbered(clusters)
+    numbers, at = np.asarray(values, dtype=np.float64), _number_clusters(clusters)
     order = np.argsort(numbers, kind="stable")
     numbers, at = numbers[order], at[order]
     found = []
-    for weights in _draws(int(at.max()) + 1):
+    for weights in _draw_weights(int(at.max()) + 1):
         below = np.cumsum(weights[:, at], axis=1)  # how many drawn values lie at or below each value
         total = below[:, -1:]
         lower = np.argmax(below > (total - 1) // 2, axis=1)
         upper = np.argmax(below > total // 2, axis=1)
         found.append((numbers[lower] + numbers[upper]) / 2)
-    return interval(np.concatenate(found))
+    return compute_interval(np.concatenate(found))
 
 
-def percentile(values: Sequence[float], share: float) -> float | None:
+def compute_percentile(values: Sequence[float], share: float) -> float | None:
     """The value below which ``share`` percent lie, interpolated; None of nothing.
 
-    >>> percentile([1.0, 2.0, 3.0], 50)
+    >>> compute_percentile([1.0, 2.0, 3.0], 50)
     2.0
     """
     return float(np.percentile(np.asarray(values, dtype=np.float64), share)) if len(values) else None
 
 
-def mean(values: Sequence[float]) -> float | None:
+def compute_mean(values: Sequence[float]) -> float | None:
     """None of nothing."""
     return float(np.mean(np.asarray(values, dtype=np.float64))) if len(values) else None
 
 
-def median(values: Sequence[float]) -> float | None:
+def compute_median(values: Sequence[float]) -> float | None:
     """None of nothing."""
-    return percentile(values, 50)
+    return compute_percentile(values, 50)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sembench.backends.base import count
+from sembench.backends.base import parse_count
 from sembench.files import open_text
 from sembench.result import RequestRecord
 from semblend.errors import InputError
@@ -36,18 +36,18 @@ class AuditLog:
         """A line that was cut off at the end of a file is left out; any other bad line is an error."""
         log = cls()
         for path in paths:
-            log._read(path)
+            log._read_file(path)
         return log
 
-    def of(self, ids: Iterable[str]) -> Sequence[Mapping[str, Any]]:
+    def find_events(self, ids: Iterable[str]) -> Sequence[Mapping[str, Any]]:
         """The events of the request that has one of these names."""
         for name in ids:
-            for spelled in dict.fromkeys((name, bare(name))):
+            for spelled in dict.fromkeys((name, strip_id(name))):
                 if spelled in self.by_request:
                     return self.by_request[spelled]
         return ()
 
-    def _read(self, path: str) -> None:
+    def _read_file(self, path: str) -> None:
         with open_text(path) as stream:
             for number, line in enumerate(stream, start=1):
                 if not line.strip():
@@ -68,25 +68,25 @@ class AuditLog:
         names = event.get("request_ids") if isinstance(event.get("request_ids"), list) else [event.get("request_id")]
         for name in names or ():
             if isinstance(name, (str, int)) and str(name):
-                for spelled in dict.fromkeys((str(name), bare(str(name)))):
+                for spelled in dict.fromkeys((str(name), strip_id(str(name)))):
                     self.by_request.setdefault(spelled, []).append(event)
 
 
-def bare(request_id: str) -> str:
+def strip_id(request_id: str) -> str:
     """An id without what engines put around it.
 
-    >>> bare("chatcmpl-abc-0")
+    >>> strip_id("chatcmpl-abc-0")
     'abc'
     """
     return _SUFFIX.sub("", _PREFIX.sub("", request_id))
 
 
-def with_audit(record: RequestRecord, log: AuditLog, block_size: int, ids: Sequence[str] = ()) -> RequestRecord:
+def join_audit(record: RequestRecord, log: AuditLog, block_size: int, ids: Sequence[str] = ()) -> RequestRecord:
     """The record with what the audit stream says of it; contradictions with the answer's own words are noted."""
-    events = log.of(ids or ([record.engine_request_id] if record.engine_request_id else []))
+    events = log.find_events(ids or ([record.engine_request_id] if record.engine_request_id else []))
     if not events:
         return replace(record, audit_joined=False)
-    reused = _reused(events)
+    reused = _count_reused(events)
     contradictions = list(record.contradictions)
     if reused is not None and record.reused_tokens is not None and reused != record.reused_tokens:
         contradictions.append(f"the audit stream says {reused} reused tokens, the receipt {record.reused_tokens}")
@@ -94,9 +94,9 @@ def with_audit(record: RequestRecord, log: AuditLog, block_size: int, ids: Seque
     if reused is not None:
         must_not = record.negative_control or record.cross_tenant
         confirmed = reused if confirmed is None else (max if must_not else min)(confirmed, reused)
-    advertised = _last(events, _ADVERTISED)
-    target = None if advertised is None else count(advertised.get("target_start"))
-    boundary = None if advertised is None else count(advertised.get("boundary"))
+    advertised = _find_last(events, _ADVERTISED)
+    target = None if advertised is None else parse_count(advertised.get("target_start"))
+    boundary = None if advertised is None else parse_count(advertised.get("boundary"))
     sources = record.confirmation_sources
     return replace(
         record,
@@ -109,16 +109,16 @@ def with_audit(record: RequestRecord, log: AuditLog, block_size: int, ids: Seque
         external_confirmed_tokens_source="connector_audit" if reused is not None else None,
         audit_joined=True,
         audit_observed_boundary=boundary,
-        audit_advertised_tokens=None if advertised is None else count(_tokens(advertised)),
+        audit_advertised_tokens=None if advertised is None else parse_count(_read_tokens(advertised)),
         audit_advertised_target_start=target,
         audit_boundary_at_span_start=None if boundary is None or target is None else boundary == target,
-        audit_load_allocated=_has(events, "load_allocated") if advertised is not None else None,
+        audit_load_allocated=_has_event(events, "load_allocated") if advertised is not None else None,
         audit_materialized=reused > 0 if reused is not None else (False if advertised is not None else None),
-        audit_declined_reasons=_reasons(events),
+        audit_declined_reasons=_list_reasons(events),
     )
 
 
-def _reused(events: Iterable[Mapping[str, Any]]) -> int | None:
+def _count_reused(events: Iterable[Mapping[str, Any]]) -> int | None:
     """Tokens that the stream says were moved; a request that ended otherwise reused none; silence is None.
 
     One load said twice (by two ranks, in a stream collected twice) has the same donor and length and counts once.
@@ -128,10 +128,12 @@ def _reused(events: Iterable[Mapping[str, Any]]) -> int | None:
     for event in events:
         receipt = event.get("receipt")
         if isinstance(receipt, dict):
-            found = count(receipt.get("reused_tokens"))
+            found = parse_count(receipt.get("reused_tokens"))
         elif event.get("event") in _MATERIALIZED:
-            load = (event.get("donor_id"), event.get("kind"), event.get("target_start"), _tokens(event))
-            moved = (count(_tokens(event)) or 0) if event.get("materialized", True) and load not in seen else 0
+            load = (event.get("donor_id"), event.get("kind"), event.get("target_start"), _read_tokens(event))
+            moved = (
+                (parse_count(_read_tokens(event)) or 0) if event.get("materialized", True) and load not in seen else 0
+            )
             seen.add(load)
             found = (found or 0) + moved
         elif event.get("event") in ("runtime_materialization_declined", "reuse_declined", "fallback"):
@@ -139,18 +141,18 @@ def _reused(events: Iterable[Mapping[str, Any]]) -> int | None:
     return found
 
 
-def _tokens(event: Mapping[str, Any]) -> Any:
+def _read_tokens(event: Mapping[str, Any]) -> Any:
     return next((event[name] for name in ("tokens", "token_count", "covered_token_count") if name in event), None)
 
 
-def _last(events: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> Mapping[str, Any] | None:
+def _find_last(events: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> Mapping[str, Any] | None:
     return next((event for event in reversed(events) if event.get("event") in kinds), None)
 
 
-def _has(events: Iterable[Mapping[str, Any]], kind: str) -> bool:
+def _has_event(events: Iterable[Mapping[str, Any]], kind: str) -> bool:
     return any(event.get("event") == kind for event in events)
 
 
-def _reasons(events: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+def _list_reasons(events: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     named = (event.get("declined_reason") or event.get("rejection_reason") or event.get("reason") for event in events)
     return tuple(dict.fromkeys(str(reason) for reason in named if reason))

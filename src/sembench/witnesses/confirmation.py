@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sembench.backends.base import Answer, count
-from sembench.witnesses.prometheus import EXACT_TOKENS, EXTERNAL_HITS, REQUESTS, REUSED_TOKENS, Delta
+from sembench.backends.base import Answer, parse_count
+from sembench.witnesses.prometheus import EXACT_TOKENS, EXTERNAL_HITS, REQUESTS, REUSED_TOKENS, CounterDelta
 
 MATERIALIZED = "backend_materialized_reuse"
 WINDOW_CHARS = 32
@@ -23,7 +23,7 @@ SLACK_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
+class Expectation:
     """What we know of a request before the backend says a word.
 
     ``donor_tokens``: length of the primed donors as the server counted it. ``shared``: share of the recipient's text
@@ -55,11 +55,11 @@ class Confirmation:
     contaminated: bool | None = None
 
 
-def confirm(answer: Answer, expected: Expected, delta: Delta | None = None) -> Confirmation:
+def confirm(answer: Answer, expected: Expectation, delta: CounterDelta | None = None) -> Confirmation:
     """Weigh the witnesses of one answer. The audit stream is joined later, by `audit.with_audit`."""
     receipt = answer.receipt or {}
-    parts = {kind: count(receipt.get(f"{kind}_tokens")) for kind in ("exact", "reused", "recomputed", "prefill")}
-    counters = _Counters.of(delta, expected.alone)
+    parts = {kind: parse_count(receipt.get(f"{kind}_tokens")) for kind in ("exact", "reused", "recomputed", "prefill")}
+    counters = _CounterMovement.from_delta(delta, expected.alone)
     said = {
         "receipt": parts["reused"],
         "usage": answer.cached_semantic if answer.cached_tokens != 0 else 0,
@@ -72,29 +72,31 @@ def confirm(answer: Answer, expected: Expected, delta: Delta | None = None) -> C
     if exact is None and answer.cached_tokens is not None and "receipt" not in statements:
         exact = max(answer.cached_tokens - (answer.cached_semantic or 0), 0)
     contradictions = [
-        *_receipt_against_itself(receipt, parts, answer),
-        *_receipt_against_usage(parts, answer),
-        *_receipt_against_counters(parts["reused"], counters),
-        *_against_what_we_know(statements, exact, answer, expected),
+        *_check_receipt(receipt, parts, answer),
+        *_check_against_usage(parts, answer),
+        *_check_against_counters(parts["reused"], counters),
+        *_check_against_expectation(statements, exact, answer, expected),
     ]
     cached = max(exact or 0, answer.cached_tokens or 0, *(statements.values() or (0,)))
     known = exact is not None or answer.cached_tokens is not None or bool(statements)
     return Confirmation(
-        confirmed_tokens=_verdict(statements.values(), exact, answer.cached_tokens, expected),
+        confirmed_tokens=_decide_confirmed(statements.values(), exact, answer.cached_tokens, expected),
         exact_tokens=exact,
         reused_tokens=parts["reused"],
         recomputed_tokens=parts["recomputed"],
         prefill_tokens=parts["prefill"],
-        risk=_measure(receipt.get("risk")),
+        risk=_read_number(receipt.get("risk")),
         external_tokens=None if counters.external is None or not counters.believable else int(counters.external),
         fuzzy_tokens=answer.cached_semantic,
-        sources=_sources(statements, answer),
+        sources=_list_sources(statements, answer),
         contradictions=tuple(contradictions),
         contaminated=(cached > 0 if known else None) if expected.must_be_cold else None,
     )
 
 
-def _verdict(statements: Iterable[int], exact: int | None, cached: int | None, expected: Expected) -> int | None:
+def _decide_confirmed(
+    statements: Iterable[int], exact: int | None, cached: int | None, expected: Expectation
+) -> int | None:
     told = list(statements)
     if expected.other_tenant:  # another tenant's exact prefix is a leak as well
         return None if exact is None and not told else max(told, default=0) + (exact or 0)
@@ -105,7 +107,7 @@ def _verdict(statements: Iterable[int], exact: int | None, cached: int | None, e
     return min(told) if cached is None else min(*told, cached)
 
 
-def _sources(statements: Mapping[str, int], answer: Answer) -> tuple[str, ...]:
+def _list_sources(statements: Mapping[str, int], answer: Answer) -> tuple[str, ...]:
     named = list(statements)
     if answer.cached_tokens is not None and "usage" not in named:
         named.append("usage")
@@ -113,7 +115,7 @@ def _sources(statements: Mapping[str, int], answer: Answer) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Counters:
+class _CounterMovement:
     """What the server's counters did while the request ran. ``believable``: they saw this request and no other."""
 
     reused: int | None = None
@@ -123,13 +125,13 @@ class _Counters:
     believable: bool = False
 
     @classmethod
-    def of(cls, delta: Delta | None, alone: bool) -> _Counters:
+    def from_delta(cls, delta: CounterDelta | None, alone: bool) -> _CounterMovement:
         if delta is None or delta.reset_detected or not alone:
             return cls()
-        requests = delta.moved(*REQUESTS)
-        reused, external = delta.moved(*REUSED_TOKENS), delta.moved(*EXTERNAL_HITS)
+        requests = delta.compute_rise(*REQUESTS)
+        reused, external = delta.compute_rise(*REUSED_TOKENS), delta.compute_rise(*EXTERNAL_HITS)
         moved = reused if reused is not None else external
-        exact = delta.moved(*EXACT_TOKENS)
+        exact = delta.compute_rise(*EXACT_TOKENS)
         return cls(
             None if moved is None else int(moved),
             None if exact is None else int(exact),
@@ -139,9 +141,7 @@ class _Counters:
         )
 
 
-def _receipt_against_itself(
-    receipt: Mapping[str, Any], parts: Mapping[str, int | None], answer: Answer
-) -> Iterable[str]:
+def _check_receipt(receipt: Mapping[str, Any], parts: Mapping[str, int | None], answer: Answer) -> Iterable[str]:
     reused = parts["reused"]
     if reused is None:
         if receipt:
@@ -158,7 +158,7 @@ def _receipt_against_itself(
         yield f"the receipt claims {reused} reused tokens and names no donor"
 
 
-def _receipt_against_usage(parts: Mapping[str, int | None], answer: Answer) -> Iterable[str]:
+def _check_against_usage(parts: Mapping[str, int | None], answer: Answer) -> Iterable[str]:
     if parts["reused"] is None or answer.cached_tokens is None:
         return
     held = (parts["exact"] or 0) + parts["reused"]
@@ -171,7 +171,7 @@ def _receipt_against_usage(parts: Mapping[str, int | None], answer: Answer) -> I
         yield f"usage counts {answer.cached_semantic} semantic tokens, the receipt {parts['reused']}"
 
 
-def _receipt_against_counters(reused: int | None, counters: _Counters) -> Iterable[str]:
+def _check_against_counters(reused: int | None, counters: _CounterMovement) -> Iterable[str]:
     if reused is None or counters.reused is None:
         return
     if counters.requests == 0 and reused > 0:
@@ -181,8 +181,8 @@ def _receipt_against_counters(reused: int | None, counters: _Counters) -> Iterab
         yield f"the receipt claims {reused} reused tokens, the counters {moved}"
 
 
-def _against_what_we_know(
-    statements: Mapping[str, int], exact: int | None, answer: Answer, expected: Expected
+def _check_against_expectation(
+    statements: Mapping[str, int], exact: int | None, answer: Answer, expected: Expectation
 ) -> Iterable[str]:
     reused = max(statements.values(), default=0)
     if expected.must_be_cold:
@@ -206,10 +206,10 @@ def _against_what_we_know(
             yield f"{reused} of {answer.prompt_tokens} tokens reused, but {share}"
 
 
-def shared_text(recipient: str, donors: Sequence[str]) -> float:
+def measure_shared_text(recipient: str, donors: Sequence[str]) -> float:
     """The share of the recipient's characters inside a window of 32 that a donor has too: what could be reused at best.
 
-    >>> shared_text("x" * 10, ["x" * 10]), round(shared_text("q" * 32 + "a" * 64, ["a" * 64]), 2)
+    >>> measure_shared_text("x" * 10, ["x" * 10]), round(measure_shared_text("q" * 32 + "a" * 64, ["a" * 64]), 2)
     (0.0, 0.67)
     """
     if len(recipient) < WINDOW_CHARS:
@@ -223,5 +223,5 @@ def shared_text(recipient: str, donors: Sequence[str]) -> float:
     return covered / len(recipient)
 
 
-def _measure(value: Any) -> float | None:
+def _read_number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

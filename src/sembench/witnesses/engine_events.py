@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sembench.files import open_text
-from sembench.witnesses.parsers import PARSERS, EngineEvent, EngineEventKind, Parser
-from sembench.witnesses.parsers.line import Level, LogLine, json_object, level_of_object, read_line
+from sembench.witnesses.parsers import PARSERS, EngineEvent, EngineEventKind, LogParser
+from sembench.witnesses.parsers.line import Level, LogLine, parse_object, read_level, read_line
 from semblend.errors import InputError
 
 SUMMARY_VERSION = "sembench.engine_events.v1"
@@ -40,8 +40,8 @@ class ErrorCounter:
         if suspect is not None and _FRAME.match(line.message) and self._record[1] is not Level.ERROR:
             self.add_error(suspect.number, suspect.text)
             self._record = (self._record[0], Level.ERROR)
-        if line.opens_record and not self._same_record(line):
-            self._open(line)
+        if line.opens_record and not self._is_same_record(line):
+            self._open_record(line)
         if line.opens_traceback and self._record[1] is not Level.ERROR:
             self._suspect = line
 
@@ -50,12 +50,12 @@ class ErrorCounter:
         if len(self.examples) < _EXAMPLES:
             self.examples.append({"line": number, "text": text.strip()[:_EXAMPLE_CHARS]})
 
-    def _same_record(self, line: LogLine) -> bool:
+    def _is_same_record(self, line: LogLine) -> bool:
         """Lines of one record share process, time and source; each of them may carry the level again."""
         header, level = self._record
         return line.timed and line.header == header and level.value >= line.level.value
 
-    def _open(self, line: LogLine) -> None:
+    def _open_record(self, line: LogLine) -> None:
         self._record = (line.header, line.level)
         if line.level is Level.ERROR:
             self.add_error(line.number, line.text)
@@ -64,7 +64,7 @@ class ErrorCounter:
 
 
 @dataclass
-class Tally:
+class EventCounter:
     """Adds up the events of one engine; a key that was seen before does not count again."""
 
     engine: str
@@ -81,15 +81,15 @@ class Tally:
     errors: ErrorCounter = field(default_factory=ErrorCounter)
     _seen: set[tuple[EngineEventKind, tuple[object, ...]]] = field(default_factory=set)
 
-    def read(self, lines: Iterable[str]) -> Parser:
+    def read(self, lines: Iterable[str]) -> LogParser:
         parser = make_parser(self.engine, self.where)
-        for event in self._events(parser, lines):
-            self._count(event)
+        for event in self._read_events(parser, lines):
+            self._count_event(event)
         for event in parser.finish():
-            self._count(event)
+            self._count_event(event)
         return parser
 
-    def _events(self, parser: Parser, lines: Iterable[str]) -> Iterator[EngineEvent]:
+    def _read_events(self, parser: LogParser, lines: Iterable[str]) -> Iterator[EngineEvent]:
         for number, text in enumerate(lines, start=1):
             self.lines += 1
             line = read_line(number, text)
@@ -104,15 +104,15 @@ class Tally:
             yield from found
 
     def _watch(self, line: LogLine) -> None:
-        record = json_object(line, self.where, audit=False) if line.level is Level.PLAIN else None
-        if record is not None and level_of_object(record) is Level.ERROR:
+        record = parse_object(line, self.where, audit=False) if line.level is Level.PLAIN else None
+        if record is not None and read_level(record) is Level.ERROR:
             self.errors.add_error(line.number, line.text)
-        elif record is not None and level_of_object(record) is Level.WARNING:
+        elif record is not None and read_level(record) is Level.WARNING:
             self.errors.warnings += 1
         else:
             self.errors.feed(line)
 
-    def _count(self, event: EngineEvent) -> None:
+    def _count_event(self, event: EngineEvent) -> None:
         if event.key is not None:
             seen = (event.kind, event.key)
             if seen in self._seen:
@@ -130,7 +130,7 @@ class Tally:
             self.rope_corrections += event.rope_corrected
 
 
-def make_parser(engine: str, where: str) -> Parser:
+def make_parser(engine: str, where: str) -> LogParser:
     try:
         return PARSERS[engine](where)
     except KeyError:
@@ -145,14 +145,14 @@ def engine_events(engine: str, lines: Iterable[str], where: str = "log") -> Iter
     yield from parser.finish()
 
 
-def summarize(engine: str, lines: Iterable[str], where: str = "log", *, skip_bad: bool = False) -> dict[str, Any]:
+def summarize_log(engine: str, lines: Iterable[str], where: str = "log", *, skip_bad: bool = False) -> dict[str, Any]:
     """The summary of a log, ready for JSON.
 
-    >>> found = summarize("sglang", ["[FUZZY] Realized 64 fuzzy tokens request_id=r1", "a prompt with ERROR in it"])
+    >>> found = summarize_log("sglang", ["[FUZZY] Realized 64 fuzzy tokens request_id=r1", "a prompt with ERROR in it"])
     >>> found["materialized_tokens"], found["errors"], found["materialized_semantic_kv_reuse"]
     (64, 0, False)
     """
-    tally = Tally(engine, where, skip_bad)
+    tally = EventCounter(engine, where, skip_bad)
     parser = tally.read(lines)
     hits, done = tally.counts[EngineEventKind.SEMANTIC_HIT], tally.counts[EngineEventKind.MATERIALIZED]
     semantic = [kind for kind in EngineEventKind if kind is not EngineEventKind.ERROR]
@@ -188,6 +188,6 @@ def summarize_file(engine: str, path: str, *, skip_bad: bool = False) -> dict[st
     with open_text(path) as stream:
         stream.reconfigure(errors="replace")  # type: ignore[attr-defined]
         try:
-            return summarize(engine, stream, path, skip_bad=skip_bad)
+            return summarize_log(engine, stream, path, skip_bad=skip_bad)
         except (EOFError, OSError) as error:
             raise InputError(f"cannot read {path}: {error}", hint="the file is cut off or damaged") from None

@@ -26,17 +26,17 @@ HIDDEN = "***"
 _SECRET = re.compile(r"(?:^|[-_])(?:key|token|secret|password|credentials?)$", re.IGNORECASE)
 
 
-def engine_flags(command: str, env: Sequence[str]) -> dict[str, Any]:
+def describe_engine_flags(command: str, env: Sequence[str]) -> dict[str, Any]:
     """The ``engine`` object of a result, as far as the command line tells. Keys and tokens are not kept.
 
-    >>> engine_flags("vllm serve m --port 1 --disable-log-stats", [])["phase0_flag_violations"]
+    >>> describe_engine_flags("vllm serve m --port 1 --disable-log-stats", [])["phase0_flag_violations"]
     ['--disable-log-stats: the engine counts nothing']
     """
     try:
         words = shlex.split(command)
     except ValueError as error:
         raise InputError(f"the engine's command cannot be read: {error}", hint="quote it as a shell would") from None
-    words = _without_secrets(words)
+    words = _hide_secrets(words)
     flags: dict[str, Any] = {}
     for at, word in enumerate(words):
         if word.startswith("--"):
@@ -59,10 +59,10 @@ def engine_flags(command: str, env: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _without_secrets(words: Sequence[str]) -> list[str]:
+def _hide_secrets(words: Sequence[str]) -> list[str]:
     """The words with what follows ``--api-key`` and its like replaced; ``NAME_TOKEN=...`` before a command too.
 
-    >>> _without_secrets(["HF_TOKEN=x", "vllm", "--api-key", "y", "--admin-key=z", "--max-tokens", "5"])
+    >>> _hide_secrets(["HF_TOKEN=x", "vllm", "--api-key", "y", "--admin-key=z", "--max-tokens", "5"])
     ['HF_TOKEN=***', 'vllm', '--api-key', '***', '--admin-key=***', '--max-tokens', '5']
     """
     kept: list[str] = []

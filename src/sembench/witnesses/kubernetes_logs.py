@@ -56,10 +56,10 @@ def read_pod_log(wanted: PodLog, client: Client = "auto") -> Iterator[str]:
     return _through_client(wanted) if client == "python" else _through_kubectl(wanted)
 
 
-def seconds_of(duration: str) -> float:
+def parse_duration(duration: str) -> float:
     """A duration as kubectl writes it, in seconds.
 
-    >>> seconds_of("1h30m")
+    >>> parse_duration("1h30m")
     5400.0
     """
     parts = _DURATION.findall(duration)
@@ -68,10 +68,10 @@ def seconds_of(duration: str) -> float:
     return sum(float(number) * _UNIT_S[unit] for number, unit in parts)
 
 
-def time_of(text: str) -> datetime:
+def parse_time(text: str) -> datetime:
     """A time with its zone, as RFC 3339 writes it.
 
-    >>> time_of("2026-06-22T18:00:00Z").isoformat()
+    >>> parse_time("2026-06-22T18:00:00Z").isoformat()
     '2026-06-22T18:00:00+00:00'
     """
     try:
@@ -89,7 +89,7 @@ def time_of(text: str) -> datetime:
 # -- kubectl -------------------------------------------------------------------------------------------------------
 
 
-def kubectl_command(wanted: PodLog) -> list[str]:
+def build_command(wanted: PodLog) -> list[str]:
     """The command line; every value is its own word, so that no name can become a flag."""
     command = ["kubectl", "--namespace", wanted.namespace, "logs", f"pod/{wanted.pod}"]
     command += [f"--tail={-1 if wanted.tail is None else wanted.tail}"]
@@ -117,7 +117,7 @@ def _through_kubectl(wanted: PodLog) -> Iterator[str]:
     with tempfile.TemporaryFile() as written:
         try:
             done = subprocess.run(
-                kubectl_command(wanted), stdin=subprocess.DEVNULL, stdout=written, stderr=subprocess.PIPE,
+                build_command(wanted), stdin=subprocess.DEVNULL, stdout=written, stderr=subprocess.PIPE,
                 timeout=wanted.timeout_s, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
@@ -127,7 +127,7 @@ def _through_kubectl(wanted: PodLog) -> Iterator[str]:
         if done.returncode:
             said = done.stderr.decode("utf-8", "replace").strip().splitlines()
             what = re.sub(r"^(?:error:|Error from server[^:]*:)\s*", "", said[-1]) if said else "no reason given"
-            raise _refusal(wanted, what)
+            raise _make_error(wanted, what)
         written.seek(0)
         for line in written:
             yield line.decode("utf-8", "replace").rstrip("\r\n")
@@ -155,7 +155,7 @@ def _through_client(wanted: PodLog) -> Iterator[str]:
         )
         data: bytes = response.data if isinstance(response.data, bytes) else response.read()
     except api_error as error:
-        raise _refusal(wanted, _message_of(error), getattr(error, "status", None)) from None
+        raise _make_error(wanted, _message_of(error), getattr(error, "status", None)) from None
     except Exception as error:  # urllib3 has a family of errors for a server that can't be reached
         if not type(error).__module__.startswith("urllib3"):
             raise
@@ -193,7 +193,7 @@ def _after(line: str, since: datetime) -> str | None:
     """The line without its time stamp, or None if it is older; a line without a stamp continues the one before."""
     stamp, _, text = line.partition(" ")
     try:
-        return text if time_of(stamp) >= since else None
+        return text if parse_time(stamp) >= since else None
     except InputError:
         return line
 
@@ -208,7 +208,7 @@ def _message_of(error: Exception) -> str:
     return str(message or getattr(error, "reason", None) or error)
 
 
-def _refusal(wanted: PodLog, what: str, status: int | None = None) -> InputError:
+def _make_error(wanted: PodLog, what: str, status: int | None = None) -> InputError:
     text = what.lower()
     if "container name must be specified" in text or ("container" in text and "not valid" in text):
         hint = "name one with --container"

@@ -35,10 +35,10 @@ EXTERNAL_TRANSFER = ("vllm:external_kv_transfer_prompt_tokens", "vllm:prompt_tok
 REQUESTS = ("semblend_requests_total", "vllm:request_success", "sglang:num_requests")
 
 
-def parse(text: str) -> dict[tuple[str, Labels], float]:
+def parse_samples(text: str) -> dict[tuple[str, Labels], float]:
     """Samples of the Prometheus text format by name and sorted labels.
 
-    >>> parse('a_total{kind="x"} 3')
+    >>> parse_samples('a_total{kind="x"} 3')
     {('a_total', (('kind', 'x'),)): 3.0}
     """
     found: dict[tuple[str, Labels], float] = {}
@@ -68,7 +68,7 @@ def _labels(text: str) -> Iterator[tuple[str, str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class CounterDelta:
     """What counters did between two scrapes. None: the server has no such counter, or it was reset."""
 
     before: Snapshot
@@ -82,13 +82,13 @@ class Delta:
             for (name, labels), value in self.before.items()
         )
 
-    def moved(self, *names: str | tuple[str, tuple[str, str]]) -> float | None:
+    def compute_rise(self, *names: str | tuple[str, tuple[str, str]]) -> float | None:
         """By how much the first of these counters that exists went up, over all its other labels.
 
         A counter with a label may appear with its first count, so a family that exists counts as 0 before.
 
-        >>> delta = Delta(parse('t_total{kind="a"} 1'), parse('t_total{kind="a"} 4'))
-        >>> delta.moved(("t_total", ("kind", "a"))), delta.moved("absent")
+        >>> delta = CounterDelta(parse_samples('t_total{kind="a"} 1'), parse_samples('t_total{kind="a"} 4'))
+        >>> delta.compute_rise(("t_total", ("kind", "a"))), delta.compute_rise("absent")
         (3.0, None)
         """
         for wanted in names:
@@ -96,12 +96,12 @@ class Delta:
             for spelled in (name, f"{name}_total"):
                 if not any(key[0] == spelled for key in self.after):
                     continue
-                rise = _sum(self.after, spelled, label) - _sum(self.before, spelled, label)
+                rise = _sum_samples(self.after, spelled, label) - _sum_samples(self.before, spelled, label)
                 return rise if rise >= 0 else None
         return None
 
 
-def _sum(snapshot: Snapshot, name: str, label: tuple[str, str] | None) -> float:
+def _sum_samples(snapshot: Snapshot, name: str, label: tuple[str, str] | None) -> float:
     return sum(
         value
         for (other, labels), value in snapshot.items()
@@ -113,7 +113,7 @@ def _is_counter(name: str) -> bool:
     return name.endswith(("_total", "_count", "_sum", "_bucket"))
 
 
-def merged(deltas: Sequence[Delta]) -> Delta:
+def merge_deltas(deltas: Sequence[CounterDelta]) -> CounterDelta:
     """Several endpoints as one: samples of the same name add up."""
     before: dict[tuple[str, Labels], float] = {}
     after: dict[tuple[str, Labels], float] = {}
@@ -121,23 +121,23 @@ def merged(deltas: Sequence[Delta]) -> Delta:
         for target, source in ((before, delta.before), (after, delta.after)):
             for key, value in source.items():
                 target[key] = target.get(key, 0.0) + value
-    return Delta(before, after)
+    return CounterDelta(before, after)
 
 
-def summary(deltas: Sequence[Delta], failed: int = 0) -> dict[str, float | int | bool | None]:
+def summarize_deltas(deltas: Sequence[CounterDelta], failed: int = 0) -> dict[str, float | int | bool | None]:
     """The ``engine.prometheus.delta`` object of a result."""
-    all_of_them = merged(deltas)
-    queries, hits = all_of_them.moved(*EXTERNAL_QUERIES), all_of_them.moved(*EXTERNAL_HITS)
+    all_of_them = merge_deltas(deltas)
+    queries, hits = all_of_them.compute_rise(*EXTERNAL_QUERIES), all_of_them.compute_rise(*EXTERNAL_HITS)
     return {
         "external_prefix_cache_queries_delta": queries,
         "external_prefix_cache_hits_delta": hits,
-        "external_kv_transfer_prompt_tokens_delta": all_of_them.moved(*EXTERNAL_TRANSFER),
+        "external_kv_transfer_prompt_tokens_delta": all_of_them.compute_rise(*EXTERNAL_TRANSFER),
         "external_prefix_cache_hit_ratio": hits / queries if hits is not None and queries else None,
-        "prefix_cache_queries_delta": all_of_them.moved(*LOCAL_QUERIES),
-        "prefix_cache_hits_delta": all_of_them.moved(*LOCAL_HITS),
-        "semblend_reused_tokens_delta": all_of_them.moved(*REUSED_TOKENS),
-        "semblend_exact_tokens_delta": all_of_them.moved(*EXACT_TOKENS),
-        "requests_delta": all_of_them.moved(*REQUESTS),
+        "prefix_cache_queries_delta": all_of_them.compute_rise(*LOCAL_QUERIES),
+        "prefix_cache_hits_delta": all_of_them.compute_rise(*LOCAL_HITS),
+        "semblend_reused_tokens_delta": all_of_them.compute_rise(*REUSED_TOKENS),
+        "semblend_exact_tokens_delta": all_of_them.compute_rise(*EXACT_TOKENS),
+        "requests_delta": all_of_them.compute_rise(*REQUESTS),
         "counter_reset_detected": any(delta.reset_detected for delta in deltas),
         "endpoints_paired": len(deltas),
         "endpoints_failed": failed,
@@ -151,24 +151,24 @@ class Scraper:
         self._client = client
         self.urls = tuple(dict.fromkeys(urls))
 
-    async def snapshot(self) -> list[Snapshot | None]:
+    async def take_snapshot(self) -> list[Snapshot | None]:
         """One snapshot an endpoint, None where it did not answer with metrics."""
         found: list[Snapshot | None] = []
         for url in self.urls:
             text, _ = await get_text(self._client, url)
             try:
-                found.append(None if text is None else parse(text))
+                found.append(None if text is None else parse_samples(text))
             except InputError:
                 found.append(None)
         return found
 
     async def keep_working_ones(self) -> None:
         """Leave out the endpoints that have no metrics: asked for once, before the run."""
-        answers = await self.snapshot()
+        answers = await self.take_snapshot()
         self.urls = tuple(url for url, answer in zip(self.urls, answers, strict=True) if answer is not None)
 
 
-def deltas(before: Sequence[Snapshot | None], after: Sequence[Snapshot | None]) -> list[Delta]:
+def pair_snapshots(before: Sequence[Snapshot | None], after: Sequence[Snapshot | None]) -> list[CounterDelta]:
     """The endpoints that answered both times."""
     pairs = zip(before, after, strict=True)
-    return [Delta(first, last) for first, last in pairs if first is not None and last is not None]
+    return [CounterDelta(first, last) for first, last in pairs if first is not None and last is not None]

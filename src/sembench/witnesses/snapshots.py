@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sembench.files import open_text
-from sembench.witnesses.prometheus import Delta, Labels, summary
+from sembench.witnesses.prometheus import CounterDelta, Labels, summarize_deltas
 from semblend.errors import InputError
 
 SNAPSHOT_VERSION = "sembench.engine_snapshot.v1"
@@ -30,12 +30,12 @@ def read_snapshot(path: str) -> Endpoints:
     return endpoints
 
 
-def delta_between(before: Endpoints, after: Endpoints) -> dict[str, Any]:
+def compare_snapshots(before: Endpoints, after: Endpoints) -> dict[str, Any]:
     """What the counters did, over the endpoints that answered both times."""
     both = [url for url in after if after[url]["error"] is None and before.get(url, {}).get("error", "") is None]
-    deltas = [Delta(_samples(before[url]), _samples(after[url])) for url in both]
-    return summary(deltas, failed=len(after) - len(both))
+    deltas = [CounterDelta(_read_samples(before[url]), _read_samples(after[url])) for url in both]
+    return summarize_deltas(deltas, failed=len(after) - len(both))
 
 
-def _samples(endpoint: Mapping[str, Any]) -> dict[tuple[str, Labels], float]:
+def _read_samples(endpoint: Mapping[str, Any]) -> dict[tuple[str, Labels], float]:
     return {(name, tuple(sorted(labels.items()))): value for name, labels, value in endpoint["samples"]}

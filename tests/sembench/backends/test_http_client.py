@@ -13,8 +13,8 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from sembench.backends import gateway, sglang  # noqa: E402
-from sembench.backends.base import Call, route_of  # noqa: E402
-from sembench.backends.http_client import Exchange, SseParser, check_url, error_text, open_client, post_stream  # noqa: E402
+from sembench.backends.base import Call, read_route  # noqa: E402
+from sembench.backends.http_client import Exchange, SseParser, check_url, describe_error, open_client, post_stream  # noqa: E402
 from semblend.errors import InputError  # noqa: E402
 
 CALL = Call(text="Hi", max_tokens=4, request_id="r1", tenant="a", salt="s", top_logprobs=2)
@@ -62,7 +62,7 @@ def delta(**fields: object) -> dict[str, object]:
 def test_the_first_word_and_not_the_role_ends_the_wait():
     got = exchange(stream(delta(role="assistant", content=""), delta(content="a"), delta(content="b")))
     got.arrivals_ms = [10.0, 50.0, 70.0]
-    answer = gateway.answer_of(got, CALL)
+    answer = gateway.build_answer(got, CALL)
     assert answer.ttft_ms == 50.0
     assert answer.inter_token_ms == (20.0,)
     assert answer.text == "ab"
@@ -73,7 +73,7 @@ def test_a_gateway_answer_is_read_field_by_field():
     piece = {"choices": [{"delta": {"content": "a"}, "logprobs": logprobs, "finish_reason": "stop"}]}
     usage = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 4}}
     last = {"choices": [], "usage": usage, "semblend": {"reused_tokens": 4}}
-    answer = gateway.answer_of(exchange(stream(piece, last)), CALL)
+    answer = gateway.build_answer(exchange(stream(piece, last)), CALL)
     assert (answer.prompt_tokens, answer.output_tokens, answer.cached_tokens) == (9, 1, 4)
     assert (answer.tokens, answer.token_logprobs, answer.top_logprobs) == (("a",), (-0.1,), ({"b": -3.0},))
     assert answer.receipt == {"reused_tokens": 4}
@@ -94,7 +94,7 @@ def test_an_sglang_answer_is_its_last_event():
         "output_top_logprobs": [[[-0.1, 7, "a"]], None],
     }
     first = {"text": "a", "output_ids": [7], "meta_info": {}}
-    answer = sglang.answer_of(exchange(stream(first, {"text": "ab", "output_ids": [7, 8], "meta_info": meta})), CALL)
+    answer = sglang.build_answer(exchange(stream(first, {"text": "ab", "output_ids": [7, 8], "meta_info": meta})), CALL)
     assert (answer.text, answer.token_ids, answer.tokens) == ("ab", (7, 8), ("a", "#8"))
     assert (answer.cached_exact, answer.cached_semantic, answer.finish_reason) == (2, 4, "length")
     assert answer.top_logprobs == ({"a": -0.1}, {})
@@ -102,10 +102,10 @@ def test_an_sglang_answer_is_its_last_event():
 
 
 def test_what_is_asked_has_the_shape_that_servers_know():
-    body = sglang.body_of(CALL)
+    body = sglang.build_body(CALL)
     assert body["sampling_params"] == {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
     assert (body["stream"], body["rid"], body["cache_salt"], body["top_logprobs_num"]) == (True, "r1", "s", 2)
-    body = gateway.body_of(CALL, "m")
+    body = gateway.build_body(CALL, "m")
     assert body["stream_options"] == {"include_usage": True}
     assert (body["top_logprobs"], body["cache_salt"], body["max_tokens"], body["temperature"]) == (2, "s", 4, 0)
 
@@ -140,7 +140,7 @@ def test_a_server_that_is_not_there_is_an_error_and_not_an_exception():
 
 
 def test_error_lines_stay_short():
-    assert len(error_text(500, b"x" * 10_000)) <= 300
+    assert len(describe_error(500, b"x" * 10_000)) <= 300
 
 
 def test_a_url_needs_its_scheme():
@@ -160,4 +160,4 @@ def test_a_url_needs_its_scheme():
     ],
 )
 def test_a_route_is_read_from_whichever_header_a_router_writes(headers, outcome):
-    assert route_of(headers).outcome == outcome
+    assert read_route(headers).outcome == outcome

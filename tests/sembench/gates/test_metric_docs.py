@@ -11,8 +11,8 @@ from sembench.gates.check import observe
 from sembench.gates.table import GATES
 from sembench.result import RequestRecord
 from sembench.scoring.aggregate import aggregate
-from sembench.scoring.paired import paired
-from sembench.witnesses.engine_events import summarize
+from sembench.scoring.paired import summarize_pairs
+from sembench.witnesses.engine_events import summarize_log
 from tools.reference.metric_pages import filled, main, tables
 from tools.reference.metric_words import AGGREGATE, ENGINE_SUMMARY, PAIRED, RECORD
 
@@ -42,10 +42,10 @@ def test_every_field_metric_and_key_is_explained_and_no_other() -> None:
     records = live_records(2)
     assert set(RECORD) == {field.name for field in fields(RequestRecord)}
     assert set(AGGREGATE) == plain(aggregate(records))
-    found = paired(records) or {}
+    found = summarize_pairs(records) or {}
     assert set(PAIRED) >= plain(found)
     assert all(f"{name}_ci" in found for name in set(PAIRED) - plain(found))
-    assert set(ENGINE_SUMMARY) == set(summarize("vllm", []))
+    assert set(ENGINE_SUMMARY) == set(summarize_log("vllm", []))
     assert all(words.endswith(".") for table in (RECORD, AGGREGATE, PAIRED, ENGINE_SUMMARY) for words in table.values())
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("fastapi", reason="the server needs fastapi")
 uvicorn = pytest.importorskip("uvicorn", reason="a real socket needs uvicorn")
 
 from sembench.cli import main  # noqa: E402
-from sembench.manifests.case_subset import chosen_cases, turns  # noqa: E402
+from sembench.manifests.case_subset import choose_cases, take_turns  # noqa: E402
 from sembench.manifests.cases import read_manifest, write_manifest  # noqa: E402
 from sembench.result import read_result  # noqa: E402
 from semblend.config import SemBlendConfig  # noqa: E402
@@ -151,13 +151,13 @@ def test_a_server_without_tenants_is_found_out(house):
 
 
 def test_few_cases_hold_every_transform_and_negatives_too(house):
-    few = list(chosen_cases(str(house.manifest), 20))
+    few = list(choose_cases(str(house.manifest), 20))
     every = {case.transform for case in read_manifest(house.manifest)}
     assert len(few) == 20
     assert {case.transform for case in few} == every
     assert len({case.source_id for case in few}) > 4  # one document would give no interval
-    assert turns(["a"] * 3, 5) == [0, 1, 2]
-    assert turns([], 3) == []
+    assert take_turns(["a"] * 3, 5) == [0, 1, 2]
+    assert take_turns([], 3) == []
 
 
 def test_the_embedded_engine_with_a_random_model_confirms_its_reuse(tmp_path):

@@ -13,7 +13,7 @@ from live_cases import gateway_code, manifest, run_gateway  # noqa: E402
 from lying_backend import Lie, LyingBackend  # noqa: E402
 
 from sembench.cli import build_parser, main  # noqa: E402
-from sembench.live.judge import judge, points  # noqa: E402
+from sembench.live.judge import judge_answers, parse_points  # noqa: E402
 from sembench.result import RequestRecord, read_result  # noqa: E402
 
 
@@ -188,7 +188,7 @@ def test_keys_are_used_and_never_written(tmp_path):
     [("7", 0.7), ("10/10", 1.0), ("Score: 0", 0.0), ("It is 11", None), ("", None), ("3.5", None), ("I say 4.", 0.4)],
 )
 def test_a_judges_points_are_read_or_not_at_all(reply, score):
-    assert points(reply) == score
+    assert parse_points(reply) == score
 
 
 def test_a_judge_sees_the_question_the_reference_and_no_arm():
@@ -211,7 +211,7 @@ def test_a_judge_sees_the_question_the_reference_and_no_arm():
 
     async def work(questions):
         async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-            return await judge(client, "http://judge", "m", records, questions)
+            return await judge_answers(client, "http://judge", "m", records, questions)
 
     gold = asyncio.run(work({"i": ("Which code?", ["K17"])}))
     assert [one.judge_score for one in gold] == [0.8, 0.8, None]

@@ -19,23 +19,23 @@ from lying_backend import LyingBackend
 
 from sembench.backends.base import Answer
 from sembench.cli import main
-from sembench.live.arrivals import Arrival, from_trace, poisson, prompts_of
-from sembench.live.load import Timed, details, parse_slo, play, summarize
+from sembench.live.arrivals import Arrival, draw_arrivals, list_prompts, read_trace
+from sembench.live.load import TimedAnswer, list_details, parse_slo, play, summarize_load
 from semblend.errors import InputError
 
 
 @given(st.floats(0.5, 50), st.floats(0.2, 4), st.integers(0, 5))
 def test_arrivals_never_go_back_and_come_at_their_rate(rate, burstiness, seed):
-    arrivals = poisson(["x"] * 400, rate, burstiness=burstiness, seed=seed)
+    arrivals = draw_arrivals(["x"] * 400, rate, burstiness=burstiness, seed=seed)
     times = [arrival.at_s for arrival in arrivals]
     assert times == sorted(times)
     assert times[0] == 0.0
     assert 399 / times[-1] == pytest.approx(rate, rel=0.5)
-    assert poisson(["x"] * 400, rate, burstiness=burstiness, seed=seed) == arrivals
+    assert draw_arrivals(["x"] * 400, rate, burstiness=burstiness, seed=seed) == arrivals
 
 
 def test_gaps_of_a_poisson_process_vary_as_much_as_their_mean():
-    times = [arrival.at_s for arrival in poisson(["x"] * 4000, 10.0)]
+    times = [arrival.at_s for arrival in draw_arrivals(["x"] * 4000, 10.0)]
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     centre = sum(gaps) / len(gaps)
     spread = math.sqrt(sum((gap - centre) ** 2 for gap in gaps) / len(gaps))
@@ -44,8 +44,8 @@ def test_gaps_of_a_poisson_process_vary_as_much_as_their_mean():
 
 def test_traffic_brings_donors_before_their_recipient():
     case = positive(1)
-    assert list(prompts_of([case])) == [case.donor_prompts[0].text, case.recipient_prompt]
-    assert list(prompts_of([case], with_donors=False)) == [case.recipient_prompt]
+    assert list(list_prompts([case])) == [case.donor_prompts[0].text, case.recipient_prompt]
+    assert list(list_prompts([case], with_donors=False)) == [case.recipient_prompt]
 
 
 def mooncake(tmp_path, *rows):
@@ -61,13 +61,13 @@ def row(at, blocks, length=1024):
 
 def test_a_mooncake_trace_keeps_its_times_and_what_its_prompts_share(tmp_path):
     path = mooncake(tmp_path, row(27000, [1, 2]), row(30000, [1, 3]))
-    first, second = from_trace(path, time_scale=3)
+    first, second = read_trace(path, time_scale=3)
     assert (first.at_s, second.at_s, second.output_tokens) == (0.0, 1.0, 5)
     words = 512 // 2
     assert first.text.split()[:words] == second.text.split()[:words]
     assert first.text.split()[words:] != second.text.split()[words:]
     assert len(first.text.split()) == 512
-    assert len(from_trace(path, most_tokens=100)[0].text.split()) == 50
+    assert len(read_trace(path, most_tokens=100)[0].text.split()) == 50
 
 
 def test_an_azure_trace_is_read_and_its_prompts_share_nothing(tmp_path):
@@ -75,7 +75,7 @@ def test_an_azure_trace_is_read_and_its_prompts_share_nothing(tmp_path):
     day = "2023-11-16 18:15"
     rows = f"{day}:46.6805900,374,44\n{day}:47.6805900,374,9\n"
     path.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}")
-    first, second = from_trace(str(path))
+    first, second = read_trace(str(path))
     assert second.at_s - first.at_s == pytest.approx(1.0)
     assert first.output_tokens == 44
     assert first.text.split()[0] != second.text.split()[0]
@@ -86,13 +86,13 @@ def test_a_broken_trace_names_its_line(tmp_path, text):
     path = tmp_path / "t.jsonl"
     path.write_text(text)
     with pytest.raises(InputError, match=r"line 1 is no request|holds no requests"):
-        from_trace(str(path))
+        read_trace(str(path))
 
 
 @pytest.mark.data
 def test_real_traces_are_read(data_dir):
     for name in ("mooncake_conversation_first_half.jsonl.gz", "azure_llm_2023_conv.csv.gz"):
-        arrivals = from_trace(str(data_dir / "traces" / name), limit=50)
+        arrivals = read_trace(str(data_dir / "traces" / name), limit=50)
         assert len(arrivals) == 50
         assert all(arrival.text for arrival in arrivals)
 
@@ -106,11 +106,11 @@ def test_a_promise_that_makes_no_sense_is_refused(text):
 def timed(ttft, gaps=(10.0, 10.0), late=0.0, error=None):
     answer = Answer(ttft_ms=ttft, latency_ms=ttft + sum(gaps), inter_token_ms=tuple(gaps), prompt_tokens=100,
                     output_tokens=len(gaps) + 1, error=error)  # fmt: skip
-    return Timed(answer, 0.0, late, 1.0)
+    return TimedAnswer(answer, 0.0, late, 1.0)
 
 
 def test_the_numbers_have_the_names_of_vllm_bench_serve():
-    found = summarize([timed(100.0), timed(300.0), timed(1.0, error="no")], 2.0, {"ttft": 200.0, "tpot": 50.0})
+    found = summarize_load([timed(100.0), timed(300.0), timed(1.0, error="no")], 2.0, {"ttft": 200.0, "tpot": 50.0})
     for name in ("ttft", "tpot", "itl", "e2el"):
         assert {f"mean_{name}_ms", f"median_{name}_ms", f"std_{name}_ms", f"p99_{name}_ms"} <= set(found)
     assert (found["completed"], found["failed"], found["duration"]) == (2, 1, 2.0)
@@ -131,7 +131,7 @@ def test_waiting_for_a_place_is_part_of_the_wait():
 
 
 def test_without_promises_there_is_no_goodput_and_without_answers_no_times():
-    found = summarize([timed(1.0, error="no")], 1.0, {})
+    found = summarize_load([timed(1.0, error="no")], 1.0, {})
     assert found["request_goodput"] is None
     assert found["mean_ttft_ms"] is None
     assert found["completed"] == 0
@@ -161,7 +161,7 @@ def test_no_more_are_under_way_than_allowed(limit, most):
     assert backend.most == most
     assert [one.answer.text for one in found] == [str(at) for at in range(6)]
     assert (found[-1].late_ms > 5) == (limit == 2)
-    assert details(found)["errors"] == [""] * 6
+    assert list_details(found)["errors"] == [""] * 6
 
 
 def test_an_open_loop_does_not_wait_for_answers():

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sembench.cli import main
-from sembench.manifests.build import ALL_TRANSFORMS, Builder, DonorRuns
+from sembench.manifests.build import ALL_TRANSFORMS, DonorRuns, ManifestBuilder
 from sembench.manifests.cases import manifest_sha256, read_manifest, write_manifest
-from sembench.manifests.datasets import Choice, Source, Task, load_sources
+from sembench.manifests.datasets import Source, SourceSelection, Task, load_sources
 from sembench.manifests.decoys import DECOYS
 from sembench.manifests.fixture_texts import TEXTS
-from sembench.manifests.paraphrase import reworded
-from sembench.manifests.portable_random import Steady
-from sembench.manifests.transforms import Options, segments_of
+from sembench.manifests.paraphrase import reword
+from sembench.manifests.portable_random import PortableRandom
+from sembench.manifests.transforms import TransformOptions, cut_segments
 from sembench.manifests.writer import write_document
 from semblend.errors import InputError
 
@@ -29,7 +29,7 @@ FIXTURE_SHA256 = "fe66ec560476ee4b0187abaa65328870d9be2e60ec01fbaa0e80fcfb6f85e4
 
 @pytest.fixture(scope="module")
 def cases():
-    return list(Builder().cases(load_sources(Choice())))
+    return list(ManifestBuilder().build_cases(load_sources(SourceSelection())))
 
 
 def of(cases, transform):
@@ -116,7 +116,7 @@ def test_a_paraphrase_keeps_numbers_and_names_but_hardly_a_run_of_words(cases):
         assert case.answers[0] in case.recipient_prompt
         runs = DonorRuns()
         runs.add(case)
-        assert runs.shares_with(case.recipient_prompt) < 12
+        assert runs.count_shared(case.recipient_prompt) < 12
 
 
 def test_negative_controls_are_held_out_and_share_nothing_with_any_donor(cases):
@@ -129,33 +129,33 @@ def test_negative_controls_are_held_out_and_share_nothing_with_any_donor(cases):
     for case in negatives:
         assert case.negative_control
         assert case.source_id not in sources
-        assert runs.shares_with(case.recipient_prompt) == 0
+        assert runs.count_shared(case.recipient_prompt) == 0
 
 
 def test_a_held_out_document_that_shares_text_with_a_donor_is_left_out_and_counted():
     text = "\n\n".join(TEXTS[0].paragraphs)
     sources = [Source("d", "a", text, (Task("q"),)), Source("d", "b", text, (Task("q"),), held_out=True)]
-    builder = Builder(("exact_repeat", "negative_control"))
-    assert [case.transform for case in builder.cases([sources])] == ["exact_repeat"]
+    builder = ManifestBuilder(("exact_repeat", "negative_control"))
+    assert [case.transform for case in builder.build_cases([sources])] == ["exact_repeat"]
     assert list(builder.left_out.values()) == [1]
 
 
 def test_an_unknown_transform_is_refused_with_the_list():
     with pytest.raises(InputError) as told:
-        Builder(("rag_shuffle",))
+        ManifestBuilder(("rag_shuffle",))
     assert "rag_reorder" in told.value.hint
 
 
 @given(st.text(alphabet="ab. \n", min_size=1, max_size=3000), st.integers(1, 6), st.integers(1, 300))
 def test_segments_are_pieces_of_the_text_and_no_more_than_asked(text, most, least):
-    segments = segments_of(text, Options(most, least))
+    segments = cut_segments(text, TransformOptions(most, least))
     assert len(segments) <= most
     assert all(segment in text for segment in segments)
 
 
 @given(st.text(max_size=300))
 def test_rewording_any_text_does_not_fail(text):
-    assert isinstance(reworded(text), str)
+    assert isinstance(reword(text), str)
 
 
 def test_written_documents_are_the_same_every_time_and_differ_by_seed():
@@ -167,8 +167,8 @@ def test_written_documents_are_the_same_every_time_and_differ_by_seed():
 
 
 def test_steady_choices_are_even():
-    rng = Steady("even")
-    counts = Counter(rng.below(10) for _ in range(10_000))
+    rng = PortableRandom("even")
+    counts = Counter(rng.draw_below(10) for _ in range(10_000))
     assert min(counts.values()) > 850
     assert sorted(rng.shuffled(range(50))) == list(range(50))
 
@@ -187,7 +187,7 @@ def longbench(folder, name="qasper", count=6):
 
 def test_longbench_is_read_from_a_folder_and_some_documents_are_held_out(tmp_path):
     longbench(tmp_path)
-    choice = Choice("longbench-v1", ("qasper",), 3, str(tmp_path))
+    choice = SourceSelection("longbench-v1", ("qasper",), 3, str(tmp_path))
     (sources,) = load_sources(choice)
     assert [source.source_id for source in sources if not source.held_out] == ["0", "1", "2"]
     assert [source.source_id for source in sources if source.held_out] == ["3", "4", "5"]
@@ -196,7 +196,7 @@ def test_longbench_is_read_from_a_folder_and_some_documents_are_held_out(tmp_pat
 
 def test_a_small_dataset_still_gives_donors_and_a_held_out_document(tmp_path):
     longbench(tmp_path, count=3)
-    (sources,) = load_sources(Choice("longbench-v1", ("qasper",), 10, str(tmp_path)))
+    (sources,) = load_sources(SourceSelection("longbench-v1", ("qasper",), 10, str(tmp_path)))
     assert [source.held_out for source in sources] == [False, False, True]
 
 
@@ -204,7 +204,7 @@ def test_longbench_v2_asks_for_a_letter(tmp_path):
     row = {"_id": "x", "question": "Which?", "choice_A": "one", "choice_B": "two", "choice_C": "3", "choice_D": "4",
            "answer": "B", "context": "Long text.", "domain": "code"}  # fmt: skip
     (tmp_path / "data.json").write_text(json.dumps([row, row]), encoding="utf-8")
-    (sources,) = load_sources(Choice("longbench-v2", (), None, str(tmp_path)))
+    (sources,) = load_sources(SourceSelection("longbench-v2", (), None, str(tmp_path)))
     assert sources[0].tasks[0].answers == ("B",)
     assert "B. two" in sources[0].tasks[0].question
 
@@ -212,17 +212,19 @@ def test_longbench_v2_asks_for_a_letter(tmp_path):
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (Choice("longbench-v1", ("hotpotqa",), None, "{folder}"), "holds no dataset hotpotqa"),
-        (Choice("longbench-v1", ("qasper",), None, "{folder}/none"), "is not a folder"),
-        (Choice("longbench-v1", ("broken",), None, "{folder}"), r"broken\.jsonl line 1 is not JSON"),
-        (Choice("fixture", max_items=0), "--max-items-per-dataset is 0"),
-        (Choice("longbench-v7"), "no profile"),
+        (SourceSelection("longbench-v1", ("hotpotqa",), None, "{folder}"), "holds no dataset hotpotqa"),
+        (SourceSelection("longbench-v1", ("qasper",), None, "{folder}/none"), "is not a folder"),
+        (SourceSelection("longbench-v1", ("broken",), None, "{folder}"), r"broken\.jsonl line 1 is not JSON"),
+        (SourceSelection("fixture", max_items=0), "--max-items-per-dataset is 0"),
+        (SourceSelection("longbench-v7"), "no profile"),
     ],
 )
 def test_wrong_sources_are_told_in_one_line(tmp_path, choice, message):
     longbench(tmp_path)
     (tmp_path / "broken.jsonl").write_text("{\n", encoding="utf-8")
-    given = Choice(choice.profile, choice.datasets, choice.max_items, choice.longbench_dir.format(folder=tmp_path))
+    given = SourceSelection(
+        choice.profile, choice.datasets, choice.max_items, choice.longbench_dir.format(folder=tmp_path)
+    )
     with pytest.raises(InputError, match=message):
         list(load_sources(given))
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from sembench.manifests.cases import (
     Case,
     DonorPrompt,
-    case_from_json,
-    case_line,
-    item_id,
+    format_case,
+    make_item_id,
     manifest_sha256,
+    parse_case,
     read_manifest,
     write_manifest,
 )
@@ -29,7 +29,7 @@ texts = st.text(min_size=1, max_size=40).filter(lambda text: text.encode("utf-8"
 @given(texts, texts, st.lists(texts, max_size=3), st.booleans())
 def test_a_case_comes_back_as_it_was_written(donor, recipient, answers, negative):
     case = Case("i", "d", "s", "t", (DonorPrompt("x", donor),), recipient, "q", tuple(answers), negative, {"k": [1]})
-    assert case_from_json(json.loads(case_line(case))) == case
+    assert parse_case(json.loads(format_case(case))) == case
 
 
 @pytest.mark.parametrize("name", ["m.jsonl", "m.jsonl.gz", "new/folder/m.jsonl"])
@@ -71,7 +71,7 @@ def test_a_failed_build_leaves_the_good_manifest_alone(tmp_path):
 
 
 def _broken(**changes: object) -> str:
-    value = json.loads(case_line(CASE)) | changes
+    value = json.loads(format_case(CASE)) | changes
     return json.dumps({name: own for name, own in value.items() if own is not ...})
 
 
@@ -90,7 +90,7 @@ def _broken(**changes: object) -> str:
 )
 def test_a_bad_line_names_file_line_and_field(tmp_path, line, field, what):
     path = tmp_path / "m.jsonl"
-    path.write_text(case_line(CASE) + "\n" + line + "\n", encoding="utf-8")
+    path.write_text(format_case(CASE) + "\n" + line + "\n", encoding="utf-8")
     with pytest.raises(InputError) as told:
         list(read_manifest(path))
     assert f"{path} line 2" in told.value.message
@@ -99,7 +99,7 @@ def test_a_bad_line_names_file_line_and_field(tmp_path, line, field, what):
 
 def test_a_line_that_was_cut_off_says_so(tmp_path):
     path = tmp_path / "m.jsonl"
-    path.write_text(case_line(CASE) + "\n" + case_line(CASE)[:50], encoding="utf-8")
+    path.write_text(format_case(CASE) + "\n" + format_case(CASE)[:50], encoding="utf-8")
     with pytest.raises(InputError, match="line 2 is not JSON") as told:
         list(read_manifest(path))
     assert "cut off" in told.value.hint
@@ -107,7 +107,7 @@ def test_a_line_that_was_cut_off_says_so(tmp_path):
 
 def test_a_packed_manifest_that_was_cut_off_says_so(tmp_path):
     path = tmp_path / "m.jsonl.gz"
-    whole = gzip.compress((case_line(CASE) + "\n").encode() * 1)
+    whole = gzip.compress((format_case(CASE) + "\n").encode() * 1)
     path.write_bytes(whole[:-12])
     with pytest.raises(InputError, match="ends early"):
         list(read_manifest(path))
@@ -115,14 +115,14 @@ def test_a_packed_manifest_that_was_cut_off_says_so(tmp_path):
 
 def test_an_item_id_used_twice_is_refused(tmp_path):
     path = tmp_path / "m.jsonl"
-    path.write_text((case_line(CASE) + "\n") * 2, encoding="utf-8")
+    path.write_text((format_case(CASE) + "\n") * 2, encoding="utf-8")
     with pytest.raises(InputError, match=r"line 2: field item_id 'a1' was already used"):
         list(read_manifest(path))
 
 
 def test_bad_lines_can_be_skipped_and_are_handed_over(tmp_path):
     path = tmp_path / "m.jsonl"
-    path.write_text("{}\n" + case_line(CASE) + "\nnot json\n", encoding="utf-8")
+    path.write_text("{}\n" + format_case(CASE) + "\nnot json\n", encoding="utf-8")
     bad: list[InputError] = []
     assert list(read_manifest(path, on_bad=bad.append)) == [CASE]
     assert len(bad) == 2
@@ -134,8 +134,8 @@ def test_a_missing_manifest_is_a_mistake_with_a_hint(tmp_path):
 
 
 def test_ids_depend_on_every_part_and_on_their_borders():
-    assert item_id("ab", "c") != item_id("a", "bc")
-    assert len(item_id("x")) == 16
+    assert make_item_id("ab", "c") != make_item_id("a", "bc")
+    assert len(make_item_id("x")) == 16
 
 
 def test_facts_are_read_from_metadata():
@@ -145,5 +145,5 @@ def test_facts_are_read_from_metadata():
 
 def test_reading_costs_one_case_at_a_time(tmp_path):
     path = Path(tmp_path / "m.jsonl")
-    path.write_text(case_line(CASE) + "\nbroken\n", encoding="utf-8")
+    path.write_text(format_case(CASE) + "\nbroken\n", encoding="utf-8")
     assert next(iter(read_manifest(path))) == CASE  # the broken second line has not been looked at

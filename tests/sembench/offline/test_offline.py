@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sembench.cli import COMMANDS, build_parser, main
-from sembench.manifests.blocks import HashSet, content_hashes, prefix_hashes, rolling_hashes
+from sembench.manifests.blocks import HashSet, hash_content, hash_every_offset, hash_prefixes
 from sembench.manifests.cases import Case, DonorPrompt, write_manifest
-from sembench.offline.planners import PlannerOptions, Proposal, planner_factory
-from sembench.offline.replay import Store, TokenSpool, judge
+from sembench.offline.planners import PlannerOptions, Proposal, make_planner_factory
+from sembench.offline.replay import ReplayStore, TokenSpool, check_proposal
 from sembench.offline.tokenizers import choose_tokenizer
 from sembench.result import read_result
 from semblend.errors import InputError
@@ -46,7 +46,7 @@ def spool():
 @given(tokens_of, st.integers(1, 9))
 def test_block_hashes_agree_with_comparing_blocks(tokens, size):
     blocks = [tuple(tokens[at : at + size].tolist()) for at in range(0, len(tokens) - size + 1, size)]
-    content, prefix = content_hashes(tokens, size).tolist(), prefix_hashes(tokens, size).tolist()
+    content, prefix = hash_content(tokens, size).tolist(), hash_prefixes(tokens, size).tolist()
     assert len(content) == len(prefix) == len(blocks)
     for one, left in enumerate(blocks):
         for two, right in enumerate(blocks):
@@ -56,8 +56,8 @@ def test_block_hashes_agree_with_comparing_blocks(tokens, size):
 
 @given(tokens_of, st.integers(1, 9))
 def test_rolling_hashes_are_the_content_hashes_of_every_window(tokens, size):
-    rolled = rolling_hashes(tokens, size).tolist()
-    assert rolled == [int(content_hashes(tokens[at : at + size], size)[0]) for at in range(len(tokens) - size + 1)]
+    rolled = hash_every_offset(tokens, size).tolist()
+    assert rolled == [int(hash_content(tokens[at : at + size], size)[0]) for at in range(len(tokens) - size + 1)]
 
 
 @given(st.lists(st.lists(st.integers(0, 50))), st.lists(st.integers(0, 50)))
@@ -66,7 +66,7 @@ def test_a_hash_set_holds_what_was_added(parts, asked):
     for part in parts:
         held.add(np.array(part, dtype=np.uint64))
     known = {value for part in parts for value in part}
-    assert held.holds(np.array(asked, dtype=np.uint64)).tolist() == [value in known for value in asked]
+    assert held.contains(np.array(asked, dtype=np.uint64)).tolist() == [value in known for value in asked]
 
 
 # -- the check -----------------------------------------------------------------------------------------------------
@@ -74,13 +74,13 @@ def test_a_hash_set_holds_what_was_added(parts, asked):
 
 def test_equal_tokens_of_one_piece_are_eligible(spool):
     spool.add("d", ids(9, 1, 2, 3, 4, 5, 6, 7, 8))
-    verdict = judge(ids(1, 2, 3, 4, 5, 6, 7, 8), Proposal((Span("d", 1, 0, 8),)), spool, BLOCK)
+    verdict = check_proposal(ids(1, 2, 3, 4, 5, 6, 7, 8), Proposal((Span("d", 1, 0, 8),)), spool, BLOCK)
     assert (verdict.candidate_blocks, verdict.eligible_blocks, verdict.wrong_tokens) == (2, 2, 0)
 
 
 def test_an_unequal_token_is_wrong_and_spoils_its_block(spool):
     spool.add("d", ids(1, 2, 3, 99, 5, 6, 7, 8))
-    verdict = judge(ids(1, 2, 3, 4, 5, 6, 7, 8), Proposal((Span("d", 0, 0, 8),)), spool, BLOCK)
+    verdict = check_proposal(ids(1, 2, 3, 4, 5, 6, 7, 8), Proposal((Span("d", 0, 0, 8),)), spool, BLOCK)
     assert (verdict.candidate_blocks, verdict.eligible_blocks) == (2, 1)
     assert (verdict.candidate_tokens, verdict.eligible_tokens, verdict.wrong_tokens) == (8, 7, 1)
 
@@ -89,13 +89,13 @@ def test_a_block_from_two_donors_is_a_candidate_but_not_eligible_as_a_block(spoo
     spool.add("a", ids(1, 2))
     spool.add("b", ids(3, 4))
     spans = (Span("a", 0, 0, 2), Span("b", 0, 2, 2))
-    verdict = judge(ids(1, 2, 3, 4), Proposal(spans), spool, BLOCK)
+    verdict = check_proposal(ids(1, 2, 3, 4), Proposal(spans), spool, BLOCK)
     assert (verdict.candidate_blocks, verdict.eligible_blocks, verdict.eligible_tokens) == (1, 0, 4)
 
 
 def test_adjacent_spans_of_one_donor_count_as_one_piece(spool):
     spool.add("a", ids(1, 2, 3, 4))
-    verdict = judge(ids(1, 2, 3, 4), Proposal((Span("a", 0, 0, 2), Span("a", 2, 2, 2))), spool, BLOCK)
+    verdict = check_proposal(ids(1, 2, 3, 4), Proposal((Span("a", 0, 0, 2), Span("a", 2, 2, 2))), spool, BLOCK)
     assert verdict.eligible_blocks == 1
 
 
@@ -104,7 +104,7 @@ def test_adjacent_spans_of_one_donor_count_as_one_piece(spool):
 )
 def test_tokens_that_do_not_exist_are_wrong_and_nothing_breaks(spool, span):
     spool.add("d", ids(*range(8)))
-    verdict = judge(ids(*range(8)), Proposal((span,)), spool, BLOCK)
+    verdict = check_proposal(ids(*range(8)), Proposal((span,)), spool, BLOCK)
     assert verdict.wrong_tokens >= 2
     assert verdict.eligible_blocks == 0
 
@@ -117,7 +117,7 @@ def test_whatever_is_proposed_eligible_tokens_are_equal_tokens(donor, prompt, wi
     donors = TokenSpool()
     donors.add("d", donor)
     spans = tuple(Span("d", *values) for values in wild)
-    verdict = judge(prompt, Proposal(spans), donors, BLOCK)
+    verdict = check_proposal(prompt, Proposal(spans), donors, BLOCK)
     donors.close()
     assert 0 <= verdict.eligible_tokens <= verdict.candidate_tokens <= len(prompt)
     assert verdict.eligible_blocks <= verdict.candidate_blocks <= len(prompt) // BLOCK
@@ -136,7 +136,7 @@ TEXT = " ".join(f"word{number}" for number in range(400))
 
 
 def replay(planner, case, *others):
-    with Store(planner_factory(planner, PlannerOptions())(), StableTokenizer(), 16) as store:
+    with ReplayStore(make_planner_factory(planner, PlannerOptions())(), StableTokenizer(), 16) as store:
         for name, text in others:
             store.add(name, text)
         for donor in case.donor_prompts:
@@ -183,15 +183,15 @@ def test_one_donor_only_when_several_are_switched_off():
     half = len(TEXT) // 2
     case = Case("i", "d", "s", "t", (DonorPrompt("a", TEXT[:half]), DonorPrompt("b", "x " + TEXT[half:])), TEXT)
     for several in (True, False):
-        planner = planner_factory("ours", PlannerOptions(multi_donor=several))()
-        with Store(planner, StableTokenizer(), 16) as store:
+        planner = make_planner_factory("ours", PlannerOptions(multi_donor=several))()
+        with ReplayStore(planner, StableTokenizer(), 16) as store:
             for donor in case.donor_prompts:
                 store.add(donor.donor_id, donor.text)
             assert len(store.replay(case, "single").donor_ids) == (2 if several else 1)
 
 
 def test_one_name_for_two_texts_keeps_both():
-    with Store(planner_factory("ours", PlannerOptions())(), StableTokenizer(), 16) as store:
+    with ReplayStore(make_planner_factory("ours", PlannerOptions())(), StableTokenizer(), 16) as store:
         assert store.add("donor", TEXT, "first")
         assert not store.add("donor", TEXT, "second")
         assert store.add("donor", TEXT.replace("word", "term"), "third")
@@ -228,7 +228,7 @@ def test_a_planner_that_lies_gets_wrong_tokens_and_no_eligible_block(tmp_path, m
 )  # fmt: skip
 def test_a_planner_that_cannot_be_used_is_told_before_the_work(name, message):
     with pytest.raises(InputError, match=message):
-        planner_factory(name, PlannerOptions())
+        make_planner_factory(name, PlannerOptions())
 
 
 # -- the command ---------------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def test_flags_of_the_older_benchmark_are_accepted(fixture, tmp_path):
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(fixture, tmp_path, monkeypatch, capsys):
-    output, replayed, real = tmp_path / "r.json", [], Store.replay
+    output, replayed, real = tmp_path / "r.json", [], ReplayStore.replay
 
     def breaking(self, case, arm):
         if len(replayed) == 5:
@@ -291,7 +291,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(fixture, tmp_path, monkeypa
         replayed.append(case.item_id)
         return real(self, case, arm)
 
-    monkeypatch.setattr(Store, "replay", breaking)
+    monkeypatch.setattr(ReplayStore, "replay", breaking)
     assert run(fixture, output, "--max-items", "9") == 130
     assert not output.exists()
 
@@ -299,7 +299,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(fixture, tmp_path, monkeypa
         replayed.append(case.item_id)
         return real(self, case, arm)
 
-    monkeypatch.setattr(Store, "replay", counting)
+    monkeypatch.setattr(ReplayStore, "replay", counting)
     assert run(fixture, output, "--max-items", "9", "--resume") == 0
     assert len(replayed) == len(set(replayed)) == 9
     assert [record.item_id for record in read_result(output).requests] == replayed
@@ -310,7 +310,7 @@ def test_a_resumed_run_with_other_arguments_is_refused(fixture, tmp_path, monkey
     def breaking(self, case, arm):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Store, "replay", breaking)
+    monkeypatch.setattr(ReplayStore, "replay", breaking)
     run(fixture, tmp_path / "r.json")
     assert run(fixture, tmp_path / "r.json", "--resume", "--block-size", "32") == 2
     assert "block_size" in capsys.readouterr().err
@@ -357,7 +357,7 @@ def test_another_manifest_can_be_the_distractors(fixture, tmp_path):
 
 
 def test_a_model_name_that_is_not_at_hand_gets_a_stand_in_that_is_told_and_kept(fixture, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("sembench.offline.tokenizers._of_pulled_model", lambda name: None)
+    monkeypatch.setattr("sembench.offline.tokenizers._load_pulled_model", lambda name: None)
     output = tmp_path / "r.json"
     assert run(fixture, output, "--max-items", "2", "--tokenizer", "Nobody/has-this-model") == 0
     assert "warning: Nobody/has-this-model is not on this machine" in capsys.readouterr().err
@@ -392,7 +392,8 @@ def test_a_command_is_imported_only_when_it_is_asked_for():
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stderr.splitlines() == ["['sembench.commands.manifests', 'sembench.commands.manifests.checksum_manifest']", "[]"]
+    folder = "sembench.commands.manifests"
+    assert done.stderr.splitlines() == [f"['{folder}', '{folder}.checksum_manifest']", "[]"]
 
 
 def test_help_lists_every_command(capsys):

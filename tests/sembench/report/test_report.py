@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from verdict_samples import changed, live_records, result_of, written
 
 from sembench.cli import main
-from sembench.report import View, html_page, markdown_page, view_of
+from sembench.report import ReportView, build_view, render_html, render_markdown
 from sembench.report.charts import FIGURES
-from sembench.report.story import absent, headline, tiles
-from sembench.report.svg import Scale, doublings, nice_ticks, thinned
+from sembench.report.story import build_tiles, list_absent, write_headline
+from sembench.report.svg import Scale, choose_even_ticks, list_doublings, thin_out
 from sembench.result import RequestRecord
 from sembench.witnesses.engine_events import summarize_file
 
@@ -59,8 +59,8 @@ def parsed(page: str) -> Balance:
 
 
 @pytest.fixture(scope="module")
-def live() -> View:
-    return view_of(result_of(live_records(4), aggregate={}, by_transform={}, paired=None))
+def live() -> ReportView:
+    return build_view(result_of(live_records(4), aggregate={}, by_transform={}, paired=None))
 
 
 def offline_records() -> list[RequestRecord]:
@@ -73,19 +73,19 @@ def offline_records() -> list[RequestRecord]:
 
 
 @pytest.fixture(scope="module")
-def offline() -> View:
-    return view_of(result_of(offline_records(), aggregate={}, by_transform={}, paired=None))
+def offline() -> ReportView:
+    return build_view(result_of(offline_records(), aggregate={}, by_transform={}, paired=None))
 
 
-def test_the_page_needs_nothing_but_itself(live: View) -> None:
-    page = html_page(live, "A run")
+def test_the_page_needs_nothing_but_itself(live: ReportView) -> None:
+    page = render_html(live, "A run")
     seen = parsed(page)
     assert not {tag for tag, _ in seen.tags} & {"script", "link", "img", "iframe", "object", "embed"}
     assert not re.search(r"https?://|url\(|@import|src=|href=", page)
 
 
-def test_the_page_says_what_it_shows_to_those_who_do_not_see_it(live: View) -> None:
-    seen = parsed(html_page(live, "A run"))
+def test_the_page_says_what_it_shows_to_those_who_do_not_see_it(live: ReportView) -> None:
+    seen = parsed(render_html(live, "A run"))
     drawings = [attrs for tag, attrs in seen.tags if tag == "svg" and attrs.get("aria-hidden") != "true"]
     assert len(drawings) == 2 * sum(figure(live) is not None for figure in FIGURES)
     assert all(attrs["role"] == "img" and len(str(attrs["aria-label"])) > 20 for attrs in drawings)
@@ -93,7 +93,7 @@ def test_the_page_says_what_it_shows_to_those_who_do_not_see_it(live: View) -> N
     assert [tag for tag, _ in seen.tags].count("h1") == 1
 
 
-def test_a_live_result_has_every_plot_and_each_plot_its_numbers(live: View) -> None:
+def test_a_live_result_has_every_plot_and_each_plot_its_numbers(live: ReportView) -> None:
     figures = [figure(live) for figure in FIGURES]
     names = [figure.name for figure in figures if figure]
     assert names == ["ttft-transform", "ttft-length", "ladder", "quality", "divergence", "negatives"]
@@ -101,20 +101,20 @@ def test_a_live_result_has_every_plot_and_each_plot_its_numbers(live: View) -> N
     assert all(figure.rows and figure.caption and figure.legend for figure in figures if figure)
 
 
-def test_what_was_not_measured_is_said_and_not_drawn(offline: View) -> None:
+def test_what_was_not_measured_is_said_and_not_drawn(offline: ReportView) -> None:
     ladder = next(found for figure in FIGURES if (found := figure(offline)) and found.name == "ladder")
     assert 'class="rung-confirmed"' not in ladder.drawings[0]
     assert "Not measured in this run: confirmed" in ladder.caption
     assert ladder.rows[0][-1] == "not measured"
-    assert "Nothing was confirmed: no backend ran." in headline(offline)
-    assert any(line.startswith("Confirmed reuse") for line in absent(offline))
-    assert not any("faster" in tile.label for tile in tiles(offline))
+    assert "Nothing was confirmed: no backend ran." in write_headline(offline)
+    assert any(line.startswith("Confirmed reuse") for line in list_absent(offline))
+    assert not any("faster" in tile.label for tile in build_tiles(offline))
 
 
 def test_a_result_without_requests_still_makes_a_page() -> None:
-    view = view_of(result_of([], aggregate={}, by_transform={}, paired=None))
-    parsed(html_page(view, "empty"))
-    assert headline(view) == "This result measured neither time nor reuse."
+    view = build_view(result_of([], aggregate={}, by_transform={}, paired=None))
+    parsed(render_html(view, "empty"))
+    assert write_headline(view) == "This result measured neither time nor reuse."
     assert all(figure(view) is None for figure in FIGURES)
 
 
@@ -131,13 +131,13 @@ def test_text_of_servers_and_models_stays_text() -> None:
         dataset=HOSTILE,
     )
     records = [record for record in records if record.arm != "rerun"]
-    view = view_of(
+    view = build_view(
         result_of(records, config={"mode": HOSTILE, "model": HOSTILE}, aggregate={}, by_transform={}, paired=None)
     )
-    seen = parsed(html_page(view, HOSTILE, [{"engine": HOSTILE, "caveat": HOSTILE}]))
+    seen = parsed(render_html(view, HOSTILE, [{"engine": HOSTILE, "caveat": HOSTILE}]))
     assert not {tag for tag, _ in seen.tags} & {"script", "img"}
     assert any("alert('x')" in text for text in seen.text)
-    page = markdown_page(view, HOSTILE)
+    page = render_markdown(view, HOSTILE)
     assert "<script>" not in page
     for block in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE):
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1
@@ -152,25 +152,25 @@ def test_the_gravest_request_stands_first() -> None:
     records = changed(records, warm("fuzzy_edit-0"), donor_fact_answered=True)
     records = changed(records, warm("negative_control-1"), backend_confirmed_tokens=64)
     records = changed(records, warm("fuzzy_edit-1"), contradictions=("receipt 64, usage 0",))
-    view = view_of(result_of(records, aggregate={}, by_transform={}, paired=None))
+    view = build_view(result_of(records, aggregate={}, by_transform={}, paired=None))
     assert [row.record.item_id for row in view.worst] == [
         "fuzzy_edit-0", "negative_control-1", "fuzzy_edit-1", "rag_reorder-1", "rag_reorder-0"
     ]  # fmt: skip
     assert view.worst[3].reasons == ("false safe: KL 0.500",)
-    assert "1 of 2 unrelated pairs reused anything" in headline(view)
-    assert [tile.tone for tile in tiles(view)][-3:] == ["bad", "bad", "bad"]
+    assert "1 of 2 unrelated pairs reused anything" in write_headline(view)
+    assert [tile.tone for tile in build_tiles(view)][-3:] == ["bad", "bad", "bad"]
 
 
-def test_a_run_that_is_no_faster_says_so(live: View) -> None:
-    assert headline(live).startswith("Warm requests reached their first token ")
+def test_a_run_that_is_no_faster_says_so(live: ReportView) -> None:
+    assert write_headline(live).startswith("Warm requests reached their first token ")
     slow = [r for r in live_records(3, reuse=0.0) if r.transform in ("fuzzy_edit", "negative_control")]
-    view = view_of(result_of(slow, aggregate={}, by_transform={}, paired=None))
-    assert "faster than the noise" in headline(view) or "not shown to be faster" in headline(view)
+    view = build_view(result_of(slow, aggregate={}, by_transform={}, paired=None))
+    assert "faster than the noise" in write_headline(view) or "not shown to be faster" in write_headline(view)
 
 
 def test_many_pairs_make_a_page_of_bounded_size() -> None:
-    view = view_of(result_of(live_records(90), aggregate={}, by_transform={}, paired=None))
-    page = html_page(view, "large")
+    view = build_view(result_of(live_records(90), aggregate={}, by_transform={}, paired=None))
+    page = render_html(view, "large")
     assert len(page) < 2_000_000
     assert "of 630 pairs are drawn" in page
 
@@ -193,7 +193,7 @@ def test_every_mark_lies_inside_its_drawing(rows: list[tuple[int, float, float, 
     ]  # fmt: skip
     times = {f"i{at}": row for at, row in enumerate(rows)}
     made = [changed([r], lambda r: True, ttft_ms=times[r.item_id][1 if r.arm == "cold" else 2])[0] for r in made]
-    view = view_of(result_of(made, aggregate={}, by_transform={}, paired=None))
+    view = build_view(result_of(made, aggregate={}, by_transform={}, paired=None))
     for figure in FIGURES:
         found = figure(view)
         for drawing in found.drawings if found else ():
@@ -209,7 +209,7 @@ def test_every_mark_lies_inside_its_drawing(rows: list[tuple[int, float, float, 
 @given(st.floats(0.001, 1e5), st.floats(1.001, 1e5), st.booleans())
 def test_ticks_are_few_inside_and_in_order(low: float, factor: float, log: bool) -> None:
     scale = Scale(low, low * factor, 0, 100, log)
-    ticks = scale.ticks()
+    ticks = scale.choose_ticks()
     assert 1 <= len(ticks) <= 13
     assert ticks == sorted(ticks)
     assert all(low * 0.99 <= tick <= low * factor * 1.01 for tick in ticks)
@@ -217,10 +217,10 @@ def test_ticks_are_few_inside_and_in_order(low: float, factor: float, log: bool)
 
 
 def test_small_helpers() -> None:
-    assert nice_ticks(0, 100, 5) == [0, 20, 40, 60, 80, 100]
-    assert len(doublings(1, 2**20)) <= 8
-    assert len(thinned(list(range(1000)), 10)) <= 10
-    assert thinned([], 10) == []
+    assert choose_even_ticks(0, 100, 5) == [0, 20, 40, 60, 80, 100]
+    assert len(list_doublings(1, 2**20)) <= 8
+    assert len(thin_out(list(range(1000)), 10)) <= 10
+    assert thin_out([], 10) == []
 
 
 def test_the_command_writes_both_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verdict_samples import live_records
 
-from sembench.result import RequestRecord, Result, read_result, record_from_json, record_to_json, write_result
-from sembench.scoring.aggregate import BLOCK_RATES, LIFTS, MEANS, aggregate, by_transform
-from sembench.scoring.paired import paired
-from sembench.scoring.statistics import bootstrap_mean, bootstrap_ratio, wilson
+from sembench.result import RequestRecord, Result, dump_record, parse_record, read_result, write_result
+from sembench.scoring.aggregate import BLOCK_RATES, LIFTS, MEANS, aggregate, aggregate_by_transform
+from sembench.scoring.paired import summarize_pairs
+from sembench.scoring.statistics import bootstrap_mean, bootstrap_ratio, compute_wilson_interval
 from semblend.errors import InputError
 
 
@@ -26,7 +26,7 @@ def result(*records):
         config={},
         environment={},
         aggregate=aggregate(records),
-        by_transform=by_transform(records),
+        by_transform=aggregate_by_transform(records),
         requests=records,
     )
 
@@ -39,14 +39,14 @@ def test_a_result_comes_back_as_it_was_written(tmp_path):
 
 def test_unknown_fields_of_a_record_are_left_out_and_missing_ones_are_none():
     value = {"item_id": "a", "dataset": "d", "transform": "t", "negative_control": False, "of_another_version": 1}
-    assert record_from_json(value) == record("a")
+    assert parse_record(value) == record("a")
 
 
 @pytest.mark.parametrize(("field", "value"), [("ttft_ms", "fast"), ("prompt_tokens", 1.5), ("donor_ids", "x"),
                                               ("negative_control", None), ("quality_pass", 1)])  # fmt: skip
 def test_a_field_of_the_wrong_type_is_named(field, value):
     with pytest.raises(InputError, match=f"field {field} is"):
-        record_from_json(record_to_json(record()) | {field: value})
+        parse_record(dump_record(record()) | {field: value})
 
 
 def test_a_result_that_was_cut_off_says_so(tmp_path):
@@ -134,7 +134,7 @@ def test_a_cold_arm_that_contradicts_itself_or_fails_is_counted():
 
 def test_every_rate_and_mean_has_its_n_and_its_interval():
     records = live_records(3)
-    for found in (aggregate(records), paired(records) or {}):
+    for found in (aggregate(records), summarize_pairs(records) or {}):
         plain = {name for name in found if not name.endswith(("_n", "_ci", "_numerator", "_denominator"))}
         rates = {name for name in plain if "_rate" in name or name.startswith("mean_") or name.endswith("_lift")}
         rates |= {name for name in plain if "_vs_cold_" in name}
@@ -159,14 +159,14 @@ def test_a_lift_is_taken_over_requests_that_observed_both():
 
 
 def test_transforms_are_added_up_apart():
-    found = by_transform([record("a", transform="x"), record("b", transform="y"), record("c", transform="x")])
+    found = aggregate_by_transform([record("a", transform="x"), record("b", transform="y"), record("c", transform="x")])
     assert {name: own["request_count"] for name, own in found.items()} == {"x": 2, "y": 1}
 
 
 @given(st.integers(0, 50), st.integers(1, 50))
 def test_a_wilson_interval_holds_its_share_and_stays_within_one(hits, more):
     n = max(hits, more)
-    low, high = wilson(hits, n)
+    low, high = compute_wilson_interval(hits, n)
     assert 0 <= low <= hits / n <= high <= 1
 
 

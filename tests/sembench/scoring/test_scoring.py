@@ -28,19 +28,24 @@ TEXT = st.text(alphabet="abc de.", max_size=40)
     ],
 )
 def test_quality_is_the_best_recall_of_a_gold_answer(said, answers, recall):
-    assert scoring.answer_recall(said, answers) == recall
+    assert scoring.compute_answer_recall(said, answers) == recall
 
 
 @given(TEXT, TEXT)
 def test_scores_stay_between_zero_and_one_and_are_one_for_equals(left, right):
-    for score in (scoring.token_f1, scoring.rouge_l, scoring.exact_match, scoring.edit_similarity):
+    for score in (
+        scoring.compute_token_f1,
+        scoring.compute_rouge_l,
+        scoring.compute_exact_match,
+        scoring.compute_edit_similarity,
+    ):
         assert 0.0 <= score(left, right) <= 1.0
         assert score(left, left) == 1.0
 
 
 @given(TEXT, TEXT)
 def test_f1_rouge_and_edits_do_not_depend_on_the_order_of_the_two(left, right):
-    for score in (scoring.token_f1, scoring.rouge_l, scoring.edit_similarity):
+    for score in (scoring.compute_token_f1, scoring.compute_rouge_l, scoring.compute_edit_similarity):
         assert score(left, right) == pytest.approx(score(right, left))
 
 
@@ -52,7 +57,7 @@ def test_edit_distance_is_that_of_the_plain_table(left, right):
         for to, other in enumerate(right, start=1):
             row.append(min(above[to] + 1, row[-1] + 1, above[to - 1] + (one != other)))
     longest = max(len(left), len(right))
-    assert scoring.edit_similarity(left, right) == pytest.approx(1 - row[-1] / longest if longest else 1.0)
+    assert scoring.compute_edit_similarity(left, right) == pytest.approx(1 - row[-1] / longest if longest else 1.0)
 
 
 @given(st.lists(st.sampled_from("xyz"), max_size=9), st.lists(st.sampled_from("xyz"), max_size=9))
@@ -63,11 +68,11 @@ def test_rouge_counts_the_longest_common_subsequence(left, right):
             table[i + 1][j + 1] = table[i][j] + 1 if a == b else max(table[i][j + 1], table[i + 1][j])
     total = len(left) + len(right)
     expected = 2 * table[-1][-1] / total if left and right else float(left == right)
-    assert scoring.rouge_l(" ".join(left), " ".join(right)) == pytest.approx(expected)
+    assert scoring.compute_rouge_l(" ".join(left), " ".join(right)) == pytest.approx(expected)
 
 
 def test_text_without_spaces_is_compared_by_character():
-    assert scoring.token_f1("港口代码", "港口编号") == 0.5
+    assert scoring.compute_token_f1("港口代码", "港口编号") == 0.5
 
 
 def test_a_fact_is_found_as_words_and_not_inside_a_longer_one():
@@ -86,26 +91,26 @@ DISTRIBUTION = st.dictionaries(st.sampled_from("abcdef"), st.floats(0.001, 1.0),
 
 @given(DISTRIBUTION, DISTRIBUTION)
 def test_divergence_is_never_negative_and_zero_against_itself(cold, warm):
-    assert scoring.kl_topk([cold], [warm]) >= 0.0
-    assert scoring.kl_topk([cold], [cold]) == pytest.approx(0.0, abs=1e-6)
+    assert scoring.compute_kl_topk([cold], [warm]) >= 0.0
+    assert scoring.compute_kl_topk([cold], [cold]) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_divergence_is_known_where_both_lists_are_whole():
     cold, warm = {"a": math.log(0.5), "b": math.log(0.5)}, {"a": math.log(0.9), "b": math.log(0.1)}
     expected = 0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1)
-    assert scoring.kl_topk([cold], [warm]) == pytest.approx(expected, abs=1e-6)
+    assert scoring.compute_kl_topk([cold], [warm]) == pytest.approx(expected, abs=1e-6)
 
 
 def test_positions_behind_the_first_difference_are_not_compared():
     same, far = {"a": math.log(0.9)}, {"b": math.log(0.9)}
-    assert scoring.kl_topk([same, same], [same, far], same_until=0) == pytest.approx(0.0, abs=1e-6)
-    assert scoring.kl_topk([same, same], [same, far]) > 0.5
-    assert scoring.kl_topk([], [same]) is None
+    assert scoring.compute_kl_topk([same, same], [same, far], same_until=0) == pytest.approx(0.0, abs=1e-6)
+    assert scoring.compute_kl_topk([same, same], [same, far]) > 0.5
+    assert scoring.compute_kl_topk([], [same]) is None
 
 
 def test_a_ratio_of_perplexities_needs_tokens_in_common():
-    assert scoring.ppl_ratio([-1.0], [-1.0], same_until=0) is None
-    assert scoring.ppl_ratio([-1.0, -5.0], [-1.0, -9.0], same_until=1) == 1.0
+    assert scoring.compute_ppl_ratio([-1.0], [-1.0], same_until=0) is None
+    assert scoring.compute_ppl_ratio([-1.0, -5.0], [-1.0, -9.0], same_until=1) == 1.0
 
 
 @pytest.mark.parametrize("bootstrap", [bootstrap_mean, bootstrap_median])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sembench.cli import main
-from sembench.witnesses.engine_events import ENGINES, engine_events, summarize, summarize_file
+from sembench.witnesses.engine_events import ENGINES, engine_events, summarize_file, summarize_log
 from sembench.witnesses.parsers import EngineEventKind
 from sembench.witnesses.parsers.line import Level, read_line
 from semblend.confirm import events
@@ -83,7 +83,7 @@ def written(told: list[Event], engine: str) -> list[str]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_the_emitter_writes_is_what_the_summary_counts(engine: str) -> None:
-    found = summarize(engine, written(story(), engine))
+    found = summarize_log(engine, written(story(), engine))
     assert (found["donor_registrations"], found["materialization_events"], found["materialized_tokens"]) == (1, 1, 60)
     assert found["semantic_hits"] == 1
     assert found["materialized_semantic_kv_reuse"] is True
@@ -94,7 +94,7 @@ def test_what_the_emitter_writes_is_what_the_summary_counts(engine: str) -> None
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_plan_alone_is_never_reuse(engine: str) -> None:
     told = [event for event in story() if event.kind not in ("reuse_confirmed", "error")]
-    found = summarize(engine, written(told, engine))
+    found = summarize_log(engine, written(told, engine))
     assert (found["materialization_events"], found["materialized_tokens"]) == (0, 0)
     assert found["materialized_semantic_kv_reuse"] is False
 
@@ -102,7 +102,7 @@ def test_a_plan_alone_is_never_reuse(engine: str) -> None:
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name != "lmcache"])
 def test_the_same_lines_collected_twice_count_once(engine: str) -> None:
     lines = written([event for event in story() if event.kind != "error"], engine)
-    once, twice = summarize(engine, lines), summarize(engine, lines + lines)
+    once, twice = summarize_log(engine, lines), summarize_log(engine, lines + lines)
     changing = {"lines", "repeated_events"}
     assert {k: v for k, v in once.items() if k not in changing} == {k: v for k, v in twice.items() if k not in changing}
     assert twice["repeated_events"] == once["events"]
@@ -116,13 +116,13 @@ def test_any_request_ids_survive_the_way_from_emitter_to_summary(ids: list[str],
     lines = written([events.reuse_confirmed(receipt(name)) for name in ids], engine)
     found = list(engine_events(engine, lines))
     assert [event.request_id for event in found if event.kind is EngineEventKind.MATERIALIZED] == ids
-    assert summarize(engine, lines)["materialized_tokens"] == 60 * len(ids)
+    assert summarize_log(engine, lines)["materialized_tokens"] == 60 * len(ids)
 
 
 def test_a_declined_lookup_is_a_hit_with_its_reason_and_no_reuse() -> None:
     event = events.lookup("r", 100, 1, 1, 0.1, reusable_tokens=40, donor_ids=("d",), reason=DeclineReason.TOO_SHORT)
     for engine in ("vllm", "trtllm", "semblend"):
-        found = summarize(engine, written([event], engine))
+        found = summarize_log(engine, written([event], engine))
         assert (found["semantic_hits"], found["rejection_reasons"]) == (1, {"too_short": 1})
         assert found["materialized_semantic_kv_reuse"] is False
 
@@ -133,7 +133,7 @@ def test_a_reason_that_several_events_repeat_counts_once_a_request() -> None:
         events.fallback("r", DeclineReason.STALE),
         events.fallback("s", DeclineReason.STALE),
     ]
-    assert summarize("semblend", written(told, "semblend"))["rejection_reasons"] == {"stale": 2}
+    assert summarize_log("semblend", written(told, "semblend"))["rejection_reasons"] == {"stale": 2}
 
 
 # -- user text -----------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ QUOTED = [
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("quote", QUOTED)
 def test_user_text_inside_a_line_is_neither_event_nor_error(engine: str, quote: str) -> None:
-    found = summarize(engine, [quote.replace("{}", claim) for claim in CLAIMS])
+    found = summarize_log(engine, [quote.replace("{}", claim) for claim in CLAIMS])
     assert (found["events"], found["errors"], found["runtime_warnings"]) == (0, 0, 0)
 
 
@@ -171,7 +171,7 @@ def test_a_word_at_the_start_of_a_continued_line_is_no_level() -> None:
         "Traceback (most recent call last):",
         "is what my screen says",
     ]
-    assert summarize("vllm", lines)["errors"] == 0
+    assert summarize_log("vllm", lines)["errors"] == 0
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_word_at_the_start_of_a_continued_line_is_no_level() -> None:
 )
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_level_at_its_place_is_an_error_in_every_log(engine: str, line: str) -> None:
-    found = summarize(engine, [line])
+    found = summarize_log(engine, [line])
     assert found["errors"] == 1
     assert found["error_examples"][0]["line"] == 1
 
@@ -202,16 +202,16 @@ def test_a_level_at_its_place_is_an_error_in_every_log(engine: str, line: str) -
 def test_one_record_of_many_lines_is_one_error() -> None:
     head = "(EngineCore pid=5) ERROR 08-21 10:29:13 [core.py:700] "
     record = [head + "failed", head + "Traceback (most recent call last):", head + '  File "x.py", line 1', head + "E"]
-    assert summarize("vllm", record)["errors"] == 1
+    assert summarize_log("vllm", record)["errors"] == 1
     later = [line.replace("10:29:13", "10:29:14") for line in record]
-    assert summarize("vllm", record + later)["errors"] == 2
+    assert summarize_log("vllm", record + later)["errors"] == 2
 
 
 def test_a_bare_traceback_is_one_error_chains_included() -> None:
     trace = ["Traceback (most recent call last):", '  File "x.py", line 1', "ValueError: no"]
     chained = [*trace, "", "During handling of the above exception, another exception occurred:", "", *trace]
-    assert summarize("sglang", ["[2026-08-01 23:40:02] running", *chained])["errors"] == 1
-    assert summarize("sglang", ["ERROR:    Exception in ASGI application", *chained])["errors"] == 1
+    assert summarize_log("sglang", ["[2026-08-01 23:40:02] running", *chained])["errors"] == 1
+    assert summarize_log("sglang", ["ERROR:    Exception in ASGI application", *chained])["errors"] == 1
 
 
 @given(st.text(max_size=200))
@@ -237,20 +237,20 @@ def test_a_cut_audit_line_names_file_and_line(tmp_path: Path) -> None:
 def test_a_count_that_is_none_names_its_field(wrong: Any) -> None:
     line = json.dumps({"event": "materialized", "request_id": "r", "materialized": 1, "covered_token_count": wrong})
     with pytest.raises(InputError, match=r"line 1, field covered_token_count"):
-        summarize("trtllm", [line])
+        summarize_log("trtllm", [line])
 
 
 def test_a_receipt_whose_parts_do_not_add_up_is_refused() -> None:
     record = json.loads(events.reuse_confirmed(receipt()).to_json_line())
     record["receipt"]["reused_tokens"] = 1000
     with pytest.raises(InputError, match=r"line 1, field receipt"):
-        summarize("semblend", [json.dumps(record)])
-    assert summarize("semblend", [json.dumps(record)], skip_bad=True)["materialized_tokens"] == 0
+        summarize_log("semblend", [json.dumps(record)])
+    assert summarize_log("semblend", [json.dumps(record)], skip_bad=True)["materialized_tokens"] == 0
 
 
 def test_a_pretty_printed_object_in_a_log_is_just_text() -> None:
     for engine in ENGINES:
-        assert summarize(engine, ["config:", "{", '  "event": "materialized",', "}"])["events"] == 0
+        assert summarize_log(engine, ["config:", "{", '  "event": "materialized",', "}"])["events"] == 0
 
 
 # -- the command ---------------------------------------------------------------------------------------------------

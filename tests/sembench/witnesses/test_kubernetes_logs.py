@@ -18,7 +18,7 @@ import pytest
 
 from sembench.cli import main
 from sembench.witnesses import kubernetes_logs
-from sembench.witnesses.kubernetes_logs import PodLog, kubectl_command, read_pod_log, seconds_of, time_of
+from sembench.witnesses.kubernetes_logs import PodLog, build_command, parse_duration, parse_time, read_pod_log
 from semblend.errors import InputError, MissingDependencyError
 
 LINES = [
@@ -68,7 +68,7 @@ class Cluster(BaseHTTPRequestHandler):
     def log(self, query: dict[str, list[str]]) -> str:
         kept = LINES
         if "sinceTime" in query:
-            kept = [line for line in kept if time_of(line[0]) >= time_of(query["sinceTime"][0])]
+            kept = [line for line in kept if parse_time(line[0]) >= parse_time(query["sinceTime"][0])]
         if "tailLines" in query:
             kept = kept[-int(query["tailLines"][0]) :]
         stamped = query.get("timestamps") == ["true"] or query.get("timestamps") == ["True"]
@@ -145,7 +145,7 @@ def test_the_whole_log_arrives_as_it_was_written(client: str, cluster: str) -> N
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_since_time_is_exact_and_leaves_no_time_stamps(client: str, cluster: str) -> None:
-    wanted = PodLog("inference", "sglang-0", "engine", None, since_time=time_of("2026-06-22T18:00:00Z"))
+    wanted = PodLog("inference", "sglang-0", "engine", None, since_time=parse_time("2026-06-22T18:00:00Z"))
     assert lines_of(wanted, client, cluster) == [text for _, text in LINES[1:]]
 
 
@@ -293,7 +293,7 @@ def test_every_wish_becomes_a_word_of_its_own() -> None:
         "n s", "p;rm", "c", 7, since_time=datetime.fromisoformat("2026-06-22T20:00:00+02:00"), previous=True,
         context="x", kubeconfig="k",
     )  # fmt: skip
-    assert kubectl_command(wanted) == [
+    assert build_command(wanted) == [
         "kubectl", "--namespace", "n s", "logs", "pod/p;rm", "--tail=7", "--container", "c",
         "--since-time=2026-06-22T18:00:00Z", "--previous", "--context", "x", "--kubeconfig", "k",
     ]  # fmt: skip
@@ -301,4 +301,4 @@ def test_every_wish_becomes_a_word_of_its_own() -> None:
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90.0), ("15m", 900.0), ("1h30m", 5400.0), ("1.5h", 5400.0)])
 def test_durations_are_read_as_kubectl_reads_them(text: str, seconds: float) -> None:
-    assert seconds_of(text) == seconds
+    assert parse_duration(text) == seconds

@@ -10,7 +10,7 @@ import argparse
 import json
 from collections import Counter
 
-from sembench.manifests.blocks import HashSet, content_hashes, rolling_hashes
+from sembench.manifests.blocks import HashSet, hash_content, hash_every_offset
 from sembench.manifests.cases import Case, read_manifest
 from sembench.offline.tokenizers import Encoder, choose_tokenizer
 from semblend.cli.output import say
@@ -56,27 +56,30 @@ def audit(manifest: str, encoder: Encoder, block_size: int) -> tuple[list[tuple[
         for donor in case.donor_prompts:
             if (key := (donor.donor_id, hash(donor.text))) not in seen:
                 seen.add(key)
-                donors.add(content_hashes(encoder.encode(donor.text), block_size))
+                donors.add(hash_content(encoder.encode(donor.text), block_size))
     wrong, items = [], 0
     for case in read_manifest(manifest):
         items += 1
-        wrong += [(case, kind, line) for kind, line in findings(case, donors, encoder, block_size)]
+        wrong += [(case, kind, line) for kind, line in find_faults(case, donors, encoder, block_size)]
     return wrong, items
 
 
-def findings(case: Case, donors: HashSet, encoder: Encoder, block_size: int) -> list[tuple[str, str]]:
+def find_faults(case: Case, donors: HashSet, encoder: Encoder, block_size: int) -> list[tuple[str, str]]:
     """(kind, one line) for everything about a case that would make a result mean something else than it says."""
     wrong = []
     if case.negative_control:
-        shared = int(donors.holds(rolling_hashes(encoder.encode(case.recipient_prompt), block_size)).sum())
+        shared = int(donors.contains(hash_every_offset(encoder.encode(case.recipient_prompt), block_size)).sum())
         if shared:
             wrong.append(("phantom_collision", f"a negative control shares {shared} block positions with some donor"))
     elif case.metadata.get("expected_semantic") or case.metadata.get("expected_exact"):
         own = HashSet()
         for donor in case.donor_prompts:
-            own.add(content_hashes(encoder.encode(donor.text), block_size))
+            own.add(hash_content(encoder.encode(donor.text), block_size))
         paraphrased = case.metadata.get("materialization_shape") == "evidence_only"
-        if not paraphrased and not own.holds(rolling_hashes(encoder.encode(case.recipient_prompt), block_size)).any():
+        if (
+            not paraphrased
+            and not own.contains(hash_every_offset(encoder.encode(case.recipient_prompt), block_size)).any()
+        ):
             wrong.append(("nothing_shared", "a hit is expected, but recipient and donors share no block"))
     if case.planted_fact and case.planted_fact not in case.recipient_prompt:
         wrong.append(("planted_fact_missing", f"the recipient does not say {case.planted_fact!r}"))

@@ -11,11 +11,11 @@ import json
 from collections.abc import Iterator
 
 from sembench.files import open_text
-from sembench.manifests.build import ALL_TRANSFORMS, NEGATIVE, Builder
-from sembench.manifests.cases import Case, case_line, manifest_sha256, write_manifest
-from sembench.manifests.datasets import PROFILES, Choice, load_sources
-from sembench.manifests.transforms import Options
-from sembench.settings import variable
+from sembench.manifests.build import ALL_TRANSFORMS, NEGATIVE, ManifestBuilder
+from sembench.manifests.cases import Case, format_case, manifest_sha256, write_manifest
+from sembench.manifests.datasets import PROFILES, SourceSelection, load_sources
+from sembench.manifests.transforms import TransformOptions
+from sembench.settings import read_variable
 from semblend.cli.output import Progress, say
 from semblend.errors import InputError
 
@@ -49,12 +49,14 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 
 def run(args: argparse.Namespace) -> int:
-    builder = Builder(tuple(dict.fromkeys(args.transforms)), Options(args.max_segments, args.min_segment_chars))
-    choice = Choice(
+    builder = ManifestBuilder(
+        tuple(dict.fromkeys(args.transforms)), TransformOptions(args.max_segments, args.min_segment_chars)
+    )
+    choice = SourceSelection(
         profile=args.profile,
         datasets=tuple(dict.fromkeys(args.datasets)),
         max_items=args.max_items_per_dataset,
-        longbench_dir=args.longbench_dir or variable("SEMBENCH_LONGBENCH_DIR"),
+        longbench_dir=args.longbench_dir or read_variable("SEMBENCH_LONGBENCH_DIR"),
         hf_revision=args.hf_revision,
         hold_out=NEGATIVE in args.transforms,
     )
@@ -62,34 +64,34 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"profile {args.profile} has no --datasets", hint="leave --datasets out")
     progress, counts = Progress(args.quiet), dict.fromkeys(builder.transforms, 0)
 
-    def counted() -> Iterator[Case]:
-        for case in builder.cases(load_sources(choice)):
+    def build_cases() -> Iterator[Case]:
+        for case in builder.build_cases(load_sources(choice)):
             counts[case.transform] += 1
             if progress.due():
                 progress.show(f"{sum(counts.values())} cases, at {case.dataset}")
             yield case
 
     if args.frozen:
-        _compare(args.output, counted())
-    elif not write_manifest(args.output, counted()):
+        _compare(args.output, build_cases())
+    elif not write_manifest(args.output, build_cases()):
         raise InputError("no case could be built", hint="look at the datasets and transforms that you asked for")
     progress.clear()
     for why, count in sorted(builder.left_out.items()):
         say(f"left out {count} x {why}")
     if NEGATIVE in counts and not counts[NEGATIVE]:
         say("warning: no negative control could be built; gates on negative controls will fail as missing")
-    print(json.dumps(_summary(args.output, counts)))
+    print(json.dumps(_summarize(args.output, counts)))
     return 0
 
 
-def _summary(path: str, counts: dict[str, int]) -> dict[str, object]:
+def _summarize(path: str, counts: dict[str, int]) -> dict[str, object]:
     return {"manifest": path, "items": sum(counts.values()), "sha256": manifest_sha256(path), "by_transform": counts}
 
 
 def _compare(path: str, cases: Iterator[Case]) -> None:
     with open_text(path) as stream:
         for number, case in enumerate(cases, start=1):
-            if stream.readline() != case_line(case) + "\n":
+            if stream.readline() != format_case(case) + "\n":
                 raise InputError(
                     f"{path} line {number} would be built differently", hint="build to another file and compare"
                 )

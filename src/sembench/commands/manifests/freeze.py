@@ -8,7 +8,7 @@ import json
 from sembench.commands.manifests.audit_manifest import audit
 from sembench.files import replacing
 from sembench.manifests.cases import BENCHMARK_VERSION
-from sembench.manifests.frozen import FROZEN_VERSION, described, manifests_in
+from sembench.manifests.frozen import FROZEN_VERSION, describe_manifest, list_manifests
 from sembench.offline.tokenizers import choose_tokenizer
 from semblend.cli.output import say
 from semblend.errors import InputError
@@ -22,7 +22,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 
 def run(args: argparse.Namespace) -> int:
-    found = manifests_in(args.manifests_dir)
+    found = list_manifests(args.manifests_dir)
     if not found:
         raise InputError(f"{args.manifests_dir} holds no manifest", hint="make one with sembench build")
     wrong = 0
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         "frozen_version": FROZEN_VERSION,
         "benchmark_version": BENCHMARK_VERSION,
         "block_size": args.block_size,
-        "manifests": {path.name: described(path) for path in found},
+        "manifests": {path.name: describe_manifest(path) for path in found},
     }
     with replacing(args.spec) as stream:
         stream.write(json.dumps(spec, indent=1, sort_keys=True) + "\n")

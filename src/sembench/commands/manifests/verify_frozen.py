@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from sembench.manifests.frozen import differences, read_frozen
+from sembench.manifests.frozen import find_differences, read_frozen
 from semblend.cli.output import say
 
 
@@ -17,7 +17,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 def run(args: argparse.Namespace) -> int:
     frozen = read_frozen(args.spec)
-    changed = differences(frozen, args.manifests_dir)
+    changed = find_differences(frozen, args.manifests_dir)
     for line in changed:
         say(line)
     print(json.dumps({"spec": args.spec, "manifests": len(frozen), "changed": len(changed), "passed": not changed}))

@@ -35,7 +35,9 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
             parser.add_argument(gate.flag, action="store_true", help=gate.help)
         else:
             side = "at least" if gate.bound == "min" else "at most"
-            parser.add_argument(gate.flag, type=_bound(gate), metavar=_NAMES[gate.unit], help=f"{side}: {gate.help}")
+            parser.add_argument(
+                gate.flag, type=_make_bound_reader(gate), metavar=_NAMES[gate.unit], help=f"{side}: {gate.help}"
+            )
     parser.add_argument("--allow-missing", action="store_true", help="let a gate pass whose metric nobody observed")
     parser.add_argument(
         "--pessimistic", action="store_true", help="judge the worse end of the 95 %% interval, where there is one"
@@ -69,11 +71,11 @@ def run(args: argparse.Namespace) -> int:
         "unverified_metrics": sorted(asked & seen.unverified),
         "allow_missing": args.allow_missing,
     }
-    deliver(verdict, args.output)
+    write_verdict(verdict, args.output)
     return 0 if not failures else 1
 
 
-def deliver(verdict: dict[str, Any], output: str | None) -> None:
+def write_verdict(verdict: dict[str, Any], output: str | None) -> None:
     text = json.dumps(verdict, indent=2, ensure_ascii=True)
     if output:
         with replacing(output) as stream:
@@ -87,7 +89,7 @@ def deliver(verdict: dict[str, Any], output: str | None) -> None:
         say(f"all {len(verdict['requested_gates'])} gates pass")
 
 
-def _bound(gate: Gate) -> Callable[[str], float]:
+def _make_bound_reader(gate: Gate) -> Callable[[str], float]:
     """A reader of the bound that refuses what no metric of this unit can be."""
 
     def read(text: str) -> float:

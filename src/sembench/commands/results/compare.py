@@ -8,7 +8,7 @@ from typing import Any
 
 from sembench.files import replacing
 from sembench.result import read_result
-from sembench.scoring.compare import compare
+from sembench.scoring.compare import compare_results
 from semblend.cli.output import say, table
 
 
@@ -25,7 +25,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 
 def run(args: argparse.Namespace) -> int:
-    found = {"base": args.base, "new": args.new, **compare(read_result(args.base), read_result(args.new))}
+    found = {"base": args.base, "new": args.new, **compare_results(read_result(args.base), read_result(args.new))}
     text = json.dumps(found, indent=2, ensure_ascii=True)
     if args.output:
         with replacing(args.output) as stream:
@@ -46,13 +46,13 @@ def _tell(found: dict[str, Any]) -> None:
             say(f"hint: {found[f'items_only_in_{side}']} items are only in {found[side]} and were left out")
     for line in found["setup_differences"]:
         say(f"hint: not the same set-up: {line}")
-    rows = [_row(row) for row in found["metrics"]]
-    rows += [(f"negatives: {first}", *rest) for first, *rest in map(_row, found["negative_controls"])]
+    rows = [_format_row(row) for row in found["metrics"]]
+    rows += [(f"negatives: {first}", *rest) for first, *rest in map(_format_row, found["negative_controls"])]
     if rows:
         say(table(rows, head=("metric", "n", "base", "new", "change", "95 %", "verdict"), right=(1, 2, 3, 4)))
 
 
-def _row(row: dict[str, Any]) -> tuple[str, ...]:
+def _format_row(row: dict[str, Any]) -> tuple[str, ...]:
     ratio = row["kind"] == "ratio"
     change = f"×{row['change']:.3f}" if ratio else f"{row['change']:+.4f}"
     ci = row["change_ci"]

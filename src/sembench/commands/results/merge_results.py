@@ -6,13 +6,13 @@ import argparse
 import json
 from dataclasses import replace
 
-from sembench.live.session import summary
-from sembench.provenance import environment_info, utc_now
+from sembench.live.session import summarize_result
+from sembench.provenance import describe_environment, get_utc_time
 from sembench.result import RequestRecord, Result, read_result, write_result
-from sembench.scoring.aggregate import aggregate, by_transform
-from sembench.scoring.comparison import Said, against_cold
-from sembench.scoring.paired import paired
-from sembench.witnesses.audit import AuditLog, with_audit
+from sembench.scoring.aggregate import aggregate, aggregate_by_transform
+from sembench.scoring.comparison import ComparableAnswer, score_against_cold
+from sembench.scoring.paired import summarize_pairs
+from sembench.witnesses.audit import AuditLog, join_audit
 from semblend.cli.output import say
 from semblend.errors import InputError
 
@@ -35,7 +35,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 def run(args: argparse.Namespace) -> int:
     cold, warm = read_result(args.cold), read_result(args.warm)
     runs = {"cold": cold, "warm": warm} | ({"rerun": read_result(args.rerun)} if args.rerun else {})
-    _same_work(runs)
+    _check_same_work(runs)
     by_arm = {arm: {record.item_id: record for record in result.requests} for arm, result in runs.items()}
     common = [item for item in by_arm["cold"] if all(item in records for records in by_arm.values())]
     lonely = len({item for records in by_arm.values() for item in records}) - len(common)
@@ -43,34 +43,34 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"{lonely} cases are not in every run", hint="run them all, or pass --allow-unpaired")
     if lonely:
         say(f"note: {lonely} cases are left out, since not every run has them")
-    records = [record for item in common for record in _joined({arm: by_arm[arm][item] for arm in by_arm})]
+    records = [record for item in common for record in _join_arms({arm: by_arm[arm][item] for arm in by_arm})]
     if args.connector_audit:
         log = AuditLog.read(args.connector_audit)
-        records = [with_audit(record, log, _block_size(warm)) for record in records]
+        records = [join_audit(record, log, _read_block_size(warm)) for record in records]
     result = Result(
-        created_at_utc=utc_now(),
+        created_at_utc=get_utc_time(),
         run={**(warm.run or {}), "arm": "paired", **({"run_id": args.run_id} if args.run_id else {})},
         config={**warm.config, "merged_from": {arm: (one.run or {}).get("run_id") for arm, one in runs.items()}},
         engine=warm.engine,
-        environment=environment_info(),
+        environment=describe_environment(),
         aggregate=aggregate(records),
-        paired=paired(records),
-        by_transform=by_transform(records),
+        paired=summarize_pairs(records),
+        by_transform=aggregate_by_transform(records),
         requests=tuple(records),
     )
     write_result(args.output, result)
-    print(json.dumps(summary(result, args.output)))
+    print(json.dumps(summarize_result(result, args.output)))
     return 0
 
 
-def _block_size(result: Result) -> int:
+def _read_block_size(result: Result) -> int:
     size = result.config.get("block_size")
     if not isinstance(size, int) or size < 1:
         raise InputError("the warm run does not say its block size", hint="run it again with this version")
     return size
 
 
-def _same_work(runs: dict[str, Result]) -> None:
+def _check_same_work(runs: dict[str, Result]) -> None:
     """Two manifests, or two versions, cannot be paired."""
     for name in ("manifest_sha256", "sembench_version"):
         values = {str((result.run or {}).get(name)) for result in runs.values()}
@@ -80,13 +80,13 @@ def _same_work(runs: dict[str, Result]) -> None:
             )
 
 
-def _joined(arms: dict[str, RequestRecord]) -> list[RequestRecord]:
+def _join_arms(arms: dict[str, RequestRecord]) -> list[RequestRecord]:
     cold = arms["cold"]
     records = [replace(cold, arm="cold", pair_id=cold.item_id)]
     for arm in ("warm", "rerun"):
         if arm in arms:
             record = replace(arms[arm], arm=arm, pair_id=cold.item_id)
             comparable = cold.error is None and record.error is None
-            said = Said.of_record
-            records.append(against_cold(record, said(record), said(cold)) if comparable else record)
+            said = ComparableAnswer.from_record
+            records.append(score_against_cold(record, said(record), said(cold)) if comparable else record)
     return records

@@ -28,7 +28,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 def run(args: argparse.Namespace) -> int:
     from sembench.gates.check import read_summary
-    from sembench.report import html_page, markdown_page, view_of
+    from sembench.report import build_view, render_html, render_markdown
     from sembench.result import read_result
 
     if args.output is None and args.markdown is None:
@@ -38,10 +38,10 @@ def run(args: argparse.Namespace) -> int:
             raise InputError(f"{path} is the result itself", hint="name another file for the page")
     result = read_result(args.result)
     summaries = [read_summary(path) for path in args.engine_summary]
-    view = view_of(result)
+    view = build_view(result)
     title = args.title or str((result.run or {}).get("run_id") or Path(args.result).stem)
     written = {}
-    for name, path, write in (("html", args.output, html_page), ("markdown", args.markdown, markdown_page)):
+    for name, path, write in (("html", args.output, render_html), ("markdown", args.markdown, render_markdown)):
         if path is not None:
             text = write(view, title, summaries)
             with replacing(path) as stream:

@@ -12,14 +12,14 @@ from sembench.backends.base import Answer, Backend, Call
 from sembench.backends.gateway import GatewayBackend
 from sembench.backends.http_client import check_url, open_client
 from sembench.backends.sglang import SglangBackend
-from sembench.commands.runs.live_flags import count, count0, keys_of
+from sembench.commands.runs.live_flags import parse_keys, parse_non_negative, parse_positive
 from sembench.files import make_folder_of, replacing
 from sembench.live.session import verify_model
-from sembench.manifests.case_subset import chosen_cases
+from sembench.manifests.case_subset import choose_cases
 from sembench.manifests.cases import Case
-from sembench.provenance import utc_now
-from sembench.scoring.answers import first_divergence, rouge_l, token_f1
-from sembench.scoring.statistics import bootstrap_mean, mean, percentile
+from sembench.provenance import get_utc_time
+from sembench.scoring.answers import compute_rouge_l, compute_token_f1, find_first_divergence
+from sembench.scoring.statistics import bootstrap_mean, compute_mean, compute_percentile
 from semblend.cli.output import Progress
 from semblend.errors import InputError
 
@@ -39,10 +39,12 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("--engine", choices=["sglang", "gateway"], default="sglang", help="how it is spoken to")
     parser.add_argument("--engine-version", default="", help="version of the engine")
     parser.add_argument("--model", required=True, help="the model that the server must serve")
-    parser.add_argument("--max-items", type=count, default=200, metavar="N", help="default: 200")
-    parser.add_argument("--max-new-tokens", type=count, default=64, metavar="N", help="default: 64")
+    parser.add_argument("--max-items", type=parse_positive, default=200, metavar="N", help="default: 200")
+    parser.add_argument("--max-new-tokens", type=parse_positive, default=64, metavar="N", help="default: 64")
     parser.add_argument("--cooldown-ms", type=float, default=0.0, metavar="MS", help="pause after each request")
-    parser.add_argument("--warmup-requests", type=count0, default=2, metavar="N", help="thrown away (default: 2)")
+    parser.add_argument(
+        "--warmup-requests", type=parse_non_negative, default=2, metavar="N", help="thrown away (default: 2)"
+    )
     parser.add_argument("--timeout-seconds", type=float, default=900.0, metavar="S", help="limit of one request")
     parser.add_argument("--reset-url", nargs="+", action="extend", default=[], metavar="URL", help="for a gateway")
     parser.add_argument("--skip-verify", action="store_true", help="do not ask the server which model it serves")
@@ -51,8 +53,8 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 def run(args: argparse.Namespace) -> int:
     make_folder_of(args.output)
-    pairs = asyncio.run(_pairs(args))
-    found = calibration(pairs, engine=args.engine, engine_version=args.engine_version, model=args.model)
+    pairs = asyncio.run(_measure_pairs(args))
+    found = build_calibration(pairs, engine=args.engine, engine_version=args.engine_version, model=args.model)
     with replacing(args.output) as stream:
         stream.write(json.dumps(found, indent=1) + "\n")
     wanted = ("n_pairs", "pairs_contaminated", "pairs_errored", "rouge_l_mean", "ttft_ratio_p95")
@@ -60,11 +62,11 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found["n_pairs"] else 1
 
 
-Pair = tuple[Case, Answer, Answer]
+ColdPair = tuple[Case, Answer, Answer]
 
 
-async def _pairs(args: argparse.Namespace) -> list[Pair]:
-    base, keys = check_url(args.base_url, "--base-url"), keys_of(args.api_key)
+async def _measure_pairs(args: argparse.Namespace) -> list[ColdPair]:
+    base, keys = check_url(args.base_url, "--base-url"), parse_keys(args.api_key)
     async with open_client(args.timeout_seconds) as client:
         backend: Backend = SglangBackend(client, base, keys=keys)
         if args.engine == "gateway":
@@ -75,8 +77,8 @@ async def _pairs(args: argparse.Namespace) -> list[Pair]:
         for number in range(args.warmup_requests):
             await backend.ask(Call(text=f"Warm up {number}.", max_tokens=4, request_id=f"sb-warmup-{number}"))
         progress = Progress()
-        pairs: list[Pair] = []
-        for case in chosen_cases(args.manifest, args.max_items):
+        pairs: list[ColdPair] = []
+        for case in choose_cases(args.manifest, args.max_items):
             answers = [await _ask(backend, case, at, flushes, args) for at in range(2)]
             pairs.append((case, answers[0], answers[1]))
             if progress.due():
@@ -98,40 +100,44 @@ async def _ask(backend: Backend, case: Case, at: int, flushes: bool, args: argpa
     return answer
 
 
-def calibration(pairs: Sequence[Pair], *, engine: str, engine_version: str, model: str) -> dict[str, Any]:
+def build_calibration(pairs: Sequence[ColdPair], *, engine: str, engine_version: str, model: str) -> dict[str, Any]:
     """The calibration file. A pair counts when both answers came and neither was served from a cache."""
     errored = [pair for pair in pairs if pair[1].error or pair[2].error]
     contaminated = [pair for pair in pairs if pair not in errored and any(a.cached_tokens for a in pair[1:])]
     used = [pair for pair in pairs if pair not in errored and pair not in contaminated]
-    scores = [rouge_l(second.text, first.text) for _, first, second in used]
+    scores = [compute_rouge_l(second.text, first.text) for _, first, second in used]
     sources = [case.source_id for case, _, _ in used]
     ratios = [a.ttft_ms / b.ttft_ms for _, a, b in used if a.ttft_ms and b.ttft_ms]
     interval = bootstrap_mean(sources, scores)
     return {
         "calibration_version": CALIBRATION_VERSION,
-        "created_at_utc": utc_now(),
+        "created_at_utc": get_utc_time(),
         "engine": engine,
         "engine_version": engine_version or None,
         "model": model,
         "n_pairs": len(used),
         "pairs_contaminated": len(contaminated),
         "pairs_errored": len(errored),
-        "per_length_band": _bands(used, scores),
-        "rouge_l_mean": mean(scores),
-        "rouge_l_ci": None if interval is None else {"lo": interval[0], "hi": interval[1], "point": mean(scores)},
-        "rouge_l_p05": percentile(scores, 5),
-        "rouge_l_p50": percentile(scores, 50),
-        "f1_mean": mean([token_f1(second.text, first.text) for _, first, second in used]),
-        "identical_share": mean([first_divergence(a.output_units, b.output_units) is None for _, a, b in used]),
-        "ttft_ratio_p05": percentile(ratios, 5),
-        "ttft_ratio_p50": percentile(ratios, 50),
-        "ttft_ratio_p95": percentile(ratios, 95),
+        "per_length_band": _score_by_length(used, scores),
+        "rouge_l_mean": compute_mean(scores),
+        "rouge_l_ci": None
+        if interval is None
+        else {"lo": interval[0], "hi": interval[1], "point": compute_mean(scores)},
+        "rouge_l_p05": compute_percentile(scores, 5),
+        "rouge_l_p50": compute_percentile(scores, 50),
+        "f1_mean": compute_mean([compute_token_f1(second.text, first.text) for _, first, second in used]),
+        "identical_share": compute_mean(
+            [find_first_divergence(a.output_units, b.output_units) is None for _, a, b in used]
+        ),
+        "ttft_ratio_p05": compute_percentile(ratios, 5),
+        "ttft_ratio_p50": compute_percentile(ratios, 50),
+        "ttft_ratio_p95": compute_percentile(ratios, 95),
     }
 
 
-def _bands(pairs: Sequence[Pair], scores: Sequence[float]) -> dict[str, Any]:
+def _score_by_length(pairs: Sequence[ColdPair], scores: Sequence[float]) -> dict[str, Any]:
     groups: dict[str, list[float]] = {name: [] for name, _ in BANDS}
     for (_, first, _), score in zip(pairs, scores, strict=True):
         if first.prompt_tokens is not None:
             groups[next(name for name, most in BANDS if first.prompt_tokens <= most)].append(score)
-    return {name: {"mean": mean(values), "n": len(values)} for name, values in groups.items()}
+    return {name: {"mean": compute_mean(values), "n": len(values)} for name, values in groups.items()}

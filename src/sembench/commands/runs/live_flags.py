@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from sembench.backends.http_client import check_url
-from sembench.live.session import Session, run_session, summary
+from sembench.live.session import LiveSession, run_session, summarize_result
 from sembench.live.settings import ISOLATIONS, PAIRED_ARMS, LiveSettings
 from sembench.scoring.answers import QUALITY_THRESHOLD
-from sembench.witnesses.engine_flags import engine_flags, require_fair_flags
+from sembench.witnesses.engine_flags import describe_engine_flags, require_fair_flags
 from semblend.errors import InputError
 
 SECRET = ("api_key", "admin_key", "judge_api_key")
@@ -24,8 +24,10 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--manifest", required=True, metavar="FILE", help="cases from sembench build")
     parser.add_argument("--output", required=True, metavar="FILE", help="the result, JSON")
     parser.add_argument("--model", required=True, help="the model that the server must serve")
-    parser.add_argument("--max-items", type=count, metavar="N", help="N cases, every transform in turn")
-    parser.add_argument("--block-size", type=count, default=16, metavar="N", help="tokens a block (default: 16)")
+    parser.add_argument("--max-items", type=parse_positive, metavar="N", help="N cases, every transform in turn")
+    parser.add_argument(
+        "--block-size", type=parse_positive, default=16, metavar="N", help="tokens a block (default: 16)"
+    )
     parser.add_argument("--tokenizer", default="", help="name of the tokenizer, sent to routers (default: the model)")
     parser.add_argument("--timeout-seconds", type=float, default=None, metavar="S", help="limit of one request")
     parser.add_argument("--resume", action="store_true", help="go on where an interrupted run stopped")
@@ -47,16 +49,22 @@ def add_measuring_flags(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--isolation", choices=["auto", *ISOLATIONS], default="auto", help="how a case gets an empty cache"
     )
-    how.add_argument("--warmup-requests", type=count0, default=2, metavar="N", help="thrown away (default: 2)")
+    how.add_argument(
+        "--warmup-requests", type=parse_non_negative, default=2, metavar="N", help="thrown away (default: 2)"
+    )
     how.add_argument("--cooldown-ms", type=float, default=0.0, metavar="MS", help="pause after each request")
     how.add_argument("--post-donor-delay-ms", type=float, default=0.0, metavar="MS", help="pause behind the donors")
     how.add_argument("--capture-logprobs", action="store_true", help="ask for log-probabilities: KL, perplexity")
-    how.add_argument("--top-logprobs-num", type=count, default=8, metavar="N", help="alternatives (default: 8)")
+    how.add_argument(
+        "--top-logprobs-num", type=parse_positive, default=8, metavar="N", help="alternatives (default: 8)"
+    )
     how.add_argument(
         "--quality-threshold", type=float, default=QUALITY_THRESHOLD, metavar="SHARE", help="default: 0.60"
     )
     how.add_argument("--no-reuse", action="store_true", help="ask the backend not to reuse: the baseline")
-    how.add_argument("--tenant-pairs", type=count0, default=0, metavar="N", help="ask N prompts as another tenant, too")
+    how.add_argument(
+        "--tenant-pairs", type=parse_non_negative, default=0, metavar="N", help="ask N prompts as another tenant, too"
+    )
     how.add_argument("--other-tenant", default="tenant-b", metavar="NAME", help="who that is (default: tenant-b)")
     how.add_argument("--tenant-salt", action="store_true", help="tenants also differ in cache_salt")
 
@@ -77,7 +85,7 @@ def add_confirmation_flags(parser: argparse.ArgumentParser) -> None:
     keys.add_argument("--judge-api-key", default="", metavar="KEY", help="its key; @FILE reads it")
 
 
-def settings_of(args: argparse.Namespace, **own: Any) -> LiveSettings:
+def build_settings(args: argparse.Namespace, **own: Any) -> LiveSettings:
     """The settings of the flags above; a command adds its own."""
     arms: tuple[str, ...] = (args.arm,)
     if args.paired:
@@ -104,15 +112,15 @@ def settings_of(args: argparse.Namespace, **own: Any) -> LiveSettings:
     )
 
 
-def session_of(args: argparse.Namespace, *, engine: str, metrics_urls: Sequence[str], **own: Any) -> Session:
+def build_session(args: argparse.Namespace, *, engine: str, metrics_urls: Sequence[str], **own: Any) -> LiveSession:
     command = args.engine_serve_command
     if args.engine_serve_command_file:
         command = read_text(args.engine_serve_command_file)
-    flags = engine_flags(command, args.engine_env)
+    flags = describe_engine_flags(command, args.engine_env)
     if args.require_phase0_flags:
         require_fair_flags(flags)
-    admin = secret(args.admin_key)
-    return Session(
+    admin = read_secret(args.admin_key)
+    return LiveSession(
         manifest=args.manifest,
         output=args.output,
         model=args.model,
@@ -133,33 +141,33 @@ def session_of(args: argparse.Namespace, *, engine: str, metrics_urls: Sequence[
         config={name: value for name, value in vars(args).items() if name not in NOT_CONFIG},
         judge_url=check_url(args.judge_url, "--judge-url") if args.judge_url else "",
         judge_model=args.judge_model,
-        judge_key=secret(args.judge_api_key),
+        judge_key=read_secret(args.judge_api_key),
         quiet=args.quiet,
         **own,
     )
 
 
-def finish(session: Session, settings: LiveSettings) -> int:
+def run_and_report(session: LiveSession, settings: LiveSettings) -> int:
     """Run it; 1 where not a single request was answered."""
     result = run_session(session, settings)
-    print(json.dumps(summary(result, session.output)))
+    print(json.dumps(summarize_result(result, session.output)))
     return 1 if result.requests and all(record.error for record in result.requests) else 0
 
 
-def keys_of(pairs: Sequence[str]) -> Mapping[str, str]:
+def parse_keys(pairs: Sequence[str]) -> Mapping[str, str]:
     """API keys by tenant; a key without a tenant is everyone's.
 
-    >>> keys_of(["acme=k1", "k2"])
+    >>> parse_keys(["acme=k1", "k2"])
     {'acme': 'k1', '': 'k2'}
     """
     found = {}
     for pair in pairs:
         tenant, equals, key = pair.partition("=")
-        found[tenant if equals else ""] = secret(key if equals else pair)
+        found[tenant if equals else ""] = read_secret(key if equals else pair)
     return found
 
 
-def secret(text: str) -> str:
+def read_secret(text: str) -> str:
     """A key, or the content of the file behind ``@``: a command line can be read by others."""
     return read_text(text[1:]).strip() if text.startswith("@") else text
 
@@ -171,13 +179,13 @@ def read_text(path: str) -> str:
         raise InputError(f"cannot read {path}: {error.strerror}", hint="check the path") from None
 
 
-def count(text: str) -> int:
+def parse_positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
 
 
-def count0(text: str) -> int:
+def parse_non_negative(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
     return int(text)

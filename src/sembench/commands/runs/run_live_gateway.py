@@ -11,12 +11,12 @@ from sembench.commands.runs.live_flags import (
     add_confirmation_flags,
     add_measuring_flags,
     add_run_flags,
-    count,
-    count0,
-    finish,
-    keys_of,
-    session_of,
-    settings_of,
+    build_session,
+    build_settings,
+    parse_keys,
+    parse_non_negative,
+    parse_positive,
+    run_and_report,
 )
 from semblend.errors import InputError
 
@@ -41,11 +41,17 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     )
     parser.add_argument("--tenant", default="tenant-a", help="sent as x-tenant-id (default: tenant-a)")
     parser.add_argument("--template", default="rag-template-v1", help="sent as x-chat-template-id")
-    parser.add_argument("--donor-max-tokens", type=count, default=1, metavar="N", help="default: 1")
-    parser.add_argument("--recipient-max-tokens", type=count, default=256, metavar="N", help="default: 256")
-    parser.add_argument("--concurrency", type=count, default=1, metavar="N", help="requests at once (default: 1)")
+    parser.add_argument("--donor-max-tokens", type=parse_positive, default=1, metavar="N", help="default: 1")
+    parser.add_argument("--recipient-max-tokens", type=parse_positive, default=256, metavar="N", help="default: 256")
     parser.add_argument(
-        "--min-donor-gap-requests", type=count0, default=0, metavar="N", help="cases primed before a recipient is asked"
+        "--concurrency", type=parse_positive, default=1, metavar="N", help="requests at once (default: 1)"
+    )
+    parser.add_argument(
+        "--min-donor-gap-requests",
+        type=parse_non_negative,
+        default=0,
+        metavar="N",
+        help="cases primed before a recipient is asked",
     )
     parser.add_argument("--throughput-output", default="", metavar="FILE", help="requests a second, JSON")
     add_measuring_flags(parser)
@@ -56,13 +62,13 @@ def run(args: argparse.Namespace) -> int:
     gateway = check_url(args.gateway_url, "--gateway-url")
     donor = check_url(args.donor_url, "--donor-url") if args.donor_url else ""
     workers = [check_url(url, "--worker-url") for url in args.worker_url]
-    resets = [_reset(check_url(url, "--reset-url")) for url in args.reset_url]
+    resets = [_complete_reset_url(check_url(url, "--reset-url")) for url in args.reset_url]
     isolation = args.isolation
     if isolation == "auto":
         isolation = "flush" if resets else "salt"
     if isolation == "flush" and not resets:
         raise InputError("a gateway cannot be flushed", hint=f"give --reset-url http://engine:port{RESET}")
-    settings = settings_of(
+    settings = build_settings(
         args,
         isolation=isolation,
         donor_tokens=args.donor_max_tokens,
@@ -72,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
         concurrency=args.concurrency,
         min_donor_gap_requests=args.min_donor_gap_requests,
     )
-    keys = keys_of(args.api_key)
-    session = session_of(
+    keys = parse_keys(args.api_key)
+    session = build_session(
         args,
         engine="gateway",
         metrics_urls=[f"{url}/metrics" for url in dict.fromkeys(workers or [one for one in (gateway, donor) if one])],
@@ -83,9 +89,9 @@ def run(args: argparse.Namespace) -> int:
         timeout_s=args.timeout_seconds or TIMEOUT_S,
         throughput_output=args.throughput_output,
     )
-    return finish(session, settings)
+    return run_and_report(session, settings)
 
 
-def _reset(url: str) -> str:
+def _complete_reset_url(url: str) -> str:
     """A URL without a path means the engine's usual one."""
     return url if urlsplit(url).path.strip("/") else url + RESET

@@ -10,11 +10,11 @@ from sembench.commands.runs.live_flags import (
     add_confirmation_flags,
     add_measuring_flags,
     add_run_flags,
-    count,
-    finish,
-    keys_of,
-    session_of,
-    settings_of,
+    build_session,
+    build_settings,
+    parse_keys,
+    parse_positive,
+    run_and_report,
 )
 
 TIMEOUT_S = 3600.0
@@ -28,8 +28,8 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     )
     add_run_flags(parser)
     parser.add_argument("--base-url", required=True, metavar="URL", help="the server, such as http://localhost:30000")
-    parser.add_argument("--donor-max-new-tokens", type=count, default=1, metavar="N", help="default: 1")
-    parser.add_argument("--recipient-max-new-tokens", type=count, default=16, metavar="N", help="default: 16")
+    parser.add_argument("--donor-max-new-tokens", type=parse_positive, default=1, metavar="N", help="default: 1")
+    parser.add_argument("--recipient-max-new-tokens", type=parse_positive, default=16, metavar="N", help="default: 16")
     parser.add_argument("--no-flush-per-item", action="store_true", help="do not empty the cache between cases")
     parser.add_argument("--tenant", default="", help="sent as x-tenant-id")
     add_measuring_flags(parser)
@@ -41,19 +41,19 @@ def run(args: argparse.Namespace) -> int:
     isolation = args.isolation
     if isolation == "auto":
         isolation = "none" if args.no_flush_per_item else "flush"
-    settings = settings_of(
+    settings = build_settings(
         args,
         isolation=isolation,
         donor_tokens=args.donor_max_new_tokens,
         recipient_tokens=args.recipient_max_new_tokens,
         tenant=args.tenant,
     )
-    keys = keys_of(args.api_key)
-    session = session_of(
+    keys = parse_keys(args.api_key)
+    session = build_session(
         args,
         engine="sglang",
         metrics_urls=[f"{base}/metrics"],
         make=lambda client: SglangBackend(client, base, keys=keys),
         timeout_s=args.timeout_seconds or TIMEOUT_S,
     )
-    return finish(session, settings)
+    return run_and_report(session, settings)

@@ -12,15 +12,15 @@ from sembench.backends.base import Backend, Call
 from sembench.backends.gateway import GatewayBackend
 from sembench.backends.http_client import check_url, open_client
 from sembench.backends.sglang import SglangBackend
-from sembench.commands.runs.live_flags import count, count0, keys_of
+from sembench.commands.runs.live_flags import parse_keys, parse_non_negative, parse_positive
 from sembench.files import make_folder_of, replacing
-from sembench.live.arrivals import Arrival, from_trace, poisson, prompts_of
-from sembench.live.load import Timed, details, parse_slo, play, summarize
+from sembench.live.arrivals import Arrival, draw_arrivals, list_prompts, read_trace
+from sembench.live.load import TimedAnswer, list_details, parse_slo, play, summarize_load
 from sembench.live.session import verify_model
 from sembench.manifests.cases import read_manifest
-from sembench.provenance import environment_info, utc_now
-from sembench.witnesses.prometheus import Scraper, deltas
-from sembench.witnesses.prometheus import summary as counters
+from sembench.provenance import describe_environment, get_utc_time
+from sembench.witnesses.prometheus import Scraper, pair_snapshots
+from sembench.witnesses.prometheus import summarize_deltas as counters
 from semblend.cli.output import Progress, say
 from semblend.errors import InputError
 
@@ -41,16 +41,20 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("--request-rate", type=float, default=math.inf, metavar="R", help="a second (default: inf)")
     parser.add_argument("--burstiness", type=float, default=1.0, metavar="B", help="1 is Poisson, below 1 bursts")
     parser.add_argument("--time-scale", type=float, default=1.0, metavar="F", help="2 plays a trace at double speed")
-    parser.add_argument("--num-prompts", type=count, metavar="N", help="only the first N requests")
-    parser.add_argument("--max-concurrency", type=count, metavar="N", help="at most N under way (default: no limit)")
-    parser.add_argument("--max-tokens", type=count, default=32, metavar="N", help="of an answer (default: 32)")
-    parser.add_argument("--max-prompt-tokens", type=count, metavar="N", help="cut the prompts of a trace")
+    parser.add_argument("--num-prompts", type=parse_positive, metavar="N", help="only the first N requests")
+    parser.add_argument(
+        "--max-concurrency", type=parse_positive, metavar="N", help="at most N under way (default: no limit)"
+    )
+    parser.add_argument("--max-tokens", type=parse_positive, default=32, metavar="N", help="of an answer (default: 32)")
+    parser.add_argument("--max-prompt-tokens", type=parse_positive, metavar="N", help="cut the prompts of a trace")
     parser.add_argument("--no-donors", action="store_true", help="send recipients only")
     parser.add_argument(
         "--slo", "--goodput", nargs="+", default=[], metavar="NAME:MS", help="ttft:500 tpot:50 e2el:3000"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the arrivals (default: 0)")
-    parser.add_argument("--warmup-requests", type=count0, default=2, metavar="N", help="thrown away (default: 2)")
+    parser.add_argument(
+        "--warmup-requests", type=parse_non_negative, default=2, metavar="N", help="thrown away (default: 2)"
+    )
     parser.add_argument("--metrics-url", nargs="+", action="extend", default=[], metavar="URL", help="Prometheus text")
     parser.add_argument("--tenant", default="tenant-a", help="sent as x-tenant-id (default: tenant-a)")
     parser.add_argument("--timeout-seconds", type=float, default=900.0, metavar="S", help="limit of one request")
@@ -62,35 +66,37 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 def run(args: argparse.Namespace) -> int:
     make_folder_of(args.output)
     slo = parse_slo(args.slo)
-    arrivals = arrivals_of(args)
+    arrivals = build_arrivals(args)
     timed, duration_s, engine = asyncio.run(_play(args, arrivals))
-    found = summarize(timed, duration_s, slo)
-    result = _head(args, arrivals, slo) | found | {"engine": engine}
-    result |= details(timed) if args.save_detailed else {}
+    found = summarize_load(timed, duration_s, slo)
+    result = _describe_run(args, arrivals, slo) | found | {"engine": engine}
+    result |= list_details(timed) if args.save_detailed else {}
     with replacing(args.output) as stream:
         stream.write(json.dumps(result, indent=1, allow_nan=False) + "\n")
-    _talk(timed, found)
+    _print_warnings(timed, found)
     wanted = ("completed", "failed", "request_throughput", "request_goodput", "mean_ttft_ms", "p99_ttft_ms")
     print(json.dumps({"output": args.output} | {name: found[name] for name in wanted}))
     return 0 if found["completed"] else 1
 
 
-def arrivals_of(args: argparse.Namespace) -> list[Arrival]:
+def build_arrivals(args: argparse.Namespace) -> list[Arrival]:
     if args.trace:
         if math.isfinite(args.request_rate):
             raise InputError("a trace brings its own times", hint="leave --request-rate out; see --time-scale")
-        return from_trace(
+        return read_trace(
             args.trace, time_scale=args.time_scale, limit=args.num_prompts, most_tokens=args.max_prompt_tokens
         )
-    prompts = prompts_of(read_manifest(args.manifest), with_donors=not args.no_donors)
-    found = poisson(prompts, args.request_rate, burstiness=args.burstiness, seed=args.seed, limit=args.num_prompts)
+    prompts = list_prompts(read_manifest(args.manifest), with_donors=not args.no_donors)
+    found = draw_arrivals(
+        prompts, args.request_rate, burstiness=args.burstiness, seed=args.seed, limit=args.num_prompts
+    )
     if not found:
         raise InputError(f"{args.manifest} holds no cases", hint="build it first")
     return found
 
 
-async def _play(args: argparse.Namespace, arrivals: list[Arrival]) -> tuple[list[Timed], float, dict[str, Any]]:
-    base, keys = check_url(args.base_url, "--base-url"), keys_of(args.api_key)
+async def _play(args: argparse.Namespace, arrivals: list[Arrival]) -> tuple[list[TimedAnswer], float, dict[str, Any]]:
+    base, keys = check_url(args.base_url, "--base-url"), parse_keys(args.api_key)
     async with open_client(args.timeout_seconds) as client:
         backend: Backend = GatewayBackend(client, base, args.model, keys=keys)
         if args.engine == "sglang":
@@ -103,7 +109,7 @@ async def _play(args: argparse.Namespace, arrivals: list[Arrival]) -> tuple[list
         for number in range(args.warmup_requests):
             call = Call(text=f"Warm up {number}.", max_tokens=4, request_id=f"sb-w-{number}", tenant=args.tenant)
             await backend.ask(call)
-        before, progress = await scraper.snapshot(), Progress()
+        before, progress = await scraper.take_snapshot(), Progress()
 
         def show(done: int) -> None:
             if progress.due():
@@ -118,15 +124,15 @@ async def _play(args: argparse.Namespace, arrivals: list[Arrival]) -> tuple[list
             on_done=show,
         )
         progress.clear()
-        after = await scraper.snapshot()
-    pairs = deltas(before, after)
+        after = await scraper.take_snapshot()
+    pairs = pair_snapshots(before, after)
     delta = counters(pairs, failed=len(before) - len(pairs)) if before else None
     return timed, duration_s, {"prometheus": None if delta is None else {"delta": delta}}
 
 
-def _head(args: argparse.Namespace, arrivals: list[Arrival], slo: dict[str, float]) -> dict[str, Any]:
+def _describe_run(args: argparse.Namespace, arrivals: list[Arrival], slo: dict[str, float]) -> dict[str, Any]:
     return {
-        "date": utc_now(),
+        "date": get_utc_time(),
         "endpoint_type": args.engine,
         "model_id": args.model,
         "num_prompts": len(arrivals),
@@ -137,11 +143,11 @@ def _head(args: argparse.Namespace, arrivals: list[Arrival], slo: dict[str, floa
         "workload": args.trace or args.manifest,
         "seed": args.seed,
         "slo": slo,
-        "environment": environment_info(),
+        "environment": describe_environment(),
     }
 
 
-def _talk(timed: list[Timed], found: dict[str, Any]) -> None:
+def _print_warnings(timed: list[TimedAnswer], found: dict[str, Any]) -> None:
     errors = [one.answer.error for one in timed if one.answer.error]
     if errors:
         say(f"warning: {len(errors)} of {len(timed)} requests failed, the first with: {errors[0]}")

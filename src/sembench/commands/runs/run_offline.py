@@ -12,16 +12,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from sembench.live.resume_log import Partial
-from sembench.manifests.case_subset import check_versions, chosen_cases
+from sembench.live.resume_log import ResumeLog
+from sembench.manifests.case_subset import check_versions, choose_cases
 from sembench.manifests.cases import Case, manifest_sha256, read_manifest
 from sembench.manifests.writer import write_document
-from sembench.offline.planners import BUILT_IN, PlannerOptions, planner_factory
+from sembench.offline.planners import BUILT_IN, PlannerOptions, make_planner_factory
 from sembench.offline.replay import STORES, Distractor, Replay
-from sembench.offline.tokenizers import Chosen, choose_tokenizer
-from sembench.provenance import environment_info, run_info, utc_now
+from sembench.offline.tokenizers import ChosenTokenizer, choose_tokenizer
+from sembench.provenance import describe_environment, describe_run, get_utc_time
 from sembench.result import RequestRecord, Result, write_result
-from sembench.scoring.aggregate import aggregate, by_transform
+from sembench.scoring.aggregate import aggregate, aggregate_by_transform
 from semblend.cli.output import Progress, say, table
 from semblend.errors import InputError
 
@@ -72,26 +72,28 @@ def run(args: argparse.Namespace) -> int:
         args.block_size, args.chunk_size, args.semblend_embedder, args.semblend_min_similarity,
         args.semblend_min_reuse_ratio, not args.disable_multi_donor,
     )  # fmt: skip
-    planner_factory(args.planner, options)  # a wrong name is told before the long work
+    make_planner_factory(args.planner, options)  # a wrong name is told before the long work
     chosen = choose_tokenizer(args.tokenizer, allow_stand_in=not args.no_tokenizer_stand_in)
     if chosen.stand_in:
         say(f"warning: {chosen.note}")
     manifest = _Manifest(args.manifest, args.max_items, args.skip_bad, args.skip_verify)
-    config = _config(args, options, chosen)
-    capacity = manifest.donor_chars + _distractor_chars(args) if args.store == "one" else manifest.largest_item_chars
-    factory = planner_factory(args.planner, replace(options, capacity_chars=capacity))
-    partial = Partial(args.output, {"manifest_sha256": manifest.sha256, **config}, resume=args.resume)
+    config = _build_config(args, options, chosen)
+    capacity = (
+        manifest.donor_chars + _count_distractor_chars(args) if args.store == "one" else manifest.largest_item_chars
+    )
+    factory = make_planner_factory(args.planner, replace(options, capacity_chars=capacity))
+    partial = ResumeLog(args.output, {"manifest_sha256": manifest.sha256, **config}, resume=args.resume)
     finished = False
     try:
-        distractors = _distractors(args.distractors if args.store == "one" else "0")
+        distractors = _make_distractors(args.distractors if args.store == "one" else "0")
         replay = Replay(manifest, factory, chosen.encoder, args.block_size, args.arm, distractors)
-        records = _replayed(replay, manifest, partial, args)
-        result = _result(args, manifest, config, records)
+        records = _replay_cases(replay, manifest, partial, args)
+        result = _build_result(args, manifest, config, records)
         write_result(args.output, result)
         finished = True
     finally:
         partial.close(finished=finished)
-    _tell(args, result, manifest)
+    _print_summary(args, result, manifest)
     return 0
 
 
@@ -105,7 +107,7 @@ class _Manifest:
         self.sha256 = manifest_sha256(path)
         self.items = 0
         self._bad_lines: set[str] = set()
-        self._on_bad = self._count if skip_bad else None
+        self._on_bad = self._record_bad_line if skip_bad else None
         versions: set[str] = set()
         seen: set[str] = set()
         self.donor_chars = self.largest_item_chars = 0
@@ -125,33 +127,35 @@ class _Manifest:
         return len(self._bad_lines)
 
     def __call__(self) -> Iterator[Case]:
-        return chosen_cases(self.path, self._max_items, self._on_bad)
+        return choose_cases(self.path, self._max_items, self._on_bad)
 
-    def _count(self, error: InputError) -> None:
+    def _record_bad_line(self, error: InputError) -> None:
         if error.message not in self._bad_lines:  # the file is read more than once
             self._bad_lines.add(error.message)
             say(f"left out: {error.message}")
 
 
-def _replayed(replay: Replay, manifest: _Manifest, partial: Partial, args: argparse.Namespace) -> list[RequestRecord]:
+def _replay_cases(
+    replay: Replay, manifest: _Manifest, partial: ResumeLog, args: argparse.Namespace
+) -> list[RequestRecord]:
     progress = Progress(args.quiet)
 
-    def told(what: str, count: int) -> None:
+    def report_progress(what: str, count: int) -> None:
         if progress.due():
             of = f" of {manifest.items}" if what == "recipients" else ""
             progress.show(f"{what}: {count}{of}")
 
-    walk = replay.one_store if args.store == "one" else replay.per_item
+    walk = replay.replay_in_one_store if args.store == "one" else replay.replay_per_item
     earlier = dict(partial.done)
     if earlier:
         say(f"going on after {len(earlier)} of {manifest.items} items")
-    for record in walk(told, earlier.__contains__):
+    for record in walk(report_progress, earlier.__contains__):
         partial.add(record.item_id, (record,))
     progress.clear()
     return [partial.done[case.item_id][0] for case in manifest()]
 
 
-def _distractors(given: str) -> Any:
+def _make_distractors(given: str) -> Any:
     """A function that gives (id, text) pairs, each time from the start."""
     if given.isdigit():
         return lambda: (
@@ -159,21 +163,21 @@ def _distractors(given: str) -> Any:
             for number in range(int(given))
         )
 
-    def from_manifest() -> Iterable[Distractor]:
+    def read_distractors() -> Iterable[Distractor]:
         for case in read_manifest(given):
             for donor in case.donor_prompts:
                 yield f"distractor-{donor.donor_id}", donor.text
 
-    return from_manifest
+    return read_distractors
 
 
-def _distractor_chars(args: argparse.Namespace) -> int:
+def _count_distractor_chars(args: argparse.Namespace) -> int:
     if args.distractors.isdigit():
         return int(args.distractors) * _DISTRACTOR_WORDS * 8
     return sum(len(donor.text) for case in read_manifest(args.distractors) for donor in case.donor_prompts)
 
 
-def _config(args: argparse.Namespace, options: PlannerOptions, chosen: Chosen) -> dict[str, Any]:
+def _build_config(args: argparse.Namespace, options: PlannerOptions, chosen: ChosenTokenizer) -> dict[str, Any]:
     return {
         "mode": "offline",
         "planner": args.planner,
@@ -190,8 +194,8 @@ def _config(args: argparse.Namespace, options: PlannerOptions, chosen: Chosen) -
     }
 
 
-def _result(args: argparse.Namespace, manifest: _Manifest, config: Any, records: list[RequestRecord]) -> Result:
-    run_object = run_info(
+def _build_result(args: argparse.Namespace, manifest: _Manifest, config: Any, records: list[RequestRecord]) -> Result:
+    run_object = describe_run(
         engine="offline",
         manifest_path=args.manifest,
         manifest_sha256=manifest.sha256,
@@ -202,22 +206,24 @@ def _result(args: argparse.Namespace, manifest: _Manifest, config: Any, records:
         baseline_id=args.baseline_id,
     )
     return Result(
-        created_at_utc=utc_now(),
+        created_at_utc=get_utc_time(),
         run=run_object,
         config={**config, "bad_lines": manifest.bad},
-        environment=environment_info(),
+        environment=describe_environment(),
         aggregate=aggregate(records),
-        by_transform=by_transform(records),
+        by_transform=aggregate_by_transform(records),
         requests=tuple(records),
     )
 
 
-def _tell(args: argparse.Namespace, result: Result, manifest: _Manifest) -> None:
+def _print_summary(args: argparse.Namespace, result: Result, manifest: _Manifest) -> None:
     names = ("exact_prefix_block_hit_rate", "exact_block_hit_rate", "semantic_candidate_block_rate",
              "semantic_eligible_block_rate", "semantic_eligible_lift", "wrong_tokens")  # fmt: skip
     if not args.quiet:
         groups = {**result.by_transform, "all": result.aggregate}
-        rows = [[name, own["request_count"], *(_shown(own[key]) for key in names)] for name, own in groups.items()]
+        rows = [
+            [name, own["request_count"], *(_format_value(own[key]) for key in names)] for name, own in groups.items()
+        ]
         head = ("transform", "n", "exact prefix", "exact blocks", "candidate", "eligible", "lift", "wrong tokens")
         say(table(rows, head=head, right=range(1, len(head))))
     shared = result.aggregate["negative_control_semantic_eligible_tokens"]
@@ -230,5 +236,5 @@ def _tell(args: argparse.Namespace, result: Result, manifest: _Manifest) -> None
     print(json.dumps({"result": args.output, "items": manifest.items, **summary}))
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "–" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -10,7 +10,7 @@ from sembench.backends.base import Backend, Call
 from sembench.backends.gateway import GatewayBackend
 from sembench.backends.http_client import check_url, open_client
 from sembench.backends.sglang import SglangBackend
-from sembench.commands.runs.live_flags import keys_of
+from sembench.commands.runs.live_flags import parse_keys
 from semblend.cli.output import say
 
 MISMATCH = 3
@@ -40,10 +40,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _verify(args: argparse.Namespace) -> dict[str, object]:
-    base, keys = check_url(args.base_url, "--base-url"), keys_of(args.api_key)
+    base, keys = check_url(args.base_url, "--base-url"), parse_keys(args.api_key)
     async with open_client(args.timeout_seconds) as client:
         asking: Backend = SglangBackend(client, base, keys=keys)
-        names, problem = await asking.model_names()
+        names, problem = await asking.list_models()
         model = args.expect_model or (names[0] if names else "")
         if problem is None and args.expect_model and args.expect_model not in names:
             problem = f"the server serves {', '.join(names) or 'no model'}, not {args.expect_model}"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from sembench.commands.witnesses.summarize_engine_events import deliver
+from sembench.commands.witnesses.summarize_engine_events import write_summary
 from sembench.files import replacing
 from sembench.witnesses.engine_events import ENGINES, summarize_file
-from sembench.witnesses.kubernetes_logs import DEFAULT_TAIL, PodLog, read_pod_log, seconds_of, time_of
+from sembench.witnesses.kubernetes_logs import DEFAULT_TAIL, PodLog, parse_duration, parse_time, read_pod_log
 from semblend.cli.output import say
 from semblend.errors import InputError
 
@@ -41,7 +41,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 
 def run(args: argparse.Namespace) -> int:
-    wanted = wanted_log(args)
+    wanted = parse_log_request(args)
     lines = 0
     with replacing(args.output_log) as stream:
         for line in read_pod_log(wanted, args.client):
@@ -53,11 +53,11 @@ def run(args: argparse.Namespace) -> int:
     if wanted.tail is not None and lines >= wanted.tail:
         say(f"hint: exactly {lines} lines came, so older ones may be cut; raise --tail, or --tail -1 for all")
     # A pod's log mixes streams, and its first line may be half a record: broken lines are counted, not fatal.
-    deliver(summarize_file(args.engine, args.output_log, skip_bad=True), args.output_summary)
+    write_summary(summarize_file(args.engine, args.output_log, skip_bad=True), args.output_summary)
     return 0
 
 
-def wanted_log(args: argparse.Namespace) -> PodLog:
+def parse_log_request(args: argparse.Namespace) -> PodLog:
     """The log that the flags ask for; names that would read as flags are refused before anything runs."""
     for flag in ("namespace", "pod", "container", "context"):
         value = getattr(args, flag)
@@ -76,8 +76,8 @@ def wanted_log(args: argparse.Namespace) -> PodLog:
         pod=args.pod,
         container=args.container,
         tail=None if tail == -1 else tail,
-        since_s=seconds_of(args.since) if args.since else None,
-        since_time=time_of(args.since_time) if args.since_time else None,
+        since_s=parse_duration(args.since) if args.since else None,
+        since_time=parse_time(args.since_time) if args.since_time else None,
         previous=args.previous,
         context=args.context,
         kubeconfig=args.kubeconfig,

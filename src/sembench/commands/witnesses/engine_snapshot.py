@@ -9,9 +9,9 @@ from typing import Any
 
 from sembench.backends.http_client import check_url, get_text, open_client
 from sembench.files import replacing
-from sembench.provenance import utc_now
-from sembench.witnesses.prometheus import parse
-from sembench.witnesses.snapshots import SNAPSHOT_VERSION, delta_between, read_snapshot
+from sembench.provenance import get_utc_time
+from sembench.witnesses.prometheus import parse_samples
+from sembench.witnesses.snapshots import SNAPSHOT_VERSION, compare_snapshots, read_snapshot
 
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -31,11 +31,11 @@ def run(args: argparse.Namespace) -> int:
     endpoints = asyncio.run(_scrape(urls, args.timeout_seconds))
     snapshot: dict[str, Any] = {
         "snapshot_version": SNAPSHOT_VERSION,
-        "created_at_utc": utc_now(),
+        "created_at_utc": get_utc_time(),
         "endpoints": endpoints,
     }
     if args.before:
-        snapshot["delta"] = delta_between(read_snapshot(args.before), endpoints)
+        snapshot["delta"] = compare_snapshots(read_snapshot(args.before), endpoints)
     with replacing(args.output) as stream:
         stream.write(json.dumps(snapshot, indent=1) + "\n")
     failed = sum(one["error"] is not None for one in endpoints.values())
@@ -48,7 +48,7 @@ async def _scrape(urls: list[str], timeout_s: float) -> dict[str, dict[str, Any]
     async with open_client(timeout_s) as client:
         for url in urls:
             text, error = await get_text(client, url)
-            samples = [] if text is None else parse(text).items()
+            samples = [] if text is None else parse_samples(text).items()
             found[url] = {
                 "error": error,
                 "samples": [[name, dict(labels), value] for (name, labels), value in samples if value == value],

@@ -10,9 +10,9 @@ import json
 from typing import Any
 
 from sembench.files import replacing
-from sembench.provenance import utc_now
+from sembench.provenance import get_utc_time
 from sembench.result import ARMS, read_result
-from sembench.witnesses.snapshots import delta_between, read_snapshot
+from sembench.witnesses.snapshots import compare_snapshots, read_snapshot
 from semblend.cli.output import say
 
 WINDOW_VERSION = "sembench.engine_window.v1"
@@ -35,16 +35,16 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 def run(args: argparse.Namespace) -> int:
     window: dict[str, Any] = {
         "window_version": WINDOW_VERSION,
-        "created_at_utc": utc_now(),
+        "created_at_utc": get_utc_time(),
         "arm": args.arm,
         "before": args.before,
         "after": args.after,
-        "delta": delta_between(read_snapshot(args.before), read_snapshot(args.after)),
+        "delta": compare_snapshots(read_snapshot(args.before), read_snapshot(args.after)),
     }
     problem = None
     if args.result:
-        window |= _claims(args.result, args.arm)
-        problem = _problem(window["claimed_tokens"], window["delta"])
+        window |= _sum_claims(args.result, args.arm)
+        problem = _find_problem(window["claimed_tokens"], window["delta"])
         window["borne_out"] = None if window["claimed_tokens"] is None else problem is None
     with replacing(args.output) as stream:
         stream.write(json.dumps(window, indent=1) + "\n")
@@ -56,13 +56,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _claims(path: str, arm: str | None) -> dict[str, Any]:
+def _sum_claims(path: str, arm: str | None) -> dict[str, Any]:
     records = [record for record in read_result(path).requests if arm is None or record.arm == arm]
     told = [record.reused_tokens for record in records if record.reused_tokens is not None]
     return {"result": path, "requests": len(records), "claimed_tokens": sum(told) if told else None}
 
 
-def _problem(claimed: int | None, delta: dict[str, Any]) -> str | None:
+def _find_problem(claimed: int | None, delta: dict[str, Any]) -> str | None:
     """None where the counters bear the claims out, or where nobody claimed anything."""
     if not claimed:
         return None

@@ -25,11 +25,11 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 def run(args: argparse.Namespace) -> int:
     summary = summarize_file(args.engine, args.input, skip_bad=args.skip_bad)
-    deliver(summary, args.output)
+    write_summary(summary, args.output)
     return 0
 
 
-def deliver(summary: dict[str, Any], output: str | None) -> None:
+def write_summary(summary: dict[str, Any], output: str | None) -> None:
     """To a file and in one line to standard error, or whole to standard output."""
     text = json.dumps(summary, indent=2, ensure_ascii=True)
     if output is None:
@@ -37,11 +37,11 @@ def deliver(summary: dict[str, Any], output: str | None) -> None:
         return
     with replacing(output) as stream:
         stream.write(text + "\n")
-    say(one_line(summary))
+    say(format_summary(summary))
     print(json.dumps({"output": output, "materialized_tokens": summary["materialized_tokens"]}))
 
 
-def one_line(summary: dict[str, Any]) -> str:
+def format_summary(summary: dict[str, Any]) -> str:
     return (
         f"{summary['engine']}: {summary['lines']} lines, {summary['donor_registrations']} donors, "
         f"{summary['semantic_hits']} hits, {summary['materialization_events']} materializations with "

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from sembench.witnesses.parsers.event import EngineEvent, EngineEventKind, Parser
+from sembench.witnesses.parsers.event import EngineEvent, EngineEventKind, LogParser
 from sembench.witnesses.parsers.lmcache import LmcacheParser
 from sembench.witnesses.parsers.semblend import SemblendParser
 from sembench.witnesses.parsers.sglang import SglangParser
 from sembench.witnesses.parsers.trtllm import TrtllmParser
 from sembench.witnesses.parsers.vllm import VllmParser
 
-PARSERS: Mapping[str, Callable[[str], Parser]] = MappingProxyType(
+PARSERS: Mapping[str, Callable[[str], LogParser]] = MappingProxyType(
     {
         "vllm": VllmParser,
         "sglang": lambda _: SglangParser(),
@@ -22,4 +22,4 @@ PARSERS: Mapping[str, Callable[[str], Parser]] = MappingProxyType(
     }
 )
 
-__all__ = ["PARSERS", "EngineEvent", "EngineEventKind", "Parser"]
+__all__ = ["PARSERS", "EngineEvent", "EngineEventKind", "LogParser"]

@@ -41,7 +41,7 @@ class EngineEvent:
     rope_corrected: bool = False
 
 
-class Parser(Protocol):
+class LogParser(Protocol):
     """Reads one engine's lines. It may hold a line back until a later one tells whether both are one event."""
 
     # Why two lines of this engine are one event, for the summary and the docs.

@@ -111,7 +111,7 @@ def read_line(number: int, text: str) -> LogLine:
         number=number,
         text=text,
         header=header,
-        level=_level(word),
+        level=_parse_level(word),
         message=text[end:],
         rank=int(next(group for group in rank.groups() if group)) if rank else None,
         opens_record=timed or found is not None,
@@ -119,13 +119,13 @@ def read_line(number: int, text: str) -> LogLine:
     )
 
 
-def _level(word: str) -> Level:
+def _parse_level(word: str) -> Level:
     if word.upper() in _SERIOUS:
         return Level.ERROR
     return Level.WARNING if word.upper() in _WARNING else Level.PLAIN
 
 
-def json_object(line: LogLine, where: str, *, audit: bool = True) -> dict[str, Any] | None:
+def parse_object(line: LogLine, where: str, *, audit: bool = True) -> dict[str, Any] | None:
     """The object that a line of an audit stream is, or None for a line that is no record.
 
     In an ``audit`` a record that is cut or damaged is refused: an audit with holes proves nothing. In a log, where
@@ -145,15 +145,15 @@ def json_object(line: LogLine, where: str, *, audit: bool = True) -> dict[str, A
     return value if isinstance(value, dict) else None
 
 
-def level_of_object(value: dict[str, Any]) -> Level:
+def read_level(value: dict[str, Any]) -> Level:
     """The level that a JSON log record states about itself."""
     for name in ("level", "levelname", "severity"):
         if isinstance(value.get(name), str):
-            return _level(value[name])
+            return _parse_level(value[name])
     return Level.PLAIN
 
 
-def count_of(value: dict[str, Any], name: str, where: str, number: int, default: int = 0) -> int:
+def read_count(value: dict[str, Any], name: str, where: str, number: int, default: int = 0) -> int:
     """A whole number ≥ 0 of an audit record; anything else names its line and field."""
     found = value.get(name)
     if found is None:
@@ -171,10 +171,10 @@ def count_of(value: dict[str, Any], name: str, where: str, number: int, default:
 _FIELD = re.compile(r"(?:^|[\s,])(\w+)=(.*?)(?=[\s,]+\w+=|$)")
 
 
-def fields_of(text: str) -> dict[str, str]:
+def parse_fields(text: str) -> dict[str, str]:
     """The ``name=value`` pairs of a message; a value runs to the next name, the first of two equal names counts.
 
-    >>> fields_of("donor_id=a,b similarity=0.97 reason=too short latency_ms=3")
+    >>> parse_fields("donor_id=a,b similarity=0.97 reason=too short latency_ms=3")
     {'donor_id': 'a,b', 'similarity': '0.97', 'reason': 'too short', 'latency_ms': '3'}
     """
     pairs: dict[str, str] = {}
@@ -183,7 +183,7 @@ def fields_of(text: str) -> dict[str, str]:
     return pairs
 
 
-def number_in(pairs: dict[str, str], *names: str) -> int | None:
+def read_number(pairs: dict[str, str], *names: str) -> int | None:
     """The first of ``names`` that holds digits, thousands separators allowed."""
     for name in names:
         digits = re.match(r"[\d,]*\d", pairs.get(name, ""))

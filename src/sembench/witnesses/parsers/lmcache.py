@@ -47,20 +47,20 @@ class LmcacheParser:
             return
         text = line.message
         if (lookup := _LOOKUP.match(text)) is not None:
-            yield from _looked_up(line, lookup)
+            yield from _read_lookup(line, lookup)
         elif (retrieved := _RETRIEVED.match(text)) is not None:
-            yield from _counted(line, EngineEventKind.MATERIALIZED, retrieved)
+            yield from _make_event(line, EngineEventKind.MATERIALIZED, retrieved)
         elif (stored := _STORED.match(text)) is not None:
             self._stored = True
-            yield from _counted(line, EngineEventKind.DONOR_REGISTERED, stored)
+            yield from _make_event(line, EngineEventKind.DONOR_REGISTERED, stored)
         elif (storing := _STORING.match(text)) is not None:
-            self._announced.extend(_counted(line, EngineEventKind.DONOR_REGISTERED, storing))
+            self._announced.extend(_make_event(line, EngineEventKind.DONOR_REGISTERED, storing))
 
     def finish(self) -> Iterable[EngineEvent]:
         return () if self._stored else self._announced
 
 
-def _looked_up(line: LogLine, lookup: re.Match[str]) -> Iterator[EngineEvent]:
+def _read_lookup(line: LogLine, lookup: re.Match[str]) -> Iterator[EngineEvent]:
     request_id, hit, load = unquote(lookup["request"]), int(lookup["hit"]), int(lookup["load"])
     key = (request_id, int(lookup["total"]))
     if hit:
@@ -69,7 +69,7 @@ def _looked_up(line: LogLine, lookup: re.Match[str]) -> Iterator[EngineEvent]:
         yield EngineEvent(EngineEventKind.LOAD_ADVERTISED, line.number, key, request_id, load, 1)
 
 
-def _counted(line: LogLine, kind: EngineEventKind, match: re.Match[str]) -> Iterator[EngineEvent]:
+def _make_event(line: LogLine, kind: EngineEventKind, match: re.Match[str]) -> Iterator[EngineEvent]:
     tokens, request_id = int(match["tokens"]), match["request"]
     if tokens:
         yield EngineEvent(kind, line.number, (request_id, tokens) if request_id else None, request_id, tokens, 1)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from sembench.witnesses.parsers.event import EngineEvent, EngineEventKind
-from sembench.witnesses.parsers.line import LogLine, count_of, json_object
+from sembench.witnesses.parsers.line import LogLine, parse_object, read_count
 from semblend.confirm.events import EventKind
 from semblend.confirm.receipt import Receipt
 from semblend.errors import InputError, SemBlendError
@@ -26,17 +26,17 @@ class SemblendParser:
         self._where = where
 
     def feed(self, line: LogLine) -> Iterable[EngineEvent]:
-        record = json_object(line, self._where)
+        record = parse_object(line, self._where)
         if record is None or "schema_version" not in record:
             return ()
         readers = {
-            EventKind.DONOR_REGISTERED: self._donor,
-            EventKind.LOOKUP: self._lookup,
-            EventKind.REUSE_PLANNED: self._planned,
-            EventKind.REUSE_DECLINED: self._refused,
-            EventKind.FALLBACK: self._refused,
-            EventKind.REUSE_CONFIRMED: self._confirmed,
-            EventKind.ERROR: self._error,
+            EventKind.DONOR_REGISTERED: self._read_donor,
+            EventKind.LOOKUP: self._read_lookup,
+            EventKind.REUSE_PLANNED: self._read_plan,
+            EventKind.REUSE_DECLINED: self._read_refusal,
+            EventKind.FALLBACK: self._read_refusal,
+            EventKind.REUSE_CONFIRMED: self._read_receipt,
+            EventKind.ERROR: self._read_error,
         }
         name = record.get("event")
         reader = readers.get(EventKind(name)) if name in set(EventKind) else None
@@ -45,38 +45,40 @@ class SemblendParser:
     def finish(self) -> Iterable[EngineEvent]:
         return ()
 
-    def _donor(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        donor, tokens = str(record.get("donor_id")), self._count(line, record, "tokens")
+    def _read_donor(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
+        donor, tokens = str(record.get("donor_id")), self._read_count(line, record, "tokens")
         key = (donor, record.get("generation"))
-        yield EngineEvent(EngineEventKind.DONOR_REGISTERED, line.number, key, _request(record), tokens, 1)
+        yield EngineEvent(EngineEventKind.DONOR_REGISTERED, line.number, key, _read_request_id(record), tokens, 1)
 
-    def _lookup(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        tokens, similarity = self._count(line, record, "reusable_tokens"), record.get("similarity")
+    def _read_lookup(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
+        tokens, similarity = self._read_count(line, record, "reusable_tokens"), record.get("similarity")
         if tokens:
             yield EngineEvent(
                 EngineEventKind.SEMANTIC_HIT,
                 line.number,
-                _key(record),
-                _request(record),
+                _make_key(record),
+                _read_request_id(record),
                 tokens,
                 1,
                 float(similarity) if isinstance(similarity, (int, float)) else None,
             )
-        yield from self._refused(line, record)
+        yield from self._read_refusal(line, record)
 
-    def _planned(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
+    def _read_plan(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
         spans = record.get("spans")
         units = len(spans) if isinstance(spans, list) else 1
-        tokens = self._count(line, record, "reused_tokens")
-        yield EngineEvent(EngineEventKind.LOAD_ADVERTISED, line.number, _key(record), _request(record), tokens, units)
+        tokens = self._read_count(line, record, "reused_tokens")
+        yield EngineEvent(
+            EngineEventKind.LOAD_ADVERTISED, line.number, _make_key(record), _read_request_id(record), tokens, units
+        )
 
-    def _refused(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
+    def _read_refusal(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
         reason = record.get("reason")
         if isinstance(reason, str) and reason:
-            key = _key(record, reason)
-            yield EngineEvent(EngineEventKind.REJECTED, line.number, key, _request(record), reason=reason)
+            key = _make_key(record, reason)
+            yield EngineEvent(EngineEventKind.REJECTED, line.number, key, _read_request_id(record), reason=reason)
 
-    def _confirmed(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
+    def _read_receipt(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
         written = record.get("receipt")
         try:
             receipt = Receipt.from_dict(written if isinstance(written, dict) else {})
@@ -97,19 +99,19 @@ class SemblendParser:
                 rope_corrected=any(span.shift for span in receipt.spans),
             )
 
-    def _error(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
+    def _read_error(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
         reason = f"{record.get('where')}: {record.get('message')}"
-        yield EngineEvent(EngineEventKind.ERROR, line.number, None, _request(record), reason=reason)
+        yield EngineEvent(EngineEventKind.ERROR, line.number, None, _read_request_id(record), reason=reason)
 
-    def _count(self, line: LogLine, record: dict[str, Any], name: str) -> int:
-        return count_of(record, name, self._where, line.number)
+    def _read_count(self, line: LogLine, record: dict[str, Any], name: str) -> int:
+        return read_count(record, name, self._where, line.number)
 
 
-def _request(record: dict[str, Any]) -> str | None:
+def _read_request_id(record: dict[str, Any]) -> str | None:
     value = record.get("request_id")
     return value if isinstance(value, str) and value else None
 
 
-def _key(record: dict[str, Any], *rest: object) -> tuple[object, ...] | None:
-    request_id = _request(record)
+def _make_key(record: dict[str, Any], *rest: object) -> tuple[object, ...] | None:
+    request_id = _read_request_id(record)
     return None if request_id is None else (request_id, *rest)

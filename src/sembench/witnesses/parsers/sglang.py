@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from urllib.parse import unquote
 
 from sembench.witnesses.parsers.event import EngineEvent, EngineEventKind
-from sembench.witnesses.parsers.line import LogLine, fields_of, number_in
+from sembench.witnesses.parsers.line import LogLine, parse_fields, read_number
 
 _DONOR = re.compile(r"^\[FUZZY\] register_donor(?:_async)?: ok\s+(?P<rest>.*)$")
 _HIT = re.compile(
@@ -43,30 +43,30 @@ class SglangParser:
             return
         text = line.message
         if (donor := _DONOR.match(text)) is not None:
-            yield from self._donor(line, fields_of(donor["rest"]))
+            yield from self._read_donor(line, parse_fields(donor["rest"]))
         elif (success := _SUCCESS.match(text)) is not None:
-            yield from self._hit(line, fields_of(success["rest"]), from_tree=True)
+            yield from self._read_hit(line, parse_fields(success["rest"]), from_tree=True)
         elif (realized := _REALIZED.match(text)) is not None:
-            yield from self._realized(line, int(realized["tokens"]), fields_of(realized["rest"]))
+            yield from self._read_realized(line, int(realized["tokens"]), parse_fields(realized["rest"]))
         elif (phase := _PHASE.match(text)) is not None:
-            yield from self._phase(line, fields_of(phase["rest"]))
+            yield from self._read_phase(line, parse_fields(phase["rest"]))
         elif (hit := _HIT.match(text)) is not None:
-            yield from self._hit(line, fields_of(hit["rest"]), from_tree=False)
+            yield from self._read_hit(line, parse_fields(hit["rest"]), from_tree=False)
 
     def finish(self) -> Iterable[EngineEvent]:
         waiting, self._phases = self._phases, []
         return waiting
 
-    def _donor(self, line: LogLine, pairs: dict[str, str]) -> Iterator[EngineEvent]:
-        tokens, request_id = number_in(pairs, "tokens"), _request(pairs)
+    def _read_donor(self, line: LogLine, pairs: dict[str, str]) -> Iterator[EngineEvent]:
+        tokens, request_id = read_number(pairs, "tokens"), _read_request_id(pairs)
         if tokens is not None:
             key = (request_id, tokens) if request_id else None
             yield EngineEvent(EngineEventKind.DONOR_REGISTERED, line.number, key, request_id, tokens, 1)
 
-    def _hit(self, line: LogLine, pairs: dict[str, str], *, from_tree: bool) -> Iterator[EngineEvent]:
-        request_id = _request(pairs)
-        tokens = number_in(pairs, "cached", "matched_tokens", "reused_tokens", "tokens")
-        similarity = _number(pairs, "similarity", "score", "quality_cosine")
+    def _read_hit(self, line: LogLine, pairs: dict[str, str], *, from_tree: bool) -> Iterator[EngineEvent]:
+        request_id = _read_request_id(pairs)
+        tokens = read_number(pairs, "cached", "matched_tokens", "reused_tokens", "tokens")
+        similarity = _read_float(pairs, "similarity", "score", "quality_cosine")
         if not tokens or (similarity is None and not from_tree):
             return
         joins = from_tree and self._waiting_hit and request_id is None
@@ -75,8 +75,8 @@ class SglangParser:
             key = (request_id,) if request_id else None
             yield EngineEvent(EngineEventKind.SEMANTIC_HIT, line.number, key, request_id, tokens, 1, similarity)
 
-    def _phase(self, line: LogLine, pairs: dict[str, str]) -> Iterator[EngineEvent]:
-        tokens, request_id = number_in(pairs, "donor_tokens"), _request(pairs)
+    def _read_phase(self, line: LogLine, pairs: dict[str, str]) -> Iterator[EngineEvent]:
+        tokens, request_id = read_number(pairs, "donor_tokens"), _read_request_id(pairs)
         if not tokens:
             return
         if self._phases and self._phases[-1].request_id != request_id:
@@ -85,11 +85,11 @@ class SglangParser:
         key = (request_id, pairs.get("target", line.number)) if request_id else None
         self._phases.append(EngineEvent(EngineEventKind.MATERIALIZED, line.number, key, request_id, tokens, 1))
 
-    def _realized(self, line: LogLine, tokens: int, pairs: dict[str, str]) -> Iterator[EngineEvent]:
-        request_id = _request(pairs)
+    def _read_realized(self, line: LogLine, tokens: int, pairs: dict[str, str]) -> Iterator[EngineEvent]:
+        request_id = _read_request_id(pairs)
         phases, self._phases = self._phases, []
         same_request = bool(phases) and phases[-1].request_id in (None, request_id)
-        units = number_in(pairs, "spans") or 1
+        units = read_number(pairs, "spans") or 1
         if same_request and sum(phase.tokens for phase in phases) == tokens:
             units = len(phases)
             request_id = request_id or phases[-1].request_id
@@ -100,12 +100,12 @@ class SglangParser:
             yield EngineEvent(EngineEventKind.MATERIALIZED, line.number, key, request_id, tokens, units)
 
 
-def _request(pairs: dict[str, str]) -> str | None:
+def _read_request_id(pairs: dict[str, str]) -> str | None:
     found = next((pairs[name] for name in _REQUEST_NAMES if pairs.get(name)), "-")
     return None if found == "-" else unquote(found)
 
 
-def _number(pairs: dict[str, str], *names: str) -> float | None:
+def _read_float(pairs: dict[str, str], *names: str) -> float | None:
     for name in names:
         match = re.match(r"\d+(?:\.\d+)?", pairs.get(name, ""))
         if match:

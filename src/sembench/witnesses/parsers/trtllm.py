@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from sembench.witnesses.parsers.event import EngineEvent, EngineEventKind
-from sembench.witnesses.parsers.line import LogLine, count_of, json_object
+from sembench.witnesses.parsers.line import LogLine, parse_object, read_count
 
 
 class TrtllmParser:
@@ -23,15 +23,15 @@ class TrtllmParser:
         self._where = where
 
     def feed(self, line: LogLine) -> Iterable[EngineEvent]:
-        record = json_object(line, self._where)
+        record = parse_object(line, self._where)
         if record is None:
             return ()
         readers = {
-            "donor_registered": self._donor,
-            "lookup": self._lookup,
-            "plan_dispatched": self._planned,
-            "materialized": self._materialized,
-            "engine_blend_boundary": self._boundary,
+            "donor_registered": self._read_donor,
+            "lookup": self._read_lookup,
+            "plan_dispatched": self._read_plan,
+            "materialized": self._read_materialized,
+            "engine_blend_boundary": self._read_boundary,
         }
         name = record.get("event")
         reader = readers.get(name) if isinstance(name, str) else None
@@ -40,17 +40,17 @@ class TrtllmParser:
     def finish(self) -> Iterable[EngineEvent]:
         return ()
 
-    def _donor(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
+    def _read_donor(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
         tokens, donor = (
-            self._count(line, record, "token_count"),
-            _text(record, "donor_id") or _text(record, "request_id"),
+            self._read_count(line, record, "token_count"),
+            _read_text(record, "donor_id") or _read_text(record, "request_id"),
         )
         yield EngineEvent(
             EngineEventKind.DONOR_REGISTERED, line.number, (donor, tokens) if donor else None, donor, tokens, 1
         )
 
-    def _lookup(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        request_id, reason = _text(record, "request_id"), _text(record, "rejection_reason")
+    def _read_lookup(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
+        request_id, reason = _read_text(record, "request_id"), _read_text(record, "rejection_reason")
         key = (request_id,) if request_id else None
         if record.get("found") is True:
             similarity = record.get("similarity")
@@ -59,7 +59,7 @@ class TrtllmParser:
                 line.number,
                 key,
                 request_id,
-                self._count(line, record, "num_new_matched_tokens"),
+                self._read_count(line, record, "num_new_matched_tokens"),
                 1,
                 float(similarity) if isinstance(similarity, (int, float)) else None,
             )
@@ -67,36 +67,36 @@ class TrtllmParser:
             refused = (request_id, reason) if request_id else None
             yield EngineEvent(EngineEventKind.REJECTED, line.number, refused, request_id, reason=reason)
 
-    def _planned(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        request_id, tokens = _text(record, "request_id"), self._count(line, record, "covered_token_count")
+    def _read_plan(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
+        request_id, tokens = _read_text(record, "request_id"), self._read_count(line, record, "covered_token_count")
         key = (request_id, tokens) if request_id else None
-        units = self._count(line, record, "segment_count", 1)
+        units = self._read_count(line, record, "segment_count", 1)
         yield EngineEvent(EngineEventKind.LOAD_ADVERTISED, line.number, key, request_id, tokens, units)
 
-    def _materialized(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        units = self._count(line, record, "materialized")  # true, or how many segments were written
+    def _read_materialized(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
+        units = self._read_count(line, record, "materialized")  # true, or how many segments were written
         if not units:
             return
-        request_id, tokens = _text(record, "request_id"), self._count(line, record, "covered_token_count")
+        request_id, tokens = _read_text(record, "request_id"), self._read_count(line, record, "covered_token_count")
         yield EngineEvent(
             EngineEventKind.MATERIALIZED,
             line.number,
             (request_id, record.get("kind"), tokens) if request_id else None,
             request_id,
             tokens,
-            max(units, self._count(line, record, "segment_count")) if record["materialized"] is True else units,
+            max(units, self._read_count(line, record, "segment_count")) if record["materialized"] is True else units,
             rope_corrected=record.get("requires_rope_correction") is True,
         )
 
-    def _boundary(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
+    def _read_boundary(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
         requests = record.get("request_ids")
         key = (*map(str, requests), record.get("boundary_layer")) if isinstance(requests, list) and requests else None
         yield EngineEvent(EngineEventKind.ENGINE_BOUNDARY, line.number, key)
 
-    def _count(self, line: LogLine, record: dict[str, Any], name: str, default: int = 0) -> int:
-        return count_of(record, name, self._where, line.number, default)
+    def _read_count(self, line: LogLine, record: dict[str, Any], name: str, default: int = 0) -> int:
+        return read_count(record, name, self._where, line.number, default)
 
 
-def _text(record: dict[str, Any], name: str) -> str | None:
+def _read_text(record: dict[str, Any], name: str) -> str | None:
     value = record.get(name)
     return value if isinstance(value, str) and value else None

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from sembench.witnesses.parsers.event import EngineEvent, EngineEventKind
-from sembench.witnesses.parsers.line import LogLine, count_of, fields_of, json_object, number_in
+from sembench.witnesses.parsers.line import LogLine, parse_fields, parse_object, read_count, read_number
 
 _HEADS: tuple[tuple[str, EngineEventKind], ...] = (
     ("SemBlend donor registered ", EngineEventKind.DONOR_REGISTERED),
@@ -49,19 +49,19 @@ class VllmParser:
     def feed(self, line: LogLine) -> Iterable[EngineEvent]:
         if line.repeats_rank_zero:
             return
-        record = json_object(line, self._where, audit='"event"' in line.message)
+        record = parse_object(line, self._where, audit='"event"' in line.message)
         if record is not None:
-            yield from self._audited(line, record)
+            yield from self._read_audit(line, record)
             return
         for head, kind in _HEADS:
             if line.message.startswith(head):
-                yield from _said(line, kind, fields_of(line.message[len(head) :]))
+                yield from _read_log(line, kind, parse_fields(line.message[len(head) :]))
                 return
 
     def finish(self) -> Iterable[EngineEvent]:
         return ()
 
-    def _audited(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
+    def _read_audit(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
         name = record.get("event")
         if not isinstance(name, str) or record.get("mode") == "exact_prefix":
             return
@@ -70,48 +70,48 @@ class VllmParser:
         if _REFUSAL.match(name):
             reason = str(record.get("declined_reason") or record.get("reason") or name)
             yield EngineEvent(
-                EngineEventKind.REJECTED, line.number, _key(request_id, reason), request_id, reason=reason
+                EngineEventKind.REJECTED, line.number, _make_key(request_id, reason), request_id, reason=reason
             )
             return
         kind = _AUDIT.get(name)
         if kind is None:
             return
-        tokens = count_of(record, "tokens", self._where, line.number) or count_of(
+        tokens = read_count(record, "tokens", self._where, line.number) or read_count(
             record, "token_count", self._where, line.number
         )
         donor = str(record.get("donor_id") or "")
-        key = _key(request_id) if kind is EngineEventKind.SEMANTIC_HIT else _key(request_id, donor, tokens)
+        key = _make_key(request_id) if kind is EngineEventKind.SEMANTIC_HIT else _make_key(request_id, donor, tokens)
         yield EngineEvent(kind, line.number, key, request_id, tokens=tokens, units=1)
 
 
-def _said(line: LogLine, kind: EngineEventKind, pairs: dict[str, str]) -> Iterator[EngineEvent]:
-    request_id = _identity(pairs.get("request_id", ""))
-    tokens = number_in(pairs, "tokens", "reusable_tokens")
+def _read_log(line: LogLine, kind: EngineEventKind, pairs: dict[str, str]) -> Iterator[EngineEvent]:
+    request_id = _read_id(pairs.get("request_id", ""))
+    tokens = read_number(pairs, "tokens", "reusable_tokens")
     if tokens is None:
         return
     if kind is EngineEventKind.DONOR_REGISTERED:
-        key = _key(request_id, pairs.get("namespace", ""), tokens)
+        key = _make_key(request_id, pairs.get("namespace", ""), tokens)
     elif kind is EngineEventKind.SEMANTIC_HIT:
-        key = _key(request_id)
+        key = _make_key(request_id)
         reason = pairs.get("reason", "")
         if pairs.get("kind") == "discovery_only" and reason not in ("", "ok"):
-            refused = _key(request_id, reason)
+            refused = _make_key(request_id, reason)
             yield EngineEvent(EngineEventKind.REJECTED, line.number, refused, request_id, reason=reason)
     else:
-        key = _key(request_id, pairs.get("donor_id", ""), tokens)
-    yield EngineEvent(kind, line.number, key, request_id, tokens, 1, _share(pairs.get("similarity")))
+        key = _make_key(request_id, pairs.get("donor_id", ""), tokens)
+    yield EngineEvent(kind, line.number, key, request_id, tokens, 1, _parse_share(pairs.get("similarity")))
 
 
-def _identity(text: str) -> str | None:
+def _read_id(text: str) -> str | None:
     return unquote(text) if text and text != "-" else None
 
 
-def _key(request_id: str | None, *rest: object) -> tuple[object, ...] | None:
+def _make_key(request_id: str | None, *rest: object) -> tuple[object, ...] | None:
     """Without a request there is nothing to tell two equal lines apart by: then both count."""
     return None if request_id is None else (request_id, *rest)
 
 
-def _share(text: str | None) -> float | None:
+def _parse_share(text: str | None) -> float | None:
     try:
         return float(text) if text else None
     except ValueError:

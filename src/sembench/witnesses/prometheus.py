@@ -6,20 +6,15 @@ Only counters can be subtracted. A counter that went down was reset; its differe
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sembench.backends.http_client import get_text
-from semblend.errors import InputError
+from sembench.backends.http_client import LONGEST_ERROR, get_text
+from semblend.errors import InputError, MissingDependencyError
 
 if TYPE_CHECKING:
     import httpx
-
-_SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?$")
-_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"\s*,?\s*')
-_ESCAPED = re.compile(r"\\(.)")
 
 Labels = tuple[tuple[str, str], ...]
 Snapshot = Mapping[tuple[str, Labels], float]
@@ -36,35 +31,28 @@ REQUESTS = ("semblend_requests_total", "vllm:request_success", "sglang:num_reque
 
 
 def parse_samples(text: str) -> dict[tuple[str, Labels], float]:
-    """Samples of the Prometheus text format by name and sorted labels.
+    """Read the Prometheus text format into values by name and sorted labels.
 
     >>> parse_samples('a_total{kind="x"} 3')
     {('a_total', (('kind', 'x'),)): 3.0}
     """
-    found: dict[tuple[str, Labels], float] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
-        line = line.strip()
-        if not line or line.startswith("#"):
-            continue
-        sample = _SAMPLE.match(line)
-        if sample is None:
-            raise InputError(
-                f"line {number} of the metrics is not a sample: {line[:80]!r}",
-                hint="the URL must answer with Prometheus text",
-            )
-        name, labels, value = sample.groups()
-        try:
-            found[name, tuple(sorted(_labels(labels or "")))] = float(value)
-        except ValueError:
-            raise InputError(
-                f"line {number} of the metrics has the value {value[:40]!r}", hint="a sample is a number"
-            ) from None
-    return found
-
-
-def _labels(text: str) -> Iterator[tuple[str, str]]:
-    for name, value in _LABEL.findall(text):
-        yield name, _ESCAPED.sub(lambda match: "\n" if match.group(1) == "n" else match.group(1), value)
+    try:
+        from prometheus_client.parser import text_string_to_metric_families
+    except ImportError:
+        raise MissingDependencyError(
+            "reading metrics needs the package prometheus-client", hint="pip install 'semblend-suite[live]'"
+        ) from None
+    try:
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): float(sample.value)
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+    except (ValueError, IndexError, KeyError, TypeError) as error:  # the parser's own, by the kind of damage
+        why = " ".join(str(error).split())[:LONGEST_ERROR] or type(error).__name__
+        raise InputError(
+            f"the metrics are not Prometheus text: {why}", hint="the URL must answer with Prometheus text"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -158,10 +160,23 @@ def test_a_counter_that_appears_starts_from_zero_and_an_absent_one_is_unknown():
 def test_metrics_with_odd_labels_are_read():
     found = parse_samples('# HELP x\nx{a="q\\"1,}",b="two\\nlines"} 1e3 1700000000\ny NaN\n')
     assert found["x", (("a", 'q"1,}'), ("b", "two\nlines"))] == 1000.0
-    with pytest.raises(InputError, match="line 1 of the metrics"):
-        parse_samples("<html>")
-    with pytest.raises(InputError, match="has the value"):
-        parse_samples("x one")
+    assert parse_samples("# TYPE a_total counter\na_total +Inf")["a_total", ()] == math.inf
+
+
+@pytest.mark.parametrize(
+    "text", ["<html>", "x one", "x", "{} 1", 'x{a="b" 1', "x{a=b} 1", "# TYPE", "x 1_000", "\x00", "a 1\nnot a sample"]
+)
+def test_what_is_not_prometheus_text_is_an_error_with_a_hint(text):
+    with pytest.raises(InputError, match="the metrics are not Prometheus text") as refusal:
+        parse_samples(text)
+    assert "\n" not in refusal.value.message
+    assert refusal.value.hint
+
+
+@given(st.text(alphabet='ax_{}"=,\\# 1.\n', max_size=40) | st.text(max_size=40))
+def test_no_text_of_a_server_breaks_the_reader_of_metrics(text):
+    with contextlib.suppress(InputError):
+        assert all(isinstance(value, float) for value in parse_samples(text).values())
 
 
 def test_endpoints_add_up_and_those_that_failed_are_counted():

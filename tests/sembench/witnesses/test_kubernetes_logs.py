@@ -1,14 +1,14 @@
-"""A pod's log through kubectl and through the official client, against a cluster that fits in this file."""
+"""A pod's log through kubectl: a script in its place, and the real one against a cluster that fits in this file."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import stat
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,8 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from sembench.cli import main
-from sembench.witnesses import kubernetes_logs
-from sembench.witnesses.kubernetes_logs import PodLog, build_command, parse_duration, parse_time, read_pod_log
+from sembench.witnesses.kubernetes_logs import PodLogQuery, build_command, parse_duration, parse_time, read_pod_log
 from semblend.errors import InputError, MissingDependencyError
 
 LINES = [
@@ -116,74 +115,60 @@ def kubeconfig(folder: Path, port: int) -> Path:
     return path
 
 
-def have_kubectl() -> bool:
-    return shutil.which("kubectl") is not None
+needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+WHOLE = PodLogQuery("inference", "sglang-0", container="engine", tail=None)
 
 
-CLIENTS = [
-    pytest.param(
-        "python",
-        marks=pytest.mark.skipif(
-            importlib.util.find_spec("kubernetes") is None, reason="the kubernetes package is not installed"
-        ),
-    ),
-    pytest.param("kubectl", marks=pytest.mark.skipif(not have_kubectl(), reason="kubectl is not installed")),
-]
-WHOLE = PodLog("inference", "sglang-0", container="engine", tail=None)
+def lines_of(wanted: PodLogQuery, config: str) -> list[str]:
+    return list(read_pod_log(replace(wanted, kubeconfig=config)))
 
 
-def lines_of(wanted: PodLog, client: str, config: str) -> list[str]:
-    from dataclasses import replace
-
-    return list(read_pod_log(replace(wanted, kubeconfig=config), client))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("client", CLIENTS)
-def test_the_whole_log_arrives_as_it_was_written(client: str, cluster: str) -> None:
-    assert lines_of(WHOLE, client, cluster) == [text for _, text in LINES]
+@needs_kubectl
+def test_the_whole_log_arrives_as_it_was_written(cluster: str) -> None:
+    assert lines_of(WHOLE, cluster) == [text for _, text in LINES]
 
 
-@pytest.mark.parametrize("client", CLIENTS)
-def test_since_time_is_exact_and_leaves_no_time_stamps(client: str, cluster: str) -> None:
-    wanted = PodLog("inference", "sglang-0", "engine", None, since_time=parse_time("2026-06-22T18:00:00Z"))
-    assert lines_of(wanted, client, cluster) == [text for _, text in LINES[1:]]
+@needs_kubectl
+def test_since_time_is_exact_and_leaves_no_time_stamps(cluster: str) -> None:
+    wanted = PodLogQuery("inference", "sglang-0", "engine", None, since_time=parse_time("2026-06-22T18:00:00Z"))
+    assert lines_of(wanted, cluster) == [text for _, text in LINES[1:]]
 
 
-@pytest.mark.parametrize("client", CLIENTS)
-def test_tail_gives_the_last_lines(client: str, cluster: str) -> None:
-    assert lines_of(PodLog("inference", "sglang-0", "engine", 2), client, cluster) == [text for _, text in LINES[-2:]]
+@needs_kubectl
+def test_tail_gives_the_last_lines(cluster: str) -> None:
+    assert lines_of(PodLogQuery("inference", "sglang-0", "engine", 2), cluster) == [text for _, text in LINES[-2:]]
     assert Cluster.asked[-1]["tailLines"] == ["2"]
 
 
-@pytest.mark.parametrize("client", CLIENTS)
-def test_a_duration_becomes_seconds(client: str, cluster: str) -> None:
-    lines_of(PodLog("inference", "sglang-0", "engine", None, since_s=5400.0), client, cluster)
+@needs_kubectl
+def test_a_duration_becomes_seconds(cluster: str) -> None:
+    lines_of(PodLogQuery("inference", "sglang-0", "engine", None, since_s=5400.0), cluster)
     assert Cluster.asked[-1]["sinceSeconds"] == ["5400"]
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@needs_kubectl
 @pytest.mark.parametrize(
     ("wanted", "message", "hint"),
     [
-        (PodLog("inference", "gone", "engine"), "not found", "check --namespace, --pod"),
-        (PodLog("secret", "sglang-0", "engine"), "forbidden", "pods/log"),
-        (PodLog("inference", "sglang-0", "nope"), "nope is not valid", "--container"),
+        (PodLogQuery("inference", "gone", "engine"), "not found", "check --namespace, --pod"),
+        (PodLogQuery("secret", "sglang-0", "engine"), "forbidden", "pods/log"),
+        (PodLogQuery("inference", "sglang-0", "nope"), "nope is not valid", "--container"),
     ],
 )
 def test_a_refusal_of_the_cluster_is_one_line_with_a_hint(
-    client: str, cluster: str, wanted: PodLog, message: str, hint: str
+    cluster: str, wanted: PodLogQuery, message: str, hint: str
 ) -> None:
     with pytest.raises(InputError) as refusal:
-        lines_of(wanted, client, cluster)
+        lines_of(wanted, cluster)
     assert message in refusal.value.message
     assert "\n" not in refusal.value.message
     assert hint in refusal.value.hint
 
 
-@pytest.mark.parametrize("client", CLIENTS)
-def test_a_cluster_that_is_not_there_is_one_line_with_a_hint(client: str, tmp_path: Path) -> None:
+@needs_kubectl
+def test_a_cluster_that_is_not_there_is_one_line_with_a_hint(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="refused") as refusal:
-        lines_of(WHOLE, client, str(kubeconfig(tmp_path, 9)))
+        lines_of(WHOLE, str(kubeconfig(tmp_path, 9)))
     assert "\n" not in refusal.value.message
     assert "connection" in refusal.value.hint
 
@@ -217,7 +202,7 @@ COLLECT = ["collect-k8s-engine-events", "--engine", "sglang", "--namespace", "in
 
 def collect(tmp_path: Path, *more: str) -> int:
     outputs = ["--output-log", str(tmp_path / "r" / "sglang.log"), "--output-summary", str(tmp_path / "r" / "s.json")]
-    return main([*COLLECT, *outputs, "--client", "kubectl", *more])
+    return main([*COLLECT, *outputs, *more])
 
 
 def test_the_command_of_the_readme_writes_log_and_summary(
@@ -279,17 +264,41 @@ def test_a_wrong_flag_is_told_before_anything_runs(
     assert not (shim / "arguments.json").exists()
 
 
-def test_without_client_and_kubectl_the_hint_names_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("client", ["auto", "python", "kubectl"])
+def test_old_scripts_that_choose_a_client_still_run(tmp_path: Path, shim: Path, client: str) -> None:
+    assert collect(tmp_path, "--client", client) == 0
+    assert json.loads((shim / "arguments.json").read_text())[:3] == ["--namespace", "inference", "logs"]
+
+
+@pytest.mark.parametrize(
+    ("said", "message", "hint"),
+    [
+        ('Error from server (Forbidden): pods "sglang-0" is forbidden: User "me" ...', "is forbidden", "pods/log"),
+        ("Error from server (BadRequest): container nope is not valid for pod x", "nope is not valid", "--container"),
+        ("error: a container name must be specified for pod x", "a container name must be", "--container"),
+        ("log line\nThe connection to the server 127.0.0.1:9 was refused", "was refused", "connection"),
+        ("", "no reason given", "by hand"),
+    ],
+)
+def test_a_refusal_is_one_line_whose_hint_fits(shim: Path, said: str, message: str, hint: str) -> None:
+    (shim / "code").write_text("1")
+    (shim / "stderr").write_text(said)
+    with pytest.raises(InputError) as refusal:
+        list(read_pod_log(WHOLE))
+    assert message in refusal.value.message
+    assert "\n" not in refusal.value.message
+    assert hint in refusal.value.hint
+
+
+def test_without_kubectl_the_hint_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(kubernetes_logs.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError) as missing:
         list(read_pod_log(WHOLE))
-    assert "semblend-suite[k8s]" in missing.value.hint
     assert "kubectl" in missing.value.hint
 
 
 def test_every_wish_becomes_a_word_of_its_own() -> None:
-    wanted = PodLog(
+    wanted = PodLogQuery(
         "n s", "p;rm", "c", 7, since_time=datetime.fromisoformat("2026-06-22T20:00:00+02:00"), previous=True,
         context="x", kubeconfig="k",
     )  # fmt: skip

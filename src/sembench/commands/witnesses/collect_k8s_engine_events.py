@@ -7,7 +7,7 @@ import argparse
 from sembench.commands.witnesses.summarize_engine_events import write_summary
 from sembench.files import replacing
 from sembench.witnesses.engine_events import ENGINES, summarize_file
-from sembench.witnesses.kubernetes_logs import DEFAULT_TAIL, PodLog, parse_duration, parse_time, read_pod_log
+from sembench.witnesses.kubernetes_logs import DEFAULT_TAIL, PodLogQuery, parse_duration, parse_time, read_pod_log
 from semblend.cli.output import say
 from semblend.errors import InputError
 
@@ -16,7 +16,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser = subparsers.add_parser(
         "collect-k8s-engine-events",
         help="fetch an engine's log from Kubernetes and summarize it",
-        description="Fetch a pod's log with the Kubernetes client, or with kubectl where it is not installed.",
+        description="Fetch a pod's log with kubectl and summarize it.",
     )
     parser.add_argument("--engine", required=True, choices=ENGINES, help="whose lines these are")
     parser.add_argument("--namespace", required=True, help="the pod's namespace")
@@ -33,7 +33,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("--output-summary", metavar="FILE", help="write the summary here; without it, to stdout")
     parser.add_argument(
         "--client", choices=("auto", "python", "kubectl"), default="auto",
-        help="how to ask: the kubernetes package where it is installed, else kubectl (auto)",
+        help="kept for old scripts: kubectl is asked, whatever it says",
     )  # fmt: skip
     parser.add_argument("--context", help="context of the kubeconfig")
     parser.add_argument("--kubeconfig", metavar="FILE", help="kubeconfig to use")
@@ -41,24 +41,24 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 
 def run(args: argparse.Namespace) -> int:
-    wanted = parse_log_request(args)
+    query = parse_query(args)
     lines = 0
     with replacing(args.output_log) as stream:
-        for line in read_pod_log(wanted, args.client):
+        for line in read_pod_log(query):
             stream.write(line + "\n")
             lines += 1
-    say(f"{wanted.name}: {lines} lines to {args.output_log}")
+    say(f"{query.name}: {lines} lines to {args.output_log}")
     if lines == 0:
         say("hint: no line in this range; check --since-time, --container and the clock")
-    if wanted.tail is not None and lines >= wanted.tail:
+    if query.tail is not None and lines >= query.tail:
         say(f"hint: exactly {lines} lines came, so older ones may be cut; raise --tail, or --tail -1 for all")
     # A pod's log mixes streams, and its first line may be half a record: broken lines are counted, not fatal.
     write_summary(summarize_file(args.engine, args.output_log, skip_bad=True), args.output_summary)
     return 0
 
 
-def parse_log_request(args: argparse.Namespace) -> PodLog:
-    """The log that the flags ask for; names that would read as flags are refused before anything runs."""
+def parse_query(args: argparse.Namespace) -> PodLogQuery:
+    """Read the flags. A name that kubectl would read as a flag is refused before anything runs."""
     for flag in ("namespace", "pod", "container", "context"):
         value = getattr(args, flag)
         if value is not None and (not value.strip() or value.startswith("-")):
@@ -71,7 +71,7 @@ def parse_log_request(args: argparse.Namespace) -> PodLog:
         raise InputError(f"--tail {tail} asks for no line", hint="pass a positive number, or -1 for all")
     if args.timeout_seconds <= 0:
         raise InputError(f"--timeout-seconds {args.timeout_seconds:g} is not positive", hint="pass seconds, like 300")
-    return PodLog(
+    return PodLogQuery(
         namespace=args.namespace,
         pod=args.pod,
         container=args.container,

@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import _report  # first: it holds the numeric libraries to one thread
@@ -92,9 +92,9 @@ class Asker:
 
     def request(self, number: int) -> Any:
         """One request, or two that are copies of each other."""
-        from semblend.engine.core.request import Request
-        from semblend.engine.model.sampling import Sampling
         from semblend.prompt import Namespace, Prompt
+        from semblend.wire.request import Request
+        from semblend.wire.sampling import Sampling
 
         chance = self._chance
         drawn = chance.random() < 0.4
@@ -109,12 +109,12 @@ class Asker:
         request = Request(
             f"soak-{number}",
             Prompt(self.prompt(), namespace=Namespace(tenant=chance.choice(TENANTS))),
-            sampling,
-            stop=chance.choice([(), (), ("coins", " the", "e")]),
+            replace(sampling, stop=chance.choice([(), (), ("coins", " the", "e")])),
             quality=chance.choice(QUALITIES),
             opt_out=chance.random() < 0.05,
         )
-        return request.copies(2 if chance.random() < 0.1 else 1)
+        answers = 2 if chance.random() < 0.1 else 1
+        return replace(request, sampling=replace(request.sampling, n=answers)).split_answers()
 
 
 def soak(engine: Any, asker: Asker, requests: int, seed: int, tell: Callable[[str], Any] = str) -> Soak:
@@ -154,8 +154,8 @@ def soak(engine: Any, asker: Asker, requests: int, seed: int, tell: Callable[[st
 
 def _references(engine: Any, asker: Asker) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Prompts and what a cold engine answers to them; the cache is empty again afterwards."""
-    from semblend.engine.core.request import Request
-    from semblend.engine.model.sampling import Sampling
+    from semblend.wire.request import Request
+    from semblend.wire.sampling import Sampling
 
     found = []
     for number in range(3):
@@ -169,9 +169,9 @@ def _references(engine: Any, asker: Asker) -> list[tuple[tuple[int, ...], tuple[
 
 
 def _again(engine: Any, reference: tuple[tuple[int, ...], tuple[int, ...]], number: int) -> Any:
-    from semblend.engine.core.request import Request
-    from semblend.engine.model.sampling import Sampling
     from semblend.prompt import Prompt
+    from semblend.wire.request import Request
+    from semblend.wire.sampling import Sampling
 
     name = f"again-{number}"
     request = Request(name, Prompt(reference[0]), Sampling(max_tokens=6), quality="exact", opt_out=True)
@@ -195,8 +195,8 @@ def _sum_up(streams: Sequence[Any], seen: Soak) -> None:
             seen.wrong.append(f"{stream.request_id} never ended")
             continue
         done = stream.completion()
-        seen.finished[str(done.finish)] += 1
-        if str(done.finish) == "error":
+        seen.finished[str(done.finish_reason)] += 1
+        if str(done.finish_reason) == "error":
             seen.wrong.append(f"{stream.request_id} failed: {done.detail}")
         receipt = done.receipt
         if receipt is not None:
@@ -205,7 +205,7 @@ def _sum_up(streams: Sequence[Any], seen: Soak) -> None:
             if sum(receipt.tokens.values()) != receipt.prompt_tokens:
                 seen.wrong.append(f"{stream.request_id}: {receipt.tokens} of {receipt.prompt_tokens}")
         expected = getattr(stream, "expected", None)
-        if expected is not None and str(done.finish) != "cancelled":
+        if expected is not None and str(done.finish_reason) != "cancelled":
             seen.compared += 1
             if done.tokens != expected:
                 seen.wrong.append(f"{stream.request_id} said {done.tokens}, not {expected}")

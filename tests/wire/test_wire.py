@@ -24,7 +24,7 @@ from semblend.engine.core.assemble import assemble  # noqa: E402
 from semblend.engine.core.config import EngineConfig  # noqa: E402
 from semblend.engine.core.stops import NoText  # noqa: E402
 from semblend.engine.model.model import Model  # noqa: E402
-from semblend.engine.model.sampling import Draw, Sampling, make_generator, sample  # noqa: E402
+from semblend.engine.model.sampling import Draw, make_generator, sample  # noqa: E402
 from semblend.engine.model.spec import ModelSpec  # noqa: E402
 from semblend.engine.server.dashboard import Entry  # noqa: E402
 from semblend.engine.server.limits import ServerSettings  # noqa: E402
@@ -34,6 +34,7 @@ from semblend.errors import SemBlendError  # noqa: E402
 from semblend.plan.reuse_plan import DeclineReason  # noqa: E402
 from semblend.span import Span  # noqa: E402
 from semblend.wire.answer import MOST_RUNS, semblend_object  # noqa: E402
+from semblend.wire.sampling import Sampling  # noqa: E402
 
 SHAPE = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -130,7 +131,7 @@ def events(text: str) -> list[dict[str, Any]]:
 
 def twin(ids: list[int], asked: Sampling) -> list[int]:
     """The answer of a plain loop over the model: no engine, no server, no cache."""
-    from semblend.engine.model.rows import Rows
+    from semblend.materialize.contract import Rows
 
     tokens, generator = list(ids), make_generator(asked.seed)
     for _ in range(asked.max_tokens):

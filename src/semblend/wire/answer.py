@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Protocol
 
 from semblend.confirm.fields import JsonObject
@@ -20,6 +21,15 @@ CALLER_FIELDS = (
 )  # fmt: skip
 
 Runs = tuple[tuple[int, int], ...]
+
+
+class FinishReason(StrEnum):
+    """Why an answer ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +48,23 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """The next piece of answer ``index``. ``finish_reason`` (stop or length) ends that answer.
+    """The next piece of answer ``index`` to a request, as an engine emits it. ``finish_reason`` ends that answer.
 
-    The receipt may come with any chunk, at the latest with the last; ``recomputed`` tells which token ranges
-    ``[start, end)`` of the prompt were held by a donor and computed again, where the engine knows.
+    The receipt comes with the first token; ``recomputed`` comes with it: the runs ``[start, end)`` of the prompt that a
+    donor held and that were computed again, where the engine knows them. ``matched`` is the stop string or the token
+    that ended the answer. ``detail`` says why an answer was cancelled or failed; it is for the server's log.
     """
 
+    request_id: str = ""
     index: int = 0
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[Logprob, ...] = ()
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     matched: str | int | None = None
     receipt: Receipt | None = None
     recomputed: Runs = ()
+    detail: str = ""
 
 
 @dataclass(slots=True)
@@ -62,7 +75,7 @@ class Answer:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     matched: str | int | None = None
     receipt: Receipt | None = None
 

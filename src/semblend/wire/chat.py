@@ -9,15 +9,15 @@ from typing import Any
 from semblend.confirm.fields import JsonObject
 from semblend.wire.answer import Answer, Chunk, Head, Logprob, Spent
 from semblend.wire.fields import Fields, shown
-from semblend.wire.sampling import (
+from semblend.wire.options import (
     MOST_TOKENS,
     MOST_TOP_LOGPROBS,
     ReuseOptions,
-    Sampling,
     parse_reuse,
     parse_sampling,
     refuse_absent_options,
 )
+from semblend.wire.sampling import Sampling
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _MESSAGE_HINT = 'each message is an object such as {"role": "user", "content": "..."}'

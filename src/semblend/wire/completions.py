@@ -10,15 +10,15 @@ from semblend.confirm.fields import JsonObject
 from semblend.wire.answer import Answer, Chunk, Head, Logprob, Spent
 from semblend.wire.chat import include_usage
 from semblend.wire.fields import Fields
-from semblend.wire.sampling import (
+from semblend.wire.options import (
     MOST_TOKENS,
     MOST_TOP_LOGPROBS,
     ReuseOptions,
-    Sampling,
     parse_reuse,
     parse_sampling,
     refuse_absent_options,
 )
+from semblend.wire.sampling import Sampling
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for this endpoint."""

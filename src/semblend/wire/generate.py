@@ -9,15 +9,15 @@ from typing import Any
 from semblend.confirm.fields import JsonObject
 from semblend.wire.answer import Answer, Chunk, Head, Spent
 from semblend.wire.fields import Fields
-from semblend.wire.sampling import (
+from semblend.wire.options import (
     MOST_TOKENS,
     MOST_TOP_LOGPROBS,
     ReuseOptions,
-    Sampling,
     parse_reuse,
     parse_sampling,
     refuse_absent_options,
 )
+from semblend.wire.sampling import Sampling
 
 DEFAULT_MAX_NEW_TOKENS = 128
 """SGLang's."""

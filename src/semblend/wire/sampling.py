@@ -1,67 +1,39 @@
-"""How to draw the answer and how to reuse: the options that all endpoints share."""
+"""How a request's tokens are drawn: one class for the HTTP APIs and for the engine's sampler. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from semblend.config import QUALITY_MODES
-from semblend.wire.fields import Fields, shown
+from semblend.errors import InputError
 
-MOST_STOPS = 16
-MOST_TOP_LOGPROBS = 20
-MOST_BIASES = 1024
-MOST_TOKENS = 1 << 20
+MAX_LOGPROBS = 20
 LEAST_TEMPERATURE = 0.01
 """Lower temperatures are raised to this one, as in vLLM: logits divided by less could overflow. 0 is greedy."""
 LEAST_PENALTY = 0.01
 """A repetition penalty divides logits; by less than this they could overflow."""
 SMALLEST_NORMAL = 2.0**-126
 """Below this a float32 is subnormal: some kernels read it as 0 and others do not."""
-_SEEDS = 2**63 - 1
-
-# Options that this engine does not have, and the values that ask for nothing. Anything else is refused: an option
-# that is silently dropped would make an answer look like something that it is not.
-_ABSENT: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "reasoning_effort": ("none",),
-    "min_tokens": (0,),
-    "min_new_tokens": (0,),
-    "suffix": ("",),
-    "echo": (False,),
-    "chat_template": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
-    "regex": (),
-    "json_schema": (),
-    "ebnf": (),
-    "lora_path": (),
-    "image_data": (),
-    "input_embeds": (),
-    "prompt_embeds": (),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn.
+    """How a request's tokens are chosen and when they end.
 
-    ``max_tokens`` None: as many as fit. ``logprobs`` None: none, else how many alternatives a token. ``top_k`` 0: all.
+    ``max_tokens`` None: as many as fit the context. ``temperature`` 0 is greedy; one between 0 and 0.01 is raised
+    to 0.01. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``repetition_penalty`` above 1 makes tokens of the
+    prompt and the answer less likely to come again. ``frequency_penalty`` (for each time) and ``presence_penalty``
+    (once) are taken from the logit of a token that the answer holds already. ``logit_bias`` adds to the logits of
+    tokens. ``logprobs``: None for none, n for the chosen token's and the n best ones', as the model gave them
+    (before bias, penalties, temperature and filters). ``stop`` strings end the answer wherever they fall and are
+    not part of it; ``stop_token_ids`` end it and give no text. ``n`` answers are wanted.
+
+    >>> Sampling(temperature=-1)
+    Traceback (most recent call last):
+    semblend.errors.InputError: temperature=-1 is outside [0, 100] (hint: 0 is greedy, 1 the model's own distribution)
     """
 
-    max_tokens: int | None = None
-    temperature: float = 1.0
+    max_tokens: int | None = 128
+    temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
@@ -70,73 +42,56 @@ class Sampling:
     presence_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
+    logprobs: int | None = None
+    ignore_eos: bool = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
     n: int = 1
-    logprobs: int | None = None
 
+    def __post_init__(self) -> None:
+        _number("temperature", self.temperature, 0, 100, "0 is greedy, 1 the model's own distribution")
+        _number("top_p", self.top_p, 0, 1, "1 is off", above=True)
+        _number("min_p", self.min_p, 0, 1, "0 is off")
+        _number("repetition_penalty", self.repetition_penalty, LEAST_PENALTY, 100, "1 is off")
+        _number("frequency_penalty", self.frequency_penalty, -2, 2, "0 is off")
+        _number("presence_penalty", self.presence_penalty, -2, 2, "0 is off")
+        for token, bias in self.logit_bias:
+            _whole("a token of logit_bias", token, 0, (1 << 31) - 1, "token ids are 0 or more")
+            _number("a value of logit_bias", bias, -100, 100, "-100 bans a token")
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, 1 << 31, "ask for at least one token")
+        _whole("top_k", self.top_k, 0, 1 << 31, "0 is off")
+        if self.seed is not None:
+            _whole("seed", self.seed, -(1 << 63), (1 << 64) - 1, "a seed has 64 bits")
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS, "0 gives the chosen token's alone")
+        _whole("n", self.n, 1, 1 << 31, "ask for at least one answer")
+        object.__setattr__(self, "stop", _check_texts(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids))
+        self._keep_normal()
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReuseOptions:
-    """What one request asks of reuse: a quality mode of its own, or none at all. ``salt`` narrows its namespace."""
+    def _keep_normal(self) -> None:
+        """Move numbers that are too small for a kernel to the nearest ones that are not."""
+        object.__setattr__(self, "temperature", floor_temperature(self.temperature))
+        object.__setattr__(self, "top_p", max(self.top_p, SMALLEST_NORMAL))
+        for name in ("min_p", "frequency_penalty", "presence_penalty"):
+            object.__setattr__(self, name, flush_subnormal(getattr(self, name)))
+        biases = tuple((token, flush_subnormal(bias)) for token, bias in self.logit_bias)
+        object.__setattr__(self, "logit_bias", biases)
 
-    quality: str | None = None
-    reuse: bool = True
-    salt: str = ""
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
 
+    @property
+    def filters(self) -> bool:
+        """Whether the distribution is cut, so that it has to be sorted."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
-def parse_reuse(fields: Fields) -> ReuseOptions:
-    """From ``semblend: {"quality": ..., "reuse": ...}`` and ``cache_salt`` of the body.
-
-    >>> parse_reuse(Fields({"semblend": {"quality": "fast"}})).quality
-    'fast'
-    """
-    salt = fields.text("cache_salt", longest=256)
-    ours = fields.child("semblend")
-    if ours is None:
-        return ReuseOptions(salt=salt)
-    quality = ours.text("quality") or None
-    if quality is not None and quality not in QUALITY_MODES:
-        ours.refuse("quality", f"is {shown(quality)}", "one of " + ", ".join(QUALITY_MODES))
-    return ReuseOptions(quality=quality, reuse=ours.flag("reuse", True), salt=salt)
-
-
-def refuse_absent_options(fields: Fields) -> None:
-    """400 for what this engine cannot do, unless the value asks for nothing."""
-    for name, neutral in _ABSENT.items():
-        value = fields.raw(name)
-        if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
-            continue
-        if name in ("tool_choice", "function_call") and not fields.has("tools") and not fields.has("functions"):
-            continue  # without tools there is nothing to choose
-        fields.refuse(name, f"is not supported (got {shown(value)})", f"leave {name} out")
-
-
-def parse_sampling(fields: Fields, *, max_tokens: int | None, logprobs: int | None, most_n: int) -> Sampling:
-    """The sampling fields that chat and completions name alike."""
-    n = fields.integer("n", 1, 1, most_n) or 1
-    best_of = fields.integer("best_of", n, 1, most_n)
-    if best_of != n:
-        fields.refuse("best_of", f"is {best_of} while n is {n}", "leave best_of out")
-    top_k = fields.integer("top_k", 0, -1, MOST_TOKENS) or 0
-    return Sampling(
-        max_tokens=max_tokens,
-        temperature=floor_temperature(fields.number("temperature", 1.0, 0.0, 2.0)),
-        top_p=_top_p(fields),
-        top_k=max(top_k, 0),
-        min_p=flush_subnormal(fields.number("min_p", 0.0, 0.0, 1.0)),
-        repetition_penalty=fields.number("repetition_penalty", 1.0, LEAST_PENALTY, 2.0),
-        frequency_penalty=flush_subnormal(fields.number("frequency_penalty", 0.0, -2.0, 2.0)),
-        presence_penalty=flush_subnormal(fields.number("presence_penalty", 0.0, -2.0, 2.0)),
-        logit_bias=_biases(fields),
-        seed=fields.integer("seed", None, -_SEEDS - 1, _SEEDS),
-        stop=fields.texts("stop", MOST_STOPS),
-        stop_token_ids=fields.token_ids("stop_token_ids"),
-        ignore_eos=fields.flag("ignore_eos"),
-        n=n,
-        logprobs=logprobs,
-    )
+    @property
+    def edits_logits(self) -> bool:
+        """Whether the logits are changed before anything is chosen."""
+        return bool(self.logit_bias or self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty)
 
 
 def floor_temperature(temperature: float) -> float:
@@ -157,28 +112,22 @@ def flush_subnormal(value: float) -> float:
     return value if abs(value) >= SMALLEST_NORMAL else 0.0
 
 
-def _top_p(fields: Fields) -> float:
-    value = fields.number("top_p", 1.0, 0.0, 1.0)
-    if value == 0.0:
-        problem = "is 0, which leaves no token to draw: temperature 0 takes the likeliest token"
-        fields.refuse("top_p", problem, "leave it out for 1.0")
-    return max(value, SMALLEST_NORMAL)
+def _check_texts(stop: str | tuple[str, ...] | list[str]) -> tuple[str, ...]:
+    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise InputError("a stop string must be a non-empty string", hint="leave stop out, or pass a list of strings")
+    return texts
 
 
-def _biases(fields: Fields) -> tuple[tuple[int, float], ...]:
-    """``{"token id": bias}``; JSON has only strings as keys."""
-    given = fields.raw("logit_bias")
-    if given is None:
-        return ()
-    if not isinstance(given, dict):
-        fields.refuse("logit_bias", f"is {shown(given)}, not an object", 'send {"token id": bias}')
-    if len(given) > MOST_BIASES:
-        fields.refuse("logit_bias", f"has {len(given)} entries, more than {MOST_BIASES}", "send fewer")
-    biases = Fields(given, fields.path("logit_bias."))
-    found = []
-    for name in given:
-        # isdecimal knows digits of every script; a token id has ours
-        if not (name.isascii() and name.isdecimal() and len(name) <= 10 and int(name) < 2**31):
-            fields.refuse("logit_bias", f"names the token {shown(name)}", "keys are token ids in decimal digits")
-        found.append((int(name), flush_subnormal(biases.number(name, 0.0, -100.0, 100.0))))
-    return tuple(found)
+def _number(name: str, value: float, low: float, high: float, hint: str, *, above: bool = False) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise InputError(f"{name}={value!r} is not a number", hint=hint)
+    if not low <= value <= high or (above and value == low):  # NaN fails too
+        raise InputError(f"{name}={value!r} is outside {'(' if above else '['}{low}, {high}]", hint=hint)
+
+
+def _whole(name: str, value: int, low: int, high: int, hint: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InputError(f"{name}={value!r} is not a whole number", hint=hint)
+    if not low <= value <= high:
+        raise InputError(f"{name}={value!r} is outside [{low}, {high}]", hint=hint)

@@ -9,10 +9,10 @@ from semblend import Prompt, SemBlend, SemBlendConfig
 from semblend.engine.core.assemble import assemble
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.engine import Engine
-from semblend.engine.core.request import Request
 from semblend.engine.model.model import Model
-from semblend.engine.model.sampling import Sampling
 from semblend.engine.model.spec import ModelSpec
+from semblend.wire.request import Request
+from semblend.wire.sampling import Sampling
 
 TINY = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,

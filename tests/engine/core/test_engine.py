@@ -19,15 +19,17 @@ from semblend.engine.core.assemble import assemble
 from semblend.engine.core.async_engine import AsyncEngine
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.engine import Engine
-from semblend.engine.core.request import Chunk, Completion, FinishReason, QueueFull, Request
+from semblend.engine.core.sequence import Completion, QueueFull
 from semblend.engine.core.stops import AnswerText, NoText
 from semblend.engine.model.model import Model
-from semblend.engine.model.rows import Rows
-from semblend.engine.model.sampling import Sampling
 from semblend.engine.model.spec import ModelSpec
 from semblend.errors import InputError, SemBlendError
+from semblend.materialize.contract import Rows
 from semblend.plan.reuse_plan import Decline, DeclineReason
 from semblend.prompt import Namespace, Prompt
+from semblend.wire.answer import Chunk, FinishReason
+from semblend.wire.request import Request
+from semblend.wire.sampling import Sampling
 
 VOCAB = 96
 
@@ -150,8 +152,9 @@ def test_an_identical_prompt_is_served_from_the_exact_cache(model):
     assert warm.receipt.prefill_tokens == len(prompt) - warm.receipt.exact_tokens
     assert warm.tokens == cold.tokens
     for one, other in zip(cold.logprobs, warm.logprobs, strict=True):
-        assert one.chosen == pytest.approx(other.chosen, abs=1e-5)
-        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+        assert [best.token_id for best in one.top] == [best.token_id for best in other.top]
+        assert len(one.top) == 5
 
 
 def test_the_answer_is_a_prefix_for_the_next_turn(model):
@@ -188,20 +191,20 @@ def test_a_reset_cache_holds_nothing(model):
 def test_a_stop_string_ends_the_answer_across_token_boundaries(model):
     prompt = list(range(30))
     whole = make_engine(model, detokenizer=Letters()).generate([prompt], Sampling(max_tokens=20))[0]
-    assert (len(whole.text), whole.finish) == (20, FinishReason.LENGTH)
+    assert (len(whole.text), whole.finish_reason) == (20, FinishReason.LENGTH)
     stop = whole.text[5:8]  # three tokens long
     at = whole.text.index(stop)
-    request = Request("stopped", Prompt(prompt), Sampling(max_tokens=20), stop=("never said", stop))
+    request = Request("stopped", Prompt(prompt), Sampling(max_tokens=20, stop=("never said", stop)))
     engine = make_engine(model, detokenizer=Letters())
     stopped = engine.generate([request])[0]
-    assert (stopped.text, stopped.finish) == (whole.text[:at], FinishReason.STOP)
+    assert (stopped.text, stopped.finish_reason) == (whole.text[:at], FinishReason.STOP)
     assert stopped.tokens == whole.tokens[: at + 3]
 
 
 def test_text_that_only_looked_like_a_stop_string_is_said_after_all(model):
     prompt = list(range(30))
     whole = make_engine(model, detokenizer=Letters()).generate([prompt], Sampling(max_tokens=20))[0]
-    request = Request("r", Prompt(prompt), Sampling(max_tokens=20), stop=(whole.text[-2:] + "!", whole.text[3:5] + "?"))
+    request = Request("r", Prompt(prompt), Sampling(max_tokens=20, stop=(whole.text[-2:] + "!", whole.text[3:5] + "?")))
     assert make_engine(model, detokenizer=Letters()).generate([request])[0].text == whole.text
 
 
@@ -232,14 +235,14 @@ def test_a_stop_id_ends_the_answer_and_gives_no_text(model):
     whole = make_engine(model, detokenizer=Letters()).generate([prompt], Sampling(max_tokens=20))[0]
     last = whole.tokens[6]
     at = whole.tokens.index(last)
-    request = Request("r", Prompt(prompt), Sampling(max_tokens=20), stop_ids=(last,))
+    request = Request("r", Prompt(prompt), Sampling(max_tokens=20, stop_token_ids=(last,)))
     found = make_engine(model, detokenizer=Letters()).generate([request])[0]
     assert (found.tokens, found.text) == (whole.tokens[: at + 1], whole.text[:at])
 
 
 def test_an_answer_ends_where_the_context_ends(model):
     found = make_engine(model, max_context=40).generate([list(range(30))], Sampling(max_tokens=500))[0]
-    assert (len(found.tokens), found.finish) == (10, FinishReason.LENGTH)
+    assert (len(found.tokens), found.finish_reason) == (10, FinishReason.LENGTH)
 
 
 # -- limits and faults ---------------------------------------------------------------------------------------------
@@ -298,7 +301,7 @@ class Failing:
 def test_a_failing_pass_ends_its_requests_and_the_next_one_is_right(model, nan):
     engine = Engine(Failing(model, lambda rows: 13 in rows.tokens.tolist(), nan=nan), model.new_pool(512))
     broken, fine = engine.generate([[13] * 40], Sampling(max_tokens=4))[0], [[1, 2, 3]]
-    assert broken.finish is FinishReason.ERROR
+    assert broken.finish_reason is FinishReason.ERROR
     assert "out of memory" in broken.detail or "not finite" in broken.detail
     assert tokens_of(engine.generate(fine, Sampling(max_tokens=4))) == alone(model, fine, Sampling(max_tokens=4))
     assert len(engine.radix) == 0
@@ -329,7 +332,7 @@ def test_a_token_that_breaks_the_pass_ends_its_own_request_only(model, nan):
         assert all(13 not in completion.tokens for completion in expected)  # or a victim would break the pass itself
         *fine, broken = engine.generate([*victims, bad], sampling)
         assert tokens_of(fine) == tokens_of(expected)
-        assert broken.finish is FinishReason.ERROR
+        assert broken.finish_reason is FinishReason.ERROR
         engine.check()
     assert 4 in hidden_rows  # all four were in one batch
 
@@ -377,7 +380,7 @@ def test_a_token_outside_the_vocabulary_ends_its_own_request_only(model, monkeyp
     engine = make_engine(model)
     first, bad, last = engine.generate(asked, sampling)
     assert tokens_of([first, last]) == tokens_of([expected[0], expected[2]])
-    assert bad.finish is FinishReason.ERROR
+    assert bad.finish_reason is FinishReason.ERROR
     assert "vocabulary" in bad.detail
     assert bad.tokens == expected[1].tokens[:2]
     engine.check()
@@ -434,7 +437,7 @@ def test_three_hundred_mixed_requests_with_cancellations_leave_no_block_behind(m
             engine.reset_prefix_cache()
     engine.check()
     assert all(stream.finished for stream in streams)
-    ends = {stream.chunks[-1].finish for stream in streams}
+    ends = {stream.chunks[-1].finish_reason for stream in streams}
     assert ends <= {FinishReason.LENGTH, FinishReason.CANCELLED}
     kinds = {stream.completion().receipt.outcome for stream in streams if stream.completion().receipt}
     assert {Outcome.COLD_FALLBACK, Outcome.EXACT_PREFIX_ROUTE, Outcome.BACKEND_MATERIALIZED_REUSE} <= kinds
@@ -575,7 +578,7 @@ def test_a_request_that_fails_after_its_claim_gives_it_up(model, sink, monkeypat
     first, second = shifted()
     engine.generate([Request("donor", Prompt(first))])
     monkeypatch.setattr(engine.reuse, "first_logits", lambda sequence: 1 / 0)
-    assert engine.generate([Request("target", Prompt(second))])[0].finish is FinishReason.ERROR
+    assert engine.generate([Request("target", Prompt(second))])[0].finish_reason is FinishReason.ERROR
     assert engine.reuse.semblend._claims == {}
     engine.check()
 
@@ -584,7 +587,7 @@ def test_a_request_cancelled_before_it_ran_is_gone_at_the_next_step(model, sink)
     engine = make_reusing(model, sink, quality="fast")
     engine.submit(Request("r", Prompt(shifted()[0])))
     engine.cancel("r")
-    assert [chunk.finish for chunk in engine.step()] == [FinishReason.CANCELLED]
+    assert [chunk.finish_reason for chunk in engine.step()] == [FinishReason.CANCELLED]
     assert not engine.has_work
     engine.check()
 
@@ -600,7 +603,7 @@ def test_a_capture_that_fails_leaves_no_donor_to_be_found(model, sink):
             return False
 
     engine.reuse._blender.donor_kv = Full()
-    assert engine.generate([Prompt(shifted()[0])])[0].finish is FinishReason.LENGTH
+    assert engine.generate([Prompt(shifted()[0])])[0].finish_reason is FinishReason.LENGTH
     assert engine.reuse.semblend.donors() == ()
     assert [event.fields["where"] for event in sink.events if event.kind == "error"] == ["capture"]
 
@@ -615,7 +618,7 @@ def test_many_readers_share_one_engine_and_who_leaves_frees_the_slot(model):
         heard: list[int] = []
         stream = engine.stream(Request(f"leaves{i}", Prompt(asked[i]), Sampling(max_tokens=900, ignore_eos=True)))
         async for chunk in stream:
-            heard.append(chunk.token)
+            heard.extend(chunk.token_ids)
             if len(heard) == n:
                 break
         await stream.aclose()
@@ -655,7 +658,7 @@ def test_a_cancelled_task_cancels_its_request(model):
                 await task
             while await engine.call(lambda e: e.has_work):
                 await asyncio.sleep(0)
-            return (await engine.complete(Request("next", Prompt([1]), Sampling(max_tokens=2)))).finish
+            return (await engine.complete(Request("next", Prompt([1]), Sampling(max_tokens=2)))).finish_reason
 
     assert asyncio.run(main()) is FinishReason.LENGTH
 
@@ -674,4 +677,4 @@ def test_closing_ends_every_stream_and_takes_no_more(model):
             await engine.call(Engine.check)
         return last
 
-    assert asyncio.run(main()).finish is FinishReason.CANCELLED
+    assert asyncio.run(main()).finish_reason is FinishReason.CANCELLED

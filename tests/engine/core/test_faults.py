@@ -19,12 +19,13 @@ from semblend.engine.core.assemble import assemble  # noqa: E402
 from semblend.engine.core.async_engine import AsyncEngine  # noqa: E402
 from semblend.engine.core.config import EngineConfig  # noqa: E402
 from semblend.engine.core.engine import Engine  # noqa: E402
-from semblend.engine.core.request import FinishReason, Request  # noqa: E402
 from semblend.engine.model.model import Model  # noqa: E402
-from semblend.engine.model.sampling import Sampling  # noqa: E402
 from semblend.engine.model.spec import ModelSpec  # noqa: E402
 from semblend.errors import InputError, SemBlendError  # noqa: E402
 from semblend.prompt import Prompt  # noqa: E402
+from semblend.wire.answer import FinishReason  # noqa: E402
+from semblend.wire.request import Request  # noqa: E402
+from semblend.wire.sampling import Sampling  # noqa: E402
 
 VOCAB = 96
 SHAPE = {
@@ -170,7 +171,7 @@ def test_a_blender_that_fails_at_random_costs_time_and_never_an_answer(model, si
     for number in range(30):
         prompt = about(number * 2)
         done = engine.generate([Request(f"r{number}", prompt, FIVE)])[0]
-        assert done.finish is FinishReason.LENGTH
+        assert done.finish_reason is FinishReason.LENGTH
         if done.receipt.outcome is not Outcome.BACKEND_MATERIALIZED_REUSE:
             assert done.tokens == cold(model, prompt)
         engine.check()

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.radix import RadixCache
-from semblend.engine.core.request import QueueFull, Request, Sequence, Stream
 from semblend.engine.core.scheduler import Scheduler
+from semblend.engine.core.sequence import QueueFull, Sequence, Stream
 from semblend.engine.core.stops import AnswerText, NoText
 from semblend.engine.model.paged_kv import KvPool
-from semblend.engine.model.sampling import Sampling, make_generator
+from semblend.engine.model.sampling import make_generator
 from semblend.prompt import Namespace, Prompt
+from semblend.wire.request import Request
+from semblend.wire.sampling import Sampling
 
 BLOCK = 4
 

@@ -15,11 +15,10 @@ from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.stops import NoText
 from semblend.engine.model.model import Model
 from semblend.engine.model.spec import ModelSpec
-from semblend.engine.server.serving import ServingRequest
 from semblend.engine.server.serving_adapter import LocalEngine
-from semblend.errors import SemBlendError
 from semblend.prompt import Prompt
 from semblend.wire.errors import ApiError
+from semblend.wire.request import Request
 from semblend.wire.sampling import Sampling
 
 SHAPE = {
@@ -61,9 +60,9 @@ def make(**config) -> LocalEngine:
     return LocalEngine(engine, Characters())
 
 
-def ask(engine: LocalEngine, name: str, text: str = TEXT, **sampling) -> ServingRequest:
+def ask(engine: LocalEngine, name: str, text: str = TEXT, **sampling) -> Request:
     prompt = Prompt(engine.encode(text), namespace=engine.namespace("tenant", ""))
-    return ServingRequest(request_id=name, prompt=prompt, sampling=Sampling(**{"max_tokens": 6, **sampling}))
+    return Request(name, prompt, Sampling(**{"max_tokens": 6, **sampling}))
 
 
 def run(engine: LocalEngine, talk):
@@ -149,15 +148,24 @@ def test_a_reset_forgets_the_prefix_cache_and_the_donors():
     assert run(engine, talk) == [0, 48, 0]
 
 
-def test_a_failing_engine_raises_and_tells_nothing_of_its_inside(monkeypatch):
+def test_a_failing_engine_is_500_and_tells_nothing_of_its_inside(monkeypatch):
+    httpx = pytest.importorskip("httpx", reason="the test needs httpx")
+    pytest.importorskip("fastapi", reason="the server needs fastapi")
+    from semblend.engine.server.routes import create_app
+
     engine = make()
     monkeypatch.setattr(engine._inner.model, "forward", lambda rows, pool: 1 / 0)
 
     async def talk():
-        return [chunk async for chunk in engine.submit(ask(engine, "r"))]
+        transport = httpx.ASGITransport(create_app(engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            return await http.post("/v1/completions", json={"prompt": TEXT, "n": 2})
 
-    with pytest.raises(SemBlendError, match="failed on this request"):
-        run(engine, talk)
+    answer = run(engine, talk)
+    assert answer.status_code == 500
+    assert "failed on this request" in answer.json()["error"]["message"]
+    assert "division" not in answer.text
+    assert "ZeroDivision" not in answer.text
 
 
 def test_the_server_is_told_the_models_limits():

@@ -27,7 +27,6 @@ from semblend.engine.server.dashboard import ColdEstimate, strip  # noqa: E402
 from semblend.engine.server.fake_engine import FakeEngine  # noqa: E402
 from semblend.engine.server.limits import Gate, ServerSettings  # noqa: E402
 from semblend.engine.server.routes import create_app, listen  # noqa: E402
-from semblend.engine.server.serving import ServingRequest  # noqa: E402
 from semblend.engine.server.tenants import Tenants, bearer  # noqa: E402
 from semblend.errors import CapacityError, ConfigError  # noqa: E402
 from semblend.facade import SemBlend  # noqa: E402
@@ -35,6 +34,7 @@ from semblend.plan.reuse_plan import Decline, DeclineReason  # noqa: E402
 from semblend.span import Span  # noqa: E402
 from semblend.wire.answer import Chunk  # noqa: E402
 from semblend.wire.errors import ApiError  # noqa: E402
+from semblend.wire.request import Request  # noqa: E402
 
 DOCUMENT = " ".join(f"Clause {n} says that ferry {n * 7} leaves pier {n % 5} at {n % 24} sharp." for n in range(80))
 CHAT = "/v1/chat/completions"
@@ -457,7 +457,7 @@ class Failing(FakeEngine):
         super().__init__(SemBlend(SemBlendConfig(embedder="none")))
         self.error, self.after, self.broken = error, after, True
 
-    async def submit(self, request: ServingRequest) -> AsyncIterator[Chunk]:
+    async def submit(self, request: Request) -> AsyncIterator[Chunk]:
         seen = 0
         async for chunk in super().submit(request):
             if self.broken and seen >= self.after:
@@ -866,7 +866,7 @@ class Stuck(FakeEngine):
         self.started, self.stopped = threading.Event(), threading.Event()
         self.stuck = True
 
-    async def submit(self, request: ServingRequest) -> AsyncIterator[Chunk]:
+    async def submit(self, request: Request) -> AsyncIterator[Chunk]:
         if not self.stuck:
             async for chunk in super().submit(request):
                 yield chunk
@@ -976,7 +976,7 @@ def test_clients_that_vanish_at_random_moments_leave_nothing_behind(seed):
 class Flood(FakeEngine):
     """Talks as fast as it is listened to, for ever."""
 
-    async def submit(self, request: ServingRequest) -> AsyncIterator[Chunk]:
+    async def submit(self, request: Request) -> AsyncIterator[Chunk]:
         self.running.add(request.request_id)
         while True:
             await asyncio.sleep(0)

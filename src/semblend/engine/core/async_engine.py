@@ -6,14 +6,16 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from types import TracebackType
 from typing import TypeVar
 
 from semblend.engine.core.engine import Engine
-from semblend.engine.core.request import Chunk, Completion, Request
+from semblend.engine.core.sequence import Completion
 from semblend.errors import SemBlendError
+from semblend.wire.answer import Chunk
+from semblend.wire.request import Request
 
 T = TypeVar("T")
 log = logging.getLogger("semblend.engine")
@@ -57,7 +59,7 @@ class AsyncEngine:
         self._wake.set()
         return known
 
-    def stream(self, request: Request) -> AsyncIterator[Chunk]:
+    def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Submit now (errors are raised here, not in the loop) and iterate over the chunks as they come."""
         chunks: asyncio.Queue[Chunk] = asyncio.Queue()
         self.submit(request, chunks.put_nowait)
@@ -97,12 +99,12 @@ class AsyncEngine:
     ) -> None:
         await asyncio.to_thread(self.close)
 
-    async def _chunks(self, request_id: str, chunks: asyncio.Queue[Chunk]) -> AsyncIterator[Chunk]:
+    async def _chunks(self, request_id: str, chunks: asyncio.Queue[Chunk]) -> AsyncGenerator[Chunk, None]:
         ended = False
         try:
             while not ended:
                 chunk = await chunks.get()
-                ended = chunk.finish is not None
+                ended = chunk.finish_reason is not None
                 yield chunk
         finally:
             if not ended:  # the reader has gone

@@ -15,25 +15,28 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.radix import RadixCache
-from semblend.engine.core.request import Chunk, Completion, FinishReason, QueueFull, Request, Sequence, Stream
 from semblend.engine.core.reuse import Blender, NoBlender, Reuse
 from semblend.engine.core.scheduler import Batch, Piece, Scheduler
+from semblend.engine.core.sequence import Completion, QueueFull, Sequence, Stream
 from semblend.engine.core.stops import AnswerText, Detokenizer, NoText
 from semblend.engine.model.paged_kv import KvPool
 from semblend.engine.model.rows import RowBatch
-from semblend.engine.model.sampling import Draw, Sampled, Sampling, make_generator, rewind, sample
+from semblend.engine.model.sampling import Draw, Sampled, make_generator, rewind, sample
 from semblend.engine.model.spec import ModelSpec
 from semblend.errors import InputError, SemBlendError
 from semblend.facade import SemBlend
 from semblend.materialize.contract import Rows
 from semblend.prompt import Prompt
+from semblend.wire.answer import Chunk, FinishReason, Logprob
+from semblend.wire.request import Request
+from semblend.wire.sampling import Sampling
 
 log = logging.getLogger("semblend.engine")
 Results = list[tuple[Sequence, Sampled | None]]
@@ -287,8 +290,8 @@ class Engine:
             except Exception as error:  # whoever has ended must still be let go, or its blocks are lost
                 log.exception("request %s could not be settled", sequence.request_id)
                 self._fail([sequence], error)
-                if sequence.blocks and sequence.finish is not None:
-                    self._retire(sequence, sequence.finish)
+                if sequence.blocks and sequence.finish_reason is not None:
+                    self._retire(sequence, sequence.finish_reason)
 
     def _advance(self, sequence: Sequence, sampled: Sampled) -> None:
         """Append the token and say it; a token outside the vocabulary would break the next pass for everybody."""
@@ -296,35 +299,46 @@ class Engine:
             raise SemBlendError(f"token {sampled.token} is not in the vocabulary", hint="check the model's logits")
         receipt = self.reuse.confirm(sequence) if sequence.receipt is None else None
         sequence.tokens.append(sampled.token)
-        text, sequence.finish = self._text_and_finish(sequence, sampled.token)
+        text, sequence.finish_reason = self._text_and_finish(sequence, sampled.token)
         matched = None
-        if sequence.finish is FinishReason.STOP:
+        if sequence.finish_reason is FinishReason.STOP:
             matched = sampled.token if sequence.text.matched is None else sequence.text.matched
         runs = self.reuse.recomputed(sequence) if receipt is not None else ()
         self._say(
             sequence,
-            Chunk(
-                sequence.request_id, sampled.token, text, sampled.logprobs, sequence.finish, receipt, matched,
-                recomputed=runs,
-            ),
-        )  # fmt: skip
+            text=text,
+            token_ids=(sampled.token,),
+            logprobs=self._describe_logprobs(sampled),
+            finish_reason=sequence.finish_reason,
+            matched=matched,
+            receipt=receipt,
+            recomputed=runs,
+        )
+
+    def _describe_logprobs(self, sampled: Sampled) -> tuple[Logprob, ...]:
+        """The sampled token's log probability and those of the best ones, with their texts; empty where not asked."""
+        if sampled.logprobs is None:
+            return ()
+        text = self.detokenizer.token_text
+        top = tuple(Logprob(text(token), token, value) for token, value in sampled.logprobs.top)
+        return (Logprob(text(sampled.token), sampled.token, sampled.logprobs.chosen, top),)
 
     def _settle(self, sequence: Sequence) -> None:
         """Keep what later requests can use, and let go of a sequence that has ended."""
         if not sequence.blocks:  # it failed, and has gone already
             return
         began = len(sequence.tokens) == sequence.prompt_tokens + 1
-        if began or sequence.finish is not None:
+        if began or sequence.finish_reason is not None:
             self._cache(sequence)
         if began:
             self.reuse.capture(sequence)
-        if sequence.finish is not None:
-            self._retire(sequence, sequence.finish)
+        if sequence.finish_reason is not None:
+            self._retire(sequence, sequence.finish_reason)
 
     def _text_and_finish(self, sequence: Sequence, token: int) -> tuple[str, FinishReason | None]:
         request = sequence.request
         ends = () if request.sampling.ignore_eos else self.model.spec.eos_ids
-        if token in ends or token in request.stop_ids:
+        if token in ends or token in request.sampling.stop_token_ids:
             return sequence.text.flush(), FinishReason.STOP
         text = sequence.text.push(token)
         if sequence.text.matched is not None:
@@ -346,21 +360,22 @@ class Engine:
 
     def _fail(self, sequences: Iterable[Sequence], error: BaseException) -> None:
         for sequence in sequences:
-            if sequence.finish is None:
+            if sequence.finish_reason is None:
                 self._end(sequence, FinishReason.ERROR, f"{type(error).__name__}: {error}")
 
     def _end(self, sequence: Sequence, finish: FinishReason, detail: str = "") -> None:
         self._retire(sequence, finish)
-        self._say(sequence, Chunk(sequence.request_id, finish=finish, detail=detail))
+        self._say(sequence, finish_reason=finish, detail=detail)
 
     def _retire(self, sequence: Sequence, finish: FinishReason) -> None:
-        sequence.finish = finish
+        sequence.finish_reason = finish
         self.scheduler.remove(sequence)
         self.reuse.release(sequence)
         with self._lock:
             self._active.pop(sequence.request_id, None)
 
-    def _say(self, sequence: Sequence, chunk: Chunk) -> None:
+    def _say(self, sequence: Sequence, **fields: Any) -> None:
+        chunk = Chunk(request_id=sequence.request_id, index=sequence.request.index, **fields)
         self._emitted.append(chunk)
         try:
             sequence.stream.put(chunk)
@@ -375,14 +390,16 @@ class Engine:
         seed = request.sampling.seed
         if seed is None and self.config.seed is not None:
             seed = self.config.seed + arrival
-        prompt = request.walled(model=self.config.model_name, kv_dtype=str(self.pool.dtype).removeprefix("torch."))
+        prompt = request.place_in_namespace(
+            model=self.config.model_name, kv_dtype=str(self.pool.dtype).removeprefix("torch.")
+        )
         return Sequence(
             request,
             prompt,
             stream,
-            AnswerText(self.detokenizer.stream(), request.stop),
+            AnswerText(self.detokenizer.stream(), request.sampling.stop),
             make_generator(seed),
-            max_length=min(self.max_length, len(prompt) + request.sampling.max_tokens),
+            max_length=min(self.max_length, len(prompt) + (request.sampling.max_tokens or self.max_length)),
             tokens=prompt.token_ids.tolist(),
             arrival=arrival,
         )

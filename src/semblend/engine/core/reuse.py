@@ -16,10 +16,10 @@ from torch import Tensor
 
 from semblend._version import __version__
 from semblend.confirm import events
-from semblend.confirm.outcome import Outcome
+from semblend.confirm.build_receipt import RequestFacts, build_receipt
 from semblend.confirm.receipt import Receipt
 from semblend.engine.core.config import EngineConfig
-from semblend.engine.core.request import EXACT_TO_THE_END, Sequence
+from semblend.engine.core.sequence import EXACT_TO_THE_END, Sequence
 from semblend.engine.model.paged_kv import KvPool
 from semblend.facade import SemBlend
 from semblend.materialize.blend.quality import Blended
@@ -98,7 +98,7 @@ class Reuse:
     def confirm(self, sequence: Sequence) -> Receipt:
         """The receipt, at the moment of the first token; only it counts as reuse."""
         sequence.times.ttft_ms = (time.perf_counter() - sequence.times.submitted) * 1e3
-        receipt = sequence.receipt = self._receipt(sequence)
+        receipt = sequence.receipt = self._build_receipt(sequence)
         if self.semblend is not None:
             try:
                 self.semblend.confirm(receipt)
@@ -201,51 +201,26 @@ class Reuse:
         sequence.computed = sequence.exact_tokens
         sequence.exact_until = EXACT_TO_THE_END
 
-    def _receipt(self, sequence: Sequence) -> Receipt:
-        blended: Blended | None = sequence.blended
-        reused = blended.reused_tokens if blended else 0
-        recomputed = blended.recomputed_tokens if blended else 0
-        outcome, why = self._outcome(sequence, reused)
+    def _build_receipt(self, sequence: Sequence) -> Receipt:
         times = sequence.times
-        return Receipt(
+        facts = RequestFacts(
             request_id=sequence.request_id,
             engine=ENGINE_NAME,
             engine_version=__version__,
-            namespace=sequence.namespace.digest,
-            outcome=outcome,
+            namespace=sequence.namespace,
             mode=self.mode(sequence),
             prompt_tokens=sequence.prompt_tokens,
             exact_tokens=sequence.exact_tokens,
-            reused_tokens=reused,
-            recomputed_tokens=recomputed,
-            prefill_tokens=sequence.prompt_tokens - sequence.exact_tokens - reused - recomputed,
-            spans=sequence.decision.spans if blended and isinstance(sequence.decision, ReusePlan) else (),
-            risk=blended.risk if blended else None,
-            escalations=blended.escalations if blended else 0,
-            canary=blended.canary if blended else None,
+            decision=sequence.decision,
             lookup_ms=times.lookup_ms,
-            load_ms=blended.load_ms if blended else None,
-            compute_ms=blended.compute_ms if blended else times.compute_ms,
+            compute_ms=times.compute_ms,
             ttft_ms=times.ttft_ms,
-            reason=why.reason if why else None,
-            detail=why.detail if why else "",
         )
-
-    def _outcome(self, sequence: Sequence, reused: int) -> tuple[Outcome, Decline | None]:
-        """What became of the request, and why it was not more."""
-        if reused:
-            return Outcome.BACKEND_MATERIALIZED_REUSE, None
-        if sequence.blended is not None:
-            detail = f"all {sequence.blended.recomputed_tokens} donor tokens were computed after all"
-            return Outcome.BACKEND_DECLINED_REUSE, Decline(DeclineReason.QUALITY_RISK, detail)
-        if sequence.declined is not None:
-            return Outcome.BACKEND_DECLINED_REUSE, sequence.declined
-        declined = sequence.decision if isinstance(sequence.decision, Decline) else None
-        if sequence.exact_tokens:
-            return Outcome.EXACT_PREFIX_ROUTE, declined
-        if declined is not None and declined.detail.startswith("discovery only"):
-            return Outcome.SEMANTIC_DISCOVERY_ONLY, declined
-        return Outcome.COLD_FALLBACK, declined
+        blended, declined = sequence.blended, sequence.declined
+        if blended is not None and not blended.reused_tokens:
+            detail = f"all {blended.recomputed_tokens} donor tokens were computed after all"
+            declined = Decline(DeclineReason.QUALITY_RISK, detail)
+        return build_receipt(facts, blended, declined)
 
     def _failed(self, where: str, sequence: Sequence, error: BaseException) -> None:
         log.warning("%s failed for request %s: %s: %s", where, sequence.request_id, type(error).__name__, error)

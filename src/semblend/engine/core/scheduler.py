@@ -23,7 +23,7 @@ import numpy as np
 
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.radix import RadixCache
-from semblend.engine.core.request import QueueFull, Sequence
+from semblend.engine.core.sequence import QueueFull, Sequence
 from semblend.engine.model.paged_kv import KvPool
 
 MOST_OVERTAKEN = 16

@@ -18,9 +18,10 @@ class Pieces(Protocol):
 
 
 class Detokenizer(Protocol):
-    """The one thing the engine needs from a tokenizer: a fresh stream for each answer."""
+    """What the engine needs of a tokenizer: a fresh stream for each answer, and the text of one token."""
 
     def stream(self) -> Pieces: ...
+    def token_text(self, token: int) -> str: ...
 
 
 class NoText:
@@ -28,6 +29,10 @@ class NoText:
 
     def stream(self) -> NoText:
         return self
+
+    def token_text(self, token: int) -> str:
+        del token
+        return ""
 
     def add(self, token: int) -> str:
         del token

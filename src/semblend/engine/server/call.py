@@ -10,30 +10,32 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
 from semblend.engine.server.dashboard import Entry
+from semblend.engine.server.merge import merge
 from semblend.engine.server.service import ParsedBody, Service
-from semblend.engine.server.serving import ServingRequest
 from semblend.engine.server.tenants import Identity
 from semblend.prompt import Prompt
-from semblend.wire.answer import Answer, Chunk, Head, Reply, Spent
+from semblend.wire.answer import Answer, Chunk, FinishReason, Head, Reply, Spent
 from semblend.wire.chat import ChatReply, ChatRequest
 from semblend.wire.completions import CompletionReply, CompletionRequest
 from semblend.wire.errors import ApiError, as_api_error
 from semblend.wire.generate import GenerateReply
+from semblend.wire.request import Request
 
 log = logging.getLogger("semblend.server")
 T = TypeVar("T")
-MOST_UNREAD = 256
+_SEE_LOG = "the server's log has the reason; try again"
 
 
 class Call:
     """One request on its way through the server."""
 
     def __init__(
-        self, service: Service, request: Request, asked: ParsedBody, identity: Identity, path: str, id: str
+        self, service: Service, request: HttpRequest, asked: ParsedBody, identity: Identity, path: str, id: str
     ) -> None:
         self.id = id
         self.asked = asked
@@ -78,37 +80,33 @@ class Call:
             if inside:
                 service.gate.leave()
 
-    async def _chunks(self, request: ServingRequest) -> AsyncGenerator[Chunk, None]:
-        pieces = self._service.engine.submit(request)
+    async def _chunks(self, request: Request) -> AsyncGenerator[Chunk, None]:
         unfinished = set(range(self.asked.sampling.n))
-        try:
+        async with aclosing(self._service.engine.submit(request)) as pieces:
             while (chunk := await self.unless_gone(_next(pieces))) is not None:
-                if chunk.finish_reason not in (None, "stop", "length"):
-                    raise ApiError(500, f"the engine ended the answer: {chunk.finish_reason}", hint="try again")
+                if chunk.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
+                    log.error("the engine failed on request %s: %s %s", self.id, chunk.finish_reason, chunk.detail)
+                    raise ApiError(500, "the engine failed on this request", hint=_SEE_LOG)
                 if chunk.finish_reason is not None:
                     unfinished.discard(chunk.index)
                 self._service.board.heard(self._entry, chunk)
                 yield chunk
-        finally:
-            close = getattr(pieces, "aclose", None)
-            if close is not None:
-                await close()
         if unfinished:
             raise ApiError(500, "the engine ended before the answer did", hint="try again")
 
-    async def _prepared(self) -> ServingRequest:
+    async def _prepared(self) -> Request:
         asked, engine = self.asked, self._service.engine
         token_ids = await self.unless_gone(asyncio.to_thread(self._token_ids))
         if not isinstance(token_ids, tuple):
             token_ids = tuple(token_ids)
         prompt = Prompt(token_ids, namespace=engine.namespace(self._identity.tenant, asked.reuse.salt))
         limit = self._output_limit(len(prompt))
-        return ServingRequest(
-            request_id=self.id,
-            prompt=prompt,
-            sampling=replace(asked.sampling, max_tokens=limit),
+        return Request(
+            self.id,
+            prompt,
+            replace(asked.sampling, max_tokens=limit),
             quality=asked.reuse.quality,
-            reuse=asked.reuse.reuse,
+            opt_out=not asked.reuse.reuse,
         )
 
     def _token_ids(self) -> Sequence[int]:
@@ -198,39 +196,19 @@ class Together:
 
     @asynccontextmanager
     async def admitted(self) -> AsyncIterator[AsyncIterator[Chunk]]:
-        heard: asyncio.Queue[Chunk | Exception | None] = asyncio.Queue(MOST_UNREAD)
         gone = asyncio.create_task(_until_gone(self._receive))
-        tasks = [asyncio.create_task(self._follow(number, gone, heard)) for number in range(len(self._calls))]
         try:
-            async with aclosing(self._merged(heard)) as chunks:
+            async with aclosing(merge([self._follow(number, gone) for number in range(len(self._calls))])) as chunks:
                 yield chunks
         finally:
-            for task in (gone, *tasks):
-                task.cancel()
-            await asyncio.gather(gone, *tasks, return_exceptions=True)
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
 
-    async def _follow(
-        self, number: int, gone: asyncio.Task[None], heard: asyncio.Queue[Chunk | Exception | None]
-    ) -> None:
+    async def _follow(self, number: int, gone: asyncio.Task[None]) -> AsyncGenerator[Chunk, None]:
         call = self._calls[number]
-        try:
-            async with call.admitted(gone) as chunks:
-                async for chunk in chunks:
-                    await heard.put(replace(chunk, index=number * call.asked.sampling.n + chunk.index))
-        except (ApiError, ClientDisconnect) as error:  # nothing else leaves a call
-            await heard.put(error)
-        await heard.put(None)
-
-    async def _merged(self, heard: asyncio.Queue[Chunk | Exception | None]) -> AsyncGenerator[Chunk, None]:
-        open_calls = len(self._calls)
-        while open_calls:
-            chunk = await heard.get()
-            if isinstance(chunk, Exception):
-                raise chunk
-            if chunk is None:
-                open_calls -= 1
-            else:
-                yield chunk
+        async with call.admitted(gone) as chunks:
+            async for chunk in chunks:
+                yield replace(chunk, index=number * call.asked.sampling.n + chunk.index)
 
     async def unless_gone(self, work: Awaitable[T]) -> T:
         return await self._calls[0].unless_gone(work)

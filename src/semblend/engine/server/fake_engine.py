@@ -12,7 +12,7 @@ import hashlib
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,14 +22,14 @@ from semblend._version import __version__
 from semblend.confirm.build_receipt import RequestFacts, build_receipt
 from semblend.confirm.receipt import Receipt
 from semblend.discover.donor import Donor
-from semblend.engine.server.serving import ServingRequest
 from semblend.facade import SemBlend
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Namespace, Prompt, TokenArray
 from semblend.span import Span
 from semblend.text.chat import render_chat
 from semblend.text.tokenization import StableTokenizer
-from semblend.wire.answer import Chunk, Logprob
+from semblend.wire.answer import Chunk, FinishReason, Logprob
+from semblend.wire.request import Request
 
 BLOCK_TOKENS = 16
 FIRST_SEAM, SEAM, ATTENDED_STEP = 32, 16, 10
@@ -140,7 +140,7 @@ class FakeEngine:
             self.cancelled.append(request_id)
             self.semblend.release(request_id)
 
-    async def submit(self, request: ServingRequest) -> AsyncIterator[Chunk]:
+    async def submit(self, request: Request) -> AsyncGenerator[Chunk, None]:
         self.running.add(request.request_id)
         try:
             receipt, recomputed = self._prefill(request)
@@ -154,7 +154,7 @@ class FakeEngine:
 
     # -- the pretence ----------------------------------------------------------------------------------------------
 
-    def _prefill(self, request: ServingRequest) -> tuple[Receipt, tuple[tuple[int, int], ...]]:
+    def _prefill(self, request: Request) -> tuple[Receipt, tuple[tuple[int, int], ...]]:
         prompt, started = request.prompt, time.perf_counter()
         exact = self._exact_prefix(prompt)
         mode = request.quality or self.semblend.config.quality
@@ -162,7 +162,7 @@ class FakeEngine:
             prompt,
             request_id=request.request_id,
             exact_tokens=exact,
-            opt_out=not request.reuse or mode == "exact",
+            opt_out=request.opt_out or mode == "exact",
         )
         if isinstance(plan, ReusePlan):
             plan = self.semblend.claim(plan, request.request_id)
@@ -209,11 +209,12 @@ class FakeEngine:
             self.semblend.register(prompt, donor_id=request_id)
             self._prefixes = [*self._prefixes[-MOST_PREFIXES + 1 :], (prompt.namespace, prompt.token_ids)]
 
-    async def _speak(self, request: ServingRequest) -> AsyncIterator[Chunk]:
+    async def _speak(self, request: Request) -> AsyncGenerator[Chunk, None]:
         sampling = request.sampling
         pieces = self._answer(request.prompt, sampling.ignore_eos, sampling.max_tokens or 16)
         for index in range(sampling.n):
-            text, finish, matched = "", "length" if len(pieces) >= (sampling.max_tokens or 16) else "stop", None
+            finish = FinishReason.LENGTH if len(pieces) >= (sampling.max_tokens or 16) else FinishReason.STOP
+            text, matched = "", None
             for piece in pieces:
                 await self.hold.wait()
                 await asyncio.sleep(self.pace.token_s)
@@ -222,7 +223,7 @@ class FakeEngine:
                 stop = next((one for one in sampling.stop if one in text + piece), None)
                 if stop is not None:
                     kept = (text + piece).index(stop)
-                    piece, finish, matched = (text + piece)[len(text) : max(kept, len(text))], "stop", stop
+                    piece, finish, matched = (text + piece)[len(text) : max(kept, len(text))], FinishReason.STOP, stop
                 text += piece
                 yield Chunk(
                     index=index,

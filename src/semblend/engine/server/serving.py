@@ -1,33 +1,18 @@
 """The seam between the server and an engine: what one asks, what the other promises.
 
-The server knows nothing of tensors and the engine nothing of HTTP. `FakeEngine` (engine/fake.py) stands on the
+The server knows nothing of tensors and the engine nothing of HTTP. `FakeEngine` (fake_engine.py) stands on the
 engine's side of this seam in tests and where no model is at hand.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 from semblend.discover.donor import Donor
-from semblend.prompt import Namespace, Prompt
+from semblend.prompt import Namespace
 from semblend.wire.answer import Chunk
-from semblend.wire.sampling import Sampling
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServingRequest:
-    """One prompt to serve. Its namespace holds the tenant; ``sampling.max_tokens`` is set and fits the context.
-
-    ``quality`` None: the engine's own setting. ``reuse`` False: run on the exact prefix alone.
-    """
-
-    request_id: str
-    prompt: Prompt
-    sampling: Sampling
-    quality: str | None = None
-    reuse: bool = True
+from semblend.wire.request import Request
 
 
 class ServingEngine(Protocol):
@@ -59,9 +44,9 @@ class ServingEngine(Protocol):
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
         """Token ids of a conversation under the model's template, ready for the assistant to speak."""
 
-    def submit(self, request: ServingRequest) -> AsyncIterator[Chunk]:
-        """The answer, piece by piece: for each of the n answers one chunk has a finish reason, and by the last
-        chunk of all the receipt has come. Closing the iterator early gives up the request."""
+    def submit(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """The answer, piece by piece: for each of the ``sampling.n`` answers one chunk has a finish reason, and by the
+        last chunk of all the receipt has come. Closing the generator early gives up the request."""
 
     def cancel(self, request_id: str) -> None:
         """Stop a request and free all that it holds; nothing happens where it is unknown or done."""

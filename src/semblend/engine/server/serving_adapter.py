@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, replace
 from typing import Any
 
 from semblend.discover.donor import Donor
 from semblend.engine.core.async_engine import AsyncEngine
 from semblend.engine.core.engine import Engine
-from semblend.engine.core.request import Chunk as EngineChunk
-from semblend.engine.core.request import FinishReason, QueueFull, Request
-from semblend.engine.model.sampling import Logprobs, Sampling
+from semblend.engine.core.sequence import QueueFull
 from semblend.engine.model.tokenizer import ModelTokenizer
-from semblend.engine.server.serving import ServingRequest
-from semblend.errors import SemBlendError
+from semblend.engine.server.merge import merge
 from semblend.prompt import Namespace
-from semblend.wire.answer import Chunk, Logprob
+from semblend.wire.answer import Chunk
 from semblend.wire.errors import ApiError
+from semblend.wire.request import Request
 
 
 class LocalEngine:
@@ -58,24 +55,25 @@ class LocalEngine:
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
         return self._tokenizer.encode_chat(messages)
 
-    async def submit(self, request: ServingRequest) -> AsyncIterator[Chunk]:
-        """The first answer runs ahead until it speaks; the others then find its prompt in the exact cache."""
-        copies = _request(request).copies(request.sampling.n)
-        first = self._stream(copies[0])
-        pump: _Pump = _Pump()
+    async def submit(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """The first answer runs ahead until it speaks; the others then find its prompt in the exact cache.
+
+        Only the first answer's receipt is handed out: it says what the prompt took.
+        """
+        if request.opt_out:
+            request = replace(request, quality="exact")  # then donors are not even looked for
+        first, *others = answers = request.split_answers()
         try:
-            opening = await anext(first)
-            yield self._translated(0, opening)
-            if opening.finish is None:
-                pump.follow(0, first)
-            for index, copy in enumerate(copies[1:], start=1):
-                pump.follow(index, self._stream(copy))
-            async for index, chunk in pump:
-                yield self._translated(index, chunk)
+            stream = self._stream(first)
+            opening = await anext(stream)
+            yield opening
+            streams = [] if opening.finish_reason is not None else [stream]
+            async with aclosing(merge([*streams, *(self._stream(other) for other in others)])) as chunks:
+                async for chunk in chunks:
+                    yield replace(chunk, receipt=None, recomputed=()) if chunk.index else chunk
         finally:
-            await pump.stop()
-            for copy in copies:
-                self.engine.cancel(copy.request_id)
+            for answer in answers:
+                self.engine.cancel(answer.request_id)
 
     def cancel(self, request_id: str) -> None:
         """Copies for several answers end with the stream that brought them."""
@@ -91,102 +89,16 @@ class LocalEngine:
         return asdict(self._inner.load) | tiers
 
     def reset(self) -> int:
-        """In the engine's thread, between two steps; the caller's own thread waits, in an event loop or not."""
-        with ThreadPoolExecutor(1) as beside:
-            return beside.submit(asyncio.run, self.engine.call(_forget_all)).result()
+        """Forget the prefix cache and all donors, in the engine's thread; the calling thread waits until it is done."""
+        return self.engine.call_soon(_forget_all).result()
 
-    def _stream(self, request: Request) -> AsyncIterator[EngineChunk]:
+    def _stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         try:
             return self.engine.stream(request)
         except QueueFull as error:
             raise ApiError(429, error.message, hint=error.hint, code="queue_full", retry_after_s=1) from None
 
-    def _translated(self, index: int, chunk: EngineChunk) -> Chunk:
-        if chunk.finish in (FinishReason.ERROR, FinishReason.CANCELLED):
-            raise SemBlendError("the engine failed on this request", hint="the server's log has the reason; try again")
-        tokens = () if chunk.token is None else (chunk.token,)
-        logprobs = (
-            () if chunk.logprobs is None or chunk.token is None else (self._logprob(chunk.token, chunk.logprobs),)
-        )
-        return Chunk(
-            index=index,
-            text=chunk.text,
-            token_ids=tokens,
-            logprobs=logprobs,
-            finish_reason=None if chunk.finish is None else str(chunk.finish),
-            matched=chunk.matched,
-            receipt=chunk.receipt if index == 0 else None,
-            recomputed=chunk.recomputed if index == 0 else (),
-        )
-
-    def _logprob(self, token: int, found: Logprobs) -> Logprob:
-        text = self._tokenizer.token_text
-        top = tuple(Logprob(text(other), other, value) for other, value in found.top)
-        return Logprob(text(token), token, found.chosen, top)
-
-
-class _Pump:
-    """Several answers as one stream, in the order in which their chunks come."""
-
-    def __init__(self) -> None:
-        self._queue: asyncio.Queue[tuple[int, EngineChunk | None, Exception | None]] = asyncio.Queue()
-        self._tasks: list[asyncio.Task[None]] = []
-
-    def follow(self, index: int, chunks: AsyncIterator[EngineChunk]) -> None:
-        self._tasks.append(asyncio.create_task(self._run(index, chunks)))
-
-    async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def __aiter__(self) -> AsyncIterator[tuple[int, EngineChunk]]:
-        ended = 0
-        while ended < len(self._tasks):
-            index, chunk, error = await self._queue.get()
-            if error is not None:
-                raise error
-            if chunk is None:
-                ended += 1
-            else:
-                yield index, chunk
-
-    async def _run(self, index: int, chunks: AsyncIterator[EngineChunk]) -> None:
-        failure: Exception | None = None
-        try:
-            async for chunk in chunks:
-                self._queue.put_nowait((index, chunk, None))
-        except Exception as error:  # handed to whoever reads
-            failure = error
-        self._queue.put_nowait((index, None, failure))
-
 
 def _forget_all(engine: Engine) -> int:
     engine.reset_prefix_cache()
     return engine.reuse.forget_donors()
-
-
-def _request(request: ServingRequest) -> Request:
-    wanted = request.sampling
-    return Request(
-        request.request_id,
-        request.prompt,
-        Sampling(
-            max_tokens=wanted.max_tokens or 1,
-            temperature=wanted.temperature,
-            top_p=wanted.top_p,
-            top_k=wanted.top_k,
-            min_p=wanted.min_p,
-            repetition_penalty=wanted.repetition_penalty,
-            frequency_penalty=wanted.frequency_penalty,
-            presence_penalty=wanted.presence_penalty,
-            logit_bias=wanted.logit_bias,
-            seed=wanted.seed,
-            logprobs=wanted.logprobs,
-            ignore_eos=wanted.ignore_eos,
-        ),
-        stop=wanted.stop,
-        stop_ids=wanted.stop_token_ids,
-        quality=request.quality if request.reuse else "exact",
-        opt_out=not request.reuse,
-    )

@@ -1,0 +1,153 @@
+"""What the engine keeps of a request while it answers, and the whole answer that it hands back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from semblend.confirm.receipt import Receipt
+from semblend.engine.core.stops import AnswerText
+from semblend.engine.model.paged_kv import KvPool
+from semblend.errors import InputError, SemBlendError
+from semblend.materialize.blend.quality import Blended
+from semblend.plan.reuse_plan import Decline, ReusePlan
+from semblend.prompt import Namespace, Prompt
+from semblend.wire.answer import Chunk, FinishReason, Logprob
+from semblend.wire.request import Request
+
+EXACT_TO_THE_END = 1 << 62
+"""`Sequence.exact_until` of a sequence that holds no donor KV."""
+
+
+class QueueFull(SemBlendError):  # noqa: N818  (a state of the queue that callers name, as in the standard library)
+    """The engine has as many waiting requests as it takes; try again later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    receipt: Receipt | None
+    logprobs: tuple[Logprob, ...] = ()
+    detail: str = ""
+
+    @classmethod
+    def of(cls, chunks: list[Chunk]) -> Completion:
+        """The answer that these chunks make up; the last of them must be the end."""
+        last = chunks[-1]
+        if last.finish_reason is None:
+            raise InputError(f"request {last.request_id} has not ended", hint="wait for the chunk with a finish")
+        return cls(
+            last.request_id,
+            tuple(token for chunk in chunks for token in chunk.token_ids),
+            "".join(chunk.text for chunk in chunks),
+            last.finish_reason,
+            next((chunk.receipt for chunk in chunks if chunk.receipt), None),
+            tuple(one for chunk in chunks for one in chunk.logprobs),
+            last.detail,
+        )
+
+
+class Stream:
+    """A request's handle: its chunks so far. ``listener`` is called in the engine's thread with each of them."""
+
+    def __init__(self, request_id: str, listener: Callable[[Chunk], None] | None = None) -> None:
+        self.request_id = request_id
+        self.chunks: list[Chunk] = []
+        self._listener = listener
+
+    def put(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        if self._listener is not None:
+            self._listener(chunk)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.chunks) and self.chunks[-1].finish_reason is not None
+
+    def completion(self) -> Completion:
+        return Completion.of(self.chunks)
+
+
+@dataclass(slots=True)
+class Times:
+    """When things happened, on the performance counter; durations in milliseconds."""
+
+    submitted: float = field(default_factory=time.perf_counter)
+    lookup_ms: float | None = None
+    load_ms: float | None = None
+    compute_ms: float = 0.0
+    ttft_ms: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request while the engine works on it: its tokens, its blocks, and how far its KV is computed.
+
+    ``computed`` positions have their KV in ``blocks``. From ``exact_until`` on that KV may be approximate and must
+    not enter the exact cache. ``decision`` came from the library, ``declined`` from the blender. ``max_length`` is
+    where the answer has to end, in tokens of prompt and answer.
+    """
+
+    request: Request
+    prompt: Prompt
+    stream: Stream
+    text: AnswerText
+    generator: torch.Generator
+    max_length: int
+    tokens: list[int]
+    arrival: int = 0
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    exact_tokens: int = 0
+    exact_until: int = EXACT_TO_THE_END
+    finish_reason: FinishReason | None = None
+    times: Times = field(default_factory=Times)
+    preemptions: int = 0
+    decision: ReusePlan | Decline | None = None
+    declined: Decline | None = None
+    blended: Blended | None = None
+    receipt: Receipt | None = None
+    slots: torch.Tensor | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def namespace(self) -> Namespace:
+        return self.prompt.namespace
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def answer(self) -> list[int]:
+        """The tokens generated so far."""
+        return self.tokens[self.prompt_tokens :]
+
+    @property
+    def in_prefill(self) -> bool:
+        """More than the newest token lacks its KV."""
+        return self.computed < len(self.tokens) - 1 or len(self.tokens) == self.prompt_tokens
+
+    def slots_in(self, pool: KvPool) -> torch.Tensor:
+        """Slots of all its blocks, by position; made anew only when it got another block."""
+        size = len(self.blocks) * pool.block_tokens
+        if self.slots is None or len(self.slots) != size:
+            self.slots = pool.slots_of(self.blocks, 0, size)
+        return self.slots
+
+    def drop_kv(self) -> None:
+        """Forget what was computed; the caller has freed the blocks."""
+        self.blocks, self.slots = [], None
+        self.computed = 0
+        self.exact_until = EXACT_TO_THE_END

@@ -23,6 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 PICTURE = ROOT / "docs" / "images" / "vllm_load.svg"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "research").glob("*.md")))
+PEERS = {
+    "this project", "semblend 0.3.25, perfect embedder", "LMCache 0.5.6 matcher, chunk 256",
+    "LMCache 0.5.6 matcher, chunk 32", "prefix blocks of 16", "content blocks of 16", "dict of 16-grams",
+}  # fmt: skip
 LONGEST_TABLE = 100  # rows; a longer one is named and stays in its result file
 MARKER = re.compile(r"(<!-- numbers:(\w+)(:all)? -->\n).*?(<!-- /numbers -->)", re.DOTALL)
 
@@ -65,44 +69,18 @@ def find(result: Result, words: str) -> dict[str, Any]:
     return next(table for table in result["tables"] if words in table["title"])
 
 
-def speed(result: Result) -> str:
-    wanted = ["what", "p50 ms", "p99 ms", "mean CPU ms", "target"]
-    parts = []
-    for name in ("random tokens:", "real text:"):
-        table = find(result, name)
-        parts.append(f"{table['title'][0].upper()}{table['title'][1:]}.\n\n{columns(table, wanted)}")
-    return "\n\n".join([*parts, source(result)])
-
-
-def recall(result: Result) -> str:
-    table = find(result, "Recall")
-    wanted = ["class", "n", "in shared runs", "recovered", "wrong", "CPU ms p50"]
-    return f"{table['title']}.\n\n{columns(table, wanted)}\n\n{source(result)}"
-
-
 def first_table(result: Result) -> str:
     table = result["tables"][0]
     return f"{table['title']}.\n\n{format_table(table['columns'], table['rows'])}\n\n{source(result)}"
 
 
 def peers(result: Result) -> str:
-    """Who finds how much, and at what cost."""
-    found = find(result, "Share of the reusable tokens")
-    costs = find(result, "Costs and mistakes")
-    share = {row[0]: row[-1] for row in found["rows"]}
-    at = [costs["columns"].index(name) for name in ("system", "queries run", "CPU ms p50", "p95", "wrong tokens")]
-    rows = [[row[at[0]], share[row[at[0]]], *(row[i] for i in at[1:])] for row in costs["rows"]]
-    names = ["system", "found", "queries", "CPU ms p50", "p95", "wrong tokens"]
-    return f"{found['title']}.\n\n{format_table(names, rows)}\n\n{source(result)}"
-
-
-def peers_short(result: Result) -> str:
-    """Every system once, by what it finds and what a lookup costs."""
+    """A line for each system in `PEERS`: what it finds and what a lookup costs."""
     found = find(result, "Share of the reusable tokens")
     costs = find(result, "Costs and mistakes")
     cost_at, wrong_at = costs["columns"].index("CPU ms p50"), costs["columns"].index("wrong tokens")
     cost = {row[0]: (row[cost_at], row[wrong_at]) for row in costs["rows"]}
-    rows = [[row[0], f"{row[-1]:.0%}", *cost[row[0]]] for row in found["rows"]]
+    rows = [[row[0], row[-1], *cost[row[0]]] for row in found["rows"] if row[0] in PEERS]
     return f"{format_table(['system', 'found', 'CPU ms p50', 'wrong tokens'], rows)}\n\n{source(result)}"
 
 
@@ -134,12 +112,8 @@ def vllm_load(result: Result) -> str:
     table = result["tables"][0]
     wanted = ["load", "engine", "TTFT p50 ms", "TTFT max ms", "ITL p50 ms", "ITL p99 ms", "decode tokens/s"]
     at = [table["columns"].index(name) for name in wanted]
-    rows = [[cell if isinstance(cell, str) else _round(cell) for cell in (row[i] for i in at)] for row in table["rows"]]
+    rows = [[cell if isinstance(cell, str) else round(cell) for cell in (row[i] for i in at)] for row in table["rows"]]
     return f"{format_table(wanted, rows)}\n\n{source(result)}"
-
-
-def _round(value: float) -> float:
-    return round(value, 1) if value < 10 else round(value)
 
 
 def quality(result: Result) -> str:
@@ -161,8 +135,8 @@ def quality(result: Result) -> str:
 
 
 SHORT: dict[str, Callable[[Result], str]] = {
-    "speed": speed, "recall": recall, "peers": peers, "ttft_h200": ttft, "quality_h200": quality,
-    "vllm_ttft_h200": vllm_ttft, "vllm_load_h200": vllm_load, "peers_short": peers_short,
+    "peers": peers, "ttft_h200": ttft, "quality_h200": quality, "vllm_ttft_h200": vllm_ttft,
+    "vllm_load_h200": vllm_load,
 }  # fmt: skip
 
 
@@ -171,7 +145,7 @@ def filled(page: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         opening, name, everywhere, closing = match.groups()
-        path = RESULTS / f"{name.removesuffix('_short')}.json"
+        path = RESULTS / f"{name}.json"
         if not path.exists():
             return match.group(0)
         result = json.loads(path.read_text(encoding="utf-8"))

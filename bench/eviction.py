@@ -54,19 +54,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--libcachesim", default="", help="a Python interpreter that can import libcachesim")
     args = parser.parse_args(arguments)
     report = _report.Report("eviction", args)
-    from semantickv.simulator.simulate import plant
+    from semantickv.simulator.simulate import build_forest
     from semantickv.traces.trace import Trace
 
     trace = Trace.read(_report.data_dir(args) / "traces" / "mooncake_conversation_first_half.jsonl.gz")
-    trace = trace.head(600) if args.quick else trace
-    forest = plant(trace)
-    wrong = gain(report, forest, judged=not args.quick)
-    held_out(report, trace, args)
-    bounds(report, forest)
-    curves(report, forest)
-    speed(report, forest)
-    long_trace(report, 200_000 if args.quick else 10_000_000, args.seed)
-    wrong += peer(report, trace, args.libcachesim)
+    trace = trace.take_first(600) if args.quick else trace
+    forest = build_forest(trace)
+    wrong = measure_gain(report, forest, judged=not args.quick)
+    measure_held_out(report, trace, args)
+    measure_bounds(report, forest)
+    measure_curves(report, forest)
+    measure_speed(report, forest)
+    measure_long_trace(report, 200_000 if args.quick else 10_000_000, args.seed)
+    wrong += compare_with_libcachesim(report, trace, args.libcachesim)
     for line in wrong:
         report.note(f"FAILED: {line}")
     report.note("Everything here is simulated: a replay of recorded block ids, no engine ran.")
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def gain(report: _report.Report, forest: Any, *, judged: bool) -> list[str]:
+def measure_gain(report: _report.Report, forest: Any, *, judged: bool) -> list[str]:
     """Block hit rates of all policies, and how much of the gap between lru and Belady adaptive closes."""
     from semantickv.simulator.capacity import Capacity
     from semantickv.simulator.policies import POLICIES
@@ -105,14 +105,14 @@ def gain(report: _report.Report, forest: Any, *, judged: bool) -> list[str]:
     return wrong
 
 
-def held_out(report: _report.Report, trace: Any, args: argparse.Namespace) -> None:
+def measure_held_out(report: _report.Report, trace: Any, args: argparse.Namespace) -> None:
     """lru, the best classic, adaptive and Belady on what adaptive was tuned on and on what it was not."""
     from semantickv.simulator.capacity import Capacity
-    from semantickv.simulator.simulate import plant, simulate
+    from semantickv.simulator.simulate import build_forest, simulate
 
     rows, cells = [], []
-    for name, one in held_out_traces(trace, args).items():
-        forest = plant(one)
+    for name, one in build_held_out_traces(trace, args).items():
+        forest = build_forest(one)
         for size in HELD_OUT_SIZES:
             rates = {
                 policy: 100 * simulate(forest, policy, Capacity.blocks(size)).block_hit_rate
@@ -137,22 +137,25 @@ def held_out(report: _report.Report, trace: Any, args: argparse.Namespace) -> No
     )
 
 
-def held_out_traces(trace: Any, args: argparse.Namespace) -> dict[str, Any]:
+def build_held_out_traces(trace: Any, args: argparse.Namespace) -> dict[str, Any]:
     from semantickv.traces.trace import Trace
     from semantickv.workloads.arrivals import Arrivals
-    from semantickv.workloads.from_text import TextSource, text_workload
+    from semantickv.workloads.from_text import TextSource, generate_text_workload
 
     third = len(trace) // 3
-    found = {"mooncake, first third (tuned on)": trace.head(third), "mooncake, the rest": trace.tail(third)}
+    found = {"mooncake, first third (tuned on)": trace.take_first(third), "mooncake, the rest": trace.skip_first(third)}
     for name, rate, think_s in TEXTS:
         source = TextSource(_report.data_dir(args), 11, 50 if args.quick else None, Arrivals("poisson", rate, think_s))
-        found[f"{name}, {rate:g}/s"] = text_workload(name, source)
+        found[f"{name}, {rate:g}/s"] = generate_text_workload(name, source)
     requests = 600 if args.quick else 8000
-    found |= {name: made_up(name, requests, args.seed + 99) for name in ("loop", "hot and scan", "favourites move")}
+    found |= {
+        name: build_made_up_trace(name, requests, args.seed + 99)
+        for name in ("loop", "hot and scan", "favourites move")
+    }
     return found | {Path(path).name: Trace.read(path) for path in args.trace}
 
 
-def made_up(name: str, requests: int, seed: int) -> Any:
+def build_made_up_trace(name: str, requests: int, seed: int) -> Any:
     """Documents of six blocks, each with two blocks of its own behind it: hard cases for one policy or the other."""
     import numpy as np
 
@@ -173,15 +176,15 @@ def made_up(name: str, requests: int, seed: int) -> Any:
     return Trace.from_requests(asks, name=name)
 
 
-def bounds(report: _report.Report, forest: Any) -> None:
+def measure_bounds(report: _report.Report, forest: Any) -> None:
     """Capacity in tokens beside its own upper bound."""
-    from semantickv.analysis.bounds import upper_bound
+    from semantickv.analysis.bounds import compute_upper_bound
     from semantickv.simulator.capacity import Capacity
     from semantickv.simulator.simulate import simulate
 
     rows = []
     for tokens in (500_000, 2_500_000):
-        bound = upper_bound(forest, Capacity.tokens(tokens))
+        bound = compute_upper_bound(forest, Capacity.tokens(tokens))
         for name in ("lru", "gdsf", "adaptive_semantic", "belady_bypass"):
             result = simulate(forest, name, Capacity.tokens(tokens))
             rows.append([tokens, name, f"{100 * result.token_hit_rate:.2f}", f"{100 * result.block_hit_rate:.2f}"])
@@ -189,17 +192,17 @@ def bounds(report: _report.Report, forest: Any) -> None:
     report.table("Capacity in tokens (simulated)", ["tokens", "policy", "token hit %", "block hit %"], rows)
 
 
-def curves(report: _report.Report, forest: Any) -> None:
+def measure_curves(report: _report.Report, forest: Any) -> None:
     """Sampled curves against full ones."""
     import numpy as np
 
-    from semantickv.analysis.mrc import curve
+    from semantickv.analysis.mrc import simulate_curve
 
     rows = []
     for name in ("lru", "lfu", "s3fifo", "arc", "adaptive_semantic", "belady_bypass"):
-        full = curve(forest, name, SIZES, rate=1.0)
+        full = simulate_curve(forest, name, SIZES, rate=1.0)
         for rate in (0.25, 0.1):
-            part = curve(forest, name, SIZES, rate=rate)
+            part = simulate_curve(forest, name, SIZES, rate=rate)
             off = 100 * np.abs(part.hit_rates - full.hit_rates)
             said = 100 * float(np.nanmean(part.errors))
             rows.append([name, part.method, rate, f"{off.mean():.2f}", f"{off.max():.2f}", f"{said:.2f}"])
@@ -207,7 +210,7 @@ def curves(report: _report.Report, forest: Any) -> None:
     report.table("Sampled curves against full runs (percentage points, simulated)", columns, rows)
 
 
-def speed(report: _report.Report, forest: Any) -> None:
+def measure_speed(report: _report.Report, forest: Any) -> None:
     from semantickv.simulator.capacity import Capacity
     from semantickv.simulator.policies import POLICIES
     from semantickv.simulator.simulate import simulate
@@ -218,27 +221,27 @@ def speed(report: _report.Report, forest: Any) -> None:
         row = []
         for size in SIZES:
             best = min(
-                cpu(lambda name=name, size=size: simulate(forest, name, Capacity.blocks(size))) for _ in range(3)
+                time_cpu(lambda name=name, size=size: simulate(forest, name, Capacity.blocks(size))) for _ in range(3)
             )
             row.append(len(forest.node) / best / 1e6)
         rows.append([name, *(f"{value:.2f}" for value in row), "yes" if min(row) >= 1 or name not in FAST else "NO"])
     report.table("Million block accesses per CPU second", ["policy", *map(str, SIZES), "at least 1 where asked"], rows)
 
 
-def cpu(call: Any) -> float:
+def time_cpu(call: Any) -> float:
     begin = time.process_time()
     call()
     return time.process_time() - begin
 
 
-def long_trace(report: _report.Report, accesses: int, seed: int) -> None:
+def measure_long_trace(report: _report.Report, accesses: int, seed: int) -> None:
     """Ten million accesses in bounded memory: 20-block conversations over Zipf-popular beginnings."""
     import resource
 
     import numpy as np
 
     from semantickv.simulator.capacity import Capacity
-    from semantickv.simulator.simulate import plant, simulate
+    from semantickv.simulator.simulate import build_forest, simulate
     from semantickv.traces.trace import BLOCK_TYPES, Trace
 
     rng = np.random.default_rng(seed)
@@ -260,28 +263,28 @@ def long_trace(report: _report.Report, accesses: int, seed: int) -> None:
     )
     rows, forest = [], None
     begin = time.process_time()
-    forest = plant(trace)
+    forest = build_forest(trace)
     planted = time.process_time() - begin
     for name in FAST:
-        seconds = cpu(lambda name=name: rows.append([name, simulate(forest, name, Capacity.blocks(50_000))]))
+        seconds = time_cpu(lambda name=name: rows.append([name, simulate(forest, name, Capacity.blocks(50_000))]))
         rows[-1] = [name, f"{100 * rows[-1][1].block_hit_rate:.2f}", f"{accesses / seconds / 1e6:.2f}"]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     report.table(f"Synthetic trace, {accesses:,} accesses, 50,000 blocks", ["policy", "hit %", "M accesses/s"], rows)
     report.note(f"numbering {forest.nodes:,} nodes took {planted:.1f} CPU s; peak memory of the process {peak:.0f} MiB")
 
 
-def peer(report: _report.Report, trace: Any, python: str) -> list[str]:
+def compare_with_libcachesim(report: _report.Report, trace: Any, python: str) -> list[str]:
     """The same block ids, one at a time, through libCacheSim and through us in block mode."""
     if not python:
         report.note("libcachesim: not compared (no interpreter given with --libcachesim)")
         return []
     from semantickv.simulator.capacity import Capacity
-    from semantickv.simulator.simulate import plant, simulate
+    from semantickv.simulator.simulate import build_forest, simulate
     from semantickv.traces.trace import Trace, TraceRequest
 
     ids = trace.ids.tolist()
     singles = Trace.from_requests(TraceRequest("", float(n), (i,), (1,), ("other",)) for n, i in enumerate(ids))
-    forest = plant(singles, "block")
+    forest = build_forest(singles, "block")
     asked = [(PEER[name], size) for name in PEER for size in SIZES[:3]]
     with tempfile.TemporaryDirectory() as folder:
         script, data = Path(folder) / "peer.py", Path(folder) / "ids.json"
@@ -298,7 +301,9 @@ def peer(report: _report.Report, trace: Any, python: str) -> list[str]:
     for line in done.stdout.splitlines():
         theirs, size, hits, seconds = json.loads(line)
         name = names[theirs]
-        best = min(cpu(lambda name=name, size=size: simulate(forest, name, Capacity.blocks(size))) for _ in range(2))
+        best = min(
+            time_cpu(lambda name=name, size=size: simulate(forest, name, Capacity.blocks(size))) for _ in range(2)
+        )
         mine = simulate(forest, name, Capacity.blocks(size)).block_hits
         rows.append([name, size, mine, hits, f"{len(ids) / best / 1e6:.2f}", f"{len(ids) / seconds / 1e6:.2f}"])
         if mine != hits:

@@ -1,4 +1,4 @@
-"""What semantickv reads from the environment, all of it, and only here."""
+"""Everything that semantickv reads from the environment. No other module reads it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ VARIABLES = {
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
-def variable(name: str, environ: Mapping[str, str] | None = None) -> str:
-    """The value of a variable that is listed above; empty where it is not set.
+def read_variable(name: str, environ: Mapping[str, str] | None = None) -> str:
+    """Read a variable of `VARIABLES`; empty if it is not set.
 
-    >>> variable("SEMANTICKV_REDACT_TEXT", {})
+    >>> read_variable("SEMANTICKV_REDACT_TEXT", {})
     ''
     """
     if name not in VARIABLES:
@@ -28,13 +28,13 @@ def variable(name: str, environ: Mapping[str, str] | None = None) -> str:
     return (os.environ if environ is None else environ).get(name, "")
 
 
-def flag(name: str, default: bool, environ: Mapping[str, str] | None = None) -> bool:
-    """A variable that is true or false.
+def read_flag(name: str, default: bool, environ: Mapping[str, str] | None = None) -> bool:
+    """Read a variable that is true or false.
 
-    >>> flag("SEMANTICKV_REDACT_TEXT", True, {"SEMANTICKV_REDACT_TEXT": "no"})
+    >>> read_flag("SEMANTICKV_REDACT_TEXT", True, {"SEMANTICKV_REDACT_TEXT": "no"})
     False
     """
-    value = variable(name, environ).strip().lower()
+    value = read_variable(name, environ).strip().lower()
     if not value:
         return default
     if value not in _TRUE + _FALSE:
@@ -42,13 +42,13 @@ def flag(name: str, default: bool, environ: Mapping[str, str] | None = None) -> 
     return value in _TRUE
 
 
-def number(name: str, default: float, environ: Mapping[str, str] | None = None) -> float:
-    """A variable that is a number above zero.
+def read_number(name: str, default: float, environ: Mapping[str, str] | None = None) -> float:
+    """Read a variable that is a number above zero.
 
-    >>> number("SEMANTICKV_PROXY_TIMEOUT_SECONDS", 600.0, {"SEMANTICKV_PROXY_TIMEOUT_SECONDS": "30"})
+    >>> read_number("SEMANTICKV_PROXY_TIMEOUT_SECONDS", 600.0, {"SEMANTICKV_PROXY_TIMEOUT_SECONDS": "30"})
     30.0
     """
-    text = variable(name, environ)
+    text = read_variable(name, environ)
     if not text:
         return default
     try:

@@ -140,9 +140,9 @@ def test_experiment_run_takes_a_name_or_a_file_and_needs_one(
 
 def test_settings_are_listed_checked_and_read_in_one_place() -> None:
     with pytest.raises(KeyError):
-        settings.variable("SEMANTICKV_OTHER", {})
+        settings.read_variable("SEMANTICKV_OTHER", {})
     with pytest.raises(ConfigError):
-        settings.flag("SEMANTICKV_REDACT_TEXT", True, {"SEMANTICKV_REDACT_TEXT": "maybe"})
+        settings.read_flag("SEMANTICKV_REDACT_TEXT", True, {"SEMANTICKV_REDACT_TEXT": "maybe"})
     for text in ("0", "-1", "inf", "soon"):
         with pytest.raises(ConfigError):
-            settings.number("SEMANTICKV_PROXY_TIMEOUT_SECONDS", 1.0, {"SEMANTICKV_PROXY_TIMEOUT_SECONDS": text})
+            settings.read_number("SEMANTICKV_PROXY_TIMEOUT_SECONDS", 1.0, {"SEMANTICKV_PROXY_TIMEOUT_SECONDS": text})

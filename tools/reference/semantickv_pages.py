@@ -21,10 +21,12 @@ INTRO = (
 
 
 def render() -> str:
+    """Render the reference page of the ``semantickv`` command."""
     return command_page.page(build_parser(), INTRO, VARIABLES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page into the folder that the arguments name."""
     return command_page.write(render(), PAGE, argv)
 
 

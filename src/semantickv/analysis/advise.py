@@ -1,7 +1,8 @@
-"""Which policy and how much memory: hit rates over a range of sizes for one trace, and what follows. Simulated.
+"""Advice for one trace: which policy to use and how much memory it needs. Simulated.
 
-The advice is modest on purpose. The best policy is named only where it beats LRU by more than `NOISE`; the knee is
-where more memory stops paying; bounds that know the future are drawn, never recommended.
+Every policy is simulated at several cache sizes. Another policy than LRU is advised only where it beats LRU by more
+than `NOISE`. The knee is the size from which more memory brings little. Bounds that know the future are drawn, never
+advised.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from semantickv.analysis.latency import BOUNDS, LatencyModel
-from semantickv.analysis.mrc import curve
-from semantickv.simulator.capacity import Capacity, kv_bytes_per_token
-from semantickv.simulator.forest import Forest, plant
+from semantickv.analysis.mrc import simulate_curve
+from semantickv.simulator.capacity import Capacity, count_kv_bytes_per_token
+from semantickv.simulator.forest import Forest, build_forest
 from semantickv.simulator.policies import POLICIES
-from semantickv.simulator.simulate import Simulated, simulate
+from semantickv.simulator.simulate import SimulationResult, simulate
 from semantickv.traces.trace import Trace, describe_trace
 from semblend.errors import InputError
 
@@ -53,7 +54,7 @@ class Advice:
     policy: str
     knee: int  # index into the sizes
     hours: float
-    at_knee: Simulated
+    at_knee: SimulationResult
     rate: float = 1.0  # share of the blocks that were simulated
     hour_cost: float | None = None
 
@@ -63,50 +64,56 @@ class Advice:
 
     @property
     def token_bytes(self) -> int:
-        return kv_bytes_per_token(self.model, self.dtype)
+        return count_kv_bytes_per_token(self.model, self.dtype)
 
     @property
     def ceiling(self) -> Point:
         """LRU where everything fits: what a prefix cache could ever give on this trace."""
         return self.curves["lru"][-1]
 
-    def point(self, policy: str) -> Point:
-        """A policy at the knee."""
+    def get_point_at_knee(self, policy: str) -> Point:
+        """Return the result of ``policy`` at the advised size."""
         return self.curves[policy][self.knee]
 
-    def gib(self, tokens: int) -> float:
+    def to_gib(self, tokens: int) -> float:
+        """Convert tokens of KV to GiB for the advice's model and dtype."""
         return tokens * self.token_bytes / GIB
 
     @property
     def saved_hours(self) -> float:
         """Prefill time saved over the trace, in hours, by the latency line."""
-        return self.point(self.policy).tokens_saved * self.latency.token_latency_ms / 3.6e6
+        return self.get_point_at_knee(self.policy).tokens_saved * self.latency.token_latency_ms / 3.6e6
 
     @property
     def saved_a_day(self) -> float:
-        """The same for a day of such traffic."""
+        """Prefill time saved in a day of such traffic, in hours."""
         return self.saved_hours * 24 / self.hours if self.hours else 0.0
 
     @property
     def ttft_cold_ms(self) -> float:
+        """Estimated average time to first token without a cache, in ms."""
         return self.latency.base_ttft_ms + self.latency.token_latency_ms * self._mean_tokens
 
     @property
     def ttft_ms(self) -> float:
+        """Estimated average time to first token with the advised policy and size, in ms."""
         return self.latency.base_ttft_ms + self.latency.token_latency_ms * self._mean_tokens * (
-            1 - self.point(self.policy).token_hit_rate
+            1 - self.get_point_at_knee(self.policy).token_hit_rate
         )
 
     @property
     def _mean_tokens(self) -> float:
+        """Prompt tokens of an average request."""
         return float(self.facts["prompt_tokens"]) / max(1, int(self.facts["requests"]))
 
     def as_json(self) -> dict[str, Any]:
-        def listed(points: Sequence[Point]) -> list[dict[str, float]]:
+        """Return the advice with all its curves, in the names of advice.json."""
+
+        def list_points(points: Sequence[Point]) -> list[dict[str, float]]:
             return [
                 {
                     "tokens": point.tokens,
-                    "gib": round(self.gib(point.tokens), 4),
+                    "gib": round(self.to_gib(point.tokens), 4),
                     "token_hit_rate": point.token_hit_rate,
                     "block_hit_rate": point.block_hit_rate,
                     "tokens_saved": point.tokens_saved,
@@ -124,14 +131,14 @@ class Advice:
             "advice": {
                 "policy": self.policy,
                 "tokens": self.sizes[self.knee],
-                "gib": round(self.gib(self.sizes[self.knee]), 4),
-                "token_hit_rate": self.point(self.policy).token_hit_rate,
+                "gib": round(self.to_gib(self.sizes[self.knee]), 4),
+                "token_hit_rate": self.get_point_at_knee(self.policy).token_hit_rate,
                 "prefill_hours_saved_a_day": self.saved_a_day,
                 "avg_ttft_ms_without_a_cache": self.ttft_cold_ms,
                 "avg_ttft_ms": self.ttft_ms,
             },
-            "curves": {policy: listed(points) for policy, points in self.curves.items()},
-            "position_independent": listed(self.anywhere) or None,
+            "curves": {policy: list_points(points) for policy, points in self.curves.items()},
+            "position_independent": list_points(self.anywhere) or None,
         }
 
 
@@ -147,24 +154,24 @@ def advise(
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Advice:
-    """Simulate every policy at every size; ``sizes`` are tokens of KV (default: ten, up to where everything fits)."""
+    """Simulate every policy at every size and choose one of each. ``sizes`` are tokens of KV (default: ten sizes)."""
     chosen = tuple(dict.fromkeys(["lru", *(policies or POLICIES)]))
-    kv_bytes_per_token(model, dtype)  # an unknown model is told before the work
-    forest = plant(trace, "prefix")
-    steps = tuple(sorted(set(sizes))) if sizes else default_sizes(trace, forest)
+    count_kv_bytes_per_token(model, dtype)  # an unknown model is told before the work
+    forest = build_forest(trace, "prefix")
+    steps = tuple(sorted(set(sizes))) if sizes else choose_sizes(trace, forest)
     if not steps or steps[0] < 1:
         raise InputError("a size of the cache must be at least one token")
     rate = min(1.0, MOST_ACCESSES / max(1, trace.block_accesses * (len(chosen) + 1) * len(steps)))
-    say = progress or _silent
+    say = progress or _ignore
     curves = {}
     for policy in chosen:
         say(f"{policy}: {len(steps)} sizes" + (f", {rate:.1%} of the blocks" if rate < 1 else ""))
-        curves[policy] = _points(forest, policy, steps, rate, seed)
-    best, knee = choose(curves)
+        curves[policy] = _simulate_sizes(forest, policy, steps, rate, seed)
+    best, knee = choose_policy(curves)
     anywhere: tuple[Point, ...] = ()
     if not trace.chained:
         say(f"{best}, blocks at any position")
-        anywhere = _points(plant(trace, "block"), best, steps, rate, seed)
+        anywhere = _simulate_sizes(build_forest(trace, "block"), best, steps, rate, seed)
     return Advice(
         trace=trace,
         facts=describe_trace(trace),
@@ -182,31 +189,31 @@ def advise(
     )
 
 
-def default_sizes(trace: Trace, forest: Forest) -> tuple[int, ...]:
-    """From about the longest prompt to where everything fits, in equal ratios."""
+def choose_sizes(trace: Trace, forest: Forest) -> tuple[int, ...]:
+    """Choose ten cache sizes in tokens: from about the longest prompt to room for everything, in equal ratios."""
     everything = max(2, int(forest.tokens.sum(dtype=np.int64)))
     least = max(1, min(int(trace.request_tokens.max(initial=1)), everything // 2), everything // 512)
     return tuple(int(size) for size in np.unique(np.geomspace(least, everything, SIZES).astype(np.int64)))
 
 
-def choose(curves: Mapping[str, Sequence[Point]]) -> tuple[str, int]:
-    """The policy to use and the index of the knee.
+def choose_policy(curves: Mapping[str, Sequence[Point]]) -> tuple[str, int]:
+    """Choose the policy to advise and the index of the knee in the sizes.
 
-    The knee is found on the upper edge of all policies that do not know the future. LRU is advised unless another is
-    better by more than `NOISE` there.
+    The knee is found on the best hit rate of all policies that do not know the future. LRU is advised unless another
+    policy is better there by more than `NOISE`.
     """
     online = {policy: points for policy, points in curves.items() if policy not in BOUNDS}
     edge = [max(points[at].token_hit_rate for points in online.values()) for at in range(len(curves["lru"]))]
-    knee = knee_of([point.tokens for point in curves["lru"]], edge)
+    knee = find_knee([point.tokens for point in curves["lru"]], edge)
     best = max(online, key=lambda policy: (online[policy][knee].token_hit_rate, policy == "lru"))
     gain = online[best][knee].token_hit_rate - online["lru"][knee].token_hit_rate
     return (best if gain > NOISE else "lru"), knee
 
 
-def knee_of(sizes: Sequence[int], rates: Sequence[float]) -> int:
-    """Where the curve stands highest above the straight line from no memory to all of it.
+def find_knee(sizes: Sequence[int], rates: Sequence[float]) -> int:
+    """Return the index at which the curve is highest above the straight line from no memory to all of it.
 
-    >>> knee_of([1, 2, 4, 8, 16], [0.1, 0.3, 0.5, 0.52, 0.53])
+    >>> find_knee([1, 2, 4, 8, 16], [0.1, 0.3, 0.5, 0.52, 0.53])
     2
     """
     if not rates or rates[-1] <= 0:
@@ -216,14 +223,17 @@ def knee_of(sizes: Sequence[int], rates: Sequence[float]) -> int:
     return int(np.argmax(above))
 
 
-def _silent(_: str) -> None:
-    """No progress."""
+def _ignore(_: str) -> None:
+    """Drop a progress message."""
 
 
-def _points(forest: Forest, policy: str, sizes: Sequence[int], rate: float, seed: int) -> tuple[Point, ...]:
-    """A policy at every size: full runs, or for a long trace the sampled curve, whose block rates stand for both."""
+def _simulate_sizes(forest: Forest, policy: str, sizes: Sequence[int], rate: float, seed: int) -> tuple[Point, ...]:
+    """Simulate one policy at every size; ``rate`` below 1 samples the blocks of a long trace.
+
+    A sampled curve has block hit rates only; they stand for the token hit rates as well.
+    """
     if rate < 1:
-        sampled = curve(forest, policy, sizes, unit="tokens", rate=rate, seed=seed)
+        sampled = simulate_curve(forest, policy, sizes, unit="tokens", rate=rate, seed=seed)
         total = int(forest.trace.request_tokens.sum())
         return tuple(
             Point(size, float(hit), float(hit), int(hit * total), 0.0 if np.isnan(error) else float(error))
@@ -235,8 +245,8 @@ def _points(forest: Forest, policy: str, sizes: Sequence[int], rate: float, seed
     )
 
 
-def hits_by_type(advice: Advice) -> dict[str, tuple[int, int]]:
-    """Tokens by type: all that were asked for, and those that hit at the knee (hits come first in a prompt)."""
+def count_hits_by_type(advice: Advice) -> dict[str, tuple[int, int]]:
+    """Count the prompt tokens of each block type, and those that hit at the knee."""
     trace = advice.trace
     left = np.asarray(advice.at_knee.hit_tokens_by_request, dtype=np.int64)
     ends = np.cumsum(trace.tokens, dtype=np.int64)

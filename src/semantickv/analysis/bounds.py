@@ -1,8 +1,8 @@
-"""Upper bounds for capacity in tokens, where Belady's rule is no longer the best.
+"""Upper bounds on the hits of any policy, for a capacity in tokens.
 
-With blocks of different size the best possible replay is hard to find. Two relaxations that are easy can only be better
-than it, so no policy beats them: blocks that may be cut into tokens (bounds token hits), and space that may be lent
-between moments (bounds block hits). With blocks of one size the first one is `belady_bypass` itself.
+Belady's rule is best only for blocks of one size. For blocks of different sizes the best replay is hard to find, so two
+easier problems give bounds: blocks that may be cut into single tokens (bounds token hits), and space that may be lent
+from one moment to another (bounds block hits). With blocks of one size the first bound equals `belady_bypass`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from semantickv.simulator.forest import Forest
 
 @dataclass(frozen=True)
 class Bound:
-    """No policy has more hits than this."""
+    """Hits that no policy can exceed on one trace and capacity."""
 
     token_hits: int
     block_hits: int
@@ -27,26 +27,28 @@ class Bound:
 
     @property
     def token_hit_rate(self) -> float:
+        """Token hits as a share of all token accesses, 0 to 1."""
         return self.token_hits / self.token_accesses if self.token_accesses else 0.0
 
     @property
     def block_hit_rate(self) -> float:
+        """Block hits as a share of all block accesses, 0 to 1."""
         return self.block_hits / self.block_accesses if self.block_accesses else 0.0
 
 
-def upper_bound(forest: Forest, capacity: Capacity) -> Bound:
-    """The bound for this capacity, in either unit."""
+def compute_upper_bound(forest: Forest, capacity: Capacity) -> Bound:
+    """Compute the bound on token hits and block hits for this capacity, in either unit."""
     trace = forest.trace
     return Bound(
-        _hits_of_cut_blocks(forest, capacity) if capacity.unit == "tokens" else _all_returns(forest),
-        _hits_of_lent_space(forest, capacity),
+        _count_hits_with_cut_blocks(forest, capacity) if capacity.unit == "tokens" else _count_returns(forest),
+        _count_hits_with_lent_space(forest, capacity),
         int(trace.tokens.sum(dtype=np.int64)),
         trace.block_accesses,
     )
 
 
-def _all_returns(forest: Forest) -> int:
-    """Token hits of a cache without end."""
+def _count_returns(forest: Forest) -> int:
+    """Count the token hits of a cache without limit."""
     seen = np.zeros(forest.nodes, bool)
     hits, starts = 0, forest.trace.starts
     for r in range(len(forest.trace)):
@@ -56,10 +58,10 @@ def _all_returns(forest: Forest) -> int:
     return hits
 
 
-def _hits_of_cut_blocks(forest: Forest, capacity: Capacity) -> int:
-    """Belady with bypass over single tokens: what is needed furthest away is cut first, as far as need be.
+def _count_hits_with_cut_blocks(forest: Forest, capacity: Capacity) -> int:
+    """Count the token hits of Belady with bypass over single tokens, where a block may be cut.
 
-    Duplicates of a block inside one request all count.
+    Repeated blocks inside one request all count.
     """
     held = np.zeros(forest.nodes, np.int64).tolist()
     sizes = forest.tokens.tolist()
@@ -88,11 +90,14 @@ def _hits_of_cut_blocks(forest: Forest, capacity: Capacity) -> int:
     return hits
 
 
-def _hits_of_lent_space(forest: Forest, capacity: Capacity) -> int:
-    """Returns cost their size times the requests they wait; take the cheapest until the space of all times is spent."""
+def _count_hits_with_lent_space(forest: Forest, capacity: Capacity) -> int:
+    """Count the block hits when free space at one moment may be used at another.
+
+    A return costs its size times the requests it waits; the cheapest returns are taken until all space is spent.
+    """
     starts, never = forest.trace.starts, len(forest.trace)
     returns = forest.next_use < never
     request = np.repeat(np.arange(never), np.diff(starts))
-    sizes = forest.sizes(capacity.unit).astype(np.int64)
+    sizes = forest.get_sizes(capacity.unit).astype(np.int64)
     cost = np.sort(((forest.next_use - request) * sizes[forest.node])[returns])
     return int(np.searchsorted(np.cumsum(cost), capacity.size * max(0, never - 1), side="right"))

@@ -1,8 +1,8 @@
-"""The latency line from observed requests: robust against stragglers, with its uncertainty.
+"""Fit the latency line to observed requests: robust against slow outliers, with confidence intervals.
 
-Serving times have a long tail on one side (a queue, a preemption), so plain least squares is pulled upwards. Here the
-slope starts from the median of pairwise slopes (Theil-Sen) and is polished by Huber's weights; the intervals come from
-a bootstrap of the requests. Both numbers are kept at or above zero: a negative base or slope has no meaning.
+Serving times have a long tail on one side (a queue, a preemption), so least squares is pulled upwards. The fit starts
+from the median of pairwise slopes (Theil-Sen) and is refined with Huber's weights; the intervals come from a bootstrap
+of the requests. A negative base or slope has no meaning: both are kept at or above zero.
 """
 
 from __future__ import annotations
@@ -65,14 +65,16 @@ class Calibration:
 
     @property
     def model(self) -> LatencyModel:
+        """The latency model with the fitted base and slope."""
         return LatencyModel(self.base_ttft_ms, self.token_latency_ms, "calibrated")
 
     def as_json(self) -> dict[str, Any]:
+        """Return the fit in the names of replay_results.json."""
         return asdict(self)
 
 
 def calibrate(seen: Observations, *, seed: int = 0) -> Calibration:
-    """Fit the line; needs some requests of different length.
+    """Fit TTFT in ms as a base plus a slope times the computed tokens; raise InputError if no slope can be seen.
 
     >>> tokens = np.arange(100, 2000, 50.0)
     >>> fitted = calibrate(Observations(tokens, 50 + 0.1 * tokens))
@@ -90,12 +92,12 @@ def calibrate(seen: Observations, *, seed: int = 0) -> Calibration:
             f"all {len(x)} observed requests computed {x[0]:g} tokens: no slope can be seen",
             hint="collect prompts of different length, or pass --base-ms and --ms-per-uncached-token",
         )
-    drawn = np.random.default_rng(seed)
-    base, slope = _fit(x, y, drawn)
-    samples = np.array([_fit(x[pick], y[pick], drawn) for pick in _resamples(len(x), x, drawn)])
+    rng = np.random.default_rng(seed)
+    base, slope = _fit(x, y, rng)
+    samples = np.array([_fit(x[pick], y[pick], rng) for pick in _draw_resamples(len(x), x, rng)])
     low, high = np.percentile(samples, (2.5, 97.5), axis=0)
     residuals = y - base - slope * x
-    spread = _spread(residuals)
+    spread = _compute_spread(residuals)
     around = np.abs(y - np.median(y)).sum()
     plain = np.polyfit(x, y, 1)
     return Calibration(
@@ -113,22 +115,23 @@ def calibrate(seen: Observations, *, seed: int = 0) -> Calibration:
     )
 
 
-def _resamples(count: int, x: Floats, drawn: np.random.Generator) -> Iterator[npt.NDArray[np.int64]]:
-    """Picks of requests with replacement; one that saw a single length is drawn again."""
+def _draw_resamples(count: int, x: Floats, rng: np.random.Generator) -> Iterator[npt.NDArray[np.int64]]:
+    """Draw the numbers of requests with replacement, `RESAMPLES` times; a draw of one length only is repeated."""
     made = 0
     while made < RESAMPLES:
-        pick = drawn.integers(0, count, count)
+        pick = rng.integers(0, count, count)
         if np.ptp(x[pick]) > 0:
             made += 1
             yield pick
 
 
-def _fit(x: Floats, y: Floats, drawn: np.random.Generator) -> tuple[float, float]:
-    slope = _theil_sen(x, y, drawn)
+def _fit(x: Floats, y: Floats, rng: np.random.Generator) -> tuple[float, float]:
+    """Fit one line and return its base in ms and its slope in ms a token, neither below zero."""
+    slope = _compute_median_slope(x, y, rng)
     base = float(np.median(y - slope * x))
     for _ in range(30):
         residuals = y - base - slope * x
-        spread = _spread(residuals)
+        spread = _compute_spread(residuals)
         if spread <= 1e-12:
             break
         weights = np.minimum(1.0, HUBER * spread / np.maximum(np.abs(residuals), 1e-12))
@@ -146,28 +149,29 @@ def _fit(x: Floats, y: Floats, drawn: np.random.Generator) -> tuple[float, float
     return base, slope
 
 
-def _theil_sen(x: Floats, y: Floats, drawn: np.random.Generator) -> float:
-    """The median slope of pairs of requests; of at most `PAIRS` of them, drawn at random."""
+def _compute_median_slope(x: Floats, y: Floats, rng: np.random.Generator) -> float:
+    """Compute the median slope over pairs of requests; over at most `PAIRS` random ones."""
     count = len(x)
     if count * (count - 1) // 2 <= 2000:
         left, right = np.triu_indices(count, 1)
     else:
         pairs = min(PAIRS, 8 * count)
-        left, right = drawn.integers(0, count, pairs), drawn.integers(0, count, pairs)
+        left, right = rng.integers(0, count, pairs), rng.integers(0, count, pairs)
     apart = x[right] - x[left]
     keep = apart != 0
     slopes = (y[right] - y[left])[keep] / apart[keep]
     return float(np.median(slopes)) if len(slopes) else 0.0
 
 
-def _spread(residuals: Floats) -> float:
+def _compute_spread(residuals: Floats) -> float:
+    """Compute the standard deviation of residuals from their median absolute deviation."""
     return float(_MAD * np.median(np.abs(residuals - np.median(residuals))))
 
 
-def observations(path: str | Path, trace: Trace) -> Observations:
-    """What a trace says about its own times: ``observed_ttft_ms`` with ``observed_prefill_tokens`` (or prefix hits).
+def read_observations(path: str | Path, trace: Trace) -> Observations:
+    """Read the observed times to first token of a trace and the tokens that were computed for them.
 
-    ``trace`` is the same file as the simulator read it; formats without times give no observations.
+    ``trace`` is what `Trace.read` made of the file ``path``. A format without times raises InputError.
     """
     seen = ~np.isnan(trace.ttft_ms)
     if not seen.any():
@@ -175,7 +179,7 @@ def observations(path: str | Path, trace: Trace) -> Observations:
             f"{path} holds no observed time to first token", hint="a line needs observed_ttft_ms; see collect"
         )
     prompt = trace.request_tokens.astype(np.float64)
-    computed = _computed(path) if trace.request_ids else {}
+    computed = _read_computed_tokens(path) if trace.request_ids else {}
     tokens, times, cold, left_out = [], [], 0, 0
     for request in np.flatnonzero(seen):
         time_ms, known = float(trace.ttft_ms[request]), computed.get(trace.request_ids[request])
@@ -188,8 +192,8 @@ def observations(path: str | Path, trace: Trace) -> Observations:
     return Observations(np.array(tokens), np.array(times), cold, left_out)
 
 
-def _computed(path: str | Path) -> dict[str, float]:
-    """Request to computed tokens, for the lines of a JSONL trace that tell; others are left to the caller."""
+def _read_computed_tokens(path: str | Path) -> dict[str, float]:
+    """Read how many prompt tokens each request computed, by request id; requests that do not say are left out."""
     found: dict[str, float] = {}
     for _, raw in read_lines(Path(path)):
         try:

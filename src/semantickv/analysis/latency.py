@@ -1,7 +1,7 @@
 """Time to first token as a straight line: ``base_ttft_ms + uncached_prompt_tokens * token_latency_ms``.
 
-A model of the source text, kept because it is easy to reason about. It knows no queue, no batch and no quadratic
-attention; every number made with it is an estimate and is labelled simulated.
+This is the source text's model, kept because it is easy to reason about. It knows no queue, no batch and no quadratic
+attention. Every number made with it is an estimate and is labelled simulated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from semantickv.simulator.simulate import Simulated
+from semantickv.simulator.simulate import SimulationResult
 from semantickv.traces.trace import Trace
 from semblend.errors import InputError
 
@@ -28,7 +28,7 @@ BOUNDS = ("belady", "belady_bypass")
 class LatencyModel:
     """``source`` says where the two numbers come from: default, given or calibrated.
 
-    >>> LatencyModel(80.0, 0.08).ttft_ms(np.array([1000])).tolist()
+    >>> LatencyModel(80.0, 0.08).estimate_ttft_ms(np.array([1000])).tolist()
     [160.0]
     """
 
@@ -42,10 +42,12 @@ class LatencyModel:
             if not (math.isfinite(value) and value >= 0):
                 raise InputError(f"{name} {value:g} must be finite and not negative", hint="milliseconds")
 
-    def ttft_ms(self, uncached_tokens: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    def estimate_ttft_ms(self, uncached_tokens: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+        """Estimate the time to first token in ms for each number of uncached prompt tokens."""
         return self.base_ttft_ms + self.token_latency_ms * np.asarray(uncached_tokens, dtype=np.float64)
 
     def as_json(self) -> dict[str, Any]:
+        """Return both numbers, their source and the formula."""
         return {
             "base_ttft_ms": self.base_ttft_ms,
             "token_latency_ms": self.token_latency_ms,
@@ -54,14 +56,14 @@ class LatencyModel:
         }
 
 
-def simulated_ttft_ms(trace: Trace, done: Simulated, latency: LatencyModel) -> npt.NDArray[np.float64]:
-    """The estimated time to first token of every request."""
-    return latency.ttft_ms(trace.request_tokens - np.asarray(done.hit_tokens_by_request, dtype=np.int64))
+def estimate_request_ttfts_ms(trace: Trace, done: SimulationResult, latency: LatencyModel) -> npt.NDArray[np.float64]:
+    """Estimate the time to first token of every request, in ms."""
+    return latency.estimate_ttft_ms(trace.request_tokens - np.asarray(done.hit_tokens_by_request, dtype=np.int64))
 
 
-def policy_record(trace: Trace, done: Simulated, latency: LatencyModel) -> dict[str, Any]:
-    """One policy's result under the names that replay and experiments write."""
-    ttft = simulated_ttft_ms(trace, done, latency)
+def build_policy_record(trace: Trace, done: SimulationResult, latency: LatencyModel) -> dict[str, Any]:
+    """Build the record of one policy's run, in the names that replay and experiments write."""
+    ttft = estimate_request_ttfts_ms(trace, done, latency)
     p50, p95 = (float(np.percentile(ttft, q)) for q in (50, 95)) if len(ttft) else (0.0, 0.0)
     return {
         "policy": done.policy,
@@ -82,10 +84,12 @@ def policy_record(trace: Trace, done: Simulated, latency: LatencyModel) -> dict[
     }
 
 
-def against(records: list[dict[str, Any]], policy: str, baseline: str = "lru") -> float | None:
-    """How much less (positive: better) average simulated TTFT than the baseline's; None where either is not there.
+def compute_gain(records: list[dict[str, Any]], policy: str, baseline: str = "lru") -> float | None:
+    """Compute how much lower a policy's average simulated TTFT is than the baseline's, as a share.
 
-    >>> against([{"policy": "lru", "avg_ttft_ms": 100.0}, {"policy": "x", "avg_ttft_ms": 75.0}], "x")
+    Positive is better. None if either policy is missing.
+
+    >>> compute_gain([{"policy": "lru", "avg_ttft_ms": 100.0}, {"policy": "x", "avg_ttft_ms": 75.0}], "x")
     0.25
     """
     times = {record["policy"]: record["avg_ttft_ms"] for record in records}

@@ -1,11 +1,11 @@
-"""Hit rate against memory: exact or sampled. Simulated, like everything here.
+"""Hit rate against cache size, exact or from samples. Simulated.
 
 * LRU is a stack policy: one pass over the stack distances gives every size. On a sample of blocks (SHARDS) distances
   are scaled by the sampling rate, and the sample's error in the number of accesses is corrected.
-* Other policies are run in miniature: the same sample against a cache that is smaller in proportion.
+* Other policies are simulated on the same sample with a cache that is smaller in proportion.
 
-A block is in the sample or not by a hash of its number, so all its uses are. In prefix mode the parent of a sampled
-block is its nearest sampled ancestor. The error given is the standard error over several disjoint samples.
+A hash of its number decides whether a block is in the sample, so all its uses are. In prefix mode the parent of a
+sampled block is its nearest sampled ancestor. The error is the standard error over several disjoint samples.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Curve:
     simulated: Literal[True] = True
 
 
-def curve(
+def simulate_curve(
     forest: Forest,
     policy: str | Policy,
     sizes: Sequence[int],
@@ -52,7 +52,10 @@ def curve(
     samples: int = 3,
     seed: int = 0,
 ) -> Curve:
-    """The curve of a policy. Without a rate: all accesses up to two millions, else a share that leaves as many."""
+    """Compute the block hit rates of a policy at several cache sizes in ``unit``.
+
+    ``rate`` is the share of blocks to sample (default: as many as leave at most two million accesses).
+    """
     chosen = find_policy(policy)
     if rate is None:
         rate = min(1.0, FULL_ACCESSES / max(1, len(forest.node)))
@@ -61,23 +64,25 @@ def curve(
     wanted = np.asarray(sizes, np.int64)
     stack = chosen.name in STACK_POLICIES and find_spec("numba") is not None
     if rate == 1:
-        rates = stack_rates(forest, wanted, unit) if stack else run_rates(forest, chosen, wanted, unit, seed)
+        rates = (
+            compute_stack_rates(forest, wanted, unit) if stack else simulate_rates(forest, chosen, wanted, unit, seed)
+        )
         return Curve(chosen.name, unit, wanted, rates, np.zeros(len(wanted)), "stack" if stack else "full", 1.0)
     samples = max(1, min(samples, int(1 / rate)))
     runs = []
     for number in range(samples):
-        part = sample(forest, rate, seed, number)
+        part = sample_forest(forest, rate, seed, number)
         if stack:
-            runs.append(stack_rates(part, wanted, unit, rate, len(forest.node)))
+            runs.append(compute_stack_rates(part, wanted, unit, rate, len(forest.node)))
         else:
             small = np.maximum(1, np.round(wanted * rate)).astype(np.int64)
-            runs.append(run_rates(part, chosen, small, unit, seed, rate, len(forest.node)))
+            runs.append(simulate_rates(part, chosen, small, unit, seed, rate, len(forest.node)))
     table = np.array(runs)
     error = table.std(axis=0, ddof=1) / np.sqrt(samples) if samples > 1 else np.full(len(wanted), np.nan)
     return Curve(chosen.name, unit, wanted, table.mean(axis=0), error, "shards" if stack else "miniature", rate)
 
 
-def run_rates(
+def simulate_rates(
     forest: Forest,
     policy: Policy,
     sizes: npt.NDArray[np.int64],
@@ -86,7 +91,10 @@ def run_rates(
     rate: float = 1.0,
     accesses: int | None = None,
 ) -> npt.NDArray[np.float64]:
-    """Block hit rate of one run per size, corrected as in `stack_rates`. Learners' evidence is scaled with the rate."""
+    """Simulate one run for each size and return its block hit rates, corrected as in `compute_stack_rates`.
+
+    At a rate below 1, policies that learn are told the rate so that they scale their evidence.
+    """
     expected = len(forest.node) if accesses is None else accesses * rate
     missing = expected - len(forest.node)
     scaled: dict[str, Any] = {"share": rate} if rate < 1 else {}
@@ -94,30 +102,33 @@ def run_rates(
     return np.clip((hits + missing) / max(1.0, expected), 0.0, 1.0)
 
 
-def stack_rates(
+def compute_stack_rates(
     forest: Forest,
     sizes: npt.NDArray[np.int64],
     unit: Unit = "blocks",
     rate: float = 1.0,
     accesses: int | None = None,
 ) -> npt.NDArray[np.float64]:
-    """LRU's block hit rate at every size from one pass; exact for blocks at rate 1.
+    """Compute LRU's block hit rate at every size in one pass; exact for blocks at rate 1.
 
-    A sample holds more or fewer accesses than its share; the difference is put down to the shortest distances, where a
-    few very popular blocks cause most of it.
+    A sample holds more or fewer accesses than its share. The difference is counted as hits at the shortest distance,
+    because a few very popular blocks cause most of it.
     """
-    from semantickv.simulator.kernels_stack import stack_distances
+    from semantickv.simulator.kernels_stack import compute_stack_distances
 
-    distance = stack_distances(forest.trace.starts, forest.node, forest.sizes(unit))
+    distance = compute_stack_distances(forest.trace.starts, forest.node, forest.get_sizes(unit))
     known = np.sort(distance[distance >= 0]) / rate
     expected = len(forest.node) if accesses is None else accesses * rate
     hits = np.searchsorted(known, sizes, side="right") + (expected - len(forest.node))
     return np.clip(hits / max(1.0, expected), 0.0, 1.0)
 
 
-def sample(forest: Forest, rate: float, seed: int = 0, number: int = 0) -> Forest:
-    """The accesses of a share of the nodes; samples of different ``number`` (below 1 / rate) have no node in common."""
-    draw = _uniform(forest.nodes, seed)
+def sample_forest(forest: Forest, rate: float, seed: int = 0, number: int = 0) -> Forest:
+    """Return the accesses of a share of the nodes; samples of different ``number`` have no node in common.
+
+    ``number`` is below 1 / rate.
+    """
+    draw = _hash_to_uniform(forest.nodes, seed)
     kept = (draw >= number * rate) & (draw < (number + 1) * rate)
     renumbered = np.cumsum(kept, dtype=np.int64) - 1
     parent = forest.parent.copy()
@@ -137,8 +148,8 @@ def sample(forest: Forest, rate: float, seed: int = 0, number: int = 0) -> Fores
     )
 
 
-def _uniform(count: int, seed: int) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) per node, the same in every run."""
+def _hash_to_uniform(count: int, seed: int) -> npt.NDArray[np.float64]:
+    """Hash each node number to a number in [0, 1), the same in every run."""
     mixed = np.arange(count, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15 * (seed + 1) % 2**64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)

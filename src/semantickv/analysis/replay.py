@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from semantickv.analysis.calibration import Calibration, Observations
-from semantickv.analysis.latency import SIMULATED_NOTE, LatencyModel, policy_record, simulated_ttft_ms
+from semantickv.analysis.latency import SIMULATED_NOTE, LatencyModel, build_policy_record, estimate_request_ttfts_ms
 from semantickv.simulator.capacity import Capacity
-from semantickv.simulator.forest import Mode, plant
+from semantickv.simulator.forest import Mode, build_forest
 from semantickv.simulator.simulate import simulate
 from semantickv.traces.trace import Trace, describe_trace
 
@@ -41,6 +41,7 @@ class Replay:
     observed: Observations | None = field(default=None, repr=False)
 
     def as_json(self) -> dict[str, Any]:
+        """Return the result in the names of replay_results.json."""
         return {
             "simulated": True,
             "note": SIMULATED_NOTE,
@@ -62,15 +63,15 @@ def replay(
     latency: LatencyModel | None = None,
     seed: int = 0,
 ) -> Replay:
-    """The same requests, in order, through each policy."""
+    """Simulate the same requests, in order, with each policy, and estimate their times to first token."""
     model = latency or LatencyModel()
-    forest = plant(trace, mode)
+    forest = build_forest(trace, mode)
     done = [simulate(forest, policy, capacity, seed=seed) for policy in policies]
     return Replay(
         trace,
         capacity,
         mode,
         model,
-        [policy_record(trace, one, model) for one in done],
-        {one.policy: simulated_ttft_ms(trace, one, model) for one in done},
+        [build_policy_record(trace, one, model) for one in done],
+        {one.policy: estimate_request_ttfts_ms(trace, one, model) for one in done},
     )

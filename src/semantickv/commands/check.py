@@ -1,4 +1,4 @@
-"""``semantickv check``: is everything here that the other commands need."""
+"""``semantickv check``: test that everything the other commands need is here."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from semantickv.analysis.experiments import CONFIG_FOLDER, SIX, config_files, load
+from semantickv.analysis.experiments import CONFIG_FOLDER, SIX, list_configs, load_experiment
 from semantickv.simulator.capacity import Capacity
 from semantickv.simulator.policies import POLICIES
 from semantickv.simulator.simulate import simulate
-from semantickv.workloads.families import workload
+from semantickv.workloads.families import generate_workload
 from semblend.cli.output import table
 
 ABOUT = "Check packages, policies and experiment configurations without running the experiments; exit 1 if one fails."
 
 
 def add(subparsers: Any) -> None:
+    """Declare the flags of ``semantickv check``."""
     parser = subparsers.add_parser("check", help="check the installation in a second", description=ABOUT)
     parser.add_argument("--config-dir", default=str(CONFIG_FOLDER), metavar="DIR", help="default: %(default)s")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run every check and print a table of results; return 1 if one failed."""
     checks: list[tuple[str, Callable[[], str]]] = [
-        ("policies", _policies),
-        ("simulator", _simulator),
-        ("configurations", lambda: _configurations(Path(args.config_dir))),
-        ("plots", lambda: _package("matplotlib")),
-        ("YAML", lambda: _package("yaml")),
-        ("compiled simulator", lambda: _package("numba")),
+        ("policies", _check_policies),
+        ("simulator", _check_simulator),
+        ("configurations", lambda: _check_configurations(Path(args.config_dir))),
+        ("plots", lambda: _check_package("matplotlib")),
+        ("YAML", lambda: _check_package("yaml")),
+        ("compiled simulator", lambda: _check_package("numba")),
     ]
     rows, failed = [], 0
     for name, check in checks:
@@ -43,29 +45,33 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _policies() -> str:
+def _check_policies() -> str:
+    """Check that the six policies of the source text exist; return their number in words."""
     missing = [name for name in SIX if name not in POLICIES]
     if missing:
         raise LookupError(f"no policy {', '.join(missing)}")
     return f"{len(POLICIES)} policies"
 
 
-def _simulator() -> str:
-    trace = workload(["repeated_system"], sessions=2, requests=2, seed=0)
+def _check_simulator() -> str:
+    """Simulate a tiny workload whose hits are known; raise ArithmeticError if they differ."""
+    trace = generate_workload(["repeated_system"], sessions=2, requests=2, seed=0)
     done = simulate(trace, "lru", Capacity.tokens(10_000))
     if done.block_hits != 3:
         raise ArithmeticError(f"3 of 8 blocks should hit, {done.block_hits} did")
     return "3 of 8 blocks hit, as they should (simulated)"
 
 
-def _configurations(folder: Path) -> str:
-    found = config_files(folder)
+def _check_configurations(folder: Path) -> str:
+    """Load every experiment configuration of a folder; return their ids."""
+    found = list_configs(folder)
     if not found:
         raise LookupError(f"no .yaml under {folder}")
-    return ", ".join(load(path).experiment_id for path in found)
+    return ", ".join(load_experiment(path).experiment_id for path in found)
 
 
-def _package(name: str) -> str:
+def _check_package(name: str) -> str:
+    """Check that a Python package is installed."""
     if find_spec(name) is None:
         raise LookupError(f"the package {name} is not installed: pip install 'semblend-suite[lab]'")
     return name

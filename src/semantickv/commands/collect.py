@@ -21,6 +21,7 @@ is and writes one line for each; with --mock, made-up traffic is written. No tex
 
 
 def add(subparsers: Any) -> None:
+    """Declare the flags of ``semantickv collect``."""
     parser = subparsers.add_parser("collect", help="record OpenAI-compatible traffic as a trace", description=ABOUT)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--upstream", metavar="URL", help="server to forward to (or SEMANTICKV_UPSTREAM_BASE_URL)")
@@ -37,14 +38,15 @@ def add(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    upstream = args.upstream or ("" if args.mock else settings.variable("SEMANTICKV_UPSTREAM_BASE_URL"))
+    """Record made-up traffic or the proxy's traffic to a new trace file; return the exit code."""
+    upstream = args.upstream or ("" if args.mock else settings.read_variable("SEMANTICKV_UPSTREAM_BASE_URL"))
     if not upstream and not args.mock:
         raise InputError("collect needs --upstream or --mock", hint="--upstream http://127.0.0.1:8001")
     if args.requests is not None and args.requests < 1:
         raise InputError("--requests must be at least 1")
-    redact = settings.flag("SEMANTICKV_REDACT_TEXT", True) and not args.keep_text
-    key = settings.variable("SEMANTICKV_HASH_KEY")
-    path = _path(args)
+    redact = settings.read_flag("SEMANTICKV_REDACT_TEXT", True) and not args.keep_text
+    key = settings.read_variable("SEMANTICKV_HASH_KEY")
+    path = _choose_path(args)
     if path.exists() and path.stat().st_size:
         raise InputError(f"{path} is there already", hint="pass another --output: times begin again in every trace")
     with TraceWriter(path) as writer:
@@ -52,14 +54,15 @@ def run(args: argparse.Namespace) -> int:
             collect_mock(writer, requests=args.requests or 50, seed=args.seed, redact=redact, key=key)
         else:
             classifier = Classifier().with_rules(load_rules(args.rules)) if args.rules else Classifier()
-            _proxy(args, upstream, Collector(writer, Segmenter(classifier, key=key), redact))
+            _run_proxy(args, upstream, Collector(writer, Segmenter(classifier, key=key), redact))
     print(path)
     say(f"{writer.written} requests recorded" + (" (mock: made up)" if args.mock else ""))
     return 0
 
 
-def _proxy(args: argparse.Namespace, upstream: str, collector: Collector) -> None:
-    timeout_s = settings.number("SEMANTICKV_PROXY_TIMEOUT_SECONDS", 600.0)
+def _run_proxy(args: argparse.Namespace, upstream: str, collector: Collector) -> None:
+    """Run the recording proxy until the wanted number of requests or Ctrl-C."""
+    timeout_s = settings.read_number("SEMANTICKV_PROXY_TIMEOUT_SECONDS", 600.0)
     server = CollectingProxy(upstream, collector, host=args.host, port=args.port, timeout_s=timeout_s)
     say(f"listening on {server.address}, forwarding to {upstream}; stop with Ctrl-C")
     server.timeout = 0.2
@@ -72,8 +75,9 @@ def _proxy(args: argparse.Namespace, upstream: str, collector: Collector) -> Non
         server.server_close()
 
 
-def _path(args: argparse.Namespace) -> Path:
+def _choose_path(args: argparse.Namespace) -> Path:
+    """Choose the path of the trace: --output, or a dated name in the output folder."""
     if args.output:
         return Path(args.output)
-    folder = args.output_dir or settings.variable("SEMANTICKV_TRACE_OUTPUT_DIR") or "outputs/live_traces"
+    folder = args.output_dir or settings.read_variable("SEMANTICKV_TRACE_OUTPUT_DIR") or "outputs/live_traces"
     return Path(folder) / f"{datetime.now(UTC).strftime('%Y%m%d_%H%M%S')}_{args.output_name}.jsonl"

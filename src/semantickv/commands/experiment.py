@@ -7,11 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from semantickv.analysis.experiments import CONFIG_FOLDER, Experiment, Outcome, config_files, load
-from semantickv.analysis.experiments import run as simulate_experiment
-from semantickv.analysis.latency import against
+from semantickv.analysis.experiments import (
+    CONFIG_FOLDER,
+    Experiment,
+    Outcome,
+    list_configs,
+    load_experiment,
+    run_experiment,
+)
+from semantickv.analysis.latency import compute_gain
 from semantickv.output import experiment_files
-from semantickv.output.files import new_folder
+from semantickv.output.files import make_folder
 from semblend.cli.output import print_json, say, table
 from semblend.errors import InputError
 
@@ -21,6 +27,7 @@ ABOUT = (
 
 
 def add(subparsers: Any) -> None:
+    """Declare the flags of ``semantickv experiment``."""
     parser = subparsers.add_parser("experiment", help="run experiments from YAML configurations", description=ABOUT)
     parser.add_argument(
         "what", choices=("run", "all"), help="run: those of --config; all: every file of --config-dir, with a summary"
@@ -40,24 +47,26 @@ def add(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the chosen experiments, write their files and print their results; return the exit code."""
     everything = args.what == "all" or "all" in args.config
-    experiments = [_changed(load(path), args) for path in _configs(args, everything)]
+    experiments = [_apply_flags(load_experiment(path), args) for path in _choose_configs(args, everything)]
     done: list[tuple[Outcome, Path]] = []
     for experiment in experiments:
         say(f"{experiment.experiment_id}: simulating {len(experiment.policies)} policies")
-        outcome = simulate_experiment(experiment)
-        folder = new_folder(experiment.output_dir, experiment.experiment_id)
-        experiment_files.write(outcome, folder, pictures=not args.no_plots)
+        outcome = run_experiment(experiment)
+        folder = make_folder(experiment.output_dir, experiment.experiment_id)
+        experiment_files.write_experiment(outcome, folder, pictures=not args.no_plots)
         done.append((outcome, folder))
     if everything:
         parent = Path(args.output_dir or experiments[0].output_dir)
         experiment_files.write_aggregate([outcome for outcome, _ in done], parent)
         say(f"wrote {parent / 'aggregate_summary.csv'} and .md")
-    _report(done, as_json=args.json)
+    _print_results(done, as_json=args.json)
     return 0
 
 
-def _configs(args: argparse.Namespace, everything: bool) -> list[str | Path]:
+def _choose_configs(args: argparse.Namespace, everything: bool) -> list[str | Path]:
+    """Return the configuration files that the flags ask for."""
     named = [config for config in args.config if config != "all"]
     if not everything:
         if not named:
@@ -66,13 +75,14 @@ def _configs(args: argparse.Namespace, everything: bool) -> list[str | Path]:
         return [inside[name] if not Path(name).exists() and inside[name].exists() else name for name in named]
     if named:
         raise InputError("--config and all exclude each other", hint="name files, or run all of them")
-    found: list[str | Path] = [*config_files(Path(args.config_dir))]
+    found: list[str | Path] = [*list_configs(Path(args.config_dir))]
     if not found:
         raise InputError(f"{args.config_dir} holds no .yaml files", hint="pass --config-dir")
     return found
 
 
-def _changed(experiment: Experiment, args: argparse.Namespace) -> Experiment:
+def _apply_flags(experiment: Experiment, args: argparse.Namespace) -> Experiment:
+    """Return the experiment with the values that the flags give in place of the configuration's."""
     changes: dict[str, Any] = {}
     if args.output_dir:
         changes["output_dir"] = args.output_dir
@@ -83,7 +93,8 @@ def _changed(experiment: Experiment, args: argparse.Namespace) -> Experiment:
     return replace(experiment, **changes)
 
 
-def _report(done: list[tuple[Outcome, Path]], *, as_json: bool) -> None:
+def _print_results(done: list[tuple[Outcome, Path]], *, as_json: bool) -> None:
+    """Print one row for each experiment, mode and policy, or everything as JSON."""
     if as_json:
         print_json([outcome.as_json() | {"folder": str(folder)} for outcome, folder in done])
         return
@@ -91,7 +102,7 @@ def _report(done: list[tuple[Outcome, Path]], *, as_json: bool) -> None:
     for outcome, _ in done:
         for mode, records in outcome.records.items():
             for record in records:
-                gain = against(records, record["policy"])
+                gain = compute_gain(records, record["policy"])
                 rows.append(
                     (
                         outcome.experiment.experiment_id,

@@ -12,11 +12,13 @@ ABOUT = "List the eviction policies that replay, experiment and advise know."
 
 
 def add(subparsers: Any) -> None:
+    """Declare the flags of ``semantickv policies``."""
     parser = subparsers.add_parser("policies", help="list the eviction policies", description=ABOUT)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the policies with one line each; return the exit code."""
     if args.json:
         print_json([{"policy": name, "summary": policy.summary} for name, policy in POLICIES.items()])
     else:

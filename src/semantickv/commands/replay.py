@@ -6,11 +6,11 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from semantickv.analysis.latency import against
+from semantickv.analysis.latency import compute_gain
 from semantickv.analysis.replay import CHAINED_NOTE, DEFAULT_POLICIES, replay
 from semantickv.commands import trace_flags
-from semantickv.output.files import new_folder
-from semantickv.output.replay_files import calibration_lines, write
+from semantickv.output.files import make_folder
+from semantickv.output.replay_files import describe_calibration, write_replay
 from semantickv.simulator.capacity import DTYPE_BYTES, KV_SHAPES, Capacity
 from semblend.cli.output import print_json, say, table
 from semblend.errors import InputError
@@ -20,8 +20,9 @@ cache holds metadata and times follow a straight line: everything reported is si
 
 
 def add(subparsers: Any) -> None:
+    """Declare the flags of ``semantickv replay``."""
     parser = subparsers.add_parser("replay", help="replay a trace through several policies", description=ABOUT)
-    trace_flags.add_trace(parser)
+    trace_flags.add_trace_flags(parser)
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--cache-token-budget", type=int, metavar="N", help="size of the cache in tokens")
     size.add_argument("--cache-block-budget", type=int, metavar="N", help="size of the cache in blocks")
@@ -36,7 +37,7 @@ def add(subparsers: Any) -> None:
         "--mode", choices=("prefix", "block"), default="prefix",
         help="prefix: a block hits if all before it hit; block: each by itself (%(default)s)",
     )  # fmt: skip
-    trace_flags.add_latency(parser)
+    trace_flags.add_latency_flags(parser)
     parser.add_argument("--seed", type=int, default=0, help="for policies that draw (default: %(default)s)")
     parser.add_argument("--output-dir", default="outputs/traces", metavar="DIR", help="parent (default: %(default)s)")
     parser.add_argument("--output-name", default="replay", metavar="NAME", help="end of the folder's name")
@@ -45,28 +46,30 @@ def add(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    capacity = _capacity(args)
+    """Replay the trace with each policy, write the files and print a table; return the exit code."""
+    capacity = _read_capacity(args)
     if "/" in args.output_name or not args.output_name:
         raise InputError(f"--output-name {args.output_name!r} is no name", hint="the folder goes into --output-dir")
-    trace = trace_flags.read(args)
-    latency, fitted, seen = trace_flags.latency(args, trace)
+    trace = trace_flags.read_trace(args)
+    latency, fitted, seen = trace_flags.choose_latency(args, trace)
     result = replay(trace, capacity, args.policies, mode=args.mode, latency=latency, seed=args.seed)
     result = replace(result, calibration=fitted, observed=seen)
-    folder = new_folder(args.output_dir, args.output_name)
-    write(result, folder, pictures=not args.no_plots)
+    folder = make_folder(args.output_dir, args.output_name)
+    write_replay(result, folder, pictures=not args.no_plots)
     if args.json:
         print_json(result.as_json())
     else:
-        _print(result.records)
+        _print_records(result.records)
     if trace.chained and args.mode == "block":
         say(CHAINED_NOTE)
-    for line in calibration_lines(fitted) if fitted else ():
+    for line in describe_calibration(fitted) if fitted else ():
         say(f"calibration {line}")
     say(f"wrote {folder}")
     return 0
 
 
-def _capacity(args: argparse.Namespace) -> Capacity:
+def _read_capacity(args: argparse.Namespace) -> Capacity:
+    """Read the cache size from whichever flag was given."""
     for name in ("cache_token_budget", "cache_block_budget", "cache_gib"):
         value = getattr(args, name)
         if value is not None and not 0 < value < 2**62:
@@ -78,10 +81,11 @@ def _capacity(args: argparse.Namespace) -> Capacity:
     return Capacity.tokens(args.cache_token_budget)
 
 
-def _print(records: list[dict[str, Any]]) -> None:
+def _print_records(records: list[dict[str, Any]]) -> None:
+    """Print one row for each policy."""
     rows = []
     for record in records:
-        gain = against(records, record["policy"])
+        gain = compute_gain(records, record["policy"])
         rows.append(
             (
                 record["policy"],

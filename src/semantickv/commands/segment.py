@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from semantickv.traces.classification import Classifier, load_rules
-from semantickv.traces.segmentation import Block, Segmenter
+from semantickv.traces.segmentation import Segmenter, TextBlock
 from semblend.cli.output import print_json, table
 from semblend.errors import InputError
 
@@ -17,6 +17,7 @@ ABOUT = "Cut a prompt (text, chat messages or an OpenAI request) into typed bloc
 
 
 def add(subparsers: Any) -> None:
+    """Declare the flags of ``semantickv segment``."""
     parser = subparsers.add_parser("segment", help="show a prompt's typed blocks", description=ABOUT)
     parser.add_argument("prompt", nargs="?", default="-", metavar="FILE", help="text or JSON; - is standard input")
     parser.add_argument("--rules", metavar="FILE", help="TOML file with more rules; they come before the built-in ones")
@@ -26,20 +27,24 @@ def add(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the blocks of a prompt, or the rules that give them their types; return the exit code."""
     classifier = Classifier().with_rules(load_rules(args.rules)) if args.rules else Classifier()
     if args.show_rules:
-        _show(classifier, as_json=args.json)
+        _show_rules(classifier, as_json=args.json)
         return 0
-    blocks = _blocks(_read(args.prompt), Segmenter(classifier, max_block_tokens=max(0, args.max_block_tokens)))
+    blocks = _cut_prompt(
+        _read_prompt(args.prompt), Segmenter(classifier, max_block_tokens=max(0, args.max_block_tokens))
+    )
     if args.json:
         print_json([{"semantic_type": b.type, "token_count": b.tokens, "content_hash": b.content_hash} for b in blocks])
     else:
-        rows = [(b.type, b.tokens, b.content_hash, _short(b.text)) for b in blocks]
+        rows = [(b.type, b.tokens, b.content_hash, _shorten(b.text)) for b in blocks]
         print(table(rows, head=("type", "tokens", "hash", "text"), right=(1,)))
     return 0
 
 
-def _show(classifier: Classifier, *, as_json: bool) -> None:
+def _show_rules(classifier: Classifier, *, as_json: bool) -> None:
+    """Print the classification rules in their order."""
     rules = [
         {
             "name": rule.name,
@@ -63,11 +68,12 @@ def _show(classifier: Classifier, *, as_json: bool) -> None:
             f"{rule.min_hits} x /{rule.pattern}/" if rule.pattern else "",
             f"at least {rule.min_words} words" if rule.min_words else "",
         ]
-        rows.append((rule.name, rule.type, _short(", ".join(filter(None, conditions)), 100)))
+        rows.append((rule.name, rule.type, _shorten(", ".join(filter(None, conditions)), 100)))
     print(table(rows, head=("rule", "type", "when")))
 
 
-def _read(source: str) -> str:
+def _read_prompt(source: str) -> str:
+    """Read a file, or standard input for ``-``."""
     try:
         return sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
     except OSError as error:
@@ -76,20 +82,22 @@ def _read(source: str) -> str:
         raise InputError(f"{source} is not UTF-8 text") from None
 
 
-def _blocks(text: str, segmenter: Segmenter) -> tuple[Block, ...]:
+def _cut_prompt(text: str, segmenter: Segmenter) -> tuple[TextBlock, ...]:
+    """Cut text, a list of messages or an OpenAI request into blocks."""
     if not text.strip():
         raise InputError("the prompt is empty", hint="pass a file, or text on standard input")
     try:
         value = json.loads(text)
     except ValueError:
-        return segmenter.text(text)
+        return segmenter.cut_text(text)
     if isinstance(value, dict) and isinstance(value.get("messages"), list):
-        return segmenter.messages(value["messages"])
+        return segmenter.cut_messages(value["messages"])
     if isinstance(value, list) and value and all(isinstance(one, dict) and "role" in one for one in value):
-        return segmenter.messages(value)
-    return segmenter.text(text)
+        return segmenter.cut_messages(value)
+    return segmenter.cut_text(text)
 
 
-def _short(text: str, most: int = 60) -> str:
+def _shorten(text: str, most: int = 60) -> str:
+    """Put a text on one line of at most ``most`` characters."""
     one = " ".join(text.split())
     return one if len(one) <= most else one[: most - 1] + "…"

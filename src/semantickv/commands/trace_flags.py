@@ -1,10 +1,10 @@
-"""Flags that commands over traces share, and what they mean."""
+"""Flags that the commands over traces share, and the values they give."""
 
 from __future__ import annotations
 
 import argparse
 
-from semantickv.analysis.calibration import Calibration, Observations, calibrate, observations
+from semantickv.analysis.calibration import Calibration, Observations, calibrate, read_observations
 from semantickv.analysis.latency import LatencyModel
 from semantickv.traces.formats import FORMATS
 from semantickv.traces.trace import Trace
@@ -12,7 +12,8 @@ from semblend.cli.output import say
 from semblend.errors import InputError
 
 
-def add_trace(parser: argparse.ArgumentParser) -> None:
+def add_trace_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags that name a trace and say how to read it."""
     parser.add_argument("--trace", required=True, metavar="FILE", help="trace to read, plain or gzip")
     parser.add_argument(
         "--format", choices=("auto", *FORMATS), default="auto", help="its format (default: %(default)s)"
@@ -23,7 +24,8 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-requests", type=int, metavar="N", help="use the first N requests only")
 
 
-def add_latency(parser: argparse.ArgumentParser) -> None:
+def add_latency_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of the latency line."""
     parser.add_argument("--base-ms", type=float, metavar="MS", help="base time to first token (default: 80)")
     parser.add_argument("--ms-per-uncached-token", type=float, metavar="MS", help="time of a computed token (0.08)")
     parser.add_argument(
@@ -31,20 +33,25 @@ def add_latency(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read(args: argparse.Namespace) -> Trace:
-    """The trace that the flags name."""
+def read_trace(args: argparse.Namespace) -> Trace:
+    """Read the trace that the flags name; report skipped lines on standard error."""
     trace = Trace.read(args.trace, args.format, block_tokens=args.block_tokens, skip_bad=args.skip_bad, sort=args.sort)
     if args.max_requests is not None:
         if args.max_requests < 1:
             raise InputError("--max-requests must be at least 1")
-        trace = trace.head(args.max_requests)
+        trace = trace.take_first(args.max_requests)
     if trace.skipped:
         say(f"skipped {trace.skipped} bad line{'s' if trace.skipped > 1 else ''} of {args.trace}")
     return trace
 
 
-def latency(args: argparse.Namespace, trace: Trace) -> tuple[LatencyModel, Calibration | None, Observations | None]:
-    """The latency line: calibrated, given, or the default."""
+def choose_latency(
+    args: argparse.Namespace, trace: Trace
+) -> tuple[LatencyModel, Calibration | None, Observations | None]:
+    """Choose the latency line: calibrated from the trace, given by flags, or the default.
+
+    The calibration and its observations are None unless it was calibrated.
+    """
     given = args.base_ms is not None or args.ms_per_uncached_token is not None
     if args.calibrate_from_trace:
         if given:
@@ -52,7 +59,7 @@ def latency(args: argparse.Namespace, trace: Trace) -> tuple[LatencyModel, Calib
                 "--calibrate-from-trace and a given latency exclude each other",
                 hint="drop --base-ms and --ms-per-uncached-token",
             )
-        seen = observations(args.trace, trace)
+        seen = read_observations(args.trace, trace)
         fitted = calibrate(seen)
         return fitted.model, fitted, seen
     default = LatencyModel()

@@ -12,8 +12,8 @@ from typing import IO, Any
 from semantickv.traces.request import TraceRequest
 from semantickv.traces.trace import Trace, describe_trace
 from semantickv.workloads.arrivals import PROCESSES, Arrivals
-from semantickv.workloads.families import FAMILIES, workload
-from semantickv.workloads.from_text import BLOCK_TOKENS, TEXT_WORKLOADS, TextSource, text_workload
+from semantickv.workloads.families import FAMILIES, generate_workload
+from semantickv.workloads.from_text import BLOCK_TOKENS, TEXT_WORKLOADS, TextSource, generate_text_workload
 from semblend.cli.output import check_target, print_json, say
 from semblend.errors import InputError
 
@@ -22,6 +22,7 @@ arrivals. Traces hold hashes and lengths, no text."""
 
 
 def add(subparsers: Any) -> None:
+    """Declare the flags of ``semantickv workload``."""
     parser = subparsers.add_parser("workload", help="write a trace of made-up or text-based traffic", description=ABOUT)
     parser.add_argument("family", choices=(*TEXT_WORKLOADS, *FAMILIES), help="which traffic")
     parser.add_argument("--output", required=True, metavar="FILE", help="trace to write (.jsonl or .jsonl.gz)")
@@ -38,6 +39,7 @@ def add(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Generate the traffic, write it as a trace and print its numbers; return the exit code."""
     check_target(args.output)
     arrivals = Arrivals(args.arrivals, rate=args.rate, think_s=args.think_s, burstiness=args.burstiness)
     if args.sessions is not None and args.sessions < 1:
@@ -48,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
         if args.block_tokens < 8:
             raise InputError("--block-tokens must be at least 8")
         source = TextSource(Path(args.data_dir), args.seed, args.sessions, arrivals, args.block_tokens)
-        trace = text_workload(args.family, source)
+        trace = generate_text_workload(args.family, source)
     else:
-        trace = workload([args.family], sessions=args.sessions or 50, requests=args.requests, seed=args.seed,
+        trace = generate_workload([args.family], sessions=args.sessions or 50, requests=args.requests, seed=args.seed,
                          arrivals=arrivals, tenants=args.tenants)  # fmt: skip
     write_trace(trace, args.output)
     print_json(describe_trace(trace))
@@ -59,10 +61,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_trace(trace: Trace, path: str) -> None:
-    """The trace as JSON Lines; a name that ends in .gz is packed."""
+    """Write a trace as JSON Lines; a name that ends in .gz is compressed."""
     try:
-        with _opened(path) as stream:
-            for line in _lines(trace):
+        with _open(path) as stream:
+            for line in _format_lines(trace):
                 stream.write(line + "\n")
     except OSError as error:
         raise InputError(
@@ -70,16 +72,19 @@ def write_trace(trace: Trace, path: str) -> None:
         ) from None
 
 
-def _opened(path: str) -> IO[str]:
+def _open(path: str) -> IO[str]:
+    """Open a text file to write, compressed if its name ends in .gz."""
     return gzip.open(path, "wt", encoding="utf-8") if path.endswith(".gz") else Path(path).open("w", encoding="utf-8")
 
 
-def _lines(trace: Trace) -> Iterator[str]:
-    for request in trace.requests():
-        yield json.dumps(_line(request), separators=(",", ":"))
+def _format_lines(trace: Trace) -> Iterator[str]:
+    """Format each request as one line of JSON."""
+    for request in trace.iter_requests():
+        yield json.dumps(_format_request(request), separators=(",", ":"))
 
 
-def _line(request: TraceRequest) -> dict[str, Any]:
+def _format_request(request: TraceRequest) -> dict[str, Any]:
+    """Build the JSON object of one request."""
     blocks = zip(request.block_ids, request.block_tokens, request.block_types, strict=True)
     line: dict[str, Any] = {
         "request_id": request.request_id,

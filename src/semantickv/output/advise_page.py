@@ -1,4 +1,4 @@
-"""The page that a platform team prints: the advice, one figure, the numbers behind it, and what they do not say."""
+"""The advice as a page to print: the headline, one figure, the numbers behind it, and the limits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from semantickv.analysis.advise import NOISE, Advice, hits_by_type
+from semantickv.analysis.advise import NOISE, Advice, count_hits_by_type
 from semantickv.analysis.latency import BOUNDS, SIMULATED_NOTE
 from semantickv.output import plots
 from semblend.cli.output import write_json, write_text
@@ -41,65 +41,72 @@ footer { color: var(--faint); font-size: 13px; margin-top: 26px; border-top: 1px
 """
 
 
-def write(advice: Advice, folder: Path) -> None:
-    """advice.html, advice.md, advice.json and the figure."""
+def write_advice(advice: Advice, folder: Path) -> None:
+    """Write advice.html, advice.md, advice.json and the figure into ``folder``."""
     write_json(folder / "advice.json", advice.as_json())
-    draw(advice, folder / FIGURE)
-    write_text(folder / "advice.md", markdown(advice))
-    write_text(folder / "advice.html", page(advice))
+    draw_curves(advice, folder / FIGURE)
+    write_text(folder / "advice.md", format_markdown(advice))
+    write_text(folder / "advice.html", format_html(advice))
 
 
 # -- words -----------------------------------------------------------------------------------------------------------
 
 
-def headline(advice: Advice) -> str:
-    size, rate = advice.sizes[advice.knee], advice.point(advice.policy).token_hit_rate
+def format_headline(advice: Advice) -> str:
+    """Write the advice in one sentence: policy, memory and hit rate."""
+    size, rate = advice.sizes[advice.knee], advice.get_point_at_knee(advice.policy).token_hit_rate
     if advice.ceiling.token_hit_rate < NOISE:
         return "A prefix cache would not help this traffic"
-    return f"{_name(advice.policy)} with {_gib(advice.gib(size))} of KV: {rate:.0%} of prompt tokens from cache"
+    memory = _format_gib(advice.to_gib(size))
+    return f"{_format_policy(advice.policy)} with {memory} of KV: {rate:.0%} of prompt tokens from cache"
 
 
-def lead(advice: Advice) -> str:
-    here, lru, ceiling = advice.point(advice.policy), advice.point("lru"), advice.ceiling
+def format_lead(advice: Advice) -> str:
+    """Compare the advised point with unlimited memory, with LRU and with the bound, in words."""
+    here, lru, ceiling = advice.get_point_at_knee(advice.policy), advice.get_point_at_knee("lru"), advice.ceiling
     if ceiling.token_hit_rate < NOISE:
         return (
             f"Even with room for everything, {ceiling.token_hit_rate:.1%} of the prompt tokens would come from it. "
             + ("The trace's format holds no shared blocks." if advice.trace.format == "azure" else "")
         )
     words = [
-        f"That is {_part(here.token_hit_rate, ceiling.token_hit_rate)} of what any amount of memory could give "
-        f"({ceiling.token_hit_rate:.0%}, at {_gib(advice.gib(advice.sizes[-1]))})."
+        f"That is {_format_share(here.token_hit_rate, ceiling.token_hit_rate)} of what any amount of memory could give "
+        f"({ceiling.token_hit_rate:.0%}, at {_format_gib(advice.to_gib(advice.sizes[-1]))})."
     ]
     if advice.policy == "lru":
         words.append(f"No other policy beats LRU there by more than {NOISE:.1%}, so the simplest one is advised.")
     else:
         words.append(f"LRU would give {lru.token_hit_rate:.1%} in the same memory.")
     bound = next((name for name in reversed(BOUNDS) if name in advice.curves), None)
-    if bound and advice.point(bound).token_hit_rate > here.token_hit_rate:
-        words.append(f"Knowing the future ({bound}) would give {advice.point(bound).token_hit_rate:.1%}.")
+    if bound and advice.get_point_at_knee(bound).token_hit_rate > here.token_hit_rate:
+        words.append(f"Knowing the future ({bound}) would give {advice.get_point_at_knee(bound).token_hit_rate:.1%}.")
     return " ".join(words)
 
 
-def cards(advice: Advice) -> list[tuple[str, str]]:
+def build_cards(advice: Advice) -> list[tuple[str, str]]:
+    """Build the four key figures, each with its explanation."""
     found = [
-        (_gib(advice.gib(advice.sizes[advice.knee])), f"{advice.sizes[advice.knee]:,} tokens of {advice.model} KV"),
-        (f"{advice.point(advice.policy).token_hit_rate:.1%}", "of prompt tokens from cache"),
+        (
+            _format_gib(advice.to_gib(advice.sizes[advice.knee])),
+            f"{advice.sizes[advice.knee]:,} tokens of {advice.model} KV",
+        ),
+        (f"{advice.get_point_at_knee(advice.policy).token_hit_rate:.1%}", "of prompt tokens from cache"),
         (f"{advice.ttft_ms:.0f} ms", f"average TTFT, {advice.ttft_cold_ms:.0f} ms without a cache"),
     ]
-    hours = _time(advice.saved_a_day)
+    hours = _format_hours(advice.saved_a_day)
     found.append((hours, "of prefill saved a day") if advice.hour_cost is None else
                  (f"{advice.saved_a_day * advice.hour_cost:,.2f}", f"saved a day: {hours} of prefill"))  # fmt: skip
     return found
 
 
-def elsewhere(advice: Advice) -> str:
-    """What reuse of blocks at any position would add."""
+def describe_reuse_at_any_position(advice: Advice) -> str:
+    """Describe how many tokens reuse of blocks at any position would add."""
     if not advice.anywhere:
         return (
             "This trace cannot tell: its ids stand for a block and everything before it. Collect one with "
             "`semantickv collect` to see it."
         )
-    here, there = advice.point(advice.policy), advice.anywhere[advice.knee]
+    here, there = advice.get_point_at_knee(advice.policy), advice.anywhere[advice.knee]
     gain = there.token_hit_rate - here.token_hit_rate
     if gain <= NOISE:
         return (
@@ -110,12 +117,13 @@ def elsewhere(advice: Advice) -> str:
     a_day = saved * 24 / advice.hours if advice.hours else 0.0
     return (
         f"If blocks could be reused at any position, {there.token_hit_rate:.1%} of the prompt tokens would come from "
-        f"the cache in the same memory: {gain * 100:.1f} points more, another {_time(a_day)} of prefill a day. An "
-        "upper bound: it counts every equal block, and pays nothing for moving it or for checking its quality."
+        f"the cache in the same memory: {gain * 100:.1f} points more, another {_format_hours(a_day)} of prefill a day. "
+        "An upper bound: it counts every equal block, and pays nothing for moving it or for checking its quality."
     )
 
 
-def limits(advice: Advice) -> list[str]:
+def list_limits(advice: Advice) -> list[str]:
+    """List what the figures do not say, one sentence each."""
     latency = advice.latency
     found = [
         SIMULATED_NOTE,
@@ -145,43 +153,46 @@ def limits(advice: Advice) -> list[str]:
     return found
 
 
-def policy_rows(advice: Advice, strong: str = "**{}**") -> list[tuple[str, ...]]:
-    """Policy, then its token hit rate at some sizes, the knee among them; best first, bounds last.
+def build_policy_rows(advice: Advice, strong: str = "**{}**") -> list[tuple[str, ...]]:
+    """Build the table: each policy with its token hit rates at some sizes; best first, bounds last.
 
-    The best policy of a size that does not know the future is written as ``strong``.
+    At each size the best policy that does not know the future is written as ``strong``.
     """
-    columns = shown_sizes(advice)
+    columns = choose_columns(advice)
     order = sorted(
         advice.curves, key=lambda p: (p in BOUNDS, -advice.curves[p][advice.knee].token_hit_rate, p != "lru")
     )
     tops = [max(points[at].token_hit_rate for p, points in advice.curves.items() if p not in BOUNDS) for at in columns]
 
-    def cell(policy: str, at: int, top: float) -> str:
+    def format_cell(policy: str, at: int, top: float) -> str:
         rate = advice.curves[policy][at].token_hit_rate
         text = f"{rate:.1%}"
         best = policy not in BOUNDS and rate >= top - 1e-4 and at != len(advice.sizes) - 1  # at the end all are equal
         return strong.format(text) if best else text
 
-    return [(p, *(cell(p, at, top) for at, top in zip(columns, tops, strict=True))) for p in order]
+    return [(p, *(format_cell(p, at, top) for at, top in zip(columns, tops, strict=True))) for p in order]
 
 
-def shown_sizes(advice: Advice) -> list[int]:
+def choose_columns(advice: Advice) -> list[int]:
+    """Choose the indices of the sizes to show: both ends and those around the knee."""
     last = len(advice.sizes) - 1
     return sorted({0, max(0, advice.knee - 2), max(0, advice.knee - 1), advice.knee, min(last, advice.knee + 1), last})
 
 
-def markdown(advice: Advice) -> str:
+def format_markdown(advice: Advice) -> str:
+    """Format the whole advice as Markdown."""
     heads = [
-        _gib(advice.gib(advice.sizes[at])) + (" (knee)" if at == advice.knee else "") for at in shown_sizes(advice)
+        _format_gib(advice.to_gib(advice.sizes[at])) + (" (knee)" if at == advice.knee else "")
+        for at in choose_columns(advice)
     ]
     lines = [
-        f"# {headline(advice)} (simulated)",
+        f"# {format_headline(advice)} (simulated)",
         "",
-        f"{advice.trace.name}: {_about(advice)}",
+        f"{advice.trace.name}: {_describe_traffic(advice)}",
         "",
-        lead(advice),
+        format_lead(advice),
         "",
-        *(f"- **{value}** {words}" for value, words in cards(advice)),
+        *(f"- **{value}** {words}" for value, words in build_cards(advice)),
         "",
         f"![Hit rate against memory]({FIGURE})",
         "",
@@ -189,21 +200,24 @@ def markdown(advice: Advice) -> str:
         "",
         "| policy | " + " | ".join(heads) + " |",
         "|---|" + "---:|" * len(heads),
-        *("| " + " | ".join(row) + " |" for row in policy_rows(advice)),
+        *("| " + " | ".join(row) + " |" for row in build_policy_rows(advice)),
         "",
         "## Beyond prefixes",
         "",
-        elsewhere(advice),
+        describe_reuse_at_any_position(advice),
         "",
         "## By type",
         "",
         "| type | prompt tokens | from cache |",
         "|---|---:|---:|",
-        *(f"| {name} | {total:,} | {_part(hit, total)} |" for name, (total, hit) in hits_by_type(advice).items()),
+        *(
+            f"| {name} | {total:,} | {_format_share(hit, total)} |"
+            for name, (total, hit) in count_hits_by_type(advice).items()
+        ),
         "",
         "## What this does not say",
         "",
-        *(f"- {limit}" for limit in limits(advice)),
+        *(f"- {limit}" for limit in list_limits(advice)),
     ]
     return "\n".join(lines) + "\n"
 
@@ -211,45 +225,49 @@ def markdown(advice: Advice) -> str:
 # -- page ------------------------------------------------------------------------------------------------------------
 
 
-def page(advice: Advice) -> str:
-    """One self-contained HTML file."""
+def format_html(advice: Advice) -> str:
+    """Format the whole advice as one self-contained HTML file."""
     esc = html.escape
     heads = [
-        _gib(advice.gib(advice.sizes[at])) + ("<br>knee" if at == advice.knee else "") for at in shown_sizes(advice)
+        _format_gib(advice.to_gib(advice.sizes[at])) + ("<br>knee" if at == advice.knee else "")
+        for at in choose_columns(advice)
     ]
     rows = "".join(
         f'<tr class="{"chosen" if row[0] == advice.policy else "bound" if row[0] in BOUNDS else ""}">'
         + f"<td>{esc(row[0])}</td>"
         + "".join(f"<td>{cell}</td>" for cell in row[1:])
         + "</tr>"
-        for row in policy_rows(advice, "<b>{}</b>")
+        for row in build_policy_rows(advice, "<b>{}</b>")
     )
     types = "".join(
-        f"<tr><td>{esc(name)}</td><td>{total:,}</td><td>{_part(hit, total)}</td></tr>"
-        for name, (total, hit) in hits_by_type(advice).items()
+        f"<tr><td>{esc(name)}</td><td>{total:,}</td><td>{_format_share(hit, total)}</td></tr>"
+        for name, (total, hit) in count_hits_by_type(advice).items()
     )
-    shown = "".join(f'<div class="card"><b>{esc(v)}</b><span>{esc(words)}</span></div>' for v, words in cards(advice))
+    shown = "".join(
+        f'<div class="card"><b>{esc(v)}</b><span>{esc(words)}</span></div>' for v, words in build_cards(advice)
+    )
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{esc(headline(advice))}</title><style>{_STYLE}</style></head><body><main>
+<title>{esc(format_headline(advice))}</title><style>{_STYLE}</style></head><body><main>
 <div class="tag">Simulated</div>
-<h1>{esc(headline(advice))}</h1>
-<p class="lead">{esc(lead(advice))}</p>
+<h1>{esc(format_headline(advice))}</h1>
+<p class="lead">{esc(format_lead(advice))}</p>
 <div class="cards">{shown}</div>
-<figure>{_svg(advice)}</figure>
+<figure>{_draw_svg(advice)}</figure>
 <h2>Token hit rate by policy and memory (best of a size in bold)</h2>
 <table><tr><th>policy</th>{"".join(f"<th>{head}</th>" for head in heads)}</tr>{rows}</table>
-<h2>Beyond prefixes</h2><p>{esc(elsewhere(advice)).replace("`", "")}</p>
+<h2>Beyond prefixes</h2><p>{esc(describe_reuse_at_any_position(advice)).replace("`", "")}</p>
 <h2>What hits, by type, at the knee</h2>
 <table><tr><th>type</th><th>prompt tokens</th><th>from cache</th></tr>{types}</table>
 <h2>What this page does not say</h2>
-<ul>{"".join(f"<li>{esc(limit)}</li>" for limit in limits(advice))}</ul>
-<footer>{esc(advice.trace.name)}: {esc(_about(advice))} Made by semantickv advise.</footer>
+<ul>{"".join(f"<li>{esc(limit)}</li>" for limit in list_limits(advice))}</ul>
+<footer>{esc(advice.trace.name)}: {esc(_describe_traffic(advice))} Made by semantickv advise.</footer>
 </main></body></html>
 """
 
 
-def _about(advice: Advice) -> str:
+def _describe_traffic(advice: Advice) -> str:
+    """Describe the trace: requests, hours, tokens and block accesses."""
     facts = advice.facts
     over = f" over {advice.hours:.1f} h" if advice.hours >= 0.1 else ""
     return (
@@ -258,13 +276,15 @@ def _about(advice: Advice) -> str:
     )
 
 
-def _name(policy: str) -> str:
+def _format_policy(policy: str) -> str:
+    """Write well-known acronyms in capitals."""
     return policy.upper() if policy in ("lru", "fifo", "lfu", "arc", "gdsf") else policy
 
 
-def _gib(gib: float) -> str:
-    """
-    >>> _gib(0.004), _gib(1.234), _gib(140.2)
+def _format_gib(gib: float) -> str:
+    """Format a size in GiB; below 0.1 GiB in MiB.
+
+    >>> _format_gib(0.004), _format_gib(1.234), _format_gib(140.2)
     ('4.1 MiB', '1.2 GiB', '140 GiB')
     """
     if gib < 0.1:
@@ -272,35 +292,37 @@ def _gib(gib: float) -> str:
     return f"{gib:.1f} GiB" if gib < 100 else f"{gib:,.0f} GiB"
 
 
-def _time(hours: float) -> str:
-    """
-    >>> _time(0.02), _time(3.21)
+def _format_hours(hours: float) -> str:
+    """Format a time in hours; below one hour in minutes.
+
+    >>> _format_hours(0.02), _format_hours(3.21)
     ('1.2 min', '3.2 h')
     """
     return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
 
 
-def _part(some: float, total: float) -> str:
+def _format_share(some: float, total: float) -> str:
+    """Format ``some`` as a percentage of ``total``."""
     return f"{some / total:.0%}" if total else "0%"
 
 
 # -- figure ----------------------------------------------------------------------------------------------------------
 
 
-def draw(advice: Advice, target: Any, *, kind: str = "png") -> None:
-    """All policies' token hit rate against memory; the knee, the ceiling, and reuse at any position."""
-    memory = [advice.gib(size) for size in advice.sizes]
+def draw_curves(advice: Advice, target: Any, *, kind: str = "png") -> None:
+    """Draw the token hit rate of all policies against memory, with the knee and reuse at any position."""
+    memory = [advice.to_gib(size) for size in advice.sizes]
     note = f"{advice.trace.name}, prefix semantics; memory is {advice.model} {advice.dtype} KV"
-    with plots.figure(target, 1, (10.0, 5.4), "Prompt tokens from cache, against memory", note, kind=kind) as axes:
+    with plots.open_figure(target, 1, (10.0, 5.4), "Prompt tokens from cache, against memory", note, kind=kind) as axes:
         axis = axes[0]
         axis.set_xscale("log", base=2)
         ends = {}
         for policy, points in advice.curves.items():
             rates = [point.token_hit_rate for point in points]
             loud = policy in (advice.policy, "lru", *BOUNDS)
-            axis.plot(memory, rates, color=plots.colour_of(policy), linewidth=2.4 if policy == advice.policy else 1.5,
-                      alpha=1.0 if loud else 0.75, linestyle="--" if policy in BOUNDS else "-",
-                      zorder=3 if loud else 2)  # fmt: skip
+            axis.plot(memory, rates, color=plots.choose_colour(policy),
+                      linewidth=2.4 if policy == advice.policy else 1.5, alpha=1.0 if loud else 0.75,
+                      linestyle="--" if policy in BOUNDS else "-", zorder=3 if loud else 2)  # fmt: skip
             ends[policy] = rates
         if advice.anywhere:
             rates = [point.token_hit_rate for point in advice.anywhere]
@@ -308,25 +330,26 @@ def draw(advice: Advice, target: Any, *, kind: str = "png") -> None:
             ends["at any position"] = rates
         at = advice.knee
         axis.axvline(memory[at], color=plots.FAINT, linewidth=1.0, linestyle=(0, (2, 3)))
-        axis.plot([memory[at]], [advice.point(advice.policy).token_hit_rate], "o", color=plots.colour_of(advice.policy),
-                  markersize=9, zorder=5, markeredgecolor="white")  # fmt: skip
+        rate = advice.get_point_at_knee(advice.policy).token_hit_rate
+        axis.plot([memory[at]], [rate], "o", color=plots.choose_colour(advice.policy), markersize=9, zorder=5,
+                  markeredgecolor="white")  # fmt: skip
         axis.set_ylim(bottom=0, top=max(0.01, *(max(rates) for rates in ends.values())) * 1.08)
-        axis.annotate(f"knee: {_gib(memory[at])}", (memory[at], axis.get_ylim()[1]), xytext=(5, -4), fontsize=9,
+        axis.annotate(f"knee: {_format_gib(memory[at])}", (memory[at], axis.get_ylim()[1]), xytext=(5, -4), fontsize=9,
                       textcoords="offset points", color=plots.INK, va="top")  # fmt: skip
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        axis.xaxis.set_major_formatter(lambda value, _: _gib(value))
+        axis.xaxis.set_major_formatter(lambda value, _: _format_gib(value))
         axis.minorticks_off()
         axis.set_xlabel("memory for cached prompts", fontsize=9, color=plots.FAINT)
-        plots.bare(axis, grid="y")
-        _key(axis, advice, ends)
+        plots.style_axis(axis, grid="y")
+        _draw_legend(axis, advice, ends)
 
 
-def _key(axis: Any, advice: Advice, rates: dict[str, list[float]]) -> None:
-    """Names right of the figure, in the order of the curves at the knee: at the right end they all meet."""
+def _draw_legend(axis: Any, advice: Advice, rates: dict[str, list[float]]) -> None:
+    """Draw the names right of the figure, in the order of the curves at the knee: at the right end they all meet."""
     order = sorted(rates, key=lambda name: -rates[name][advice.knee])
     for row, name in enumerate(order):
         style = ":" if name == "at any position" else "--" if name in BOUNDS else "-"
-        colour = plots.INK if name == "at any position" else plots.colour_of(name)
+        colour = plots.INK if name == "at any position" else plots.choose_colour(name)
         y = 0.98 - row * 0.058
         axis.plot([1.015, 1.05], [y, y], transform=axis.transAxes, color=colour, linestyle=style, linewidth=2,
                   clip_on=False)  # fmt: skip
@@ -336,8 +359,9 @@ def _key(axis: Any, advice: Advice, rates: dict[str, list[float]]) -> None:
               color=plots.FAINT)  # fmt: skip
 
 
-def _svg(advice: Advice) -> str:
+def _draw_svg(advice: Advice) -> str:
+    """Draw the figure as SVG text."""
     out = io.StringIO()
-    draw(advice, out, kind="svg")
+    draw_curves(advice, out, kind="svg")
     text = out.getvalue()
     return text[text.index("<svg") :]

@@ -1,4 +1,4 @@
-"""The files of an experiment: results.json, metrics.csv, summary.md and six pictures; and the summary over several."""
+"""The files of an experiment (results.json, metrics.csv, summary.md, six pictures) and the summary of several."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from semantickv.analysis.experiments import Outcome
-from semantickv.analysis.latency import BOUNDS, SIMULATED_NOTE, against
+from semantickv.analysis.latency import BOUNDS, SIMULATED_NOTE, compute_gain
 from semantickv.output import plots
-from semantickv.output.files import METRICS, record_table, write_csv
+from semantickv.output.files import METRICS, format_policy_table, write_csv
 from semantickv.traces.trace import describe_trace
 from semblend.cli.output import write_json, write_text
 
@@ -38,12 +38,12 @@ PUBLISHED: Final[Mapping[str, Mapping[str, float]]] = MappingProxyType(
 COLUMNS = ("experiment_id", *METRICS)
 
 
-def metric_rows(outcome: Outcome) -> list[dict[str, Any]]:
-    """One flat row a policy and mode."""
+def build_metric_rows(outcome: Outcome) -> list[dict[str, Any]]:
+    """Build one flat row for each policy and mode."""
     rows = []
     for mode, records in outcome.records.items():
         for record in records:
-            gain = against(records, record["policy"])
+            gain = compute_gain(records, record["policy"])
             flat = {key: round(value, 6) if isinstance(value, float) else value for key, value in record.items()}
             rows.append(
                 flat
@@ -56,17 +56,17 @@ def metric_rows(outcome: Outcome) -> list[dict[str, Any]]:
     return rows
 
 
-def write(outcome: Outcome, folder: Path, *, pictures: bool = True) -> None:
-    """All files of one experiment."""
+def write_experiment(outcome: Outcome, folder: Path, *, pictures: bool = True) -> None:
+    """Write all files of one experiment into ``folder``."""
     write_json(folder / "results.json", outcome.as_json())
-    write_csv(folder / "metrics.csv", metric_rows(outcome), COLUMNS)
-    write_text(folder / "summary.md", summary(outcome))
+    write_csv(folder / "metrics.csv", build_metric_rows(outcome), COLUMNS)
+    write_text(folder / "summary.md", format_summary(outcome))
     if pictures:
-        draw(outcome, folder)
+        draw_experiment(outcome, folder)
 
 
-def draw(outcome: Outcome, folder: Path) -> None:
-    """The six pictures that the source text names."""
+def draw_experiment(outcome: Outcome, folder: Path) -> None:
+    """Draw the six pictures that the source text names."""
     experiment, records = outcome.experiment, outcome.records
     note = (
         f"{experiment.experiment_id}, seed {experiment.seed}: {len(outcome.trace)} requests, "
@@ -74,29 +74,29 @@ def draw(outcome: Outcome, folder: Path) -> None:
     )
     panels = {f"{mode} mode": records[mode] for mode in records}
 
-    def values(key: str) -> dict[str, list[tuple[str, float]]]:
+    def collect(key: str) -> dict[str, list[tuple[str, float]]]:
         return {name: [(record["policy"], record[key]) for record in rows] for name, rows in panels.items()}
 
-    plots.bars(folder / "policy_comparison_avg_ttft.png", "Average time to first token (estimated)",
-               values("avg_ttft_ms"), unit="ms", best="low", note=note)  # fmt: skip
-    plots.bars(
-        folder / "policy_comparison_hit_rate.png", "Block hit rate", values("block_hit_rate"), unit="%", note=note
+    plots.draw_bars(folder / "policy_comparison_avg_ttft.png", "Average time to first token (estimated)",
+               collect("avg_ttft_ms"), unit="ms", best="low", note=note)  # fmt: skip
+    plots.draw_bars(
+        folder / "policy_comparison_hit_rate.png", "Block hit rate", collect("block_hit_rate"), unit="%", note=note
     )
-    plots.bars(folder / "tokens_saved_by_policy.png", "Prompt tokens not computed", values("tokens_saved"),
+    plots.draw_bars(folder / "tokens_saved_by_policy.png", "Prompt tokens not computed", collect("tokens_saved"),
                unit="tokens", note=note)  # fmt: skip
     evicted = {n: {record["policy"]: record["evictions_by_type"] for record in rows} for n, rows in panels.items()}
-    plots.stacked(folder / "evictions_by_semantic_type.png", "What was evicted", evicted, note=note)
+    plots.draw_stacked_bars(folder / "evictions_by_semantic_type.png", "What was evicted", evicted, note=note)
     over = {f"{mode} mode": lines for mode, lines in outcome.weights_over_time.items()}
-    plots.lines(folder / "adaptive_weights_over_time.png", "What adaptive_semantic has learned", over, x="requests",
-                y="returns per cache-ful of waiting", note=note,
-                empty="adaptive_semantic did not run or keeps no weights")  # fmt: skip
+    plots.draw_lines(folder / "adaptive_weights_over_time.png", "What adaptive_semantic has learned", over,
+                     x="requests", y="returns per cache-ful of waiting", note=note,
+                     empty="adaptive_semantic did not run or keeps no weights")  # fmt: skip
     over = {f"{mode} mode": lines for mode, lines in outcome.utilization_over_time.items()}
-    plots.lines(folder / "memory_utilization_over_time.png", "Share of the cache in use", over, x="requests",
+    plots.draw_lines(folder / "memory_utilization_over_time.png", "Share of the cache in use", over, x="requests",
                 y="used", note=note, share=True)  # fmt: skip
 
 
-def summary(outcome: Outcome) -> str:
-    """The result in words, as Markdown."""
+def format_summary(outcome: Outcome) -> str:
+    """Format the result as Markdown."""
     experiment, facts = outcome.experiment, describe_trace(outcome.trace)
     lines = [
         f"# {experiment.experiment_id} (simulated)",
@@ -111,19 +111,23 @@ def summary(outcome: Outcome) -> str:
         f"{experiment.latency.token_latency_ms:g} ms.",
     ]
     for mode, records in outcome.records.items():
-        lines += ["", f"## {mode} mode", "", *record_table(records), "", _verdict(records)]
+        lines += ["", f"## {mode} mode", "", *format_policy_table(records), "", _describe_best(records)]
     published = PUBLISHED.get(experiment.experiment_id)
     if published and "block" in outcome.records:
-        lines += ["", "## Beside the source text (block mode)", "", *_beside(outcome, published)]
+        lines += ["", "## Beside the source text (block mode)", "", *_compare_with_published(outcome, published)]
     return "\n".join(lines) + "\n"
 
 
-def _verdict(records: Sequence[Mapping[str, Any]]) -> str:
+def _describe_best(records: Sequence[Mapping[str, Any]]) -> str:
+    """Name the policy with the lowest average TTFT and its time in ms."""
     best = min((record["avg_ttft_ms"] for record in records if record["policy"] not in BOUNDS), default=0.0)
-    return f"Lowest average TTFT (simulated): {_best(records)}, {best:.2f} ms. Policies named belady know the future."
+    return (
+        f"Lowest average TTFT (simulated): {name_best(records)}, {best:.2f} ms. Policies named belady know the future."
+    )
 
 
-def _beside(outcome: Outcome, published: Mapping[str, float]) -> list[str]:
+def _compare_with_published(outcome: Outcome, published: Mapping[str, float]) -> list[str]:
+    """Build a Markdown table of the source text's figures and ours, in block mode."""
     here = {record["policy"]: record for record in outcome.records["block"]}
     lines = ["| | source text | here |", "|---|---:|---:|"]
     for policy, key in (("lru", "lru"), ("adaptive_semantic", "adaptive")):
@@ -131,15 +135,15 @@ def _beside(outcome: Outcome, published: Mapping[str, float]) -> list[str]:
             lines.append(f"| {policy} avg TTFT | {published[key]:.2f} ms | {here[policy]['avg_ttft_ms']:.2f} ms |")
             hits = f"{published[key + '_hits']:.1%} | {here[policy]['block_hit_rate']:.1%}"
             lines.append(f"| {policy} block hits | {hits} |")
-    gain = against(outcome.records["block"], "adaptive_semantic")
+    gain = compute_gain(outcome.records["block"], "adaptive_semantic")
     if gain is not None:
         lines.append(f"| adaptive against LRU | {1 - published['adaptive'] / published['lru']:+.2%} | {gain:+.2%} |")
     return lines
 
 
 def write_aggregate(outcomes: Sequence[Outcome], folder: Path) -> None:
-    """``aggregate_summary.csv`` and ``.md``: every policy of every experiment, the main results beside the source's."""
-    rows = [row for outcome in outcomes for row in metric_rows(outcome)]
+    """Write ``aggregate_summary.csv`` and ``.md``: every policy of every experiment, beside the source text."""
+    rows = [row for outcome in outcomes for row in build_metric_rows(outcome)]
     write_csv(folder / "aggregate_summary.csv", rows, COLUMNS)
     lines = [
         "# All experiments (simulated)",
@@ -155,18 +159,18 @@ def write_aggregate(outcomes: Sequence[Outcome], folder: Path) -> None:
         name = outcome.experiment.experiment_id
         known = PUBLISHED.get(name)
         source = f"{1 - known['adaptive'] / known['lru']:+.2%}" if known else ""
-        gains = {mode: against(records, "adaptive_semantic") for mode, records in outcome.records.items()}
+        gains = {mode: compute_gain(records, "adaptive_semantic") for mode, records in outcome.records.items()}
         cells = [source, *("" if gains.get(mode) is None else f"{gains[mode]:+.2%}" for mode in ("block", "prefix"))]
-        cells += [_best(outcome.records.get(mode, [])) for mode in ("block", "prefix")]
+        cells += [name_best(outcome.records.get(mode, [])) for mode in ("block", "prefix")]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     for outcome in outcomes:
         for mode, records in outcome.records.items():
-            lines += ["", f"## {outcome.experiment.experiment_id}, {mode} mode", "", *record_table(records)]
+            lines += ["", f"## {outcome.experiment.experiment_id}, {mode} mode", "", *format_policy_table(records)]
     write_text(folder / "aggregate_summary.md", "\n".join(lines) + "\n")
 
 
-def _best(records: Sequence[Mapping[str, Any]]) -> str:
-    """Which policies are fastest, within half a per mille; all of them where all are."""
+def name_best(records: Sequence[Mapping[str, Any]]) -> str:
+    """Name the policies within 0.05 % of the lowest average TTFT, or say that all are equal."""
     real = [record for record in records if record["policy"] not in BOUNDS]
     best = min((record["avg_ttft_ms"] for record in real), default=0.0)
     names = [record["policy"] for record in real if record["avg_ttft_ms"] <= best * 1.0005]

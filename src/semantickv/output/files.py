@@ -1,4 +1,4 @@
-"""What the results of experiments and replays share: the result folder, the CSV file and the Markdown table."""
+"""What the files of experiments and replays share: the result folder, the CSV file and the Markdown table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from semantickv.analysis.latency import against
+from semantickv.analysis.latency import compute_gain
 from semblend.cli.output import write_text
 from semblend.errors import InputError
 
@@ -19,8 +19,8 @@ METRICS = (
 )  # fmt: skip
 
 
-def new_folder(parent: str | Path, name: str, now: datetime | None = None) -> Path:
-    """``parent/<timestamp>_<name>``, made; a second one of the same second gets a number."""
+def make_folder(parent: str | Path, name: str, now: datetime | None = None) -> Path:
+    """Make the folder ``parent/<timestamp>_<name>``; a second one in the same second gets a number."""
     stamp = (now or datetime.now(UTC)).strftime("%Y%m%d_%H%M%S")
     for attempt in range(1000):
         folder = Path(parent) / (f"{stamp}_{name}" if not attempt else f"{stamp}_{name}_{attempt}")
@@ -43,14 +43,14 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[s
     write_text(path, out.getvalue())
 
 
-def record_table(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A Markdown table of policies."""
+def format_policy_table(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Format the records of policies as the lines of a Markdown table."""
     lines = [
         "| policy | block hits | token hits | tokens saved | evictions | avg TTFT | p95 TTFT | against LRU |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for record in records:
-        gain = against(list(map(dict, records)), record["policy"])
+        gain = compute_gain(list(map(dict, records)), record["policy"])
         lines.append(
             f"| {record['policy']} | {record['block_hit_rate']:.2%} | {record['token_hit_rate']:.2%} | "
             f"{record['tokens_saved']:,} | {record['evictions']:,} | {record['avg_ttft_ms']:.2f} ms | "

@@ -1,4 +1,4 @@
-"""Pictures of simulated results: a few shapes, one look, and the word simulated on each of them."""
+"""Pictures of simulated results, all in one style and all marked as simulated."""
 
 from __future__ import annotations
 
@@ -29,75 +29,77 @@ NOTE = "Simulated"
 Bars = Sequence[tuple[str, float]]
 
 
-def colour_of(name: str) -> str:
-    """The same name has the same colour in every picture."""
+def choose_colour(name: str) -> str:
+    """Return the colour of a policy or block type, the same in every picture."""
     known = POLICY_COLOURS | TYPE_COLOURS
     return known.get(name, _SPARE[sum(name.encode()) % len(_SPARE)])
 
 
-def bars(path: Path, title: str, panels: Mapping[str, Bars], *, unit: str, best: str = "high", note: str = "",
+def draw_bars(path: Path, title: str, panels: Mapping[str, Bars], *, unit: str, best: str = "high", note: str = "",
          one_scale: bool = True) -> None:  # fmt: skip
-    """One row a policy, one panel a mode; the best one is drawn in full colour and its value in bold.
+    """Draw one bar for each policy and one panel for each mode; the best value is bold and in full colour.
 
-    With ``one_scale`` bars of the same length mean the same in all panels.
+    With ``one_scale`` bars of the same length mean the same in all panels. ``best`` says whether low or high is better.
     """
     rows = max(len(values) for values in panels.values())
     widest = max([value for values in panels.values() for _, value in values] + [1e-9])
-    with figure(path, len(panels), (5.2 * len(panels) + 1.2, 0.36 * rows + 1.7), title, note) as axes:
+    with open_figure(path, len(panels), (5.2 * len(panels) + 1.2, 0.36 * rows + 1.7), title, note) as axes:
         for at, (axis, (name, values)) in enumerate(zip(axes, panels.items(), strict=True)):
             names, numbers = [label for label, _ in values], [value for _, value in values]
-            top = (min if best == "low" else max)((v for label, v in values if not _bound(label)), default=0.0)
+            top = (min if best == "low" else max)((v for label, v in values if not _is_bound(label)), default=0.0)
             longest = widest if one_scale else max([*numbers, 1e-9])
             for row, (label, value) in enumerate(values):
-                first = not _bound(label) and abs(value - top) <= 1e-9 * max(1.0, abs(top))
-                face, edge = (PAPER, 1.0) if _bound(label) else (colour_of(label), 0.0)
-                axis.barh(row, value, height=0.68, color=face, alpha=1.0 if first or _bound(label) else 0.62,
-                          edgecolor=colour_of(label), linestyle="--", linewidth=edge)  # fmt: skip
-                axis.text(value + 0.015 * longest, row, _number(value, unit), va="center", fontsize=9,
+                first = not _is_bound(label) and abs(value - top) <= 1e-9 * max(1.0, abs(top))
+                face, edge = (PAPER, 1.0) if _is_bound(label) else (choose_colour(label), 0.0)
+                axis.barh(row, value, height=0.68, color=face, alpha=1.0 if first or _is_bound(label) else 0.62,
+                          edgecolor=choose_colour(label), linestyle="--", linewidth=edge)  # fmt: skip
+                axis.text(value + 0.015 * longest, row, _format_number(value, unit), va="center", fontsize=9,
                           color=INK, fontweight="bold" if first else "normal")  # fmt: skip
             axis.set_yticks(range(len(names)), names if at == 0 else [""] * len(names))
             axis.invert_yaxis()
             axis.set_xlim(0, longest * (1.34 if unit == "tokens" else 1.2))
             axis.set_title(name, fontsize=10, loc="left", color=FAINT)
-            bare(axis, grid="x")
+            style_axis(axis, grid="x")
             axis.set_xticks([])
             axis.spines["bottom"].set_visible(False)
 
 
-def stacked(path: Path, title: str, panels: Mapping[str, Mapping[str, Mapping[str, float]]], *, note: str = "") -> None:
-    """Panels of policies of types: how much of a row belongs to which type."""
+def draw_stacked_bars(
+    path: Path, title: str, panels: Mapping[str, Mapping[str, Mapping[str, float]]], *, note: str = ""
+) -> None:
+    """Draw one bar for each policy, divided by block type, and one panel for each mode."""
     kinds = list(dict.fromkeys(k for rows in panels.values() for parts in rows.values() for k in parts))
     most = max(len(rows) for rows in panels.values())
     widest = max([sum(parts.values()) for rows in panels.values() for parts in rows.values()] + [1.0])
-    with figure(path, len(panels), (5.2 * len(panels) + 1.2, 0.36 * most + 2.3), title, note) as axes:
+    with open_figure(path, len(panels), (5.2 * len(panels) + 1.2, 0.36 * most + 2.3), title, note) as axes:
         for at, (axis, (name, rows)) in enumerate(zip(axes, panels.items(), strict=True)):
             for row, parts in enumerate(rows.values()):
                 left = 0.0
                 for kind in kinds:
-                    axis.barh(row, parts.get(kind, 0), left=left, height=0.68, color=colour_of(kind), label=kind)
+                    axis.barh(row, parts.get(kind, 0), left=left, height=0.68, color=choose_colour(kind), label=kind)
                     left += parts.get(kind, 0)
                 axis.text(left, row, f" {left:,.0f}", va="center", fontsize=9, color=INK)
             axis.set_yticks(range(len(rows)), list(rows) if at == 0 else [""] * len(rows))
             axis.invert_yaxis()
             axis.set_title(name, fontsize=10, loc="left", color=FAINT)
-            bare(axis, grid="x")
+            style_axis(axis, grid="x")
             axis.set_xlim(0, widest * 1.15)
             axis.set_xlabel("blocks evicted", fontsize=9, color=FAINT)
-        _legend(axes[0], kinds)
+        _draw_legend(axes[0], kinds)
 
 
-def lines(
+def draw_lines(
     path: Path, title: str, panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]], *,
     x: str, y: str, note: str = "", share: bool = False, empty: str = "nothing to show",
 ) -> None:  # fmt: skip
-    """Lines over x, named at their right end; a panel without lines says why."""
-    with figure(path, len(panels), (5.6 * len(panels) + 1.4, 4.4), title, note) as axes:
+    """Draw lines over x with their names at the right end; a panel without lines shows ``empty``."""
+    with open_figure(path, len(panels), (5.6 * len(panels) + 1.4, 4.4), title, note) as axes:
         for axis, (name, series) in zip(axes, panels.items(), strict=True):
             for label, (at, values) in series.items():
-                axis.plot(at, values, color=colour_of(label), linewidth=1.8)
+                axis.plot(at, values, color=choose_colour(label), linewidth=1.8)
             axis.set_title(name, fontsize=10, loc="left", color=FAINT)
             axis.set_xlabel(x, fontsize=9, color=FAINT)
-            bare(axis, grid="y")
+            style_axis(axis, grid="y")
             if share:
                 axis.set_ylim(0, 1.02)
                 axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
@@ -110,13 +112,15 @@ def lines(
         axes[0].set_ylabel(y, fontsize=9, color=FAINT)
 
 
-def points(path: Path, title: str, series: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, x: str, y: str,
-           line: tuple[float, float] | None, note: str = "") -> None:  # fmt: skip
-    """Clouds of points with a line ``base, slope`` through them."""
-    with figure(path, 1, (7.6, 5.2), title, note) as axes:
+def draw_points(
+    path: Path, title: str, series: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, x: str, y: str,
+    line: tuple[float, float] | None, note: str = "",
+) -> None:  # fmt: skip
+    """Draw clouds of points and a line ``base, slope``."""
+    with open_figure(path, 1, (7.6, 5.2), title, note) as axes:
         axis = axes[0]
         for label, (at, values) in series.items():
-            axis.scatter(at, values, s=14, color=colour_of(label), alpha=0.45, linewidths=0, label=label)
+            axis.scatter(at, values, s=14, color=choose_colour(label), alpha=0.45, linewidths=0, label=label)
         axis.set_xlim(left=0)
         axis.set_ylim(bottom=0)
         if line is not None:
@@ -125,13 +129,13 @@ def points(path: Path, title: str, series: Mapping[str, tuple[Sequence[float], S
             axis.set_xlim(low, high)
         axis.set_xlabel(x, fontsize=9, color=FAINT)
         axis.set_ylabel(y, fontsize=9, color=FAINT)
-        bare(axis, grid="y")
+        style_axis(axis, grid="y")
         if len(series) > 1:
             axis.legend(frameon=False, fontsize=9, labelcolor=INK, markerscale=1.6)
 
 
-def residuals(path: Path, fitted: Any, tokens: Any, times: Any) -> None:
-    """Left: what was observed and the line. Right: what the line leaves, against the length."""
+def draw_residuals(path: Path, fitted: Any, tokens: Any, times: Any) -> None:
+    """Draw the observed times with the fitted line (left) and the residuals against length (right), in ms."""
     left = np.asarray(times) - fitted.base_ttft_ms - fitted.token_latency_ms * np.asarray(tokens)
     note = f"{fitted.requests} observed requests; line and 95 % intervals by {fitted.method}"
     low, high = fitted.token_interval_ms
@@ -139,7 +143,7 @@ def residuals(path: Path, fitted: Any, tokens: Any, times: Any) -> None:
         f"TTFT = {fitted.base_ttft_ms:.1f} ms [{fitted.base_interval_ms[0]:.1f}, {fitted.base_interval_ms[1]:.1f}] "
         f"+ {fitted.token_latency_ms:.4f} ms [{low:.4f}, {high:.4f}] a token"
     )
-    with figure(path, 2, (11.5, 4.6), title, note, label="Fitted") as axes:
+    with open_figure(path, 2, (11.5, 4.6), title, note, label="Fitted") as axes:
         grid = np.linspace(0, float(np.max(tokens)), 50)
         for slope in fitted.token_interval_ms:
             middle = float(np.median(tokens))
@@ -161,14 +165,14 @@ def residuals(path: Path, fitted: Any, tokens: Any, times: Any) -> None:
         axes[1].set_ylabel("residual, ms", fontsize=9, color=FAINT)
         for axis in axes:
             axis.set_xlabel("computed prompt tokens", fontsize=9, color=FAINT)
-            bare(axis, grid="y")
+            style_axis(axis, grid="y")
 
 
 @contextmanager
-def figure(
+def open_figure(
     target: Any, panels: int, size: tuple[float, float], title: str, note: str, *, label: str = NOTE, kind: str = "png"
 ) -> Iterator[Any]:
-    """Axes to draw on; saved to ``target`` on leaving, with the title above and the word simulated below."""
+    """Open a figure and yield its axes; save it to ``target`` at the end, with the title above and the note below."""
     pyplot = pyplot_of("the plots need", "pass --no-plots")
     drawn, axes = pyplot.subplots(1, panels, figsize=size, facecolor=PAPER, squeeze=False, layout="constrained")
     drawn.get_layout_engine().set(w_pad=0.14, h_pad=0.1)
@@ -186,7 +190,8 @@ def figure(
         pyplot.close(drawn)
 
 
-def bare(axis: Any, grid: str) -> None:
+def style_axis(axis: Any, grid: str) -> None:
+    """Remove the frame of an axis and draw a faint grid along ``grid``."""
     axis.set_facecolor(PAPER)
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
@@ -197,7 +202,7 @@ def bare(axis: Any, grid: str) -> None:
 
 
 def _name_ends(axis: Any, ends: Mapping[str, tuple[float, float]]) -> None:
-    """Names right of the last points, pushed apart where they would overlap."""
+    """Write the names right of the last points, moved apart where they would overlap."""
     low, high = axis.get_ylim()
     left, right = axis.get_xlim()
     step = (high - low) * 0.052
@@ -210,11 +215,12 @@ def _name_ends(axis: Any, ends: Mapping[str, tuple[float, float]]) -> None:
         places[at] = min(places[at], places[at + 1] - step)
     for label, place in zip(names, places, strict=True):
         axis.annotate(label, (right, place), xytext=(4, 0), textcoords="offset points", fontsize=8.5,
-                      color=colour_of(label), va="center", annotation_clip=False)  # fmt: skip
+                      color=choose_colour(label), va="center", annotation_clip=False)  # fmt: skip
     axis.set_xlim(left, right)
 
 
-def _legend(axis: Any, kinds: Sequence[str]) -> None:
+def _draw_legend(axis: Any, kinds: Sequence[str]) -> None:
+    """Draw one legend for the whole figure."""
     handles, labels = axis.get_legend_handles_labels()
     chosen = {label: handle for handle, label in zip(handles, labels, strict=True)}
     axis.figure.legend(
@@ -223,12 +229,13 @@ def _legend(axis: Any, kinds: Sequence[str]) -> None:
     )  # fmt: skip
 
 
-def _bound(name: str) -> bool:
-    """Policies that know the future are drawn hollow and never called the best."""
+def _is_bound(name: str) -> bool:
+    """Whether a policy knows the future: such a policy is drawn hollow and never called the best."""
     return name.startswith("belady")
 
 
-def _number(value: float, unit: str) -> str:
+def _format_number(value: float, unit: str) -> str:
+    """Format a value with its unit."""
     if unit == "%":
         return f"{value:.1%}"
     return f"{value:,.0f} {unit}" if abs(value) >= 1000 else f"{value:.1f} {unit}"

@@ -7,30 +7,31 @@ from pathlib import Path
 import numpy as np
 
 from semantickv.analysis.calibration import Calibration
-from semantickv.analysis.latency import SIMULATED_NOTE, against
+from semantickv.analysis.latency import SIMULATED_NOTE, compute_gain
 from semantickv.analysis.replay import CHAINED_NOTE, Replay
 from semantickv.output import plots
-from semantickv.output.files import METRICS, record_table, write_csv
+from semantickv.output.files import METRICS, format_policy_table, write_csv
 from semantickv.traces.trace import describe_trace
 from semblend.cli.output import write_json, write_text
 
 MOST_POINTS = 4000
 
 
-def write(result: Replay, folder: Path, *, pictures: bool = True) -> None:
-    """replay_results.json, replay_metrics.csv, replay_summary.md and the pictures."""
+def write_replay(result: Replay, folder: Path, *, pictures: bool = True) -> None:
+    """Write replay_results.json, replay_metrics.csv, replay_summary.md and the pictures into ``folder``."""
     write_json(folder / "replay_results.json", result.as_json())
     rows = [
-        record | {"trace": result.trace.name, "ttft_gain_vs_lru": against(result.records, record["policy"])}
+        record | {"trace": result.trace.name, "ttft_gain_vs_lru": compute_gain(result.records, record["policy"])}
         for record in result.records
     ]
     write_csv(folder / "replay_metrics.csv", rows, ["trace", *METRICS])
-    write_text(folder / "replay_summary.md", summary(result))
+    write_text(folder / "replay_summary.md", format_summary(result))
     if pictures:
-        draw(result, folder)
+        draw_replay(result, folder)
 
 
-def summary(result: Replay) -> str:
+def format_summary(result: Replay) -> str:
+    """Format the result as Markdown."""
     facts, trace = describe_trace(result.trace), result.trace
     lines = [
         f"# Replay of {trace.name} (simulated)",
@@ -45,14 +46,15 @@ def summary(result: Replay) -> str:
         *([f"{trace.skipped} bad lines were skipped."] if trace.skipped else []),
         *([CHAINED_NOTE] if trace.chained and result.mode == "block" else []),
         "",
-        *record_table(result.records),
+        *format_policy_table(result.records),
     ]
     if result.calibration is not None:
-        lines += ["", "## Calibration", "", *calibration_lines(result.calibration)]
+        lines += ["", "## Calibration", "", *describe_calibration(result.calibration)]
     return "\n".join(lines) + "\n"
 
 
-def calibration_lines(fitted: Calibration) -> list[str]:
+def describe_calibration(fitted: Calibration) -> list[str]:
+    """Describe a calibration as Markdown list items."""
     low, high = fitted.token_interval_ms
     lines = [
         f"- base {fitted.base_ttft_ms:.2f} ms (95 %: {fitted.base_interval_ms[0]:.2f} to "
@@ -71,32 +73,32 @@ def calibration_lines(fitted: Calibration) -> list[str]:
     return lines
 
 
-def draw(result: Replay, folder: Path) -> None:
-    """The pictures that the source text names, and the residuals of a calibration."""
+def draw_replay(result: Replay, folder: Path) -> None:
+    """Draw the pictures that the source text names, and the residuals of a calibration."""
     note = f"{result.trace.name}: {len(result.trace):,} requests, cache {result.capacity}"
     panel = f"{result.mode} mode"
 
-    def values(key: str) -> dict[str, list[tuple[str, float]]]:
+    def collect(key: str) -> dict[str, list[tuple[str, float]]]:
         return {panel: [(record["policy"], record[key]) for record in result.records]}
 
-    plots.bars(folder / "replay_policy_avg_ttft.png", "Average time to first token (estimated)",
-               values("avg_ttft_ms"), unit="ms", best="low", note=note)  # fmt: skip
-    plots.bars(
+    plots.draw_bars(folder / "replay_policy_avg_ttft.png", "Average time to first token (estimated)",
+               collect("avg_ttft_ms"), unit="ms", best="low", note=note)  # fmt: skip
+    plots.draw_bars(
         folder / "replay_tokens_saved.png",
         "Prompt tokens not computed",
-        values("tokens_saved"),
+        collect("tokens_saved"),
         unit="tokens",
         note=note,
     )
-    plots.bars(folder / "replay_hit_rate.png", "Block hit rate", values("block_hit_rate"), unit="%", note=note)
-    _observed(result, folder / "observed_vs_simulated_ttft.png", note)
+    plots.draw_bars(folder / "replay_hit_rate.png", "Block hit rate", collect("block_hit_rate"), unit="%", note=note)
+    _draw_observed(result, folder / "observed_vs_simulated_ttft.png", note)
     if result.calibration is not None and result.observed is not None:
-        plots.residuals(folder / "calibration_residuals.png", result.calibration, result.observed.prefill_tokens,
+        plots.draw_residuals(folder / "calibration_residuals.png", result.calibration, result.observed.prefill_tokens,
                         result.observed.ttft_ms)  # fmt: skip
 
 
-def _observed(result: Replay, path: Path, note: str) -> None:
-    """Observed against simulated where the trace has times; else what the simulated times are."""
+def _draw_observed(result: Replay, path: Path, note: str) -> None:
+    """Draw observed against simulated times; for a trace without times, the simulated times alone."""
     seen = np.flatnonzero(~np.isnan(result.trace.ttft_ms))
     if not len(seen):
         panels = {
@@ -104,7 +106,7 @@ def _observed(result: Replay, path: Path, note: str) -> None:
             for name, key in (("median", "p50_ttft_ms"), ("95th percentile", "p95_ttft_ms"))
         }
         title = "Simulated time to first token (this trace has no observed times)"
-        plots.bars(path, title, panels, unit="ms", best="low", note=note, one_scale=False)
+        plots.draw_bars(path, title, panels, unit="ms", best="low", note=note, one_scale=False)
         return
     edge = 1.25 * float(np.quantile(result.trace.ttft_ms[seen], 0.97))
     shown = seen[result.trace.ttft_ms[seen] <= edge]
@@ -114,5 +116,5 @@ def _observed(result: Replay, path: Path, note: str) -> None:
     clouds = {
         name: (result.trace.ttft_ms[shown].tolist(), times[shown].tolist()) for name, times in result.ttft_ms.items()
     }
-    plots.points(path, "Observed and simulated time to first token", clouds, x="observed TTFT, ms",
+    plots.draw_points(path, "Observed and simulated time to first token", clouds, x="observed TTFT, ms",
                  y="simulated TTFT, ms", line=(0.0, 1.0), note=note + "; the line is equality")  # fmt: skip

@@ -1,4 +1,4 @@
-"""How much a cache holds: blocks, tokens, or bytes of a named model's KV."""
+"""The size of a cache: blocks, tokens, or bytes of a named model's KV."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ KV_SHAPES: Final = MappingProxyType(
 DTYPE_BYTES: Final = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1})
 
 
-def kv_bytes_per_token(model: str, dtype: str = "bf16") -> int:
-    """Bytes of keys and values that one token takes in all layers.
+def count_kv_bytes_per_token(model: str, dtype: str = "bf16") -> int:
+    """Count the bytes of keys and values that one token takes in all layers.
 
-    >>> kv_bytes_per_token("qwen2.5-7b")
+    >>> count_kv_bytes_per_token("qwen2.5-7b")
     57344
     """
     if model not in KV_SHAPES:
@@ -66,15 +66,18 @@ class Capacity:
 
     @staticmethod
     def blocks(n: int) -> Capacity:
+        """Return a capacity of ``n`` blocks."""
         return Capacity("blocks", int(n))
 
     @staticmethod
     def tokens(n: int) -> Capacity:
+        """Return a capacity of ``n`` tokens."""
         return Capacity("tokens", int(n))
 
     @staticmethod
     def bytes(n: int, model: str = "qwen2.5-7b", dtype: str = "bf16") -> Capacity:
-        return Capacity("tokens", int(n) // kv_bytes_per_token(model, dtype), f"{n} bytes of {model} {dtype} KV")
+        """Return the tokens whose KV fits in ``n`` bytes for this model and dtype."""
+        return Capacity("tokens", int(n) // count_kv_bytes_per_token(model, dtype), f"{n} bytes of {model} {dtype} KV")
 
     def __str__(self) -> str:
         return f"{self.size} {self.unit}" + (f" ({self.label})" if self.label else "")

@@ -1,7 +1,7 @@
-"""A trace made ready for one mode: every block access becomes the number of a node.
+"""A trace prepared for one mode: every block access becomes the number of a node.
 
-In prefix mode a node is a block *behind a certain beginning*: nodes form a forest, one tree per tenant and first
-block, and a request is a path from a root. In block mode a node is a block wherever it stands, without parents.
+In prefix mode a node is a block *behind a certain beginning*: nodes form a forest with one tree for each tenant and
+first block, and a request is a path from a root. In block mode a node is a block at any position, without parents.
 Tenants never share nodes.
 """
 
@@ -39,21 +39,22 @@ class Forest:
     def nodes(self) -> int:
         return len(self.parent)
 
-    def sizes(self, unit: str) -> npt.NDArray[np.int32]:
-        """What a node takes of the capacity."""
+    def get_sizes(self, unit: str) -> npt.NDArray[np.int32]:
+        """Return how much of the capacity each node takes, in ``unit``."""
         return self.tokens if unit == "tokens" else np.ones(self.nodes, np.int32)
 
     @cached_property
     def next_use(self) -> npt.NDArray[np.int32]:
         """For every access, the next request that uses its node; the number of requests if none does."""
         if find_spec("numba") is not None:
-            from semantickv.simulator.kernels import next_uses
+            from semantickv.simulator.kernels import find_next_uses
 
-            compiled: npt.NDArray[np.int32] = next_uses(self.node, self.trace.starts, self.nodes)
+            compiled: npt.NDArray[np.int32] = find_next_uses(self.node, self.trace.starts, self.nodes)
             return compiled
-        return self._next_use_plain()
+        return self._find_next_use_plain()
 
-    def _next_use_plain(self) -> npt.NDArray[np.int32]:
+    def _find_next_use_plain(self) -> npt.NDArray[np.int32]:
+        """Find the next uses without numba; see `next_use`."""
         never = len(self.trace)
         later = np.full(self.nodes, never, np.int32)
         out = np.empty(len(self.node), np.int32)
@@ -65,17 +66,18 @@ class Forest:
         return out
 
 
-def plant(trace: Trace, mode: Mode = "prefix", *, share_tenants: bool = False) -> Forest:
-    """Number the nodes of a trace."""
+def build_forest(trace: Trace, mode: Mode = "prefix", *, share_tenants: bool = False) -> Forest:
+    """Number the nodes of a trace for one mode."""
     if mode not in MODES:
         raise InputError(f"unknown mode {mode!r}", hint="prefix or block")
     tenants = np.zeros(len(trace), np.int32) if share_tenants else trace.tenant
     number = _number_compiled if find_spec("numba") is not None else _number_plain
     node, count = number(trace, tenants, mode == "prefix")
-    return _forest(trace, mode, node, count)
+    return _assemble_forest(trace, mode, node, count)
 
 
 def _number_compiled(trace: Trace, tenants: npt.NDArray[np.int32], prefix: bool) -> tuple[npt.NDArray[np.int32], int]:
+    """Number the nodes with numba; return the node of every access and the number of nodes."""
     from semantickv.simulator.kernels import number_nodes
 
     accesses = trace.block_accesses
@@ -86,6 +88,7 @@ def _number_compiled(trace: Trace, tenants: npt.NDArray[np.int32], prefix: bool)
 
 
 def _number_plain(trace: Trace, tenants: npt.NDArray[np.int32], prefix: bool) -> tuple[npt.NDArray[np.int32], int]:
+    """Number the nodes in plain Python; the twin of `_number_compiled`."""
     lookup: dict[tuple[int, int], int] = {}
     node = np.empty(trace.block_accesses, np.int32)
     starts, ids = trace.starts.tolist(), trace.ids.tolist()
@@ -98,8 +101,11 @@ def _number_plain(trace: Trace, tenants: npt.NDArray[np.int32], prefix: bool) ->
     return node, len(lookup)
 
 
-def _forest(trace: Trace, mode: Mode, node: npt.NDArray[np.int32], count: int) -> Forest:
-    """Facts of a node come from its first access; sizes from its largest, so that a node never grows."""
+def _assemble_forest(trace: Trace, mode: Mode, node: npt.NDArray[np.int32], count: int) -> Forest:
+    """Build the forest from the node of every access.
+
+    The facts of a node come from its first access; its size from its largest, so that a node never grows.
+    """
     first = np.full(count, -1, np.int64)
     first[node[::-1]] = np.arange(len(node) - 1, -1, -1)
     tokens = np.zeros(count, np.int32)

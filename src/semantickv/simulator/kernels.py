@@ -1,7 +1,7 @@
-"""Compiled pieces that every compiled policy shares: numbering of nodes, next uses, a heap whose members can move.
+"""Compiled code that all compiled policies share: numbering of nodes, next uses, lookup and a heap.
 
-Importing this module imports numba. The loops stand in `kernels_priority`, `kernels_queues` and `kernels_adaptive`
-beside it; each has a plain twin in `semantickv.simulator.policies`.
+Importing this module imports numba. The loops are in `kernels_priority`, `kernels_queues` and `kernels_adaptive`; each
+has a plain twin in `semantickv.simulator.policies`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from semblend.fingerprint.kernels import mix64, njit
 
 @njit(nogil=True)
 def number_nodes(ids: Any, starts: Any, tenant: Any, prefix: bool, above_of: Any, id_of: Any, slots: Any) -> Any:
-    """Number (what stands before, id) pairs in order of first appearance, in an open-addressed table."""
+    """Number the (parent, id) pairs in order of first appearance, in an open-addressed hash table."""
     mask = len(slots) - 1
     node = np.empty(len(ids), np.int32)
     count = 0
@@ -43,8 +43,8 @@ def number_nodes(ids: Any, starts: Any, tenant: Any, prefix: bool, above_of: Any
 
 
 @njit(nogil=True)
-def next_uses(node: Any, starts: Any, nodes: int) -> Any:
-    """For every access, the next request that uses its node; the number of requests if none does."""
+def find_next_uses(node: Any, starts: Any, nodes: int) -> Any:
+    """Find for every access the next request that uses its node; the number of requests if none does."""
     never = len(starts) - 1
     later = np.full(nodes, never, np.int32)
     out = np.empty(len(node), np.int32)
@@ -69,7 +69,10 @@ HIT_BLOCKS, HIT_TOKENS, REGRET = range(3)
 
 @njit(nogil=True)
 def look_up(starts: Any, node: Any, tokens: Any, info: Any, tally: Any, r: int) -> None:
-    """Count what is cached. In prefix mode nothing is cached behind a gap, because parents outlive their children."""
+    """Count the cached blocks and tokens of request ``r``, and its misses of evicted blocks.
+
+    In prefix mode nothing is cached behind a gap, because parents stay longer than their children.
+    """
     for i in range(starts[r], starts[r + 1]):
         x = node[i]
         if info[x, RESIDENT]:
@@ -84,17 +87,19 @@ def look_up(starts: Any, node: Any, tokens: Any, info: Any, tally: Any, r: int) 
 
 
 @njit(inline="always")
-def _less(key: Any, info: Any, a: int, b: int) -> Any:
+def _comes_before(key: Any, info: Any, a: int, b: int) -> Any:
+    """Whether node ``a`` leaves the heap before node ``b``."""
     return key[a] < key[b] or (key[a] == key[b] and info[a, STAMP] < info[b, STAMP])
 
 
 @njit(nogil=True)
-def _up(heap: Any, info: Any, key: Any, place: int) -> None:
+def _move_up(heap: Any, info: Any, key: Any, place: int) -> None:
+    """Move a node towards the top of the heap until its parent is smaller."""
     node = heap[place]
     while place > 0:
         above = (place - 1) >> 1
         other = heap[above]
-        if not _less(key, info, node, other):
+        if not _comes_before(key, info, node, other):
             break
         heap[place] = other
         info[other, AT] = place
@@ -104,16 +109,17 @@ def _up(heap: Any, info: Any, key: Any, place: int) -> None:
 
 
 @njit(nogil=True)
-def _down(heap: Any, info: Any, key: Any, place: int, count: int) -> None:
+def _move_down(heap: Any, info: Any, key: Any, place: int, count: int) -> None:
+    """Move a node towards the bottom of the heap until its children are larger."""
     node = heap[place]
     while True:
         child = 2 * place + 1
         if child >= count:
             break
-        if child + 1 < count and _less(key, info, heap[child + 1], heap[child]):
+        if child + 1 < count and _comes_before(key, info, heap[child + 1], heap[child]):
             child += 1
         other = heap[child]
-        if not _less(key, info, other, node):
+        if not _comes_before(key, info, other, node):
             break
         heap[place] = other
         info[other, AT] = place
@@ -123,16 +129,17 @@ def _down(heap: Any, info: Any, key: Any, place: int, count: int) -> None:
 
 
 @njit(nogil=True)
-def heap_push(heap: Any, info: Any, key: Any, meta: Any, node: int) -> None:
+def push_to_heap(heap: Any, info: Any, key: Any, meta: Any, node: int) -> None:
+    """Add a node to the heap."""
     place = meta[MEMBERS]
     heap[place] = node
     meta[MEMBERS] = place + 1
-    _up(heap, info, key, place)
+    _move_up(heap, info, key, place)
 
 
 @njit(nogil=True)
-def heap_drop(heap: Any, info: Any, key: Any, meta: Any, node: int) -> None:
-    """Take a node out, wherever it stands."""
+def drop_from_heap(heap: Any, info: Any, key: Any, meta: Any, node: int) -> None:
+    """Remove a node from any place in the heap."""
     place = info[node, AT]
     info[node, AT] = -1
     last = meta[MEMBERS] - 1
@@ -142,21 +149,21 @@ def heap_drop(heap: Any, info: Any, key: Any, meta: Any, node: int) -> None:
     moved = heap[last]
     heap[place] = moved
     info[moved, AT] = place
-    _up(heap, info, key, place)
-    _down(heap, info, key, info[moved, AT], last)
+    _move_up(heap, info, key, place)
+    _move_down(heap, info, key, info[moved, AT], last)
 
 
 @njit(nogil=True)
-def heap_replace(heap: Any, info: Any, key: Any, meta: Any, node: int) -> None:
-    """Put a node in the place of the smallest. A parent that follows its child is often the smallest again: cheap."""
+def replace_top_of_heap(heap: Any, info: Any, key: Any, meta: Any, node: int) -> None:
+    """Replace the smallest node; cheap, because a parent that follows its child is often the smallest again."""
     info[heap[0], AT] = -1
     heap[0] = node
     info[node, AT] = 0
-    _down(heap, info, key, 0, meta[MEMBERS])
+    _move_down(heap, info, key, 0, meta[MEMBERS])
 
 
 @njit(nogil=True)
-def heap_order(heap: Any, info: Any, key: Any, meta: Any) -> None:
-    """Restore the order after all keys have changed."""
+def restore_heap_order(heap: Any, info: Any, key: Any, meta: Any) -> None:
+    """Restore the order of the heap after all keys have changed."""
     for place in range(meta[MEMBERS] // 2 - 1, -1, -1):
-        _down(heap, info, key, place, meta[MEMBERS])
+        _move_down(heap, info, key, place, meta[MEMBERS])

@@ -1,4 +1,4 @@
-"""The compiled loop of `adaptive_semantic`; what it does is told in `policies.adaptive.AdaptiveSemantic`, its twin.
+"""The compiled loop of `adaptive_semantic`; its plain twin `policies.adaptive.AdaptiveSemantic` explains it.
 
 Importing this module imports numba.
 """
@@ -23,10 +23,10 @@ from semantickv.simulator.kernels import (
     TYPE,
     USED,
     USES,
-    heap_drop,
-    heap_order,
-    heap_push,
+    drop_from_heap,
     look_up,
+    push_to_heap,
+    restore_heap_order,
 )
 from semantickv.simulator.kernels_priority import evict_smallest
 from semantickv.simulator.policies.adaptive import FIRST_LESSON, KINDS, NEW_KINDS, SEVERAL
@@ -40,7 +40,8 @@ EVERY, BLOCKS, MEMORY, MEMORY_BLOCKS, TRUST, HOPE, DOUBT = range(7)
 
 
 @njit(nogil=True)
-def age_bin(age: float, edges: Any) -> Any:
+def find_age(age: float, edges: Any) -> Any:
+    """Find the index of the age range that ``age`` falls into."""
     bins = len(edges) - 1
     k = 0
     while k < bins - 1 and age >= edges[k + 1]:
@@ -49,8 +50,8 @@ def age_bin(age: float, edges: Any) -> Any:
 
 
 @njit(nogil=True)
-def kind_of(tail: bool, length: int, seen: int, uses: int, gap: float, fan: int, unit: float) -> Any:
-    """The class of a block from its place, what the request knew, its uses, its last gap and its children."""
+def classify_use(tail: bool, length: int, seen: int, uses: int, gap: float, fan: int, unit: float) -> Any:
+    """Find the class of a use from its place, what the request knew, its uses, its last gap and its children."""
     if uses == 1:
         unseen = length - seen
         group = 0 if tail else 1 if seen <= 1 else 2 if unseen < 6 else 3
@@ -71,8 +72,8 @@ def kind_of(tail: bool, length: int, seen: int, uses: int, gap: float, fan: int,
 
 
 @njit(nogil=True)
-def level_of(kind: int) -> Any:
-    """The place of a class in the priors: the group of a new block, or the fame of one used before."""
+def find_level(kind: int) -> Any:
+    """Find the row of a class in the priors: the group of a new block, or the use count of an older one."""
     if kind < NEW_KINDS:
         return kind // 4
     return 4 if kind >= SEVERAL else 4 + (kind - NEW_KINDS) // 6
@@ -80,20 +81,22 @@ def level_of(kind: int) -> Any:
 
 @njit(nogil=True)
 def _settle(ledger: Any, c: int, k: int, now: float, change: float) -> None:
-    """Bring the exposure of a cell up to date, then let blocks enter or leave it."""
+    """Bring the exposure of a cell up to date, then add ``change`` blocks to it."""
     ledger[c, k, EXPOSURE] += ledger[c, k, AT_RISK] * (now - ledger[c, k, SINCE])
     ledger[c, k, SINCE] = now
     ledger[c, k, AT_RISK] += change
 
 
 @njit(nogil=True)
-def _rates(cells: Any, assumed: Any, trust: float, rate: Any) -> None:
+def _estimate_rates(cells: Any, assumed: Any, trust: float, rate: Any) -> None:
+    """Estimate the rate of returns at every age into ``rate``; little evidence leans on ``assumed``."""
     for k in range(len(rate)):
         rate[k] = (cells[k, RETURNS] + trust) / (cells[k, EXPOSURE] + trust / assumed[k])
 
 
 @njit(nogil=True)
-def _best_rates(rate: Any, edges: Any, chance: Any, best: Any) -> None:
+def _find_best_rates(rate: Any, edges: Any, chance: Any, best: Any) -> None:
+    """Find for every age the best ratio of returns to waiting, into ``best``."""
     bins = len(rate)
     for k in range(bins):
         expected = rate[k] * (edges[k + 1] - edges[k])
@@ -109,8 +112,11 @@ def _best_rates(rate: Any, edges: Any, chance: Any, best: Any) -> None:
 
 
 @njit(nogil=True)
-def _common_rates(ledger: Any, edges: Any, plan: Any, now: float, common: Any) -> None:
-    """Rate of return by age over all classes but the ends of prompts; an age without evidence takes the one before."""
+def _estimate_common_rates(ledger: Any, edges: Any, plan: Any, now: float, common: Any) -> None:
+    """Estimate the rate of returns by age over all classes except the ends of prompts.
+
+    An age without evidence takes the rate of the age before.
+    """
     for k in range(len(common)):
         returns, exposure = 0.0, 0.0
         for c in range(len(ledger)):
@@ -125,8 +131,8 @@ def _common_rates(ledger: Any, edges: Any, plan: Any, now: float, common: Any) -
 
 
 @njit(nogil=True)
-def _known(ledger: Any, first: int, classes: int) -> Any:
-    """Whether anything was ever filed under these classes."""
+def _has_evidence(ledger: Any, first: int, classes: int) -> Any:
+    """Whether any use was ever filed under these classes."""
     for c in range(first, first + classes):
         for k in range(ledger.shape[1]):
             if ledger[c, k, AT_RISK] > 0.0 or ledger[c, k, EXPOSURE] > 0.0 or ledger[c, k, RETURNS] > 0.0:
@@ -136,19 +142,19 @@ def _known(ledger: Any, first: int, classes: int) -> Any:
 
 @njit(nogil=True)
 def learn_index(ledger: Any, index: Any, edges: Any, priors: Any, plan: Any, now: float, fade: float) -> None:
-    """From returns and exposure to the index: the best rate of returns that waiting can still bring."""
+    """Compute the index from returns and exposure: the best rate of returns that waiting can still bring."""
     classes, bins = index.shape
     common, chance, rate, together = np.zeros(bins), np.zeros(bins), np.zeros(bins), np.zeros(bins)
     unknown, nothing = np.zeros(priors.shape), np.zeros((bins, 4))
-    _common_rates(ledger, edges, plan, now, common)
+    _estimate_common_rates(ledger, edges, plan, now, common)
     for level in range(len(priors)):
-        _rates(nothing, priors[level] * common, plan[TRUST], rate)
-        _best_rates(rate, edges, chance, unknown[level])
+        _estimate_rates(nothing, priors[level] * common, plan[TRUST], rate)
+        _find_best_rates(rate, edges, chance, unknown[level])
     c = 0
     while c < classes:
-        level = level_of(c % KINDS)
+        level = find_level(c % KINDS)
         members = 4 if c % KINDS < NEW_KINDS else 1
-        if not _known(ledger, c, members):
+        if not _has_evidence(ledger, c, members):
             index[c : c + members] = unknown[level]
             c += members
             continue
@@ -157,10 +163,10 @@ def learn_index(ledger: Any, index: Any, edges: Any, priors: Any, plan: Any, now
             whole = np.zeros((bins, 4))
             for member in range(c, c + members):
                 whole += ledger[member]
-            _rates(whole, priors[level] * common, plan[TRUST], together)
+            _estimate_rates(whole, priors[level] * common, plan[TRUST], together)
         for member in range(c, c + members):
-            _rates(ledger[member], together, plan[TRUST], rate)
-            _best_rates(rate, edges, chance, index[member])
+            _estimate_rates(ledger[member], together, plan[TRUST], rate)
+            _find_best_rates(rate, edges, chance, index[member])
             ledger[member, :, RETURNS] *= fade
             ledger[member, :, EXPOSURE] *= fade
         c += members
@@ -169,7 +175,7 @@ def learn_index(ledger: Any, index: Any, edges: Any, priors: Any, plan: Any, now
 @njit(nogil=True)
 def _grow_older(starts: Any, node: Any, clock: Any, last_at: Any, class_at: Any, behind: Any, ledger: Any, edges: Any,
                 r: int) -> None:  # fmt: skip
-    """Uses that have not come back move on to the next age. ``behind[k]``: the first request younger than edge k."""
+    """Move uses that have not returned to the next age. ``behind[k]`` is the first request younger than edge k."""
     now = clock[r]
     for k in range(1, len(edges) - 1):
         q = behind[k]
@@ -186,7 +192,7 @@ def _grow_older(starts: Any, node: Any, clock: Any, last_at: Any, class_at: Any,
 def _use(starts: Any, node: Any, tail: Any, clock: Any, info: Any, fact: Any, key: Any, heap: Any, meta: Any,
          last_at: Any, class_at: Any, last_clock: Any, ledger: Any, index: Any, edges: Any,
          r: int) -> None:  # fmt: skip
-    """Every block of the request is used, cached, and filed under its new class."""
+    """Mark every block of the request as used and cached, and file it under its new class."""
     first, last, now = starts[r], starts[r + 1], clock[r]
     seen = 0
     while first + seen < last and info[node[first + seen], USES] > 0:
@@ -196,13 +202,13 @@ def _use(starts: Any, node: Any, tail: Any, clock: Any, info: Any, fact: Any, ke
         gap = 0.0
         if info[x, USES] > 0:
             gap = now - last_clock[x]
-            c, k = class_at[last_at[x]], age_bin(gap, edges)
+            c, k = class_at[last_at[x]], find_age(gap, edges)
             ledger[c, k, RETURNS] += 1.0
             _settle(ledger, c, k, now, -1.0)
         elif fact[x, PARENT] >= 0:
             info[fact[x, PARENT], FAN] += 1
         info[x, USES] += 1
-        kind = kind_of(tail[i], last - first, seen, info[x, USES], gap, info[x, FAN], edges[1])
+        kind = classify_use(tail[i], last - first, seen, info[x, USES], gap, info[x, FAN], edges[1])
         c = fact[x, TYPE] * KINDS + kind
         _settle(ledger, c, 0, now, 1.0)
         last_at[x] = i
@@ -210,7 +216,7 @@ def _use(starts: Any, node: Any, tail: Any, clock: Any, info: Any, fact: Any, ke
         last_clock[x] = now
         info[x, MARK] = r
         if info[x, AT] >= 0:
-            heap_drop(heap, info, key, meta, x)
+            drop_from_heap(heap, info, key, meta, x)
         info[x, STAMP] = first + last - i
         key[x] = index[c, 0]
         if not info[x, RESIDENT]:
@@ -223,15 +229,18 @@ def _use(starts: Any, node: Any, tail: Any, clock: Any, info: Any, fact: Any, ke
 @njit(nogil=True)
 def _score_all(info: Any, key: Any, heap: Any, meta: Any, last_at: Any, class_at: Any, last_clock: Any, index: Any,
                edges: Any, now: float) -> None:  # fmt: skip
+    """Compute the keys of all blocks in the heap again."""
     for place in range(meta[MEMBERS]):
         x = heap[place]
-        key[x] = index[class_at[last_at[x]], age_bin(now - last_clock[x], edges)]
-    heap_order(heap, info, key, meta)
+        key[x] = index[class_at[last_at[x]], find_age(now - last_clock[x], edges)]
+    restore_heap_order(heap, info, key, meta)
 
 
 @njit(nogil=True)
-def _teach(ledger: Any, index: Any, edges: Any, priors: Any, plan: Any, taught: Any, now: float, seen: float) -> Any:
-    """Draw a lesson if one is due. ``taught``: clock and accesses at the last one."""
+def _learn_if_due(
+    ledger: Any, index: Any, edges: Any, priors: Any, plan: Any, taught: Any, now: float, seen: float
+) -> Any:
+    """Learn the index again if it is time. ``taught`` holds the clock and the accesses of the last time."""
     clock, accesses = now - taught[0], seen - taught[1]
     if clock < plan[EVERY] or accesses < min(plan[BLOCKS], max(FIRST_LESSON, seen / 8.0)):
         return False
@@ -245,7 +254,7 @@ def _teach(ledger: Any, index: Any, edges: Any, priors: Any, plan: Any, taught: 
 def run_adaptive(starts: Any, node: Any, tokens: Any, tail: Any, clock: Any, fact: Any, meta: Any, ledger: Any,
                  index: Any, edges: Any, priors: Any, plan: Any, tally: Any, used_share: Any,
                  evicted: Any) -> None:  # fmt: skip
-    """All requests of a trace."""
+    """Run all requests of a trace."""
     nodes = len(fact)
     info = np.zeros((nodes, 8), np.int32)
     info[:, MARK] = -1
@@ -263,8 +272,8 @@ def run_adaptive(starts: Any, node: Any, tokens: Any, tail: Any, clock: Any, fac
         for i in range(starts[r + 1] - 1, starts[r] - 1, -1):
             x = node[i]
             if info[x, KIDS] == 0 and info[x, AT] < 0:
-                heap_push(heap, info, key, meta, x)
-        lesson = _teach(ledger, index, edges, priors, plan, taught, now, float(starts[r + 1]))
+                push_to_heap(heap, info, key, meta, x)
+        lesson = _learn_if_due(ledger, index, edges, priors, plan, taught, now, float(starts[r + 1]))
         if lesson or starts[r + 1] - scored >= meta[MEMBERS]:
             _score_all(info, key, heap, meta, last_at, class_at, last_clock, index, edges, now)
             scored = starts[r + 1]
@@ -272,7 +281,7 @@ def run_adaptive(starts: Any, node: Any, tokens: Any, tail: Any, clock: Any, fac
             x = heap[0]
             above = fact[x, PARENT]
             if above >= 0 and info[above, KIDS] == 1:  # it is about to stand in the heap
-                key[above] = index[class_at[last_at[above]], age_bin(now - last_clock[above], edges)]
+                key[above] = index[class_at[last_at[above]], find_age(now - last_clock[above], edges)]
             evict_smallest(info, fact, key, heap, meta, evicted, r, False)
         if meta[CAPACITY] > 0:
             used_share[r] = meta[USED] / meta[CAPACITY]

@@ -1,7 +1,7 @@
 """The compiled loop of policies that evict by a priority set at the last use: twins of `policies.classic` and others.
 
-Importing this module imports numba. Only blocks that may be evicted stand in the heap: those without cached children
-that do not belong to the request at hand. In prefix mode that is one push per request, not one per block.
+Importing this module imports numba. The heap holds only blocks that may be evicted: those without cached children that
+are not part of the current request. In prefix mode that is one push for each request, not one for each block.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from semantickv.simulator.kernels import (
     USES,
     WARM_UP,
     WINDOW,
-    heap_drop,
-    heap_push,
-    heap_replace,
+    drop_from_heap,
     look_up,
+    push_to_heap,
+    replace_top_of_heap,
 )
 from semblend.fingerprint.kernels import njit
 
@@ -43,7 +43,8 @@ FIFO, LRU, LFU, SIZE_LRU, LFUDA, GDSF, STATIC, BELADY, TINY = range(9)
 
 
 @njit(inline="always")
-def _priority(kind: int, info: Any, fact: Any, next_use: Any, weights: Any, floor: Any, x: int, i: int) -> Any:
+def _compute_priority(kind: int, info: Any, fact: Any, next_use: Any, weights: Any, floor: Any, x: int, i: int) -> Any:
+    """Compute the priority of node ``x`` at access ``i``; the smallest is evicted first."""
     if kind in (LRU, TINY):
         return float(info[x, STAMP])
     if kind == FIFO:
@@ -65,7 +66,7 @@ def _priority(kind: int, info: Any, fact: Any, next_use: Any, weights: Any, floo
 
 @njit(nogil=True)
 def evict_smallest(info: Any, fact: Any, key: Any, heap: Any, meta: Any, evicted: Any, r: int, safe: bool) -> None:
-    """Evict the top of the heap; its parent takes its place if that was the last cached child."""
+    """Evict the top of the heap; its parent takes its place if this was the last cached child."""
     x = heap[0]
     info[x, RESIDENT] = 0
     info[x, LEFT] = 1
@@ -76,14 +77,14 @@ def evict_smallest(info: Any, fact: Any, key: Any, heap: Any, meta: Any, evicted
     if above >= 0:
         info[above, KIDS] -= 1
         if info[above, KIDS] == 0 and info[above, RESIDENT] and not (safe and info[above, MARK] == r):
-            heap_replace(heap, info, key, meta, above)
+            replace_top_of_heap(heap, info, key, meta, above)
             return
-    heap_drop(heap, info, key, meta, x)
+    drop_from_heap(heap, info, key, meta, x)
 
 
 @njit(nogil=True)
-def _ask(asked: Any, fact: Any, meta: Any, x: int) -> None:
-    """Count an ask; halving all counts is put off until a count is read. The window is what was asked for, by size."""
+def _count_ask(asked: Any, fact: Any, meta: Any, x: int) -> None:
+    """Count a request for node ``x``; the window is counted in sizes, and halving is delayed until a count is read."""
     asked[x, 0] = (asked[x, 0] >> min(31, meta[EPOCH] - asked[x, 1])) + 1
     asked[x, 1] = meta[EPOCH]
     meta[ASKS] += fact[x, SIZE]
@@ -93,14 +94,15 @@ def _ask(asked: Any, fact: Any, meta: Any, x: int) -> None:
 
 
 @njit(inline="always")
-def _asks(asked: Any, meta: Any, x: int) -> Any:
+def _read_asks(asked: Any, meta: Any, x: int) -> Any:
+    """Return how often node ``x`` was asked for, with the halvings that are due."""
     return asked[x, 0] >> min(31, meta[EPOCH] - asked[x, 1])
 
 
 @njit(nogil=True)
 def _touch(kind: int, starts: Any, node: Any, next_use: Any, info: Any, fact: Any, key: Any, heap: Any, meta: Any,
            weights: Any, floor: Any, asked: Any, r: int) -> Any:  # fmt: skip
-    """Mark what is cached of the request as used; return what it takes."""
+    """Mark the cached blocks of the request as used; return the space they take."""
     first, last = starts[r], starts[r + 1]
     safe = 0
     for i in range(last - 1, first - 1, -1):
@@ -111,19 +113,19 @@ def _touch(kind: int, starts: Any, node: Any, next_use: Any, info: Any, fact: An
             info[x, MARK] = r
             safe += fact[x, SIZE]
             if info[x, AT] >= 0:
-                heap_drop(heap, info, key, meta, x)
+                drop_from_heap(heap, info, key, meta, x)
         info[x, USES] += 1
         info[x, STAMP] = first + last - i
-        key[x] = _priority(kind, info, fact, next_use, weights, floor, x, i)
+        key[x] = _compute_priority(kind, info, fact, next_use, weights, floor, x, i)
         if kind == TINY:
-            _ask(asked, fact, meta, x)
+            _count_ask(asked, fact, meta, x)
     return safe
 
 
 @njit(nogil=True)
-def _fitting(kind: int, bypass: bool, starts: Any, node: Any, info: Any, fact: Any, meta: Any, asked: Any, fits: Any,
-             r: int, safe: int) -> Any:  # fmt: skip
-    """Places of the blocks that are new and fit beside those that are safe, from the first on; returns their number."""
+def _choose_fitting(kind: int, bypass: bool, starts: Any, node: Any, info: Any, fact: Any, meta: Any, asked: Any,
+                    fits: Any, r: int, safe: int) -> Any:  # fmt: skip
+    """Choose the new blocks that fit beside the safe ones, from the first on, into ``fits``; return their number."""
     room, count, closed = meta[CAPACITY] - safe, 0, False
     for i in range(starts[r], starts[r + 1]):
         x = node[i]
@@ -131,7 +133,7 @@ def _fitting(kind: int, bypass: bool, starts: Any, node: Any, info: Any, fact: A
             continue
         info[x, MARK] = r
         if kind == TINY:
-            _ask(asked, fact, meta, x)
+            _count_ask(asked, fact, meta, x)
         room -= fact[x, SIZE]
         closed = closed or (room < 0 and not bypass)
         if not closed:
@@ -144,14 +146,14 @@ def _fitting(kind: int, bypass: bool, starts: Any, node: Any, info: Any, fact: A
 def _bring_in(kind: int, bypass: bool, starts: Any, node: Any, next_use: Any, info: Any, fact: Any, key: Any,
               heap: Any, meta: Any, weights: Any, floor: Any, asked: Any, fits: Any, count: int, evicted: Any,
               r: int) -> None:  # fmt: skip
-    """Insert blocks, making room for one after the other."""
+    """Insert the chosen blocks, making room for one after the other."""
     top = starts[r] + starts[r + 1]
     for step in range(count):
         i = fits[step] if kind == TINY else fits[count - 1 - step]
         x = node[i]
         refused = False
         while not bypass and meta[USED] + fact[x, SIZE] > meta[CAPACITY]:
-            if meta[MEMBERS] == 0 or (kind == TINY and _asks(asked, meta, x) <= _asks(asked, meta, heap[0])):
+            if meta[MEMBERS] == 0 or (kind == TINY and _read_asks(asked, meta, x) <= _read_asks(asked, meta, heap[0])):
                 refused = True
                 break
             floor[0] = key[heap[0]]
@@ -167,13 +169,13 @@ def _bring_in(kind: int, bypass: bool, starts: Any, node: Any, next_use: Any, in
         info[x, BORN] = top - i
         if fact[x, PARENT] >= 0:
             info[fact[x, PARENT], KIDS] += 1
-        key[x] = _priority(kind, info, fact, next_use, weights, floor, x, i)
+        key[x] = _compute_priority(kind, info, fact, next_use, weights, floor, x, i)
 
 
 @njit(nogil=True)
 def run_priority(kind: int, bypass: bool, starts: Any, node: Any, tokens: Any, next_use: Any, fact: Any, meta: Any,
                  weights: Any, asked: Any, tally: Any, used_share: Any, evicted: Any) -> None:  # fmt: skip
-    """All requests of a trace through one policy."""
+    """Run all requests of a trace with one policy."""
     nodes = len(fact)
     info = np.zeros((nodes, 8), np.int32)
     info[:, MARK] = -1
@@ -186,13 +188,13 @@ def run_priority(kind: int, bypass: bool, starts: Any, node: Any, tokens: Any, n
     for r in range(len(starts) - 1):
         look_up(starts, node, tokens, info, tally, r)
         safe = _touch(kind, starts, node, next_use, info, fact, key, heap, meta, weights, floor, asked, r)
-        count = _fitting(kind, bypass, starts, node, info, fact, meta, asked, fits, r, safe)
+        count = _choose_fitting(kind, bypass, starts, node, info, fact, meta, asked, fits, r, safe)
         _bring_in(kind, bypass, starts, node, next_use, info, fact, key, heap, meta, weights, floor, asked, fits, count,
                   evicted, r)  # fmt: skip
         for i in range(starts[r + 1] - 1, starts[r] - 1, -1):
             x = node[i]
             if info[x, RESIDENT] and info[x, KIDS] == 0 and info[x, AT] < 0:
-                heap_push(heap, info, key, meta, x)
+                push_to_heap(heap, info, key, meta, x)
         while meta[USED] > meta[CAPACITY]:
             evict_smallest(info, fact, key, heap, meta, evicted, r, False)
         if meta[CAPACITY] > 0:

@@ -1,7 +1,7 @@
-"""The compiled loop of policies that keep queues: SIEVE, S3-FIFO, ARC. Twins of `policies.modern`.
+"""The compiled loop of policies with queues: SIEVE, S3-FIFO, ARC. Twins of `policies.modern`.
 
-Importing this module imports numba. A queue is a doubly linked list through ``older`` and ``newer``; a node stands in
-one queue at most, cached or only remembered, so that one pair of links serves all queues.
+Importing this module imports numba. A queue is a doubly linked list through ``older`` and ``newer``. A node is in one
+queue at most, cached or only remembered, so one pair of links serves all queues.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OLDEST, NEWEST, TOTAL, COUNT = range(4)
 
 @njit(nogil=True)
 def _join(fact: Any, links: Any, ends: Any, q: int, x: int) -> None:
-    """Join a queue at its new end."""
+    """Add a node at the new end of a queue."""
     newest = ends[q, NEWEST]
     links[x, OLDER] = newest
     links[x, NEWER] = -1
@@ -58,6 +58,7 @@ def _join(fact: Any, links: Any, ends: Any, q: int, x: int) -> None:
 
 @njit(nogil=True)
 def _leave(fact: Any, links: Any, ends: Any, x: int) -> None:
+    """Remove a node from its queue."""
     q = links[x, QUEUE]
     older, newer = links[x, OLDER], links[x, NEWER]
     if older >= 0:
@@ -75,23 +76,26 @@ def _leave(fact: Any, links: Any, ends: Any, x: int) -> None:
 
 @njit(nogil=True)
 def _renew(fact: Any, links: Any, ends: Any, x: int) -> None:
+    """Make a node the newest of its queue."""
     q = links[x, QUEUE]
     _leave(fact, links, ends, x)
     _join(fact, links, ends, q, x)
 
 
 @njit(nogil=True)
-def _evictable(info: Any, x: int, r: int) -> Any:
+def _is_evictable(info: Any, x: int, r: int) -> Any:
+    """Whether a node has no cached children and is not part of request ``r``."""
     return info[x, KIDS] == 0 and info[x, MARK] != r
 
 
 @njit(nogil=True)
-def _sieve_victim(info: Any, links: Any, ends: Any, meta: Any, r: int) -> Any:
+def _find_sieve_victim(info: Any, links: Any, ends: Any, meta: Any, r: int) -> Any:
+    """Move the hand to the next block without a mark and return it; -1 if there is none."""
     for _ in range(2 * ends[0, COUNT]):
         x = meta[HAND]
         if x < 0:
             x = ends[0, OLDEST]
-        if info[x, USES] == 0 and _evictable(info, x, r):
+        if info[x, USES] == 0 and _is_evictable(info, x, r):
             meta[HAND] = x
             return x
         info[x, USES] = 0
@@ -100,7 +104,8 @@ def _sieve_victim(info: Any, links: Any, ends: Any, meta: Any, r: int) -> Any:
 
 
 @njit(nogil=True)
-def _s3fifo_victim(info: Any, fact: Any, links: Any, ends: Any, meta: Any, r: int) -> Any:
+def _find_s3fifo_victim(info: Any, fact: Any, links: Any, ends: Any, meta: Any, r: int) -> Any:
+    """Find the block to evict in the small or the main queue; -1 if there is none."""
     main_limit = meta[CAPACITY] - max(1, meta[CAPACITY] // 10)
     stuck_small, stuck_main = 0, 0
     while True:
@@ -110,7 +115,7 @@ def _s3fifo_victim(info: Any, fact: Any, links: Any, ends: Any, meta: Any, r: in
         if (ends[MAIN, TOTAL] > main_limit and not main_done) or small_done:
             x = ends[MAIN, OLDEST]
             if info[x, USES] == 0:
-                if _evictable(info, x, r):
+                if _is_evictable(info, x, r):
                     return x
                 stuck_main += 1
             else:
@@ -124,7 +129,7 @@ def _s3fifo_victim(info: Any, fact: Any, links: Any, ends: Any, meta: Any, r: in
                 _join(fact, links, ends, MAIN, x)
                 info[x, USES] = 0
                 stuck_main = 0
-            elif _evictable(info, x, r):
+            elif _is_evictable(info, x, r):
                 return x
             else:
                 stuck_small += 1
@@ -132,14 +137,15 @@ def _s3fifo_victim(info: Any, fact: Any, links: Any, ends: Any, meta: Any, r: in
 
 
 @njit(nogil=True)
-def _arc_victim(info: Any, links: Any, ends: Any, border: Any, r: int, coming: int) -> Any:
+def _find_arc_victim(info: Any, links: Any, ends: Any, border: Any, r: int, coming: int) -> Any:
+    """Find the block to evict in the list that is beyond the border; -1 if there is none."""
     once = ends[ONCE, TOTAL]
     first_once = once > border[0] or (links[coming, QUEUE] == LEFT_OFTEN and once == border[0])
     for turn in range(2):
         q = ONCE if (turn == 0) == first_once else OFTEN
         x = ends[q, OLDEST]
         while x >= 0:
-            if _evictable(info, x, r):
+            if _is_evictable(info, x, r):
                 return x
             x = links[x, NEWER]
     return -1
@@ -147,6 +153,7 @@ def _arc_victim(info: Any, links: Any, ends: Any, border: Any, r: int, coming: i
 
 @njit(nogil=True)
 def _evict(kind: int, info: Any, fact: Any, links: Any, ends: Any, meta: Any, evicted: Any, r: int, x: int) -> None:
+    """Evict node ``x`` and remember it where the policy does so."""
     info[x, RESIDENT] = 0
     info[x, LEFT] = 1
     meta[USED] -= fact[x, SIZE]
@@ -169,6 +176,7 @@ def _evict(kind: int, info: Any, fact: Any, links: Any, ends: Any, meta: Any, ev
 
 @njit(nogil=True)
 def _touch(kind: int, starts: Any, node: Any, info: Any, fact: Any, links: Any, ends: Any, r: int) -> Any:
+    """Mark the cached blocks of the request as used; return the space they take."""
     safe = 0
     for i in range(starts[r + 1] - 1, starts[r] - 1, -1):
         x = node[i]
@@ -186,8 +194,8 @@ def _touch(kind: int, starts: Any, node: Any, info: Any, fact: Any, links: Any, 
 
 
 @njit(nogil=True)
-def _miss(kind: int, links: Any, ends: Any, meta: Any, border: Any, x: int) -> None:
-    """ARC's border moves on a miss of a remembered block."""
+def _move_border(kind: int, links: Any, ends: Any, meta: Any, border: Any, x: int) -> None:
+    """Move ARC's border on a miss of a remembered block."""
     if kind != ARC or links[x, QUEUE] < LEFT_ONCE:
         return
     once, often = float(ends[LEFT_ONCE, TOTAL]), float(ends[LEFT_OFTEN, TOTAL])
@@ -199,6 +207,7 @@ def _miss(kind: int, links: Any, ends: Any, meta: Any, border: Any, x: int) -> N
 
 @njit(nogil=True)
 def _insert(kind: int, info: Any, fact: Any, links: Any, ends: Any, meta: Any, x: int) -> None:
+    """Insert node ``x`` into the queue where the policy wants it."""
     known = links[x, QUEUE] >= 0
     if known:
         _leave(fact, links, ends, x)
@@ -223,13 +232,14 @@ def _insert(kind: int, info: Any, fact: Any, links: Any, ends: Any, meta: Any, x
 @njit(nogil=True)
 def _bring_in(kind: int, starts: Any, node: Any, info: Any, fact: Any, links: Any, ends: Any, meta: Any, border: Any,
               evicted: Any, fits: Any, r: int, safe: int) -> None:  # fmt: skip
+    """Insert the new blocks of the request that fit, making room for one after the other."""
     room, count, closed = meta[CAPACITY] - safe, 0, False
     for i in range(starts[r], starts[r + 1]):
         x = node[i]
         if info[x, MARK] == r:
             continue
         info[x, MARK] = r
-        _miss(kind, links, ends, meta, border, x)
+        _move_border(kind, links, ends, meta, border, x)
         room -= fact[x, SIZE]
         closed = closed or room < 0
         if not closed:
@@ -240,11 +250,11 @@ def _bring_in(kind: int, starts: Any, node: Any, info: Any, fact: Any, links: An
         fitted = True
         while meta[USED] + fact[x, SIZE] > meta[CAPACITY]:
             if kind == SIEVE:
-                victim = _sieve_victim(info, links, ends, meta, r)
+                victim = _find_sieve_victim(info, links, ends, meta, r)
             elif kind == S3FIFO:
-                victim = _s3fifo_victim(info, fact, links, ends, meta, r)
+                victim = _find_s3fifo_victim(info, fact, links, ends, meta, r)
             else:
-                victim = _arc_victim(info, links, ends, border, r, x)
+                victim = _find_arc_victim(info, links, ends, border, r, x)
             fitted = victim >= 0
             if not fitted:
                 break
@@ -259,7 +269,7 @@ def _bring_in(kind: int, starts: Any, node: Any, info: Any, fact: Any, links: An
 @njit(nogil=True)
 def run_queues(kind: int, starts: Any, node: Any, tokens: Any, fact: Any, meta: Any, tally: Any, used_share: Any,
                evicted: Any) -> None:  # fmt: skip
-    """All requests of a trace through one policy."""
+    """Run all requests of a trace with one policy."""
     info = np.zeros((len(fact), 8), np.int32)
     info[:, MARK] = -1
     links = np.full((len(fact), 3), -1, np.int32)

@@ -11,13 +11,15 @@ from semblend.fingerprint.kernels import njit
 
 @njit(nogil=True)
 def _add(tree: Any, place: int, amount: int) -> None:
+    """Add an amount at one place of a binary indexed tree."""
     while place < len(tree):
         tree[place] += amount
         place += place & -place
 
 
 @njit(nogil=True)
-def _below(tree: Any, place: int) -> Any:
+def _sum_below(tree: Any, place: int) -> Any:
+    """Sum all amounts up to one place of a binary indexed tree."""
     total = 0
     while place > 0:
         total += tree[place]
@@ -26,11 +28,11 @@ def _below(tree: Any, place: int) -> Any:
 
 
 @njit(nogil=True)
-def stack_distances(starts: Any, node: Any, sizes: Any) -> Any:
-    """For every access, the space taken by its block and all used since; -1 at the first use.
+def compute_stack_distances(starts: Any, node: Any, sizes: Any) -> Any:
+    """Compute for every access the space of its block and all blocks used since; -1 at the first use.
 
-    A binary indexed tree over moments holds the sizes of the blocks at their last use. Requests are looked up whole and
-    then used from their last block to their first, as in the simulator.
+    A binary indexed tree over access times holds the sizes of the blocks at their last use. As in the simulator, a
+    request is looked up as a whole and then used from its last block to its first.
     """
     tree = np.zeros(len(node) + 2, np.int64)
     last = np.zeros(len(sizes), np.int64)
@@ -40,7 +42,7 @@ def stack_distances(starts: Any, node: Any, sizes: Any) -> Any:
         first, end = starts[r], starts[r + 1]
         for i in range(first, end):
             at = last[node[i]]
-            out[i] = total - _below(tree, at - 1) if at > 0 else -1
+            out[i] = total - _sum_below(tree, at - 1) if at > 0 else -1
         for i in range(end - 1, first - 1, -1):
             x = node[i]
             if last[x] > 0:

@@ -1,14 +1,14 @@
-"""The simulator in plain Python: slow, short, and the twin that the compiled one is tested against.
+"""The simulator in plain Python: slow and short, the reference that the compiled one is tested against.
 
 One request goes through four steps, for every policy:
 
 1. *look up*: in prefix mode the blocks up to the first one that is not cached are hits, in block mode each cached one;
-2. *touch*: what is cached of the request is marked as used and is safe until the request is done;
-3. *make room and insert*: the other blocks come in, as many as fit beside what is safe, the last ones left out first;
-4. *let go*: nothing is safe any more. A policy that may refuse blocks (``bypass``) evicts only now, from all.
+2. *touch*: the cached blocks of the request are marked as used and are safe until the request is done;
+3. *make room and insert*: the other blocks come in, as many as fit beside the safe ones, the last ones left out first;
+4. *release*: nothing is safe any more. A policy that may refuse blocks (``bypass``) evicts only now, from all blocks.
 
-Only a block without cached children can be evicted, so a parent outlives its children. Blocks of a request are
-touched and inserted from the last to the first, so that among equals the end of a prompt goes before its beginning.
+Only a block without cached children can be evicted, so a parent stays longer than its children. Blocks of a request are
+touched and inserted from the last to the first: among equals the end of a prompt is evicted before its beginning.
 """
 
 from __future__ import annotations
@@ -49,63 +49,70 @@ class Block:
 
 
 class PlainPolicy:
-    """Evicts the block with the smallest `priority`, the longest unused one among equals.
+    """Evicts the block with the smallest `priority`; among equals the one unused for the longest time.
 
-    A new policy overrides `priority` (asked once at every use of a block) and, if it wants, `admit`. Policies that
-    keep queues override `touched`, `inserted`, `victim` and `evicted`.
+    A new policy overrides `priority` (called once at every use of a block) and, if it wants, `admit`. Policies that
+    keep queues override `on_touch`, `on_insert`, `choose_victim` and `on_evict`.
     """
 
     bypass = False
     admits_by_rule = False  # blocks are then offered from the first to the last, and `admit` is asked
 
     def begin(self, capacity: int, forest: Forest, options: dict[str, Any]) -> None:
-        """A run begins."""
+        """Begin a run over ``forest`` with a cache of ``capacity``."""
         self.capacity, self.forest, self.options = capacity, forest, options
 
     def priority(self, block: Block) -> Any:
+        """Return the value of a cached block; the smallest is evicted first."""
         return block.used
 
     def admit(self, block: Block, victim: Block) -> bool:  # noqa: ARG002
-        """Whether a new block may push this victim out."""
+        """Whether a new block may replace this victim."""
         return True
 
-    def touched(self, block: Block) -> None:
+    def on_touch(self, block: Block) -> None:
+        """Called when a cached block is used again."""
         block.priority = self.priority(block)
 
-    def inserted(self, block: Block) -> None:
+    def on_insert(self, block: Block) -> None:
+        """Called when a block has been inserted."""
         block.priority = self.priority(block)
 
-    def victim(self, cache: Cache, coming: Block | None) -> Block | None:  # noqa: ARG002
-        return min(cache.evictable(), key=lambda block: (block.priority, block.used), default=None)
+    def choose_victim(self, cache: Cache, coming: Block | None) -> Block | None:  # noqa: ARG002
+        """Choose the block to evict, for the block ``coming`` if there is one; None if none may be evicted."""
+        return min(cache.find_evictable(), key=lambda block: (block.priority, block.used), default=None)
 
-    def evicted(self, block: Block) -> None:
-        """The block has left."""
+    def on_evict(self, block: Block) -> None:
+        """Called when a block has been evicted."""
 
-    def asked(self, r: int, nodes: list[int], first: int) -> None:
-        """A request came in; its blocks have been looked up."""
+    def on_request(self, r: int, nodes: list[int], first: int) -> None:
+        """Called when the blocks of request ``r`` have been looked up; ``first`` is its first access."""
 
-    def settled(self, cache: Cache) -> None:
-        """The request is done and nothing is safe any more."""
+    def on_request_end(self, cache: Cache) -> None:
+        """Called when the request is done and no block is safe any more."""
 
-    def missed(self, node: int) -> None:
-        """A block that was asked for is not cached; called before it is inserted."""
+    def on_miss(self, node: int) -> None:
+        """Called for a block that is not cached, before it is inserted."""
 
-    def weights(self) -> dict[str, float]:
+    def report_weights(self) -> dict[str, float]:
+        """Return what the policy has learned about each block type; empty for most."""
         return {}
 
 
 @dataclass(eq=False)
 class Cache:
-    """What is cached now."""
+    """The cached blocks and the space they use."""
 
     capacity: int
     blocks: dict[int, Block] = field(default_factory=dict)
     used: int = 0
 
-    def evictable(self) -> Iterator[Block]:
+    def find_evictable(self) -> Iterator[Block]:
+        """Yield the blocks that may be evicted."""
         return (block for block in self.blocks.values() if block.evictable)
 
     def add(self, block: Block) -> None:
+        """Insert a block and count it as a child of its parent."""
         self.blocks[block.node] = block
         self.used += block.size
         if block.parent in self.blocks:
@@ -113,6 +120,7 @@ class Cache:
         block.children = sum(other.parent == block.node for other in self.blocks.values())
 
     def remove(self, block: Block) -> None:
+        """Remove a block."""
         del self.blocks[block.node]
         self.used -= block.size
         if block.parent in self.blocks:
@@ -121,7 +129,7 @@ class Cache:
 
 @dataclass
 class Counts:
-    """What a run counts, per request where it matters."""
+    """What a run counts, for each request where that matters."""
 
     hit_blocks: npt.NDArray[np.int32]
     hit_tokens: npt.NDArray[np.int32]
@@ -131,7 +139,8 @@ class Counts:
     weights: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
-    def zeros(requests: int, types: int) -> Counts:
+    def create(requests: int, types: int) -> Counts:
+        """Return counts of zero."""
         return Counts(
             np.zeros(requests, np.int32),
             np.zeros(requests, np.int32),
@@ -149,26 +158,28 @@ class PlainRun:
     ) -> None:
         self.warm_up = warm_up
         self.forest, self.policy = forest, policy
-        self.sizes = forest.sizes(capacity.unit)
+        self.sizes = forest.get_sizes(capacity.unit)
         self.cache = Cache(capacity.size)
         self.clock = 0
         self.known_evicted: set[int] = set()
         trace = forest.trace
-        self.counts = Counts.zeros(len(trace), len(trace.type_names))
+        self.counts = Counts.create(len(trace), len(trace.type_names))
         policy.begin(capacity.size, forest, options)
 
     def run(self) -> Counts:
+        """Run all requests and return the counts."""
         starts = self.forest.trace.starts
         for r in range(len(self.forest.trace)):
-            self._request(r, int(starts[r]), int(starts[r + 1]))
-        self.counts.weights = self.policy.weights()
+            self._run_request(r, int(starts[r]), int(starts[r + 1]))
+        self.counts.weights = self.policy.report_weights()
         return self.counts
 
-    def _request(self, r: int, first: int, last: int) -> None:
+    def _run_request(self, r: int, first: int, last: int) -> None:
+        """Run one request through the four steps."""
         cache, policy, counts = self.cache, self.policy, self.counts
         nodes = self.forest.node[first:last].tolist()
         self._look_up(r, nodes, first)
-        policy.asked(r, nodes, first)
+        policy.on_request(r, nodes, first)
         new: dict[int, int] = {}  # node -> its place, the first one if it stands twice
         safe: list[Block] = []
         for place in range(len(nodes) - 1, -1, -1):
@@ -179,22 +190,23 @@ class PlainRun:
             self._use(block, r, first, place, len(nodes))
             block.safe = True
             safe.append(block)
-            policy.touched(block)
+            policy.on_touch(block)
         for node in sorted(new, key=new.__getitem__):
-            policy.missed(node)
+            policy.on_miss(node)
         safe += self._insert(r, first, len(nodes), new)
         for block in safe:
             block.safe = False
-        policy.settled(cache)
+        policy.on_request_end(cache)
         if policy.bypass:
             while cache.used > cache.capacity:
-                victim = policy.victim(cache, None)
+                victim = policy.choose_victim(cache, None)
                 assert victim is not None
                 self._evict(victim, r)
         counts.used_share[r] = cache.used / cache.capacity if cache.capacity else 0.0
         self.clock += len(nodes)
 
     def _look_up(self, r: int, nodes: list[int], first: int) -> None:
+        """Count the hits of a request, and its misses of evicted blocks."""
         for place, node in enumerate(nodes):
             if node in self.cache.blocks:
                 self.counts.hit_blocks[r] += 1
@@ -206,13 +218,14 @@ class PlainRun:
                     break
 
     def _use(self, block: Block, r: int, first: int, place: int, length: int) -> None:
+        """Record a use of a block."""
         block.used = self.clock + length - place
         block.uses += 1
         block.arrival_s = float(self.forest.trace.arrival_s[r])
         block.next_use = int(self.forest.next_use[first + place])
 
     def _insert(self, r: int, first: int, length: int, new: dict[int, int]) -> list[Block]:
-        """Bring the new blocks in; what was inserted stays safe until the request is done."""
+        """Insert the new blocks of a request and return them; they stay safe until the request is done."""
         cache, policy = self.cache, self.policy
         places = sorted(new.values())
         fits: list[int] = []
@@ -224,7 +237,7 @@ class PlainRun:
             fits.append(place)
         inserted: list[Block] = []
         for place in fits if policy.admits_by_rule else reversed(fits):
-            block = self._block(r, first, place, length)
+            block = self._make_block(r, first, place, length)
             if not policy.bypass and not self._make_room(block, r):
                 if self.forest.mode == "prefix":
                     break
@@ -232,18 +245,20 @@ class PlainRun:
             cache.add(block)
             block.safe = True
             inserted.append(block)
-            policy.inserted(block)
+            policy.on_insert(block)
         return inserted
 
     def _make_room(self, coming: Block, r: int) -> bool:
+        """Evict until ``coming`` fits; False if the policy refuses it or nothing may be evicted."""
         while self.cache.used + coming.size > self.cache.capacity:
-            victim = self.policy.victim(self.cache, coming)
+            victim = self.policy.choose_victim(self.cache, coming)
             if victim is None or not self.policy.admit(coming, victim):
                 return False
             self._evict(victim, r)
         return True
 
-    def _block(self, r: int, first: int, place: int, length: int) -> Block:
+    def _make_block(self, r: int, first: int, place: int, length: int) -> Block:
+        """Make the block of one access."""
         forest = self.forest
         node = int(forest.node[first + place])
         block = Block(
@@ -259,7 +274,8 @@ class PlainRun:
         return block
 
     def _evict(self, block: Block, r: int) -> None:
+        """Evict a block, tell the policy and count it."""
         self.cache.remove(block)
-        self.policy.evicted(block)
+        self.policy.on_evict(block)
         self.known_evicted.add(block.node)
         self.counts.evicted[self.forest.types[block.node]] += r >= self.warm_up

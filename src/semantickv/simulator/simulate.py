@@ -1,6 +1,6 @@
 """Replay a trace against a cache of a given size: `simulate`. Nothing here is measured on an engine.
 
-The steps of one request are told in `semantickv.simulator.plain`; `semantickv.simulator.kernels` is the same, compiled.
+`semantickv.simulator.plain` explains the steps of one request; `semantickv.simulator.kernels` does the same, compiled.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from semantickv.simulator.capacity import Capacity
-from semantickv.simulator.forest import Forest, Mode, plant
+from semantickv.simulator.forest import Forest, Mode, build_forest
 from semantickv.simulator.plain import Counts, PlainRun
 from semantickv.simulator.policies import Policy, find_policy
 from semantickv.simulator.policies.semantic import TYPE_WEIGHTS
@@ -23,7 +23,7 @@ from semblend.errors import InputError
 
 
 @dataclass(frozen=True)
-class Simulated:
+class SimulationResult:
     """The result of one simulated run. Rates are shares between 0 and 1, over the requests after the warm-up."""
 
     policy: str
@@ -72,32 +72,33 @@ def simulate(
     engine: Literal["auto", "compiled", "plain"] = "auto",
     share_tenants: bool = False,
     **policy_options: Any,
-) -> Simulated:
-    """Run one policy over a trace. Pass a `Forest` (see `plant`) to prepare a trace once for many runs.
+) -> SimulationResult:
+    """Simulate one policy over a trace. Pass a `Forest` (see `build_forest`) to prepare a trace once for many runs.
 
     >>> from semantickv.traces.trace import Trace, TraceRequest
     >>> asks = [TraceRequest(str(i), i, (1, 2), (16, 16), ("system", "user")) for i in range(4)]
     >>> simulate(Trace.from_requests(asks), "lru", Capacity.blocks(2)).block_hits
     6
     """
-    forest = trace if isinstance(trace, Forest) else plant(trace, mode, share_tenants=share_tenants)
+    forest = trace if isinstance(trace, Forest) else build_forest(trace, mode, share_tenants=share_tenants)
     chosen = find_policy(policy)
     if warm_up < 0:
         raise InputError("warm_up counts requests and can't be negative")
-    options = {**_defaults(capacity), **chosen.options, **policy_options, "seed": seed}
+    options = {**_build_default_options(capacity), **chosen.options, **policy_options, "seed": seed}
     warm_up = min(warm_up, len(forest.trace))
-    counts = _counts(forest, chosen, capacity, engine, warm_up, options)
-    return _result(forest, chosen, capacity, counts, warm_up)
+    counts = _run(forest, chosen, capacity, engine, warm_up, options)
+    return _build_result(forest, chosen, capacity, counts, warm_up)
 
 
-def _defaults(capacity: Capacity) -> dict[str, Any]:
-    """Options that depend on the capacity: TinyLFU forgets over ten cache-fuls."""
+def _build_default_options(capacity: Capacity) -> dict[str, Any]:
+    """Build the options that depend on the capacity: TinyLFU forgets after ten times the capacity."""
     return {"window": max(10, 10 * capacity.size), "type_weights": TYPE_WEIGHTS, "unit": capacity.unit}
 
 
-def _counts(
+def _run(
     forest: Forest, chosen: Policy, capacity: Capacity, engine: str, warm_up: int, options: dict[str, Any]
 ) -> Counts:
+    """Run the policy, compiled if possible, and return its counts."""
     compiled = chosen.kernel is not None and engine != "plain" and find_spec("numba") is not None
     if engine == "compiled" and not compiled:
         raise InputError(f"policy {chosen.name!r} has no compiled twin here", hint="use engine='auto'")
@@ -108,11 +109,12 @@ def _counts(
     return PlainRun(forest, chosen.plain(), capacity, warm_up, options).run()
 
 
-def _result(forest: Forest, chosen: Policy, capacity: Capacity, counts: Counts, warm_up: int) -> Simulated:
+def _build_result(forest: Forest, chosen: Policy, capacity: Capacity, counts: Counts, warm_up: int) -> SimulationResult:
+    """Sum the counts after the warm-up into a result."""
     trace = forest.trace
     by_type = counts.evicted
     counted = len(trace) - warm_up
-    return Simulated(
+    return SimulationResult(
         policy=chosen.name,
         mode=forest.mode,
         capacity=capacity,

@@ -1,8 +1,8 @@
-"""What kind of text a block is: a list of rules, first match wins. Rules are data; users add rules and types.
+"""The type of a block of text: a list of rules, the first match wins. Rules are data; users add rules and types.
 
 A rule looks at what is known about a piece of a prompt: the role of its message, the label before it (``CONTEXT:``) or
 the tag that opens it (``<output>``), and its text. A rule without conditions is refused. Nothing here is learned, and
-nothing decides about reuse: a type only says how a policy should weigh a block. A wrong type costs hits, never
+nothing decides about reuse: a type only tells a policy how to weigh a block. A wrong type costs hits, never
 correctness.
 """
 
@@ -63,15 +63,17 @@ class Rule:
             ) from None
 
     def matches(self, piece: Piece) -> bool:
+        """Whether all conditions of the rule hold for a piece."""
         if self.roles and piece.role not in self.roles:
             return False
         if self.labels and piece.label not in self.labels:
             return False
         if self.min_words and len(piece.text.split(None, self.min_words)) < self.min_words:
             return False
-        return not self.pattern or self._found(piece.text[:LONGEST_SEEN])
+        return not self.pattern or self._matches_pattern(piece.text[:LONGEST_SEEN])
 
-    def _found(self, text: str) -> bool:
+    def _matches_pattern(self, text: str) -> bool:
+        """Whether the pattern is found often enough."""
         return any(hit >= self.min_hits for hit, _ in enumerate(re.finditer(self.pattern, text), start=1))
 
 
@@ -119,23 +121,25 @@ OTHER = "other"
 class Classifier:
     """Rules in order; ``explicit`` types given by the sender win over all of them.
 
-    >>> Classifier().type_of(Piece("How do I renew it?", role="user"))
+    >>> Classifier().classify(Piece("How do I renew it?", role="user"))
     'user'
-    >>> Classifier().with_rules([Rule("receipts", "receipt", pattern="Receipt")]).type_of(Piece("Receipt 1", "user"))
+    >>> Classifier().with_rules([Rule("receipts", "receipt", pattern="Receipt")]).classify(Piece("Receipt 1", "user"))
     'receipt'
     """
 
     rules: tuple[Rule, ...] = DEFAULT_RULES
 
-    def type_of(self, piece: Piece) -> str:
+    def classify(self, piece: Piece) -> str:
+        """Return the type of the first rule that matches, or ``other``."""
         return next((rule.type for rule in self.rules if rule.matches(piece)), OTHER)
 
     def with_rules(self, rules: Iterable[Rule]) -> Classifier:
-        """The same with more rules before the present ones: who adds a rule means it."""
+        """Return a classifier that tries these rules before the present ones."""
         return Classifier((*rules, *self.rules))
 
     @property
     def types(self) -> tuple[str, ...]:
+        """Every type that some rule gives, and ``other``."""
         return tuple(dict.fromkeys([*(rule.type for rule in self.rules), OTHER]))
 
     @property
@@ -145,7 +149,7 @@ class Classifier:
 
 
 def load_rules(path: str | Path) -> tuple[Rule, ...]:
-    """Rules of a TOML file: ``[[rule]]`` tables with the fields of `Rule`."""
+    """Load the rules of a TOML file: ``[[rule]]`` tables with the fields of `Rule`."""
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -155,10 +159,11 @@ def load_rules(path: str | Path) -> tuple[Rule, ...]:
     rules = table.get("rule")
     if not isinstance(rules, list) or set(table) != {"rule"}:
         raise InputError(f"{path} holds no [[rule]] tables, or more than those", hint=_HINT)
-    return tuple(_rule(f"{path}, rule {number}", rule) for number, rule in enumerate(rules, start=1))
+    return tuple(_parse_rule(f"{path}, rule {number}", rule) for number, rule in enumerate(rules, start=1))
 
 
-def _rule(where: str, table: Any) -> Rule:
+def _parse_rule(where: str, table: Any) -> Rule:
+    """Check one ``[[rule]]`` table and build the rule; an error names file, rule and field."""
     if not isinstance(table, Mapping) or not {"type"} <= set(table) <= _FIELDS:
         unknown = sorted(set(table) - _FIELDS) if isinstance(table, Mapping) else []
         what = f"unknown field {unknown[0]}" if unknown else "no type"

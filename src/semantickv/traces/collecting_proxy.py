@@ -1,7 +1,7 @@
-"""A small proxy for `semantickv collect`: forwards OpenAI-compatible requests as they are, and records them.
+"""A small proxy for `semantickv collect`: forwards OpenAI-compatible requests unchanged and records them.
 
-Standard library only. One thread a request; what comes from the upstream is passed on at once, byte for byte. A prompt
-that cannot be recorded is forwarded all the same: watching must not cost an answer.
+Standard library only. One thread for each request; what comes from the upstream is passed on at once, byte for byte. A
+prompt that cannot be recorded is forwarded all the same: recording must not cost an answer.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class CollectingProxy(ThreadingHTTPServer):
         return f"http://{self.server_address[0]!s}:{self.server_address[1]}"
 
     def connect(self) -> http.client.HTTPConnection:
+        """Open a connection to the upstream."""
         kind = http.client.HTTPSConnection if self.upstream.scheme == "https" else http.client.HTTPConnection
         return kind(str(self.upstream.hostname), self.upstream.port, timeout=self.timeout_s)
 
@@ -61,7 +62,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: CollectingProxy
 
     def log_message(self, format: str, *args: Any) -> None:
-        """No line a request on standard error."""
+        """Write no line for each request on standard error."""
 
     def do_GET(self) -> None:  # the name that http.server calls
         self._forward(b"")
@@ -76,12 +77,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._forward(self.rfile.read(int(length)))
 
     def _forward(self, body: bytes) -> None:
+        """Forward the request and record it; refuse it if too many are running."""
         if not self.server.room.acquire(blocking=False):
             self._refuse(503, "too many requests at once")
             return
         try:
             with ExitStack() as stack:
-                recording = self._recording(body)
+                recording = self._start_recording(body)
                 if recording is not None:
                     stack.enter_context(recording)
                 self._exchange(body, recording)
@@ -92,7 +94,8 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             self.server.room.release()
 
-    def _recording(self, body: bytes) -> Recording | None:
+    def _start_recording(self, body: bytes) -> Recording | None:
+        """Begin a recording; None if the request is not one to record or cannot be read."""
         if self.command != "POST" or self.path.split("?")[0] not in RECORDED:
             return None
         try:
@@ -109,6 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
             return None
 
     def _exchange(self, body: bytes, recording: Recording | None) -> None:
+        """Send the request to the upstream and pass its answer on."""
         headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
         connection = self.server.connect()
         try:
@@ -124,13 +128,14 @@ class _Handler(BaseHTTPRequestHandler):
             connection.close()
 
     def _pass_on(self, answer: http.client.HTTPResponse, recording: Recording | None) -> None:
+        """Send the upstream's answer to the client piece by piece, and show it to the recording."""
         self.send_response(answer.status)
         for name, value in answer.getheaders():
             if name.lower() not in _HOP:
                 self.send_header(name, value)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        reader = _Reader(recording, "event-stream" in (answer.getheader("Content-Type") or ""))
+        reader = _ResponseReader(recording, "event-stream" in (answer.getheader("Content-Type") or ""))
         try:
             while piece := answer.read1(PIECE):
                 reader.feed(piece)
@@ -144,6 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise ConnectionAbortedError  # passed on whole, but an error is no request served
 
     def _refuse(self, status: int, message: str) -> None:
+        """Answer with an error of our own."""
         text = json.dumps({"error": {"message": message, "type": "semantickv_collect"}}).encode()
         self.close_connection = True
         self.send_response(status)
@@ -157,13 +163,14 @@ class _NotAnswered(Exception):  # noqa: N818  # not an error of ours
     pass
 
 
-class _Reader:
-    """Reads along for usage and the first token; never in the way of the bytes."""
+class _ResponseReader:
+    """Reads the passing answer for its usage and its first token; never delays the bytes."""
 
     def __init__(self, recording: Recording | None, events: bool) -> None:
         self.recording, self.events, self.held = recording, events, b""
 
     def feed(self, piece: bytes) -> None:
+        """Take the next bytes of the answer."""
         if self.recording is None or len(self.held) > MAX_BODY_BYTES:
             return
         self.held += piece
@@ -171,16 +178,18 @@ class _Reader:
             *lines, self.held = self.held.split(b"\n")
             for line in lines:
                 if line.startswith(b"data:"):
-                    self._json(line[5:].strip(), part=True)
+                    self._note_json(line[5:].strip(), part=True)
 
     def end(self) -> None:
+        """Take the end of the answer."""
         if self.recording is not None and not self.events:
-            self._json(self.held, part=False)
+            self._note_json(self.held, part=False)
 
-    def _json(self, text: bytes, *, part: bool) -> None:
+    def _note_json(self, text: bytes, *, part: bool) -> None:
+        """Hand a JSON text to the recording; ignore what is not JSON."""
         assert self.recording is not None
         try:
             value = json.loads(text)
         except ValueError:
             return  # [DONE], or an answer that is no JSON
-        (self.recording.part if part else self.recording.answered)(value)
+        (self.recording.note_part if part else self.recording.note_answer)(value)

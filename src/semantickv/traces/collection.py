@@ -1,7 +1,7 @@
 """Traces from live traffic: cut each prompt into typed blocks, keep hashes and lengths, write one JSON line a request.
 
 By default no text is kept: a line has hashes, token counts, types and times. Hashes of short texts can be guessed by
-trying; a ``key`` prevents that. Watching only: nothing here decides what a backend caches.
+trying; a ``key`` prevents that. This module only records: nothing here decides what a backend caches.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from semantickv.traces.segmentation import Block, Segmenter
+from semantickv.traces.segmentation import Segmenter, TextBlock
 from semblend.errors import InputError
 
 MOST_HELD = 4096
 Json = dict[str, Any]
 
 
-def record_of(blocks: tuple[Block, ...], *, request_id: str, at_ms: float, redact: bool = True, **known: Any) -> Json:
-    """One line of a trace, in the names that `semantickv replay` reads; what is None is left out."""
+def build_trace_line(
+    blocks: tuple[TextBlock, ...], *, request_id: str, at_ms: float, redact: bool = True, **known: Any
+) -> Json:
+    """Build one line of a trace, in the names that `semantickv replay` reads; values of None are left out."""
     written = []
     for place, block in enumerate(blocks):
         entry: Json = {
@@ -43,7 +45,7 @@ def record_of(blocks: tuple[Block, ...], *, request_id: str, at_ms: float, redac
 class TraceWriter:
     """Appends lines to a file in order of arrival, from any thread.
 
-    Requests end in another order than they arrive; a finished one waits until all before it are finished or given up.
+    Requests end in another order than they arrive. A finished one waits until all before it are finished or given up.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -58,14 +60,14 @@ class TraceWriter:
         except OSError as error:
             raise InputError(f"cannot write {path}: {error.strerror}", hint="pass another --output-dir") from None
 
-    def ticket(self) -> int:
-        """A place in the order of arrival; every ticket must be given back to `put`."""
+    def take_ticket(self) -> int:
+        """Take a place in the order of arrival; every ticket must be given back to `put`."""
         with self._lock:
             self._next_ticket += 1
             return self._next_ticket - 1
 
     def put(self, ticket: int, line: Json | None) -> None:
-        """The line of a ticket; None gives the ticket up."""
+        """Give a ticket back with its line, or with None if there is none."""
         text = "" if line is None else json.dumps(line, ensure_ascii=False, separators=(",", ":"))
         with self._lock:
             if ticket < self._next_out or self._stream.closed:  # its place has been given away, or we have stopped
@@ -77,6 +79,7 @@ class TraceWriter:
             self._flush()
 
     def _flush(self) -> None:
+        """Write the lines whose turn has come."""
         while self._held and self._held[0][0] <= self._next_out:
             ticket, text = heapq.heappop(self._held)
             self._next_out = ticket + 1
@@ -86,7 +89,7 @@ class TraceWriter:
         self._stream.flush()
 
     def close(self) -> None:
-        """Write what is still held and close the file."""
+        """Write the lines that still wait and close the file."""
         with self._lock:
             while self._held and not self._stream.closed:
                 self._next_out = self._held[0][0]
@@ -102,9 +105,9 @@ class TraceWriter:
 
 @dataclass
 class Collector:
-    """Watches requests. Use `begin` and the `Recording` it gives, or `wrap` a handler.
+    """Records requests. Use `begin` and the `Recording` it returns, or `wrap` a handler.
 
-    ``clock`` gives seconds and never jumps; times in the trace count from the first request.
+    ``clock`` returns seconds and never jumps; times in the trace count from the first request.
     """
 
     writer: TraceWriter
@@ -116,40 +119,44 @@ class Collector:
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def begin(self, body: Mapping[str, Any], *, session: str = "", tenant: str = "") -> Recording:
-        """A request has arrived; ``body`` is the OpenAI request."""
+        """Begin to record a request that has just arrived; ``body`` is the OpenAI request."""
         with self._lock:  # ticket and time together: the order of lines is the order of their times
             now = self.clock()
             self._began = now if self._began is None else self._began
-            ticket = self.writer.ticket()
+            ticket = self.writer.take_ticket()
         try:
-            blocks = self._blocks(body)
+            blocks = self._cut_prompt(body)
         except InputError:
             self.writer.put(ticket, None)
             raise
-        return Recording(self, ticket, now, blocks, self._name(session), self._name(tenant), str(body.get("model", "")))
+        return Recording(
+            self, ticket, now, blocks, self._hash_name(session), self._hash_name(tenant), str(body.get("model", ""))
+        )
 
-    def _blocks(self, body: Mapping[str, Any]) -> tuple[Block, ...]:
+    def _cut_prompt(self, body: Mapping[str, Any]) -> tuple[TextBlock, ...]:
+        """Cut the prompt of an OpenAI request into blocks, tool definitions first."""
         if body.get("messages") is not None:
-            tools = self.segmenter.text(json.dumps(body["tools"]), "tools") if body.get("tools") else ()
-            return (*tools, *self.segmenter.messages(body["messages"]))
+            tools = self.segmenter.cut_text(json.dumps(body["tools"]), "tools") if body.get("tools") else ()
+            return (*tools, *self.segmenter.cut_messages(body["messages"]))
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1:
             prompt = prompt[0]
         if not isinstance(prompt, str) or not prompt:
             raise InputError("the request has neither messages nor a prompt of text", hint="see the OpenAI API")
-        return self.segmenter.text(prompt)
+        return self.segmenter.cut_text(prompt)
 
-    def _name(self, name: str) -> str:
-        """Sessions and tenants are people: their names are hashed as well."""
+    def _hash_name(self, name: str) -> str:
+        """Hash the name of a session or tenant, because it may name a person; keep it if text is kept."""
         if not name or not self.redact:
             return name
         key = self.segmenter.key.encode()[:64]
         return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=6, key=key).hexdigest()
 
     def wrap(self, handler: Callable[..., Any]) -> Callable[..., Any]:
-        """The same handler, watched. It takes the request's body first; it may be plain, async or a generator.
+        """Return the handler with recording added; it may be plain, async or a generator.
 
-        ``session`` and ``tenant`` given to the handler as keywords are noted and passed on.
+        The handler takes the request's body first. ``session`` and ``tenant`` given to it as keywords are recorded and
+        passed on.
         """
         if inspect.isasyncgenfunction(handler):
             return self._wrap_async_stream(handler)
@@ -160,43 +167,44 @@ class Collector:
         return self._wrap_plain(handler)
 
     def _start(self, body: Any, known: Mapping[str, Any]) -> Recording:
+        """Begin a recording with the session and tenant that the handler was given."""
         return self.begin(body, session=str(known.get("session", "")), tenant=str(known.get("tenant", "")))
 
     def _wrap_plain(self, handler: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(handler)
-        def watched(body: Any, *rest: Any, **known: Any) -> Any:
+        def handle(body: Any, *rest: Any, **known: Any) -> Any:
             with self._start(body, known) as recording:
-                return recording.answered(handler(body, *rest, **known))
+                return recording.note_answer(handler(body, *rest, **known))
 
-        return watched
+        return handle
 
     def _wrap_async(self, handler: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(handler)
-        async def watched(body: Any, *rest: Any, **known: Any) -> Any:
+        async def handle(body: Any, *rest: Any, **known: Any) -> Any:
             with self._start(body, known) as recording:
-                return recording.answered(await handler(body, *rest, **known))
+                return recording.note_answer(await handler(body, *rest, **known))
 
-        return watched
+        return handle
 
     def _wrap_stream(self, handler: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(handler)
-        def watched(body: Any, *rest: Any, **known: Any) -> Any:
+        def handle(body: Any, *rest: Any, **known: Any) -> Any:
             with self._start(body, known) as recording:
                 for part in handler(body, *rest, **known):
-                    recording.part(part)
+                    recording.note_part(part)
                     yield part
 
-        return watched
+        return handle
 
     def _wrap_async_stream(self, handler: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(handler)
-        async def watched(body: Any, *rest: Any, **known: Any) -> Any:
+        async def handle(body: Any, *rest: Any, **known: Any) -> Any:
             with self._start(body, known) as recording:
                 async for part in handler(body, *rest, **known):
-                    recording.part(part)
+                    recording.note_part(part)
                     yield part
 
-        return watched
+        return handle
 
 
 @dataclass
@@ -206,7 +214,7 @@ class Recording:
     collector: Collector
     ticket: int
     began: float
-    blocks: tuple[Block, ...]
+    blocks: tuple[TextBlock, ...]
     session: str
     tenant: str
     model: str
@@ -217,29 +225,31 @@ class Recording:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.collector.writer.put(self.ticket, None if kind is not None else self._line())
+        self.collector.writer.put(self.ticket, None if kind is not None else self._build_line())
 
-    def part(self, part: Any) -> None:
-        """A part of a streamed answer: the first one that carries text or a tool call stops the clock."""
+    def note_part(self, part: Any) -> None:
+        """Note a part of a streamed answer: the first one with text or a tool call sets the time to first token."""
         if not isinstance(part, Mapping):
             if self.first_s is None and part:
                 self.first_s = self.collector.clock()
             return
         if self.first_s is None and _says_something(part):
             self.first_s = self.collector.clock()
-        self._note(part)
+        self._note_usage(part)
 
-    def answered(self, answer: Any) -> Any:
-        """A whole answer. When its first token came is unknown: total time is not time to first token."""
+    def note_answer(self, answer: Any) -> Any:
+        """Note a whole answer and return it. It has no time to first token: total time is something else."""
         if isinstance(answer, Mapping):
-            self._note(answer)
+            self._note_usage(answer)
         return answer
 
-    def _note(self, answer: Mapping[str, Any]) -> None:
+    def _note_usage(self, answer: Mapping[str, Any]) -> None:
+        """Keep the usage of an answer that has one."""
         if isinstance(answer.get("usage"), Mapping):
             self.usage = answer["usage"]
 
-    def _line(self) -> Json:
+    def _build_line(self) -> Json:
+        """Build the line of this request."""
         collector = self.collector
         ended = collector.clock()
         prompt, cached = self.usage.get("prompt_tokens"), None
@@ -247,7 +257,7 @@ class Recording:
         if isinstance(details, Mapping) and isinstance(details.get("cached_tokens"), int):
             cached = details["cached_tokens"]
         computed = prompt - cached if isinstance(prompt, int) and cached is not None else None
-        return record_of(
+        return build_trace_line(
             self.blocks,
             request_id=f"r{self.ticket:08d}",
             at_ms=(self.began - (collector._began or 0.0)) * 1000,
@@ -255,7 +265,7 @@ class Recording:
             session_id=self.session or None,
             tenant_id=self.tenant or None,
             model_name=self.model or None,
-            output_tokens=_whole(self.usage.get("completion_tokens")),
+            output_tokens=_read_count(self.usage.get("completion_tokens")),
             observed_ttft_ms=None if self.first_s is None else round((self.first_s - self.began) * 1000, 3),
             observed_total_latency_ms=round((ended - self.began) * 1000, 3),
             observed_prefix_hit_tokens=cached,
@@ -264,11 +274,13 @@ class Recording:
         )
 
 
-def _whole(value: Any) -> int | None:
+def _read_count(value: Any) -> int | None:
+    """Return the value if it is a whole number from 0 on, else None."""
     return value if isinstance(value, int) and value >= 0 else None
 
 
 def _says_something(part: Mapping[str, Any]) -> bool:
+    """Whether a part of a streamed answer carries text or a tool call."""
     for choice in part.get("choices") or ():
         if not isinstance(choice, Mapping):
             continue

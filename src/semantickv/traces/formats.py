@@ -37,7 +37,7 @@ _INT64: Final = 2**63
 
 
 class _BadFieldError(Exception):
-    """A field of the line at hand can't be used."""
+    """A field of the current line cannot be used."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(problem)
@@ -65,7 +65,7 @@ class TraceFile:
         if block_tokens is not None and block_tokens <= 0:
             raise InputError(f"block_tokens is {block_tokens}", hint="a block has at least one token")
         self.path = Path(path)
-        self.format = _sniff(self.path) if format == "auto" else format
+        self.format = _detect_format(self.path) if format == "auto" else format
         self.block_tokens = block_tokens or _DEFAULT_BLOCK.get(self.format, 0)
         self.skip_bad, self.any_order, self.skipped = skip_bad, any_order, 0
 
@@ -84,7 +84,7 @@ class TraceFile:
         with closing(read_lines(self.path)) as lines:
             for number, line in lines:
                 try:
-                    request = parser.request(line, number)
+                    request = parser.parse(line, number)
                     if request is None:  # a heading
                         continue
                     if not self.any_order and request.arrival_s < latest_s:
@@ -92,7 +92,7 @@ class TraceFile:
                         raise _BadFieldError(parser.time_field, problem)
                 except _BadFieldError as bad:
                     if not self.skip_bad:
-                        raise _error(self.path, number, bad) from None
+                        raise _build_error(self.path, number, bad) from None
                     self.skipped += 1
                     continue
                 found, latest_s = True, request.arrival_s
@@ -102,14 +102,15 @@ class TraceFile:
             raise InputError(f"{self.path}: no request in it", hint=hint)
 
 
-def _error(file: Path, number: int, bad: _BadFieldError) -> InputError:
+def _build_error(file: Path, number: int, bad: _BadFieldError) -> InputError:
+    """Build the error for a bad line, with file, line and field."""
     hint = "sort the file, or read it with sort" if "earlier" in bad.problem else "correct the line, or skip bad lines"
     return InputError(f"{file}: line {number}: field {bad.field!r}: {bad.problem}", hint=hint)
 
 
 @contextmanager
 def _open(file: Path) -> Iterator[IO[bytes]]:
-    """Gzip is recognised by its first bytes, whatever the name."""
+    """Open a file to read bytes; gzip is recognised by its first bytes, whatever the name."""
     try:
         plain = file.open("rb")
     except OSError as error:
@@ -123,7 +124,7 @@ def _open(file: Path) -> Iterator[IO[bytes]]:
 
 
 def read_lines(file: Path) -> Generator[tuple[int, bytes | None], None, None]:
-    """Numbered lines; None stands for one that is too long to hold, whose rest is passed over in pieces."""
+    """Yield the numbered lines of a file that are not blank; None for a line that is too long to hold."""
     with _open(file) as stream:
         number = 0
         try:
@@ -139,8 +140,8 @@ def read_lines(file: Path) -> Generator[tuple[int, bytes | None], None, None]:
             raise InputError(f"{file}: line {number + 1}: the compressed data is damaged: {error}") from None
 
 
-def _sniff(file: Path) -> str:
-    """The format of the first line that tells; a file of bad lines is read as ours, which then says what is wrong."""
+def _detect_format(file: Path) -> str:
+    """Detect the format from the first line that tells; if none does, assume ours, whose errors say what is wrong."""
     with closing(read_lines(file)) as lines:
         for number, line in lines:
             if number > 100:
@@ -150,7 +151,7 @@ def _sniff(file: Path) -> str:
             if line.lstrip(b"\xef\xbb\xbf").upper().startswith(b"TIMESTAMP,"):
                 return "azure"
             try:
-                found = _format_of(json.loads(line))
+                found = _recognise_record(json.loads(line))
             except (ValueError, RecursionError):
                 continue
             if found:
@@ -158,7 +159,8 @@ def _sniff(file: Path) -> str:
     return "semantickv"
 
 
-def _format_of(record: object) -> str | None:
+def _recognise_record(record: object) -> str | None:
+    """Recognise the format of one JSON line by its fields; None if it is no known one."""
     if not isinstance(record, dict):
         return None
     if "blocks" in record:
@@ -169,7 +171,7 @@ def _format_of(record: object) -> str | None:
 
 
 class _LineParser:
-    """Turns one line into a request, or says which field is wrong."""
+    """Turns one line into a request, or raises an error that names the bad field."""
 
     def __init__(self, format: str, block_tokens: int) -> None:
         self.format, self.block_tokens = format, block_tokens
@@ -178,29 +180,31 @@ class _LineParser:
         self.begin: datetime | None = None
         self.fresh = 0  # next id that nobody shares
         make: Mapping[str, Callable[[dict[str, Any], int], TraceRequest]] = {
-            "semantickv": self._semantickv,
-            "mooncake": self._chained,
-            "bailian": self._chained,
+            "semantickv": self._parse_semantickv,
+            "mooncake": self._parse_chained,
+            "bailian": self._parse_chained,
         }
         self.make = make.get(format)
 
-    def request(self, line: bytes | None, number: int) -> TraceRequest | None:
+    def parse(self, line: bytes | None, number: int) -> TraceRequest | None:
+        """Parse one line; None for a heading."""
         if line is None:
             raise _BadFieldError("line", f"longer than {MAX_LINE_BYTES >> 20} MiB")
         if self.make is None:
-            return self._azure(line, number)
+            return self._parse_azure(line, number)
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise _BadFieldError("line", f"not JSON: {error}") from None
         if not isinstance(record, dict):
             raise _BadFieldError("line", "not a JSON object")
-        other = _format_of(record)
+        other = _recognise_record(record)
         if other != self.format and other is not None:
             raise _BadFieldError("line", f"looks like {other}, the file is read as {self.format}")
         return self.make(record, number)
 
-    def _semantickv(self, record: dict[str, Any], number: int) -> TraceRequest:
+    def _parse_semantickv(self, record: dict[str, Any], number: int) -> TraceRequest:
+        """Parse one line of our own format."""
         blocks = record.get("blocks")
         if not isinstance(blocks, list):
             raise _BadFieldError("blocks", "missing" if blocks is None else "not a list")
@@ -209,48 +213,49 @@ class _LineParser:
             where = f"blocks[{place}]"
             if not isinstance(block, dict):
                 raise _BadFieldError(where, "not an object")
-            ids.append(_block_id(block, where))
-            tokens.append(_whole(block, "token_count", least=1, where=where))
-            types.append(_text(block, "semantic_type", "other", where=where))
-        ttft = _real(record, "observed_ttft_ms") if record.get("observed_ttft_ms") is not None else None
+            ids.append(_read_block_id(block, where))
+            tokens.append(_read_whole(block, "token_count", least=1, where=where))
+            types.append(_read_text(block, "semantic_type", "other", where=where))
+        ttft = _read_real(record, "observed_ttft_ms") if record.get("observed_ttft_ms") is not None else None
         return TraceRequest(
-            _text(record, "request_id", str(number)),
-            _real(record, "timestamp_ms") / 1000,
+            _read_text(record, "request_id", str(number)),
+            _read_real(record, "timestamp_ms") / 1000,
             tuple(ids),
             tuple(tokens),
             tuple(types),
-            _whole(record, "output_tokens", default=0),
-            _text(record, "tenant_id", "default"),
-            _text(record, "session_id", ""),
+            _read_whole(record, "output_tokens", default=0),
+            _read_text(record, "tenant_id", "default"),
+            _read_text(record, "session_id", ""),
             ttft,
         )
 
-    def _chained(self, record: dict[str, Any], number: int) -> TraceRequest:
-        """Mooncake counts milliseconds, Bailian seconds; Bailian's kind of request stands in for a block type."""
+    def _parse_chained(self, record: dict[str, Any], number: int) -> TraceRequest:
+        """Parse one line of Mooncake (times in ms) or Bailian (in s; its request type becomes the block type)."""
         hashes = record.get("hash_ids")
         if not isinstance(hashes, list):
             raise _BadFieldError("hash_ids", "missing" if hashes is None else "not a list")
         for place, value in enumerate(hashes):
             if type(value) is not int or not -_INT64 <= value < _INT64:
                 raise _BadFieldError(f"hash_ids[{place}]", f"{value!r} is not an integer of 64 bits")
-        length = _whole(record, "input_length")
-        tokens = _split(length, len(hashes), self.block_tokens)
+        length = _read_whole(record, "input_length")
+        tokens = _split_tokens(length, len(hashes), self.block_tokens)
         if tokens is None:
             raise _BadFieldError(
                 "hash_ids", f"{len(hashes)} blocks of {self.block_tokens} tokens can't hold {length} tokens"
             )
         bailian = self.format == "bailian"
-        kind = _text(record, "type", "other") if bailian else "other"
+        kind = _read_text(record, "type", "other") if bailian else "other"
         return TraceRequest(
             str(record.get("chat_id", number)),
-            _real(record, "timestamp") / (1 if bailian else 1000),
+            _read_real(record, "timestamp") / (1 if bailian else 1000),
             tuple(hashes),
             tokens,
             (kind,) * len(hashes),
-            _whole(record, "output_length", default=0),
+            _read_whole(record, "output_length", default=0),
         )
 
-    def _azure(self, line: bytes, number: int) -> TraceRequest | None:
+    def _parse_azure(self, line: bytes, number: int) -> TraceRequest | None:
+        """Parse one line of Azure CSV; None for the heading. Its blocks are never shared."""
         cells = next(csv.reader([line.decode("utf-8-sig", "replace").strip()]))
         if not self.columns:
             missing = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} - set(cells)
@@ -274,24 +279,25 @@ class _LineParser:
         seconds = (when - self.begin).total_seconds()
         if seconds < 0:
             raise _BadFieldError("TIMESTAMP", "earlier than the first line")
-        length = _whole(record, "ContextTokens")
+        length = _read_whole(record, "ContextTokens")
         blocks = -(-length // self.block_tokens)
         self.fresh += blocks
         ids = tuple(range(self.fresh - blocks, self.fresh))
-        tokens = _split(length, blocks, self.block_tokens) or ()
-        output = _whole(record, "GeneratedTokens")
+        tokens = _split_tokens(length, blocks, self.block_tokens) or ()
+        output = _read_whole(record, "GeneratedTokens")
         return TraceRequest(str(number), seconds, ids, tokens, ("other",) * blocks, output)
 
 
-def _split(length: int, blocks: int, block_tokens: int) -> tuple[int, ...] | None:
-    """Full blocks and a last one that may be partly filled; None if the numbers contradict each other."""
+def _split_tokens(length: int, blocks: int, block_tokens: int) -> tuple[int, ...] | None:
+    """Split a length into full blocks and a last one; None if the numbers contradict each other."""
     last = length - (blocks - 1) * block_tokens
     if blocks == 0:
         return () if length == 0 else None
     return (block_tokens,) * (blocks - 1) + (last,) if 0 < last <= block_tokens else None
 
 
-def _block_id(block: dict[str, Any], where: str) -> int:
+def _read_block_id(block: dict[str, Any], where: str) -> int:
+    """Read the id of a block: a whole number as it is, a text as its hash."""
     for field in ("content_hash", "block_id"):
         value = block.get(field)
         if type(value) is int and -_INT64 <= value < _INT64:
@@ -303,7 +309,8 @@ def _block_id(block: dict[str, Any], where: str) -> int:
     raise _BadFieldError(f"{where}.content_hash", "missing")
 
 
-def _number(record: dict[str, Any], field: str, default: float | None, where: str) -> Any:
+def _read_number(record: dict[str, Any], field: str, default: float | None, where: str) -> Any:
+    """Read a finite number."""
     value = record.get(field, default)
     name = f"{where}.{field}" if where else field
     if value is None:
@@ -313,15 +320,19 @@ def _number(record: dict[str, Any], field: str, default: float | None, where: st
     return value
 
 
-def _real(record: dict[str, Any], field: str) -> float:
-    value = float(_number(record, field, None, ""))
+def _read_real(record: dict[str, Any], field: str) -> float:
+    """Read a number that is not negative."""
+    value = float(_read_number(record, field, None, ""))
     if value < 0:
         raise _BadFieldError(field, f"{value:g} is negative")
     return value
 
 
-def _whole(record: dict[str, Any], field: str, *, default: int | None = None, least: int = 0, where: str = "") -> int:
-    value = _number(record, field, default, where)
+def _read_whole(
+    record: dict[str, Any], field: str, *, default: int | None = None, least: int = 0, where: str = ""
+) -> int:
+    """Read a whole number from ``least`` on."""
+    value = _read_number(record, field, default, where)
     name = f"{where}.{field}" if where else field
     if value != int(value) or value >= 2**31:
         raise _BadFieldError(name, f"{value!r} is not a whole number below 2**31")
@@ -330,7 +341,8 @@ def _whole(record: dict[str, Any], field: str, *, default: int | None = None, le
     return int(value)
 
 
-def _text(record: dict[str, Any], field: str, default: str, where: str = "") -> str:
+def _read_text(record: dict[str, Any], field: str, default: str, where: str = "") -> str:
+    """Read a text, or the default if the field is missing."""
     value = record.get(field)
     if value is None:
         return default

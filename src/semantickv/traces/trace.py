@@ -1,7 +1,7 @@
 """A serving trace as arrays: which blocks every request asked for, in which order, and when.
 
-A trace comes from `semantickv.traces.formats` (files) or from `TraceRequest` values made by a generator. The
-simulator never sees text: a block is an integer id, its number of tokens and the name of its semantic type.
+A trace comes from a file (`semantickv.traces.formats`) or from `TraceRequest` values made by a generator. The simulator
+never sees text: a block is an integer id, its number of tokens and the name of its semantic type.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Trace:
 
     @staticmethod
     def from_requests(requests: Iterable[TraceRequest], name: str = "trace") -> Trace:
-        """The trace of these requests, which must come in order of arrival."""
+        """Build the trace of these requests, which must come in order of arrival."""
         builder = TraceBuilder(name=name, format="requests")
         for request in requests:
             builder.add(request)
@@ -95,6 +95,7 @@ class Trace:
 
     @property
     def block_accesses(self) -> int:
+        """Number of block accesses of all requests."""
         return len(self.ids)
 
     @cached_property
@@ -114,8 +115,8 @@ class Trace:
         total = np.concatenate(([0], np.cumsum(self.tokens, dtype=np.int64)))
         return total[self.starts[1:]] - total[self.starts[:-1]]
 
-    def requests(self) -> Iterator[TraceRequest]:
-        """The requests as values: for tests, exporters and people."""
+    def iter_requests(self) -> Iterator[TraceRequest]:
+        """Yield the requests as values: for tests, exporters and people."""
         for r in range(len(self)):
             blocks = slice(self.starts[r], self.starts[r + 1])
             ttft = float(self.ttft_ms[r])
@@ -131,15 +132,16 @@ class Trace:
                 None if np.isnan(ttft) else ttft,
             )
 
-    def head(self, requests: int) -> Trace:
-        """The first ``requests`` requests, as views."""
+    def take_first(self, requests: int) -> Trace:
+        """Return the first ``requests`` requests, as views."""
         return self._cut(0, min(requests, len(self)))
 
-    def tail(self, first: int) -> Trace:
-        """The requests from number ``first`` on."""
+    def skip_first(self, first: int) -> Trace:
+        """Return the requests from number ``first`` on, as views."""
         return self._cut(min(first, len(self)), len(self))
 
     def _cut(self, low: int, high: int) -> Trace:
+        """Return the requests from number ``low`` up to ``high``."""
         first, last = int(self.starts[low]), int(self.starts[high])
         return self.select(slice(first, last), slice(low, high), self.starts[low : high + 1] - first)
 
@@ -168,7 +170,7 @@ class Trace:
 
 
 class TraceBuilder:
-    """Collects requests into flat machine arrays: ten million blocks cost about 140 MB, not gigabytes of objects."""
+    """Collects requests into flat arrays: ten million blocks take about 140 MB, not gigabytes of objects."""
 
     def __init__(self, name: str, format: str, *, chained: bool = False, sort: bool = False) -> None:
         self.name, self.format, self.chained, self.sort = name, format, chained, sort
@@ -188,6 +190,7 @@ class TraceBuilder:
         return self._arrival[-1] if self._arrival else 0.0
 
     def add(self, request: TraceRequest) -> None:
+        """Add a request; raise InputError if it arrives before the one ahead of it, unless ``sort``."""
         if not self.sort and request.arrival_s < self.last_arrival_s:
             raise InputError(
                 f"request {request.request_id!r} arrives at {request.arrival_s:g} s, before the one ahead of it "
@@ -207,6 +210,7 @@ class TraceBuilder:
         self._sessions.append(request.session)
 
     def build(self) -> Trace:
+        """Build the trace of all requests added so far."""
         trace = Trace(
             np.array(self._ids, dtype=np.int64),
             np.array(self._tokens, dtype=np.int32),
@@ -224,11 +228,11 @@ class TraceBuilder:
             request_ids=tuple(self._names),
             sessions=tuple(self._sessions),
         )
-        return _by_arrival(trace) if self.sort else trace
+        return _sort_by_arrival(trace) if self.sort else trace
 
 
-def _by_arrival(trace: Trace) -> Trace:
-    """The same requests in order of arrival; requests of one moment keep their order."""
+def _sort_by_arrival(trace: Trace) -> Trace:
+    """Return the same requests in order of arrival; requests of one moment keep their order."""
     order = np.argsort(trace.arrival_s, kind="stable")
     counts = np.diff(trace.starts)[order]
     starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)

@@ -1,6 +1,6 @@
-"""When sessions begin and how long people think: processes by name, drawn from a seed.
+"""When sessions begin and how long people think: arrival processes by name, drawn from a seed.
 
-Open loop: a session begins at its time whether or not others were served. Nothing here knows about a cache.
+Open loop: a session begins at its time whether or not others have been served. Nothing here knows about a cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Arrivals:
     bursts where ``burstiness`` is below 1; diurnal: Poisson whose rate swings between ``trough`` and 1 of ``rate`` over
     ``period_s``.
 
-    >>> list(Arrivals("sequential", rate=2.0).starts(3, seed=0))
+    >>> list(Arrivals("sequential", rate=2.0).draw_starts(3, seed=0))
     [0.0, 0.5, 1.0]
     """
 
@@ -45,29 +45,31 @@ class Arrivals:
         if not self.think_s >= 0 or not 0 <= self.trough <= 1:
             raise InputError("arrivals: think_s must not be negative, trough lies between 0 and 1")
 
-    def starts(self, sessions: int, seed: int) -> Iterator[float]:
-        """The seconds at which ``sessions`` sessions begin, in order, from 0 on."""
-        drawn, now = random.Random(f"arrivals {seed}"), 0.0
+    def draw_starts(self, sessions: int, seed: int) -> Iterator[float]:
+        """Draw the seconds at which ``sessions`` sessions begin, in order, from 0 on."""
+        rng, now = random.Random(f"arrivals {seed}"), 0.0
         for number in range(sessions):
             if self.process == "sequential":
                 yield number / self.rate
                 continue
             yield now
-            now += self._gap(drawn, now)
+            now += self._draw_gap(rng, now)
 
-    def think(self, drawn: random.Random) -> float:
-        """Seconds until the session's next request: log-normal, because some people go for a coffee."""
+    def draw_think_s(self, rng: random.Random) -> float:
+        """Draw the seconds until a session's next request: log-normal, because some pauses are very long."""
         sigma = 1.0
-        return self.think_s * drawn.lognormvariate(-sigma * sigma / 2, sigma) if self.think_s else 0.001
+        return self.think_s * rng.lognormvariate(-sigma * sigma / 2, sigma) if self.think_s else 0.001
 
-    def _gap(self, drawn: random.Random, now: float) -> float:
+    def _draw_gap(self, rng: random.Random, now: float) -> float:
+        """Draw the seconds until the next session begins."""
         if self.process == "gamma":
-            return drawn.gammavariate(self.burstiness, 1.0 / (self.rate * self.burstiness))
-        gap = drawn.expovariate(self.rate)
-        while self.process == "diurnal" and drawn.random() > self._share(now + gap):  # thinning
-            gap += drawn.expovariate(self.rate)
+            return rng.gammavariate(self.burstiness, 1.0 / (self.rate * self.burstiness))
+        gap = rng.expovariate(self.rate)
+        while self.process == "diurnal" and rng.random() > self._compute_share(now + gap):  # thinning
+            gap += rng.expovariate(self.rate)
         return gap
 
-    def _share(self, at_s: float) -> float:
+    def _compute_share(self, at_s: float) -> float:
+        """Compute the share of ``rate`` that holds at a time of the day, for the diurnal process."""
         wave = 0.5 - 0.5 * math.cos(2 * math.pi * at_s / self.period_s)
         return self.trough + (1 - self.trough) * wave

@@ -1,8 +1,8 @@
 """Traffic from real text: people's chats, agents' runs, questions with their passages; only arrivals are drawn.
 
-The folder is laid out as ``chat/``, ``agent_traces/`` and ``rag/`` with JSON Lines files (plain or .gz). What is real:
-every text, its order inside a chat or a run, and the pauses of an agent. What is drawn from the seed: when sessions
-begin, how long people think, which questions are popular and in which order a retriever returned the passages.
+The folder has ``chat/``, ``agent_traces/`` and ``rag/`` with JSON Lines files (plain or .gz). Real: every text, its
+order inside a chat or a run, and the pauses of an agent. Drawn from the seed: when sessions begin, how long people
+think, which questions are popular and in which order a retriever returned the passages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from semantickv.traces.request import TraceRequest
-from semantickv.traces.segmentation import Block, Segmenter
+from semantickv.traces.segmentation import Segmenter, TextBlock
 from semantickv.traces.trace import Trace
 from semantickv.workloads.arrivals import Arrivals
 from semblend.errors import InputError
@@ -33,7 +33,7 @@ _TEXTS_REMEMBERED = 50_000
 
 @dataclass(frozen=True)
 class TextSource:
-    """Where the text lies and how it becomes traffic. ``sessions`` None takes all that there are."""
+    """Where the text is and how it becomes traffic. ``sessions`` None takes all sessions."""
 
     folder: Path
     seed: int = 0
@@ -41,8 +41,8 @@ class TextSource:
     arrivals: Arrivals = TEXT_ARRIVALS
     block_tokens: int = BLOCK_TOKENS
 
-    def lines(self, relative: str) -> Iterator[dict[str, Any]]:
-        """The objects of ``relative``.jsonl or .jsonl.gz."""
+    def read_lines(self, relative: str) -> Iterator[dict[str, Any]]:
+        """Read the objects of ``relative``.jsonl or .jsonl.gz."""
         for suffix in (".jsonl.gz", ".jsonl"):
             path = self.folder / f"{relative}{suffix}"
             if path.exists():
@@ -53,69 +53,72 @@ class TextSource:
             f"{self.folder / relative}.jsonl[.gz] is not there", hint="--data-dir is a folder with chat, rag, ..."
         )
 
-    def segmenter(self) -> Segmenter:
+    def build_segmenter(self) -> Segmenter:
+        """Build the segmenter that cuts texts into blocks of at most ``block_tokens``."""
         return Segmenter(max_block_tokens=self.block_tokens)
 
 
-def chats(source: TextSource) -> Iterator[TraceRequest]:
-    """Every user turn of a chat is a request that carries all turns before it."""
-    cut = _remembering(source.segmenter().text)
-    conversations = [line["conversations"] for line in source.lines("chat/sharegpt_multiturn")]
+def generate_chats(source: TextSource) -> Iterator[TraceRequest]:
+    """Generate one request for each user turn of a chat, with all turns before it."""
+    cut = _remember_results(source.build_segmenter().cut_text)
+    conversations = [line["conversations"] for line in source.read_lines("chat/sharegpt_multiturn")]
     random.Random(f"chats {source.seed}").shuffle(conversations)
     taken = conversations[: source.sessions]
-    for number, start in enumerate(source.arrivals.starts(len(taken), source.seed)):
-        drawn, at_s, blocks = random.Random(f"chat {source.seed} {number}"), start, list[Block]()
+    for number, start in enumerate(source.arrivals.draw_starts(len(taken), source.seed)):
+        rng, at_s, blocks = random.Random(f"chat {source.seed} {number}"), start, list[TextBlock]()
         for turn, message in enumerate(taken[number]):
             blocks.extend(cut(message["content"], message["role"]))
             if message["role"] == "user" and blocks:
-                yield _request(f"chat-{number:05d}-{turn:03d}", at_s, blocks, session=f"chat-{number:05d}")
-                at_s += source.arrivals.think(drawn)
+                yield _build_request(f"chat-{number:05d}-{turn:03d}", at_s, blocks, session=f"chat-{number:05d}")
+                at_s += source.arrivals.draw_think_s(rng)
 
 
-def agents(source: TextSource) -> Iterator[TraceRequest]:
-    """Every call of an agent's run, with the pauses that were recorded."""
-    cut = source.segmenter().text
+def generate_agent_runs(source: TextSource) -> Iterator[TraceRequest]:
+    """Generate one request for each call of an agent's run, with the recorded pauses."""
+    cut = source.build_segmenter().cut_text
     runs: dict[str, list[dict[str, Any]]] = {}
     for file in _AGENT_FILES:
-        for line in source.lines(f"agent_traces/{file}"):
+        for line in source.read_lines(f"agent_traces/{file}"):
             if line["input"]:
                 runs.setdefault(f"{file}-{line['session']}", []).append(line)
     names = sorted(runs)
     random.Random(f"agents {source.seed}").shuffle(names)
     names = names[: source.sessions]
-    for name, start in zip(names, source.arrivals.starts(len(names), source.seed), strict=True):
+    for name, start in zip(names, source.arrivals.draw_starts(len(names), source.seed), strict=True):
         first = runs[name][0]["timestamp"]
         for call in runs[name]:
             at_s = start + max(0.0, (call["timestamp"] - first) / 1e6)
             blocks = cut(call["input"], "user")
-            yield _request(f"{name}-{call['step']:03d}", at_s, blocks, session=name, tenant=name.partition("-")[0])
+            yield _build_request(
+                f"{name}-{call['step']:03d}", at_s, blocks, session=name, tenant=name.partition("-")[0]
+            )
 
 
-def rag(source: TextSource) -> Iterator[TraceRequest]:
-    """Questions with their passages; some questions are popular, and passages come in a new order each time."""
-    items = [item for file in _RAG_FILES for item in source.lines(f"rag/{file}")]
-    drawn = random.Random(f"rag {source.seed}")
-    drawn.shuffle(items)
-    cut = _remembering(source.segmenter().text)
+def generate_rag(source: TextSource) -> Iterator[TraceRequest]:
+    """Generate questions with their passages: some questions are popular, and the order of passages changes."""
+    items = [item for file in _RAG_FILES for item in source.read_lines(f"rag/{file}")]
+    rng = random.Random(f"rag {source.seed}")
+    rng.shuffle(items)
+    cut = _remember_results(source.build_segmenter().cut_text)
     weights = [1.0 / (rank + 1) ** 0.8 for rank in range(len(items))]
-    for number, at_s in enumerate(source.arrivals.starts(source.sessions or 4 * len(items), source.seed)):
-        item = drawn.choices(items, weights)[0]
+    for number, at_s in enumerate(source.arrivals.draw_starts(source.sessions or 4 * len(items), source.seed)):
+        item = rng.choices(items, weights)[0]
         passages = [f"Document: {passage['title']}\n{passage['text']}\n\n" for passage in item["ctxs"]]
-        drawn.shuffle(passages)
+        rng.shuffle(passages)
         blocks = [*cut(_RAG_SYSTEM, "system")]
         for passage in passages:
             blocks.extend(cut(passage, "user"))
         blocks.extend(cut(f"Question: {item['question']}", "user"))
-        yield _request(f"rag-{number:06d}", at_s, blocks, session=f"rag-{number:06d}")
+        yield _build_request(f"rag-{number:06d}", at_s, blocks, session=f"rag-{number:06d}")
 
 
 TEXT_WORKLOADS: Final[Mapping[str, Callable[[TextSource], Iterator[TraceRequest]]]] = MappingProxyType(
-    {"chats": chats, "agents": agents, "rag": rag}
+    {"chats": generate_chats, "agents": generate_agent_runs, "rag": generate_rag}
 )
 
 
-def text_workload(name: str, source: TextSource) -> Trace:
-    """The trace of a text workload, in order of arrival."""
+def generate_text_workload(name: str, source: TextSource) -> Trace:
+    """Generate the trace of a text workload, in order of arrival."""
     if name not in TEXT_WORKLOADS:
         raise InputError(f"unknown text workload {name!r}", hint="one of " + ", ".join(TEXT_WORKLOADS))
     try:
@@ -127,7 +130,8 @@ def text_workload(name: str, source: TextSource) -> Trace:
     return Trace.from_requests(requests, name=name)
 
 
-def _request(name: str, at_s: float, blocks: Sequence[Block], **known: str) -> TraceRequest:
+def _build_request(name: str, at_s: float, blocks: Sequence[TextBlock], **known: str) -> TraceRequest:
+    """Build the request of these blocks."""
     return TraceRequest(
         name,
         round(at_s, 6),
@@ -138,6 +142,6 @@ def _request(name: str, at_s: float, blocks: Sequence[Block], **known: str) -> T
     )
 
 
-def _remembering(cut: Callable[[str, str], tuple[Block, ...]]) -> Callable[[str, str], tuple[Block, ...]]:
-    """The same, with an answer kept for texts that come again."""
+def _remember_results(cut: Callable[[str, str], tuple[TextBlock, ...]]) -> Callable[[str, str], tuple[TextBlock, ...]]:
+    """Return ``cut`` with its results kept for texts that come again."""
     return lru_cache(maxsize=_TEXTS_REMEMBERED)(cut)

@@ -1,8 +1,7 @@
 """A made-up help desk with retrieval, for a trace to try things on: ``semantickv collect --mock``.
 
-Prompts are words drawn from a seed; the backend is a formula (a prefix cache that never forgets, a straight line, a
-tail of stragglers) on a clock that nobody waits for. Every line says ``"mock": true``: its times were not observed on
-any server.
+Prompts are words drawn from a seed. The backend is a formula (a prefix cache that never forgets, a straight line, a
+tail of slow requests) on a simulated clock. Every line says ``"mock": true``: no server was observed.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from semantickv.traces.collection import Collector, TraceWriter
-from semantickv.traces.segmentation import Segmenter, content_id
+from semantickv.traces.segmentation import Segmenter, hash_content
 from semantickv.workloads.arrivals import Arrivals
 from semblend.errors import InputError
 
@@ -38,7 +37,7 @@ _ASKS: Final = (
 
 
 class MockClock:
-    """Seconds that pass when told."""
+    """A clock whose seconds pass only when ``now`` is set."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -49,25 +48,26 @@ class MockClock:
 
 @dataclass
 class MockBackend:
-    """Answers nothing, but says when: counts which beginnings of prompts it has seen."""
+    """Answers no text but takes a realistic time: it counts which beginnings of prompts it has seen."""
 
     clock: MockClock
-    drawn: random.Random
+    rng: random.Random
     segmenter: Segmenter
     _seen: set[int] = field(default_factory=set)
 
     def stream(self, body: dict[str, Any], **_: Any) -> Iterator[dict[str, Any]]:
+        """Stream one answer: advance the clock to the first token, then yield the usage."""
         total = cached = chain = 0
         hitting = True
-        for block in self.segmenter.messages(body["messages"]):
-            chain = content_id(f"{chain}/{block.content_id}")
+        for block in self.segmenter.cut_messages(body["messages"]):
+            chain = hash_content(f"{chain}/{block.content_id}")
             hitting = hitting and chain in self._seen
             cached += block.tokens if hitting else 0
             total += block.tokens
             self._seen.add(chain)
-        tail = self.drawn.expovariate(1 / 400) if self.drawn.random() < 0.04 else 0.0  # it queued, once in a while
-        took_ms = (BASE_MS + TOKEN_MS * (total - cached)) * self.drawn.lognormvariate(0, 0.06) + tail
-        out = self.drawn.randint(20, 180)
+        tail = self.rng.expovariate(1 / 400) if self.rng.random() < 0.04 else 0.0  # it queued, once in a while
+        took_ms = (BASE_MS + TOKEN_MS * (total - cached)) * self.rng.lognormvariate(0, 0.06) + tail
+        out = self.rng.randint(20, 180)
         self.clock.now += took_ms / 1000
         yield {"choices": [{"delta": {"content": "ok"}}]}
         self.clock.now += out * 0.012
@@ -76,35 +76,35 @@ class MockBackend:
 
 
 def collect_mock(writer: TraceWriter, *, requests: int, seed: int, redact: bool = True, key: str = "") -> None:
-    """``requests`` lines of made-up traffic, the same for the same seed."""
+    """Write ``requests`` lines of made-up traffic, the same for the same seed."""
     if requests < 1:
         raise InputError("--requests must be at least 1")
-    clock, drawn = MockClock(), random.Random(f"mock {seed}")
+    clock, rng = MockClock(), random.Random(f"mock {seed}")
     segmenter = Segmenter(key=key)
     collector = Collector(writer, segmenter, redact, clock, METADATA)
-    watched = collector.wrap(MockBackend(clock, drawn, segmenter).stream)
+    watched = collector.wrap(MockBackend(clock, rng, segmenter).stream)
     arrivals = Arrivals("gamma", rate=4.0, burstiness=0.5)
-    policies = [f"You are the clerk of desk {number}. " + _text(drawn, 60) for number in range(3)]
-    documents = [f"CONTEXT: Rule {number}. " + _text(drawn, drawn.randint(80, 420)) for number in range(24)]
+    policies = [f"You are the clerk of desk {number}. " + _draw_text(rng, 60) for number in range(3)]
+    documents = [f"CONTEXT: Rule {number}. " + _draw_text(rng, rng.randint(80, 420)) for number in range(24)]
     popular = [1 / (rank + 1) ** 0.9 for rank in range(len(documents))]
     histories: dict[int, list[dict[str, str]]] = {}
-    for number, at_s in enumerate(arrivals.starts(requests, seed)):
+    for number, at_s in enumerate(arrivals.draw_starts(requests, seed)):
         clock.now = at_s  # requests overlap: each arrives at its own time, whatever the one before it took
-        visitor = drawn.randrange(max(2, requests // 4))
-        history = histories.setdefault(visitor, [{"role": "system", "content": drawn.choice(policies)}])
-        found = "\n\n".join(dict.fromkeys(drawn.choices(documents, popular, k=3)))
-        asked = f"{found}\n\nUSER: {drawn.choice(_ASKS)} It is about number {number}, {_text(drawn, 12)}"
+        visitor = rng.randrange(max(2, requests // 4))
+        history = histories.setdefault(visitor, [{"role": "system", "content": rng.choice(policies)}])
+        found = "\n\n".join(dict.fromkeys(rng.choices(documents, popular, k=3)))
+        asked = f"{found}\n\nUSER: {rng.choice(_ASKS)} It is about number {number}, {_draw_text(rng, 12)}"
         body = {"model": "mock", "messages": [*history[:1], *history[1:][-4:], {"role": "user", "content": asked}]}
         for _ in watched(body, session=f"visitor {visitor}", tenant="ferry desk"):
             pass
-        history += [{"role": "user", "content": asked}, {"role": "assistant", "content": _text(drawn, 40)}]
+        history += [{"role": "user", "content": asked}, {"role": "assistant", "content": _draw_text(rng, 40)}]
 
 
-def _text(drawn: random.Random, words: int) -> str:
-    """Sentences of drawn words."""
+def _draw_text(rng: random.Random, words: int) -> str:
+    """Draw sentences of ``words`` random words."""
     parts, left = [], words
     while left > 0:
-        length = min(left, drawn.randint(6, 14))
-        parts.append(" ".join(drawn.choices(_WORDS, k=length)).capitalize() + ".")
+        length = min(left, rng.randint(6, 14))
+        parts.append(" ".join(rng.choices(_WORDS, k=length)).capitalize() + ".")
         left -= length
     return " ".join(parts)

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semantickv.analysis.advise import Advice, Point, advise, choose, hits_by_type, knee_of
+from semantickv.analysis.advise import Advice, Point, advise, choose_policy, count_hits_by_type, find_knee
 from semantickv.output import advise_page
 from semantickv.simulator.policies import POLICIES
 from semantickv.traces.trace import Trace, TraceRequest
-from semantickv.workloads.families import workload
+from semantickv.workloads.families import generate_workload
 from semblend.errors import InputError
 
 
 @pytest.fixture(scope="module")
 def advice() -> Advice:
-    trace = workload(["rag_shared_corpus"], sessions=40, requests=3, seed=1)
+    trace = generate_workload(["rag_shared_corpus"], sessions=40, requests=3, seed=1)
     return advise(trace, policies=("lru", "s3fifo", "static_semantic", "belady"))
 
 
@@ -30,18 +30,18 @@ def curve(*rates: float) -> tuple[Point, ...]:
 
 def test_lru_is_advised_unless_another_is_better_by_more_than_noise() -> None:
     lru, equal, better = curve(0.1, 0.3, 0.4), curve(0.1, 0.303, 0.4), curve(0.2, 0.39, 0.4)
-    assert choose({"lru": lru, "arc": equal})[0] == "lru"
-    assert choose({"lru": lru, "arc": better})[0] == "arc"
+    assert choose_policy({"lru": lru, "arc": equal})[0] == "lru"
+    assert choose_policy({"lru": lru, "arc": better})[0] == "arc"
 
 
 def test_what_knows_the_future_is_never_advised() -> None:
-    assert choose({"lru": curve(0.1, 0.2, 0.3), "belady": curve(0.3, 0.4, 0.5)})[0] == "lru"
+    assert choose_policy({"lru": curve(0.1, 0.2, 0.3), "belady": curve(0.3, 0.4, 0.5)})[0] == "lru"
 
 
 @given(rates=st.lists(st.floats(0, 1), min_size=1, max_size=12).map(sorted))
 def test_the_knee_is_one_of_the_sizes_and_never_beyond_where_the_curve_is_flat(rates: list[float]) -> None:
     sizes = [2**at for at in range(len(rates))]
-    knee = knee_of(sizes, rates)
+    knee = find_knee(sizes, rates)
     assert 0 <= knee < len(sizes)
     assert knee == 0 or rates[knee] > rates[knee - 1]  # the last step up to it still paid
 
@@ -54,24 +54,24 @@ def test_hit_rates_grow_with_memory_and_reach_the_ceiling(advice: Advice) -> Non
 
 
 def test_any_position_adds_where_documents_come_in_another_order(advice: Advice) -> None:
-    assert advice.anywhere[advice.knee].token_hit_rate > advice.point(advice.policy).token_hit_rate + 0.1
-    assert "any position" in advise_page.elsewhere(advice)
+    assert advice.anywhere[advice.knee].token_hit_rate > advice.get_point_at_knee(advice.policy).token_hit_rate + 0.1
+    assert "any position" in advise_page.describe_reuse_at_any_position(advice)
 
 
 def test_tokens_by_type_add_up_to_the_prompts_and_the_hits(advice: Advice) -> None:
-    found = hits_by_type(advice).values()
+    found = count_hits_by_type(advice).values()
     assert sum(total for total, _ in found) == advice.facts["prompt_tokens"]
     assert sum(hit for _, hit in found) == advice.at_knee.tokens_saved
 
 
 def test_the_page_leads_with_the_advice_and_says_simulated(advice: Advice, tmp_path: Path) -> None:
-    advise_page.write(advice, tmp_path)
+    advise_page.write_advice(advice, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {
         "advice.html", "advice.md", "advice.json", advise_page.FIGURE,
     }  # fmt: skip
     page = (tmp_path / "advice.html").read_text()
     assert ">Simulated<" in page
-    assert advise_page.headline(advice) in page
+    assert advise_page.format_headline(advice) in page
     assert "<svg" in page
     assert not re.search(r"(src|href)=\"https?://", page)  # one file, no network
     assert "(simulated)" in (tmp_path / "advice.md").read_text().splitlines()[0]
@@ -83,19 +83,19 @@ def test_the_page_leads_with_the_advice_and_says_simulated(advice: Advice, tmp_p
 def test_traffic_without_reuse_is_told_so() -> None:
     requests = [TraceRequest(str(n), float(n), (n,), (100,), ("user",)) for n in range(20)]
     none = advise(Trace.from_requests(requests), policies=("lru",))
-    assert "would not help" in advise_page.headline(none)
-    assert "0.0%" in advise_page.lead(none)
+    assert "would not help" in advise_page.format_headline(none)
+    assert "0.0%" in advise_page.format_lead(none)
 
 
 def test_all_policies_are_compared_by_default() -> None:
-    small = workload(["repeated_system"], sessions=3, requests=2, seed=1)
+    small = generate_workload(["repeated_system"], sessions=3, requests=2, seed=1)
     assert set(advise(small).curves) == set(POLICIES)
 
 
 def test_names_in_the_trace_cannot_write_into_the_page(tmp_path: Path) -> None:
     requests = [TraceRequest(str(n), float(n), (1,), (100,), ("<script>x</script>",)) for n in range(4)]
     made = advise(Trace.from_requests(requests, name="<img src=x>"), policies=("lru",))
-    page = advise_page.page(made)
+    page = advise_page.format_html(made)
     assert "<script>" not in page
     assert "<img" not in page
 
@@ -106,13 +106,13 @@ def test_a_long_trace_is_sampled_and_the_page_says_so(monkeypatch: pytest.Monkey
     )
     sampled = advise(advice.trace, policies=("lru", "s3fifo"))
     assert sampled.rate == pytest.approx(0.5)
-    assert any("samples of 50.0% of the blocks" in limit for limit in advise_page.limits(sampled))
+    assert any("samples of 50.0% of the blocks" in limit for limit in advise_page.list_limits(sampled))
     for found, full in zip(sampled.curves["lru"], advice.curves["lru"], strict=True):
         assert found.block_hit_rate == pytest.approx(full.block_hit_rate, abs=0.12)
 
 
 def test_an_unknown_model_or_size_is_refused() -> None:
-    small = workload(["repeated_system"], sessions=2, requests=2, seed=1)
+    small = generate_workload(["repeated_system"], sessions=2, requests=2, seed=1)
     with pytest.raises(InputError, match="unknown model"):
         advise(small, model="gpt-9", policies=("lru",))
     with pytest.raises(InputError, match="at least one token"):

@@ -11,18 +11,18 @@ import pytest
 
 from semantickv.analysis.experiments import (
     CONFIG_FOLDER,
-    MODES,
+    EXPERIMENT_MODES,
     SHIPPED_CONFIGS,
     SIX,
     Experiment,
-    config_files,
-    load,
-    parse,
-    run,
+    list_configs,
+    load_experiment,
+    parse_experiment,
+    run_experiment,
 )
-from semantickv.analysis.latency import LatencyModel, against
+from semantickv.analysis.latency import LatencyModel, compute_gain
 from semantickv.output import experiment_files, plots
-from semantickv.output.files import new_folder
+from semantickv.output.files import make_folder
 from semblend.errors import InputError
 from tools.reference import lab_page
 
@@ -45,7 +45,8 @@ TABLE = {
 
 def test_the_five_families_ship_with_their_seeds_and_sizes() -> None:
     found = {
-        one.experiment_id: (one.seed, one.sessions, one.requests, one.capacity_tokens) for one in map(load, CONFIGS)
+        one.experiment_id: (one.seed, one.sessions, one.requests, one.capacity_tokens)
+        for one in map(load_experiment, CONFIGS)
     }
     assert found == {
         "low_memory_rag_stress": (101, 36, 7, 2700),
@@ -54,32 +55,35 @@ def test_the_five_families_ship_with_their_seeds_and_sizes() -> None:
         "legal_review_long_context": (404, 28, 6, 1900),
         "workload_shift_static_vs_adaptive": (505, 44, 6, 2700),
     }
-    assert all(one.policies == (*SIX, "belady_bypass") and one.modes == MODES for one in map(load, CONFIGS))
+    assert all(
+        one.policies == (*SIX, "belady_bypass") and one.modes == EXPERIMENT_MODES
+        for one in map(load_experiment, CONFIGS)
+    )
 
 
 def test_lru_in_block_mode_lands_where_the_source_text_has_it() -> None:
     """The workloads were given the dimensions that the published figures imply; LRU needs no tuning."""
     for path in CONFIGS:
-        experiment = replace(load(path), policies=("lru",), modes=("block",))
-        record = run(experiment, over_time=False).records["block"][0]
+        experiment = replace(load_experiment(path), policies=("lru",), modes=("block",))
+        record = run_experiment(experiment, over_time=False).records["block"][0]
         published = experiment_files.PUBLISHED[experiment.experiment_id]
         assert record["avg_ttft_ms"] == pytest.approx(published["lru"], rel=0.03)
         assert record["block_hit_rate"] == pytest.approx(published["lru_hits"], abs=0.04)
 
 
 def test_an_experiment_gives_the_same_numbers_every_time() -> None:
-    assert run(SMALL).as_json() == run(SMALL).as_json()
+    assert run_experiment(SMALL).as_json() == run_experiment(SMALL).as_json()
 
 
 def test_prefix_mode_never_hits_more_than_block_mode_where_everything_fits() -> None:
     roomy = replace(SMALL, capacity_tokens=10**6, policies=("lru",))
-    records = run(roomy, over_time=False).records
+    records = run_experiment(roomy, over_time=False).records
     assert records["prefix"][0]["token_hit_rate"] <= records["block"][0]["token_hit_rate"]
 
 
 def test_all_files_are_written_and_say_that_they_are_simulated(tmp_path: Path) -> None:
-    outcome = run(SMALL)
-    experiment_files.write(outcome, tmp_path)
+    outcome = run_experiment(SMALL)
+    experiment_files.write_experiment(outcome, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == FILES
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["simulated"] is True
@@ -91,15 +95,15 @@ def test_all_files_are_written_and_say_that_they_are_simulated(tmp_path: Path) -
 
 
 def test_time_saved_follows_from_tokens_saved() -> None:
-    record = run(replace(SMALL, policies=("lru",)), over_time=False).records["block"][0]
-    trace, latency = SMALL.trace(), SMALL.latency
+    record = run_experiment(replace(SMALL, policies=("lru",)), over_time=False).records["block"][0]
+    trace, latency = SMALL.build_trace(), SMALL.latency
     computed = int(trace.request_tokens.sum()) - record["tokens_saved"]
     expected = latency.base_ttft_ms + latency.token_latency_ms * computed / len(trace)
     assert record["avg_ttft_ms"] == pytest.approx(expected)
 
 
 def test_the_aggregate_holds_every_experiment_and_the_published_gain(tmp_path: Path) -> None:
-    outcomes = [run(replace(load(path), sessions=4), over_time=False) for path in CONFIGS]
+    outcomes = [run_experiment(replace(load_experiment(path), sessions=4), over_time=False) for path in CONFIGS]
     experiment_files.write_aggregate(outcomes, tmp_path)
     text = (tmp_path / "aggregate_summary.md").read_text()
     assert "+35.66%" in text
@@ -109,7 +113,7 @@ def test_the_aggregate_holds_every_experiment_and_the_published_gain(tmp_path: P
 
 
 def test_two_results_of_one_second_get_two_folders(tmp_path: Path) -> None:
-    assert len({new_folder(tmp_path, "x") for _ in range(3)}) == 3
+    assert len({make_folder(tmp_path, "x") for _ in range(3)}) == 3
 
 
 @pytest.mark.parametrize(
@@ -133,35 +137,35 @@ def test_two_results_of_one_second_get_two_folders(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_field_of_a_configuration_is_named(change: dict[str, object], field: str) -> None:
-    assert parse(TABLE).sessions == 2
+    assert parse_experiment(TABLE).sessions == 2
     with pytest.raises(InputError, match=field):
-        parse(TABLE | change)
+        parse_experiment(TABLE | change)
 
 
 def test_a_file_that_is_not_there_or_no_yaml_is_told(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot read"):
-        load(tmp_path / "none.yaml")
+        load_experiment(tmp_path / "none.yaml")
     (tmp_path / "bad.yaml").write_text("a: [1")
     with pytest.raises(InputError, match="not YAML"):
-        load(tmp_path / "bad.yaml")
+        load_experiment(tmp_path / "bad.yaml")
 
 
 def test_a_negative_latency_is_refused_and_a_missing_baseline_gives_no_gain() -> None:
     with pytest.raises(InputError):
         LatencyModel(-1.0, 0.1)
-    assert against([{"policy": "fifo", "avg_ttft_ms": 3.0}], "fifo") is None
+    assert compute_gain([{"policy": "fifo", "avg_ttft_ms": 3.0}], "fifo") is None
 
 
 def test_the_page_of_results_holds_what_the_code_gives_now() -> None:
     page = (ROOT / "docs" / "research" / "lab.md").read_text(encoding="utf-8")
-    made = lab_page.tables(ROOT / "configs" / "experiments")
+    made = lab_page.build_tables(ROOT / "configs" / "experiments")
     assert made in page, "stale: run python -m tools.reference.lab_page docs/research/lab.md, and read the page again"
-    assert lab_page.refreshed(page, made) == page
+    assert lab_page.replace_tables(page, made) == page
 
 
 def test_a_page_without_a_place_for_the_tables_is_refused() -> None:
     with pytest.raises(InputError, match="no place"):
-        lab_page.refreshed("# nothing here", "")
+        lab_page.replace_tables("# nothing here", "")
 
 
 def test_the_configurations_that_ship_with_the_package_are_those_of_the_checkout() -> None:
@@ -172,32 +176,32 @@ def test_the_configurations_that_ship_with_the_package_are_those_of_the_checkout
 def test_away_from_the_checkout_the_shipped_configurations_are_found(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("low_memory_rag_stress", "configs/experiments/low_memory_rag_stress.yaml"):
-        assert load(name).seed == 101
-    assert len(config_files(CONFIG_FOLDER)) == 5
-    assert config_files(tmp_path) == []
+        assert load_experiment(name).seed == 101
+    assert len(list_configs(CONFIG_FOLDER)) == 5
+    assert list_configs(tmp_path) == []
     with pytest.raises(InputError, match=r"elsewhere/low_memory_rag_stress\.yaml"):
-        load("elsewhere/low_memory_rag_stress.yaml")
+        load_experiment("elsewhere/low_memory_rag_stress.yaml")
 
 
 @pytest.mark.parametrize("mode", ["block", "prefix"])
 def test_adaptive_learns_within_a_few_hundred_accesses_and_without_options_of_its_own(mode) -> None:
     """Seeds that no constant was chosen on; knowing the future gives 35 % or so."""
-    config = load(ROOT / "configs/experiments/low_memory_rag_stress.yaml")
+    config = load_experiment(ROOT / "configs/experiments/low_memory_rag_stress.yaml")
     assert not config.policy_options
-    runs = [run(replace(config, seed=seed, modes=(mode,)), over_time=False) for seed in range(7000, 7006)]
-    gains = [against(done.records[mode], "adaptive_semantic") for done in runs]
+    runs = [run_experiment(replace(config, seed=seed, modes=(mode,)), over_time=False) for seed in range(7000, 7006)]
+    gains = [compute_gain(done.records[mode], "adaptive_semantic") for done in runs]
     assert min(gains) > 0.15
     assert sum(gains) / len(gains) > 0.27
 
 
 def test_bars_of_one_length_mean_the_same_in_every_panel(tmp_path, monkeypatch) -> None:
     drawn = []
-    bare = plots.bare
-    monkeypatch.setattr(plots, "bare", lambda axis, grid: (drawn.append(axis), bare(axis, grid=grid)))
+    style = plots.style_axis
+    monkeypatch.setattr(plots, "style_axis", lambda axis, grid: (drawn.append(axis), style(axis, grid=grid)))
     panels = {"block mode": [("lru", 10.0)], "prefix mode": [("lru", 40.0)]}
-    plots.bars(tmp_path / "a.png", "title", panels, unit="ms")
+    plots.draw_bars(tmp_path / "a.png", "title", panels, unit="ms")
     assert drawn[0].get_xlim() == drawn[1].get_xlim()
-    plots.bars(tmp_path / "b.png", "title", panels, unit="ms", one_scale=False)
+    plots.draw_bars(tmp_path / "b.png", "title", panels, unit="ms", one_scale=False)
     assert drawn[2].get_xlim() != drawn[3].get_xlim()
-    plots.stacked(tmp_path / "c.png", "title", {"a": {"lru": {"user": 3}}, "b": {"lru": {"user": 9}}})
+    plots.draw_stacked_bars(tmp_path / "c.png", "title", {"a": {"lru": {"user": 3}}, "b": {"lru": {"user": 9}}})
     assert drawn[4].get_xlim() == drawn[5].get_xlim()

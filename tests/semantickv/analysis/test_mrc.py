@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semantickv.analysis.mrc import curve, sample
+from semantickv.analysis.mrc import sample_forest, simulate_curve
 from semantickv.simulator.capacity import Capacity
-from semantickv.simulator.simulate import plant, simulate
+from semantickv.simulator.simulate import build_forest, simulate
 from semantickv.traces.trace import Trace, TraceRequest
 from semblend.errors import InputError
 
@@ -37,16 +37,19 @@ def test_one_pass_over_the_stack_gives_what_lru_gives(requests, size):
         TraceRequest(str(r), float(r), tuple(ids), (16,) * len(ids), ("other",) * len(ids))
         for r, ids in enumerate(requests)
     )
-    forest = plant(trace)
+    forest = build_forest(trace)
     direct = simulate(forest, "lru", Capacity.blocks(size)).block_hit_rate
-    assert curve(forest, "lru", [size]).hit_rates[0] == pytest.approx(direct)
+    assert simulate_curve(forest, "lru", [size]).hit_rates[0] == pytest.approx(direct)
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "s3fifo", "arc", "belady_bypass"])
 def test_a_sampled_curve_is_near_the_full_one(policy):
-    forest = plant(conversations())
+    forest = build_forest(conversations())
     sizes = [200, 500, 1000, 2000]
-    full, sampled = curve(forest, policy, sizes, rate=1.0), curve(forest, policy, sizes, rate=0.25, samples=4)
+    full, sampled = (
+        simulate_curve(forest, policy, sizes, rate=1.0),
+        simulate_curve(forest, policy, sizes, rate=0.25, samples=4),
+    )
     assert sampled.method == ("shards" if policy == "lru" else "miniature")
     assert np.abs(full.hit_rates - sampled.hit_rates).max() < 0.05
     assert (sampled.errors >= 0).all()
@@ -54,8 +57,8 @@ def test_a_sampled_curve_is_near_the_full_one(policy):
 
 
 def test_samples_of_one_seed_share_nothing_and_keep_the_tree_closed():
-    forest = plant(conversations(200))
-    parts = [sample(forest, 0.25, number=number) for number in range(4)]
+    forest = build_forest(conversations(200))
+    parts = [sample_forest(forest, 0.25, number=number) for number in range(4)]
     assert sum(part.nodes for part in parts) == forest.nodes
     assert sum(len(part.node) for part in parts) == len(forest.node)
     for part in parts:
@@ -64,4 +67,4 @@ def test_samples_of_one_seed_share_nothing_and_keep_the_tree_closed():
 
 def test_a_rate_out_of_range_is_refused():
     with pytest.raises(InputError, match="sampling rate"):
-        curve(plant(conversations(10)), "lru", [10], rate=1.5)
+        simulate_curve(build_forest(conversations(10)), "lru", [10], rate=1.5)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semantickv.analysis.bounds import upper_bound
+from semantickv.analysis.bounds import compute_upper_bound
 from semantickv.simulator.capacity import Capacity
 from semantickv.simulator.policies import POLICIES
-from semantickv.simulator.simulate import plant, simulate
+from semantickv.simulator.simulate import build_forest, simulate
 from semantickv.traces.trace import Trace, TraceRequest
 
 REQUESTS = st.lists(st.lists(st.integers(0, 5), max_size=5, unique=True), max_size=30)
@@ -61,7 +61,7 @@ def test_belady_finds_what_trying_everything_finds(requests, size, bypass):
 @given(requests=REQUESTS, size=st.integers(0, 15))
 @settings(max_examples=60, deadline=None)
 def test_no_policy_beats_belady_of_the_same_rights(mode, requests, size):
-    forest = plant(trace_of(requests), mode)
+    forest = build_forest(trace_of(requests), mode)
     hits = {name: simulate(forest, name, Capacity.blocks(size)).block_hits for name in POLICIES}
     for name, policy in POLICIES.items():
         assert hits[name] <= hits["belady_bypass"], name
@@ -73,8 +73,8 @@ def test_no_policy_beats_belady_of_the_same_rights(mode, requests, size):
 @given(requests=REQUESTS, size=st.integers(0, 300))
 @settings(max_examples=60, deadline=None)
 def test_no_policy_beats_the_bound_for_tokens(mode, requests, size):
-    forest = plant(trace_of(requests, lambda i: 8 + 24 * (i % 3)), mode)
-    bound = upper_bound(forest, Capacity.tokens(size))
+    forest = build_forest(trace_of(requests, lambda i: 8 + 24 * (i % 3)), mode)
+    bound = compute_upper_bound(forest, Capacity.tokens(size))
     for name in POLICIES:
         result = simulate(forest, name, Capacity.tokens(size))
         assert result.token_hits <= bound.token_hits, name
@@ -84,6 +84,6 @@ def test_no_policy_beats_the_bound_for_tokens(mode, requests, size):
 @given(requests=REQUESTS, size=st.integers(0, 15))
 @settings(max_examples=60, deadline=None)
 def test_with_blocks_of_one_size_the_token_bound_is_belady(requests, size):
-    forest = plant(trace_of(requests))
-    bound = upper_bound(forest, Capacity.tokens(16 * size))
+    forest = build_forest(trace_of(requests))
+    bound = compute_upper_bound(forest, Capacity.tokens(16 * size))
     assert bound.token_hits == simulate(forest, "belady_bypass", Capacity.blocks(size)).token_hits

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from semantickv.simulator.capacity import Capacity
 from semantickv.simulator.plain import Block, PlainPolicy
 from semantickv.simulator.policies import POLICIES, Policy, find_policy
-from semantickv.simulator.simulate import Simulated, plant, simulate
+from semantickv.simulator.simulate import SimulationResult, build_forest, simulate
 from semantickv.traces.trace import Trace, TraceRequest
 from semblend.errors import InputError
 
@@ -32,7 +32,7 @@ def traces(draw, repeats: bool = True, unit: bool = False):
     return Trace.from_requests(requests)
 
 
-def same(a: Simulated, b: Simulated) -> None:
+def same(a: SimulationResult, b: SimulationResult) -> None:
     assert np.array_equal(a.hit_tokens_by_request, b.hit_tokens_by_request)
     for field in ("block_hits", "token_hits", "evictions", "evictions_by_type", "regret", "requests_with_a_hit"):
         assert getattr(a, field) == getattr(b, field), field
@@ -45,7 +45,7 @@ def same(a: Simulated, b: Simulated) -> None:
 @settings(max_examples=40, deadline=None)
 def test_the_compiled_policy_equals_its_plain_twin(name, mode, trace, size, tokens):
     capacity = Capacity.tokens(size * 12) if tokens else Capacity.blocks(size)
-    forest = plant(trace, mode)
+    forest = build_forest(trace, mode)
     same(simulate(forest, name, capacity, engine="compiled"), simulate(forest, name, capacity, engine="plain"))
 
 
@@ -53,7 +53,7 @@ def test_the_compiled_policy_equals_its_plain_twin(name, mode, trace, size, toke
 @settings(max_examples=100, deadline=None)
 def test_adaptive_learns_the_same_in_both_twins_when_lessons_come_often(trace, size, tokens, mode):
     capacity = Capacity.tokens(size * 12) if tokens else Capacity.blocks(size)
-    forest = plant(trace, mode)
+    forest = build_forest(trace, mode)
     fast, slow = (
         simulate(forest, "adaptive_semantic", capacity, engine=engine, lesson_blocks=1.0, bins=6, ratio=2.0, finest=4.0)
         for engine in ("compiled", "plain")
@@ -82,7 +82,7 @@ def growing(seed: int, requests: int = 230) -> Trace:
 @pytest.mark.parametrize("capacity", [Capacity.blocks(60), Capacity.blocks(250), Capacity.tokens(900)], ids=str)
 @pytest.mark.parametrize("mode", ["prefix", "block"])
 def test_adaptive_learns_the_same_in_both_twins_over_many_cache_fuls(mode, capacity):
-    forest = plant(growing(5), mode)
+    forest = build_forest(growing(5), mode)
     fast, slow = (simulate(forest, "adaptive_semantic", capacity, engine=engine) for engine in ("compiled", "plain"))
     same(fast, slow)
     assert fast.weights == pytest.approx(slow.weights, rel=1e-9)
@@ -93,7 +93,7 @@ def ledgers_and_indices(forest, capacity, **options):
     from semantickv.simulator import kernels_adaptive as compiled
     from semantickv.simulator.policies import adaptive
 
-    plan = adaptive.AdaptivePlan.of(forest, capacity, options)
+    plan = adaptive.AdaptivePlan.build(forest, capacity, options)
     rng = np.random.default_rng(3)
     ledger = np.zeros((2 * adaptive.KINDS, len(plan.edges) - 1, 4))
     ledger[:, :, :2] = rng.gamma(0.5, 4.0, ledger[:, :, :2].shape) * (1.0, plan.edges[-1])
@@ -103,7 +103,7 @@ def ledgers_and_indices(forest, capacity, **options):
     plain.now = 0.0
     for c, k in np.argwhere(ledger.any(axis=2)):
         plain.ledger[c, k] = adaptive.Cell(*ledger[c, k, :2])
-    plain._lesson(0.5)
+    plain._learn(0.5)
     numbers = (plan.every, plan.blocks, plan.memory, plan.memory_blocks, plan.trust, plan.hope, plan.doubt)
     index = np.zeros(ledger.shape[:2])
     compiled.learn_index(ledger, index, plan.edges, plan.priors, np.array(numbers), 0.0, 0.5)
@@ -111,9 +111,9 @@ def ledgers_and_indices(forest, capacity, **options):
 
 
 def test_one_lesson_gives_the_same_index_for_every_class_and_age_in_both_twins():
-    plain, ledger, index = ledgers_and_indices(plant(growing(1, 5)), Capacity.blocks(100))
+    plain, ledger, index = ledgers_and_indices(build_forest(growing(1, 5)), Capacity.blocks(100))
     for c in range(len(index)):
-        assert index[c] == pytest.approx(plain._index(c), rel=1e-9), c
+        assert index[c] == pytest.approx(plain._find_index(c), rel=1e-9), c
     for (c, k), cell in plain.ledger.items():
         assert ledger[c, k, :2] == pytest.approx((cell.returns, cell.exposure), rel=1e-9)
 
@@ -122,7 +122,7 @@ def test_both_twins_file_every_use_under_the_same_class():
     from semantickv.simulator import kernels_adaptive as compiled
     from semantickv.simulator.policies import adaptive
 
-    forest = plant(Trace.from_requests([TraceRequest("r", 0.0, (1, 2), (16, 16), ("user", "user"))]))
+    forest = build_forest(Trace.from_requests([TraceRequest("r", 0.0, (1, 2), (16, 16), ("user", "user"))]))
     plain = adaptive.AdaptiveSemantic()
     plain.begin(320, forest, {"unit": "blocks"})
     gaps = [0.0, *(step * 10.0 * 4.0**power for power in range(1, 7) for step in (0.99, 1.0))]
@@ -132,10 +132,10 @@ def test_both_twins_file_every_use_under_the_same_class():
             for seen, unseen in [(s, u) for s in (0, 1, 2, 9) for u in (0, 2, 3, 5, 6, 11, 12, 39, 40, 41, 99)]:
                 for fan, place in ((0, 0), (1, 1), (2, 0)):
                     plain.uses, plain.children = {place: uses}, {place: fan}
-                    want = plain._kind(place, unseen, seen, place, gap)
-                    got = compiled.kind_of(bool(forest.tail[place]), seen + unseen, seen, uses, gap, fan, 10.0)
+                    want = plain._classify_use(place, unseen, seen, place, gap)
+                    got = compiled.classify_use(bool(forest.tail[place]), seen + unseen, seen, uses, gap, fan, 10.0)
                     assert got == want, (uses, gap, seen, unseen, fan, place)
-                    assert compiled.level_of(want) == adaptive.level_of(want)
+                    assert compiled.find_level(want) == adaptive.find_level(want)
                     kinds.add(want)
     assert kinds == set(range(adaptive.KINDS)) - {10, 11, 12}  # few and many new blocks exclude each other
 
@@ -148,8 +148,8 @@ def test_no_policy_knows_what_comes_later(name, seed, share):
     trace = growing(seed, 120)
     huge = TraceRequest("huge", 1e9, tuple(range(10**6, 10**6 + 50)), (5000,) * 50, ("legal_evidence",) * 50)
     cut = max(1, int(len(trace) * share))
-    head = simulate(trace.head(cut), name, Capacity.tokens(700)).hit_tokens_by_request
-    longer = Trace.from_requests([*trace.requests(), huge, huge])
+    head = simulate(trace.take_first(cut), name, Capacity.tokens(700)).hit_tokens_by_request
+    longer = Trace.from_requests([*trace.iter_requests(), huge, huge])
     assert np.array_equal(head, simulate(longer, name, Capacity.tokens(700)).hit_tokens_by_request[:cut])
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from semantickv.simulator.capacity import Capacity
 from semantickv.simulator.plain import Block, PlainPolicy
 from semantickv.simulator.policies import POLICIES, Policy
-from semantickv.simulator.simulate import plant, simulate
+from semantickv.simulator.simulate import build_forest, simulate
 from semantickv.traces.trace import Trace, TraceRequest
 from semblend.errors import InputError
 
@@ -142,7 +142,7 @@ def test_the_published_figures_of_the_conversation_trace_come_out():
     if not data:
         pytest.skip("SEMBLEND_TEST_DATA is not set")
     trace = Trace.read(Path(data) / "traces" / "mooncake_conversation_first_half.jsonl.gz")
-    forest = plant(trace)
+    forest = build_forest(trace)
     rates = [simulate(forest, "lru", Capacity.blocks(n)).block_hit_rate for n in (1_000, 5_000, 10_000, 20_000, 10**9)]
     assert [round(100 * rate, 2) for rate in rates] == [4.34, 11.28, 20.85, 27.97, 34.56]
     for n in (1_000, 5_000):

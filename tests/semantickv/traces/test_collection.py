@@ -105,7 +105,7 @@ def test_a_request_that_fails_leaves_no_line_and_the_error_passes(tmp_path: Path
 
 def test_lines_are_in_order_of_arrival_whatever_ends_first(tmp_path: Path) -> None:
     with TraceWriter(tmp_path / "t.jsonl") as writer:
-        tickets = [writer.ticket() for _ in range(4)]
+        tickets = [writer.take_ticket() for _ in range(4)]
         writer.put(tickets[2], {"n": 2})
         writer.put(tickets[1], None)
         assert writer.written == 0
@@ -117,9 +117,9 @@ def test_lines_are_in_order_of_arrival_whatever_ends_first(tmp_path: Path) -> No
 
 def test_a_request_that_hangs_does_not_hold_the_others_for_ever(tmp_path: Path) -> None:
     with TraceWriter(tmp_path / "t.jsonl") as writer:
-        hanging = writer.ticket()
+        hanging = writer.take_ticket()
         for _ in range(MOST_HELD + 1):
-            writer.put(writer.ticket(), {})
+            writer.put(writer.take_ticket(), {})
         assert writer.written == MOST_HELD + 1
         writer.put(hanging, {})
         assert writer.dropped == 1
@@ -127,7 +127,7 @@ def test_a_request_that_hangs_does_not_hold_the_others_for_ever(tmp_path: Path) 
 
 def test_a_request_that_ends_after_the_writer_closed_is_dropped_quietly(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path / "t.jsonl")
-    late = writer.ticket()
+    late = writer.take_ticket()
     writer.close()
     writer.close()
     writer.put(late, {})

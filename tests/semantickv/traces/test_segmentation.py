@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semantickv.traces.classification import DEFAULT_RULES, Classifier, Piece, Rule, load_rules
-from semantickv.traces.segmentation import Segmenter, content_id
+from semantickv.traces.segmentation import Segmenter, hash_content
 from semantickv.traces.trace import BLOCK_TYPES
 from semblend.errors import InputError
 
@@ -29,13 +29,13 @@ PIECES = st.lists(
 
 def types(*messages: tuple[str, str]) -> list[str]:
     made = [{"role": role, "content": content} for role, content in messages]
-    return [block.type for block in Segmenter().messages(made)]
+    return [block.type for block in Segmenter().cut_messages(made)]
 
 
 @given(text=PIECES | st.text(max_size=200), role=st.sampled_from(["", "user", "system", "tool", "assistant"]))
 @settings(max_examples=150, deadline=None)
 def test_the_blocks_of_a_text_joined_are_the_text(text: str, role: str) -> None:
-    blocks = Segmenter().text(text, role)
+    blocks = Segmenter().cut_text(text, role)
     assert "".join(block.text for block in blocks) == text
     assert all(block.tokens >= 1 and 0 <= block.content_id < 2**63 for block in blocks)
 
@@ -43,7 +43,7 @@ def test_the_blocks_of_a_text_joined_are_the_text(text: str, role: str) -> None:
 @given(text=PIECES, size=st.integers(8, 64))
 @settings(max_examples=60, deadline=None)
 def test_cutting_long_blocks_loses_nothing_either(text: str, size: int) -> None:
-    blocks = Segmenter(max_block_tokens=size).text(text)
+    blocks = Segmenter(max_block_tokens=size).cut_text(text)
     assert "".join(block.text for block in blocks) == text
 
 
@@ -55,7 +55,7 @@ def test_roles_and_labels_give_types() -> None:
 
 
 def test_what_a_text_looks_like_decides_where_nobody_says() -> None:
-    text = Segmenter().text
+    text = Segmenter().cut_text
     assert [b.type for b in text("```python\nprint(1)\n```\n")] == ["code"]
     assert [b.type for b in text("Traceback (most recent call last):\n  File 'a.py', line 3")] == ["code"]
     assert [b.type for b in text("The plaintiff shall pay, pursuant to section 4.2, what the parties agreed.")] == [
@@ -74,39 +74,39 @@ def test_a_label_inside_what_a_tool_said_is_content_not_structure() -> None:
 
 def test_a_type_given_by_the_sender_wins() -> None:
     message = {"role": "user", "content": "SYSTEM: x", "metadata": {"semantic_type": "invoice"}}
-    assert [block.type for block in Segmenter().messages([message])] == ["invoice"]
+    assert [block.type for block in Segmenter().cut_messages([message])] == ["invoice"]
 
 
 def test_equal_text_has_equal_hashes_everywhere_and_other_text_has_not() -> None:
-    first = Segmenter().text("CONTEXT: the ferry sails at nine\n\nUSER: when?")
-    second = Segmenter().text("CONTEXT: the ferry sails at nine\n\nUSER: where?")
+    first = Segmenter().cut_text("CONTEXT: the ferry sails at nine\n\nUSER: when?")
+    second = Segmenter().cut_text("CONTEXT: the ferry sails at nine\n\nUSER: where?")
     assert first[0].content_id == second[0].content_id
     assert first[1].content_id != second[1].content_id
-    assert content_id("Be brief.") == 0x6DE2872C6DDE7768  # traces of other days and machines must go on matching
-    assert content_id("a") != content_id("a ")  # a blank more is another token
+    assert hash_content("Be brief.") == 0x6DE2872C6DDE7768  # traces of other days and machines must go on matching
+    assert hash_content("a") != hash_content("a ")  # a blank more is another token
 
 
 def test_a_key_changes_every_hash() -> None:
-    assert content_id("short") != content_id("short", "secret") != content_id("short", "other")
+    assert hash_content("short") != hash_content("short", "secret") != hash_content("short", "other")
 
 
 def test_tool_calls_and_text_parts_are_text_too() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "find", "arguments": "{}"}}]}
     parts = {"role": "user", "content": [{"type": "text", "text": "look"}, {"type": "image_url", "image_url": {}}]}
-    assert [block.text for block in Segmenter().messages([call, parts])] == ["find({})", "look"]
+    assert [block.text for block in Segmenter().cut_messages([call, parts])] == ["find({})", "look"]
 
 
 @pytest.mark.parametrize("messages", [None, [], "text", [1], [{"content": "no role"}]])
 def test_messages_that_are_none_are_refused(messages: object) -> None:
     with pytest.raises(InputError):
-        Segmenter().messages(messages)
+        Segmenter().cut_messages(messages)
 
 
 def test_a_user_adds_a_type_with_a_file(tmp_path: Path) -> None:
     file = tmp_path / "rules.toml"
     file.write_text('[[rule]]\nname = "invoices"\ntype = "invoice"\npattern = "(?m)^Invoice no"\n')
     classifier = Classifier().with_rules(load_rules(file))
-    assert classifier.type_of(Piece("Invoice no 7", role="user")) == "invoice"
+    assert classifier.classify(Piece("Invoice no 7", role="user")) == "invoice"
     assert "invoice" in classifier.types
 
 
@@ -114,7 +114,7 @@ def test_a_user_adds_a_label_that_cuts(tmp_path: Path) -> None:
     file = tmp_path / "rules.toml"
     file.write_text('[[rule]]\ntype = "menu"\nlabels = ["menu:"]\n')
     segmenter = Segmenter(Classifier().with_rules(load_rules(file)))
-    assert [block.type for block in segmenter.text("hello\nMENU: soup\n", "user")] == ["user", "menu"]
+    assert [block.type for block in segmenter.cut_text("hello\nMENU: soup\n", "user")] == ["user", "menu"]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_the_built_in_rules_give_only_known_types_and_every_one_of_them() -> Non
 )
 def test_hostile_text_is_cut_in_time_that_grows_with_its_length_only(text: str) -> None:
     began = time.process_time()
-    blocks = Segmenter().text(text, "user")
+    blocks = Segmenter().cut_text(text, "user")
     assert "".join(block.text for block in blocks) == text
     assert time.process_time() - began < 5  # a quadratic rule takes minutes
 
@@ -159,7 +159,7 @@ def test_real_agent_prompts_are_cut_without_loss_and_share_their_beginnings() ->
     path = Path(str(DATA)) / "agent_traces" / "miniswe.jsonl.gz"
     with gzip.open(path, "rt", encoding="utf-8") as stream:
         inputs = [json.loads(line)["input"] for _, line in zip(range(12), stream, strict=False)]
-    cut = [Segmenter().text(text, "user") for text in inputs]
+    cut = [Segmenter().cut_text(text, "user") for text in inputs]
     assert all("".join(b.text for b in blocks) == text for blocks, text in zip(cut, inputs, strict=True))
     assert {"tool_output", "assistant"} <= {block.type for blocks in cut for block in blocks}
     seen = {block.content_id for block in cut[1]}

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semantickv.simulator.forest import _number_compiled, _number_plain, plant
+from semantickv.simulator.forest import _number_compiled, _number_plain, build_forest
 from semantickv.traces import formats as trace_formats
 from semantickv.traces.trace import Trace, TraceRequest
 from semblend.errors import InputError
@@ -145,9 +145,9 @@ def test_requests_come_out_as_they_went_in(lists):
         for n, ids in enumerate(lists)
     ]
     trace = Trace.from_requests(requests)
-    assert list(trace.requests()) == requests
-    assert list(trace.tail(2).requests()) == requests[2:]
-    assert list(trace.head(2).requests()) == requests[:2]
+    assert list(trace.iter_requests()) == requests
+    assert list(trace.skip_first(2).iter_requests()) == requests[2:]
+    assert list(trace.take_first(2).iter_requests()) == requests[:2]
     assert trace.place.tolist() == [place for ids in lists for place in range(len(ids))]
 
 
@@ -161,8 +161,8 @@ def test_nodes_are_numbered_alike_compiled_and_plain(lists, prefix):
     fast, slow = _number_compiled(trace, trace.tenant, prefix), _number_plain(trace, trace.tenant, prefix)
     assert fast[1] == slow[1]
     assert np.array_equal(fast[0], slow[0])
-    forest = plant(trace, "prefix" if prefix else "block")
-    assert np.array_equal(forest.next_use, forest._next_use_plain())
+    forest = build_forest(trace, "prefix" if prefix else "block")
+    assert np.array_equal(forest.next_use, forest._find_next_use_plain())
 
 
 def test_a_block_without_tokens_is_refused():

@@ -45,8 +45,9 @@ class AdaptivePlan:
     doubt: float  # returns at an age that weigh as much as those at the age before
 
     @staticmethod
-    def of(forest: Forest, capacity: Capacity, options: Mapping[str, Any]) -> AdaptivePlan:
-        sizes = forest.sizes(capacity.unit)
+    def build(forest: Forest, capacity: Capacity, options: Mapping[str, Any]) -> AdaptivePlan:
+        """Build the plan of one run from the trace, the capacity and the policy's options."""
+        sizes = forest.get_sizes(capacity.unit)
         total = np.concatenate(([0], np.cumsum(sizes[forest.node], dtype=np.int64)))
         unit = max(1.0, capacity.size / float(options.get("finest", 32.0)))
         bins, ratio = int(options.get("bins", 20)), float(options.get("ratio", 2.0**0.5))
@@ -66,20 +67,20 @@ class AdaptivePlan:
         )
 
     def lesson_is_due(self, clock: float, accesses: float, seen: float) -> bool:
-        """After ``clock`` and ``accesses`` since the last lesson, ``seen`` accesses in all."""
+        """Whether to learn again, ``clock`` and ``accesses`` after the last lesson and ``seen`` accesses in all."""
         return clock >= self.every and accesses >= min(self.blocks, max(FIRST_LESSON, seen / 8.0))
 
-    def fade(self, clock: float, accesses: float) -> float:
-        """What is left of old evidence."""
+    def compute_fade(self, clock: float, accesses: float) -> float:
+        """Compute the share of old evidence to keep."""
         left: float = 0.5 ** min(clock / self.memory, accesses / self.memory_blocks)
         return left
 
-    def first_index(self) -> npt.NDArray[np.float64]:
-        """By level and age, before the first lesson: the youngest are worth most."""
+    def build_first_index(self) -> npt.NDArray[np.float64]:
+        """Build the index before the first lesson, by level and age: the youngest blocks are worth most."""
         return self.priors / (1.0 + self.edges[1:])
 
-    def weights(self, ledger: npt.NDArray[np.float64], names: tuple[str, ...]) -> dict[str, float]:
-        """Returns per cache-ful of waiting, by type: what the run learnt, in one number each."""
+    def compute_weights(self, ledger: npt.NDArray[np.float64], names: tuple[str, ...]) -> dict[str, float]:
+        """Compute for each block type the returns per cache-ful of waiting: what the run learned, in one number."""
         by_type = ledger.reshape(len(names), -1, ledger.shape[1], 4).sum(axis=(1, 2))
         scale = self.every * 8.0
         return {name: float(row[0] / row[1] * scale) for name, row in zip(names, by_type, strict=True) if row[1] > 0}
@@ -95,13 +96,14 @@ class Cell:
     since: float = 0.0
 
     def settle(self, now: float, change: int) -> None:
+        """Bring the exposure up to date, then add ``change`` blocks."""
         self.exposure += self.at_risk * (now - self.since)
         self.since = now
         self.at_risk += change
 
 
-def level_of(kind: int) -> int:
-    """The place of a class in `PRIORS`: the group of a new block, or the fame of one used before."""
+def find_level(kind: int) -> int:
+    """Find the row of a class in `PRIORS`: the group of a new block, or the use count of an older one."""
     if kind < NEW_KINDS:
         return kind // 4
     return 4 if kind >= SEVERAL else 4 + (kind - NEW_KINDS) // 6
@@ -122,11 +124,11 @@ class AdaptiveSemantic(PlainPolicy):
 
     def begin(self, capacity: int, forest: Forest, options: dict[str, Any]) -> None:
         super().begin(capacity, forest, options)
-        self.plan = AdaptivePlan.of(forest, Capacity(options["unit"], capacity), options)
+        self.plan = AdaptivePlan.build(forest, Capacity(options["unit"], capacity), options)
         self.ages = len(self.plan.edges) - 1
         self.ledger: dict[tuple[int, int], Cell] = {}
         self.index: dict[int, list[float]] = {}
-        self.unknown: list[list[float]] = self.plan.first_index().tolist()  # per level
+        self.unknown: list[list[float]] = self.plan.build_first_index().tolist()  # per level
         self.uses: dict[int, int] = {}
         self.children: dict[int, int] = {}
         self.last: dict[int, tuple[int, float, int]] = {}  # node -> access, clock, class
@@ -135,13 +137,15 @@ class AdaptiveSemantic(PlainPolicy):
         self.taught = (0.0, 0)  # clock and accesses at the last lesson
         self.scored = self.accesses = 0
 
-    def cell(self, kind: int, age: int) -> Cell:
+    def get_cell(self, kind: int, age: int) -> Cell:
+        """Return the evidence of a class at an age, empty at first."""
         return self.ledger.setdefault((kind, age), Cell())
 
-    def age(self, waited: float) -> int:
+    def find_age(self, waited: float) -> int:
+        """Find the index of the age range that a waiting time falls into."""
         return sum(waited >= edge for edge in self.plan.edges[1:-1].tolist())
 
-    def asked(self, r: int, nodes: list[int], first: int) -> None:
+    def on_request(self, r: int, nodes: list[int], first: int) -> None:
         self.now = now = float(self.plan.clock[r])
         self._grow_older()
         seen = next((place for place, node in enumerate(nodes) if node not in self.uses), len(nodes))
@@ -151,30 +155,34 @@ class AdaptiveSemantic(PlainPolicy):
             if node in self.last:
                 access, then, kind = self.last[node]
                 gap = now - then
-                cell = self.cell(kind, self.age(gap))
+                cell = self.get_cell(kind, self.find_age(gap))
                 cell.returns += 1.0
                 cell.settle(now, -1)
                 self.age_of.pop(access, None)
             elif parent >= 0:
                 self.children[parent] = self.children.get(parent, 0) + 1
             self.uses[node] = self.uses.get(node, 0) + 1
-            kind = int(self.forest.types[node]) * KINDS + self._kind(first + place, len(nodes) - seen, seen, node, gap)
-            self.cell(kind, 0).settle(now, +1)
+            kind = int(self.forest.types[node]) * KINDS + self._classify_use(
+                first + place, len(nodes) - seen, seen, node, gap
+            )
+            self.get_cell(kind, 0).settle(now, +1)
             self.last[node] = (first + place, now, kind)
             self.age_of[first + place] = 0
             self.waiting.append((node, now, kind, first + place))
         self.accesses = first + len(nodes)
 
     def _grow_older(self) -> None:
+        """Move uses that have not returned to the next age."""
         for _, then, kind, access in self.waiting:
             age = self.age_of.get(access)
-            while age is not None and age < self.age(self.now - then):
-                self.cell(kind, age).settle(self.now, -1)
+            while age is not None and age < self.find_age(self.now - then):
+                self.get_cell(kind, age).settle(self.now, -1)
                 age += 1
-                self.cell(kind, age).settle(self.now, +1)
+                self.get_cell(kind, age).settle(self.now, +1)
                 self.age_of[access] = age
 
-    def _kind(self, access: int, unseen: int, seen: int, node: int, gap: float) -> int:
+    def _classify_use(self, access: int, unseen: int, seen: int, node: int, gap: float) -> int:
+        """Find the class of a use within its block type."""
         uses = self.uses[node]
         if uses == 1:
             group = 0 if self.forest.tail[access] else 1 if seen <= 1 else 2 if unseen < 6 else 3
@@ -184,79 +192,88 @@ class AdaptiveSemantic(PlainPolicy):
         several = self.children.get(node, 0) > 1
         return SEVERAL + level if several and fame < 4 else NEW_KINDS + fame * 6 + level
 
-    def touched(self, block: Block) -> None:
-        block.priority = self._index(self.last[block.node][2])[0]
+    def on_touch(self, block: Block) -> None:
+        block.priority = self._find_index(self.last[block.node][2])[0]
 
-    inserted = touched
+    on_insert = on_touch
 
-    def _index(self, kind: int) -> list[float]:
-        return self.index[kind] if kind in self.index else self.unknown[level_of(kind % KINDS)]
+    def _find_index(self, kind: int) -> list[float]:
+        """Return the index of a class by age; that of its level if nothing is known about it."""
+        return self.index[kind] if kind in self.index else self.unknown[find_level(kind % KINDS)]
 
-    def settled(self, cache: Cache) -> None:
+    def on_request_end(self, cache: Cache) -> None:
         self.cache = cache
         clock, accesses = self.now - self.taught[0], self.accesses - self.taught[1]
         if self.plan.lesson_is_due(clock, accesses, self.accesses):
-            self._lesson(self.plan.fade(clock, accesses))
+            self._learn(self.plan.compute_fade(clock, accesses))
             self.taught, self.scored = (self.now, self.accesses), -1
-        leaves = list(cache.evictable())
+        leaves = list(cache.find_evictable())
         if self.scored < 0 or self.accesses - self.scored >= len(leaves):
             for block in leaves:
                 self._score(block)
             self.scored = self.accesses
 
     def _score(self, block: Block) -> None:
+        """Compute the priority of a block again, for its present age."""
         _, then, kind = self.last[block.node]
-        block.priority = self._index(kind)[self.age(self.now - then)]
+        block.priority = self._find_index(kind)[self.find_age(self.now - then)]
 
-    def evicted(self, block: Block) -> None:
+    def on_evict(self, block: Block) -> None:
         parent = self.cache.blocks.get(block.parent)
         if parent is not None and parent.children == 0:
             self._score(parent)
 
-    def _lesson(self, fade: float) -> None:
+    def _learn(self, fade: float) -> None:
+        """Compute the index of every known class from the evidence, then let the evidence fade."""
         for cell in self.ledger.values():
             cell.settle(self.now, 0)
-        common, edges, trust = self._common(), self.plan.edges.tolist(), self.plan.trust
+        common, edges, trust = self._estimate_common_rates(), self.plan.edges.tolist(), self.plan.trust
         assumed = (self.plan.priors * common).tolist()
         nothing = [Cell()] * self.ages
-        self.unknown = [best_rates(rates(nothing, level, trust), edges) for level in assumed]
+        self.unknown = [find_best_rates(estimate_rates(nothing, level, trust), edges) for level in assumed]
         for kind in {kind for kind, _ in self.ledger}:
             within = kind % KINDS
-            prior = assumed[level_of(within)]
+            prior = assumed[find_level(within)]
             if within >= NEW_KINDS:
-                self.index[kind] = best_rates(rates(self._cells(kind), prior, trust), edges)
+                self.index[kind] = find_best_rates(estimate_rates(self._list_cells(kind), prior, trust), edges)
                 continue
             group = range(kind - within % 4, kind - within % 4 + 4)
-            together = rates([total(cells) for cells in zip(*map(self._cells, group), strict=True)], prior, trust)
+            together = estimate_rates(
+                [add_cells(cells) for cells in zip(*map(self._list_cells, group), strict=True)], prior, trust
+            )
             for member in group:
-                self.index[member] = best_rates(rates(self._cells(member), together, trust), edges)
+                self.index[member] = find_best_rates(estimate_rates(self._list_cells(member), together, trust), edges)
         for cell in self.ledger.values():
             cell.returns *= fade
             cell.exposure *= fade
 
-    def _cells(self, kind: int) -> list[Cell]:
+    def _list_cells(self, kind: int) -> list[Cell]:
+        """List the evidence of a class at every age."""
         return [self.ledger.get((kind, age), Cell()) for age in range(self.ages)]
 
-    def _common(self) -> list[float]:
-        """Rate of return by age, over all but ends of prompts; an age without evidence takes the one before."""
+    def _estimate_common_rates(self) -> list[float]:
+        """Estimate the rate of returns by age over all classes except the ends of prompts.
+
+        An age without evidence takes the rate of the age before.
+        """
         edges, plan, common = self.plan.edges.tolist(), self.plan, list[float]()
         for age in range(self.ages):
-            known = total(self.ledger[key] for key in sorted(self.ledger) if key[1] == age and key[0] % KINDS >= 4)
+            known = add_cells(self.ledger[key] for key in sorted(self.ledger) if key[1] == age and key[0] % KINDS >= 4)
             prior = plan.hope / (0.5 * (edges[age] + edges[age + 1]))
             prior = max(prior, common[-1]) if common else prior
             common.append((known.returns + plan.doubt) / (known.exposure + plan.doubt / prior))
         return common
 
-    def weights(self) -> dict[str, float]:
+    def report_weights(self) -> dict[str, float]:
         names = self.forest.trace.type_names
         ledger = np.zeros((len(names) * KINDS, self.ages, 4))
         for (kind, age), cell in self.ledger.items():
             ledger[kind, age, :2] = cell.returns, cell.exposure
-        return self.plan.weights(ledger, names)
+        return self.plan.compute_weights(ledger, names)
 
 
-def total(cells: Any) -> Cell:
-    """The evidence of several cells together."""
+def add_cells(cells: Any) -> Cell:
+    """Add up the evidence of several cells."""
     whole = Cell()
     for cell in cells:
         whole.returns += cell.returns
@@ -264,15 +281,15 @@ def total(cells: Any) -> Cell:
     return whole
 
 
-def rates(cells: list[Cell], assumed: list[float], trust: float) -> list[float]:
-    """Returns per unit of waiting at every age, leaning on what is assumed where there is little evidence."""
+def estimate_rates(cells: list[Cell], assumed: list[float], trust: float) -> list[float]:
+    """Estimate the returns per unit of waiting at every age; little evidence leans on ``assumed``."""
     return [(cell.returns + trust) / (cell.exposure + trust / rate) for cell, rate in zip(cells, assumed, strict=True)]
 
 
-def best_rates(rate: list[float], edges: list[float]) -> list[float]:
-    """For every age, the best ratio of returns to waiting over all times one might decide to give up.
+def find_best_rates(rate: list[float], edges: list[float]) -> list[float]:
+    """Find for every age the best ratio of returns to waiting over all times at which one might give up.
 
-    >>> [round(value, 3) for value in best_rates([0.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0])]
+    >>> [round(value, 3) for value in find_best_rates([0.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0])]
     [0.286, 0.667, 0.0]
     """
     chance = []

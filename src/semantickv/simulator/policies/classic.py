@@ -1,4 +1,4 @@
-"""The classics: first in first out, least recently used, least often used, and their relatives by size."""
+"""The classic policies: first in first out, least recently used, least often used, and variants by size."""
 
 from __future__ import annotations
 
@@ -6,39 +6,39 @@ from semantickv.simulator.plain import Block, PlainPolicy
 
 
 class Lru(PlainPolicy):
-    """The longest unused goes first."""
+    """Evicts the block unused for the longest time."""
 
 
 class Fifo(PlainPolicy):
-    """The longest cached goes first."""
+    """Evicts the block cached for the longest time."""
 
     def priority(self, block: Block) -> float:
         return block.inserted
 
 
 class Lfu(PlainPolicy):
-    """The least often used since it came in goes first."""
+    """Evicts the block used least often since it was inserted."""
 
     def priority(self, block: Block) -> float:
         return block.uses
 
 
 class SizeAwareLru(PlainPolicy):
-    """Last use divided by tokens: of two that are equally old, the larger goes first."""
+    """Evicts the smallest last use divided by tokens: of two equally old blocks, the larger one."""
 
     def priority(self, block: Block) -> float:
         return block.used / block.tokens
 
 
 class Lfuda(PlainPolicy):
-    """Least often used with dynamic ageing: every eviction raises the floor that newcomers start from."""
+    """Least often used with dynamic ageing: every eviction raises the value that new blocks start from."""
 
     floor = 0.0
 
     def priority(self, block: Block) -> float:
         return self.floor + block.uses
 
-    def evicted(self, block: Block) -> None:
+    def on_evict(self, block: Block) -> None:
         self.floor = block.priority
 
 

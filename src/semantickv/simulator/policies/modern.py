@@ -14,11 +14,13 @@ from semantickv.simulator.plain import Block, Cache, PlainPolicy
 Queue = dict[int, int]  # node -> size, oldest first
 
 
-def size(queue: Queue) -> int:
+def sum_sizes(queue: Queue) -> int:
+    """Sum the sizes in a queue."""
     return sum(queue.values())
 
 
-def oldest(queue: Queue) -> int:
+def find_oldest(queue: Queue) -> int:
+    """Return the oldest node of a queue."""
     return next(iter(queue))
 
 
@@ -39,13 +41,13 @@ class Sieve(PlainPolicy):
         self.marked: set[int] = set()
         self.hand = 0
 
-    def touched(self, block: Block) -> None:
+    def on_touch(self, block: Block) -> None:
         self.marked.add(block.node)
 
-    def inserted(self, block: Block) -> None:
+    def on_insert(self, block: Block) -> None:
         self.queue.append(block.node)
 
-    def victim(self, cache: Cache, coming: Block | None) -> Block | None:  # noqa: ARG002
+    def choose_victim(self, cache: Cache, coming: Block | None) -> Block | None:  # noqa: ARG002
         for _ in range(2 * len(self.queue)):
             self.hand %= len(self.queue)
             node = self.queue[self.hand]
@@ -55,7 +57,7 @@ class Sieve(PlainPolicy):
             self.hand += 1
         return None
 
-    def evicted(self, block: Block) -> None:
+    def on_evict(self, block: Block) -> None:
         self.queue.remove(block.node)  # what stood behind it now stands under the hand
         if self.hand >= len(self.queue):
             self.hand = 0
@@ -78,30 +80,30 @@ class S3Fifo(PlainPolicy):
         self.main_limit = capacity - max(1, capacity // 10)
         self.filling = True
 
-    def touched(self, block: Block) -> None:
+    def on_touch(self, block: Block) -> None:
         self.uses[block.node] = min(3, self.uses[block.node] + 1)
 
-    def inserted(self, block: Block) -> None:
+    def on_insert(self, block: Block) -> None:
         known = self.ghost.pop(block.node, None) is not None
-        full = self.filling and size(self.small) >= self.capacity - self.main_limit
+        full = self.filling and sum_sizes(self.small) >= self.capacity - self.main_limit
         (self.main if known or full else self.small)[block.node] = block.size
         self.uses[block.node] = 0
 
-    def victim(self, cache: Cache, coming: Block | None) -> Block | None:  # noqa: ARG002
+    def choose_victim(self, cache: Cache, coming: Block | None) -> Block | None:  # noqa: ARG002
         stuck_small = stuck_main = 0
         while True:
             small_done, main_done = stuck_small >= len(self.small), stuck_main >= len(self.main)
             if small_done and main_done:
                 return None
-            if (size(self.main) > self.main_limit and not main_done) or small_done:
-                node = oldest(self.main)
+            if (sum_sizes(self.main) > self.main_limit and not main_done) or small_done:
+                node = find_oldest(self.main)
                 if not self.uses[node] and cache.blocks[node].evictable:
                     return cache.blocks[node]
                 stuck_main = 0 if self.uses[node] else stuck_main + 1
                 self.uses[node] = max(0, self.uses[node] - 1)
                 renew(self.main, node)
             else:
-                node = oldest(self.small)
+                node = find_oldest(self.small)
                 if self.uses[node] > 1:
                     self.main[node] = self.small.pop(node)
                     self.uses[node] = stuck_main = 0
@@ -111,13 +113,13 @@ class S3Fifo(PlainPolicy):
                     stuck_small += 1
                     renew(self.small, node)
 
-    def evicted(self, block: Block) -> None:
+    def on_evict(self, block: Block) -> None:
         self.filling = False
         del self.uses[block.node]
         if self.main.pop(block.node, None) is None:
             self.ghost[block.node] = self.small.pop(block.node)
-            while size(self.ghost) > self.main_limit:
-                del self.ghost[oldest(self.ghost)]
+            while sum_sizes(self.ghost) > self.main_limit:
+                del self.ghost[find_oldest(self.ghost)]
 
 
 class Arc(PlainPolicy):
@@ -134,30 +136,30 @@ class Arc(PlainPolicy):
         self.left_often: Queue = {}
         self.border = 0.0
 
-    def touched(self, block: Block) -> None:
+    def on_touch(self, block: Block) -> None:
         self.once.pop(block.node, None)
         self.often.pop(block.node, None)
         self.often[block.node] = block.size
 
-    def missed(self, node: int) -> None:
+    def on_miss(self, node: int) -> None:
         if node in self.left_once:
-            step = max(1.0, size(self.left_often) / size(self.left_once))
+            step = max(1.0, sum_sizes(self.left_often) / sum_sizes(self.left_once))
             self.border = min(float(self.capacity), self.border + step)
         elif node in self.left_often:
-            step = max(1.0, size(self.left_once) / size(self.left_often))
+            step = max(1.0, sum_sizes(self.left_once) / sum_sizes(self.left_often))
             self.border = max(0.0, self.border - step)
 
-    def inserted(self, block: Block) -> None:
+    def on_insert(self, block: Block) -> None:
         known = self.left_once.pop(block.node, None) or self.left_often.pop(block.node, None)
         (self.often if known else self.once)[block.node] = block.size
-        while self.left_once and size(self.once) + size(self.left_once) > self.capacity:
-            del self.left_once[oldest(self.left_once)]
+        while self.left_once and sum_sizes(self.once) + sum_sizes(self.left_once) > self.capacity:
+            del self.left_once[find_oldest(self.left_once)]
         lists = (self.once, self.often, self.left_once, self.left_often)
-        while self.left_often and sum(map(size, lists)) > 2 * self.capacity:
-            del self.left_often[oldest(self.left_often)]
+        while self.left_often and sum(map(sum_sizes, lists)) > 2 * self.capacity:
+            del self.left_often[find_oldest(self.left_often)]
 
-    def victim(self, cache: Cache, coming: Block | None) -> Block | None:
-        once = size(self.once)
+    def choose_victim(self, cache: Cache, coming: Block | None) -> Block | None:
+        once = sum_sizes(self.once)
         returning = coming is not None and coming.node in self.left_often
         first_once = once > self.border or (returning and once == self.border)
         for queue in (self.once, self.often) if first_once else (self.often, self.once):
@@ -166,7 +168,7 @@ class Arc(PlainPolicy):
                     return cache.blocks[node]
         return None
 
-    def evicted(self, block: Block) -> None:
+    def on_evict(self, block: Block) -> None:
         if self.once.pop(block.node, None) is not None:
             self.left_once[block.node] = block.size
         else:
@@ -174,9 +176,10 @@ class Arc(PlainPolicy):
 
 
 class TinyLfu(PlainPolicy):
-    """LRU behind a doorkeeper: a newcomer must have been asked for more often than the block it would push out.
+    """LRU with admission: a new block must have been asked for more often than the block it would replace.
 
-    Every ask counts, cached or not; after ten cache-fuls of asks all counts are halved, so that old fame fades.
+    Every request for a block counts, cached or not. After ten times the capacity has been asked for, all counts are
+    halved, so that old uses fade.
     """
 
     admits_by_rule = True
@@ -184,23 +187,24 @@ class TinyLfu(PlainPolicy):
     def begin(self, capacity: int, forest: Forest, options: dict[str, Any]) -> None:
         super().begin(capacity, forest, options)
         self.window = int(options["window"])
-        self.sizes = forest.sizes(options["unit"])
+        self.sizes = forest.get_sizes(options["unit"])
         self.asks = 0
         self.counts: dict[int, int] = {}
 
-    def count(self, node: int) -> None:
+    def count_ask(self, node: int) -> None:
+        """Count one request for a node; halve all counts at the end of the window."""
         self.counts[node] = self.counts.get(node, 0) + 1
         self.asks += int(self.sizes[node])
         if self.asks >= self.window:
             self.asks = 0
             self.counts = {node: count // 2 for node, count in self.counts.items() if count > 1}
 
-    def touched(self, block: Block) -> None:
-        super().touched(block)
-        self.count(block.node)
+    def on_touch(self, block: Block) -> None:
+        super().on_touch(block)
+        self.count_ask(block.node)
 
-    def missed(self, node: int) -> None:
-        self.count(node)
+    def on_miss(self, node: int) -> None:
+        self.count_ask(node)
 
     def admit(self, block: Block, victim: Block) -> bool:
         return self.counts.get(block.node, 0) > self.counts.get(victim.node, 0)

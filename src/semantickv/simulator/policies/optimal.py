@@ -12,13 +12,13 @@ from semantickv.simulator.plain import Block, PlainPolicy
 
 
 class Belady(PlainPolicy):
-    """The block whose next use is furthest away goes first, never one of the request at hand."""
+    """Evicts the block whose next use is furthest away, never one of the current request."""
 
     def priority(self, block: Block) -> float:
         return -block.next_use
 
 
 class BeladyBypass(Belady):
-    """As `Belady`, and blocks of the request at hand may go as well."""
+    """As `Belady`, but may also evict blocks of the current request."""
 
     bypass = True

@@ -1,4 +1,4 @@
-"""The table of policies: name, one line, plain twin, compiled kind."""
+"""The table of policies: name, one line, plain version, compiled version."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ POLICIES: Final[Mapping[str, Policy]] = MappingProxyType({entry.name: entry for 
 
 
 def find_policy(name: str | Policy) -> Policy:
-    """The policy of this name; a `Policy` of your own passes through."""
+    """Return the policy of this name; a `Policy` of your own is returned as it is."""
     if isinstance(name, Policy):
         return name
     if name not in POLICIES:

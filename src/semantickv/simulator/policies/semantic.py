@@ -1,4 +1,4 @@
-"""The policy with fixed weights: what a type is worth, set by hand. The one that learns: `policies.adaptive`."""
+"""The policy with fixed weights for block types, set by hand. `policies.adaptive` learns them instead."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ TYPE_WEIGHTS: Final[Mapping[str, float]] = MappingProxyType(
 
 
 class StaticSemantic(PlainPolicy):
-    """Worth = weight of the type x log of the uses x prefill time saved / square root of the tokens.
+    """Value = weight of the type x log of the uses x prefill time saved / square root of the tokens.
 
-    Newcomers and residents are weighed in the same unit (milliseconds at 0.08 a token); a newcomer that is worth less
+    New and cached blocks are valued in the same unit (milliseconds at 0.08 a token). A new block that is worth less
     than everything cached is refused.
     """
 
@@ -43,5 +43,5 @@ class StaticSemantic(PlainPolicy):
         weight: float = self.type_weights.get(block.type, 1.0)
         return weight * fame * max(1.0, block.tokens * 0.08) / math.sqrt(block.tokens)
 
-    def weights(self) -> dict[str, float]:
+    def report_weights(self) -> dict[str, float]:
         return dict(self.type_weights)

@@ -23,6 +23,7 @@ from semantickv.simulator.forest import Forest
 from semantickv.simulator.policies import Policy, find_policy
 from semantickv.simulator.simulate import simulate
 from semblend.errors import InputError
+from semblend.fingerprint.hashes import mix64
 
 STACK_POLICIES: Final = frozenset({"lru"})
 FULL_ACCESSES: Final = 2_000_000  # up to here nothing is gained by sampling
@@ -151,7 +152,4 @@ def sample_forest(forest: Forest, rate: float, seed: int = 0, number: int = 0) -
 def _hash_to_uniform(count: int, seed: int) -> npt.NDArray[np.float64]:
     """Hash each node number to a number in [0, 1), the same in every run."""
     mixed = np.arange(count, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15 * (seed + 1) % 2**64)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    mixed ^= mixed >> np.uint64(31)
-    return (mixed >> np.uint64(11)).astype(np.float64) / 2.0**53
+    return (mix64(mixed) >> np.uint64(11)).astype(np.float64) / 2.0**53

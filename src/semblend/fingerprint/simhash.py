@@ -13,19 +13,16 @@ Only integer arithmetic of fixed width is used, so sketches are equal on every p
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from semblend.fingerprint.hashes import HashArray, mix64
 from semblend.prompt import TokenArray
-
-HashArray = npt.NDArray[np.uint64]
 
 GRAM_TOKENS = 3
 SMALLEST = 64
-BITS = 64
 _POSITION_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)  # odd, so no token is lost
 _BITS_OF_BYTE = ((np.arange(256)[:, None] >> np.arange(8)) & 1).astype(np.int64)
 
@@ -57,14 +54,7 @@ def gram_hashes(token_ids: TokenArray, size: int = GRAM_TOKENS) -> HashArray:
     mixed = np.zeros(count, dtype=np.uint64)
     for offset in range(size):
         mixed += tokens[offset : offset + count] * np.uint64(_POSITION_FACTORS[offset])
-    return scramble(mixed)
-
-
-def scramble(values: HashArray) -> HashArray:
-    """A bijection of 64-bit integers whose output bits each depend on all input bits (the splitmix64 finalizer)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    return mix64(mixed)
 
 
 def hamming(one: int, many: HashArray) -> npt.NDArray[np.uint8]:
@@ -74,15 +64,6 @@ def hamming(one: int, many: HashArray) -> npt.NDArray[np.uint8]:
     [0, 3, 61]
     """
     return _popcount(many ^ np.uint64(one))
-
-
-def cosine_from_hamming(distance: float) -> float:
-    """The cosine that so many differing bits stand for: 0 bits is 1.0, 32 bits is 0.0.
-
-    >>> round(cosine_from_hamming(8), 3), round(cosine_from_hamming(32), 3)
-    (0.924, 0.0)
-    """
-    return math.cos(math.pi * distance / BITS)
 
 
 def overlap(a: Sketch, b: Sketch) -> float:

@@ -20,8 +20,6 @@ from semblend.span import Span
 Positions = npt.NDArray[np.int64]
 Values = npt.NDArray[np.floating]
 
-WINDOW_TOKENS = 64
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
@@ -138,31 +136,12 @@ def at_random(scores: Scores) -> Positions:
     return highest(scores.reused, drawn, scores.share)
 
 
-def windows(scores: Scores) -> Positions:
-    """Whole 64-token windows by attention mass: kinder to paged engines, and measured to repair less.
-
-    >>> mass = np.zeros(256); mass[100] = 1.
-    >>> chosen = windows(Scores(np.arange(256), mass, np.zeros(256), share=.25))
-    >>> int(chosen[0]), int(chosen[-1])
-    (64, 127)
-    """
-    window = scores.reused // WINDOW_TOKENS
-    names, index = np.unique(window, return_inverse=True)
-    mass = np.bincount(index, weights=scores.mass, minlength=len(names))
-    size = np.bincount(index, minlength=len(names))
-    order = np.lexsort((names, -mass))
-    room = round(scores.share * len(scores.reused))
-    taken = order[np.cumsum(size[order]) <= room]  # the heaviest that fit; never more than the share
-    return scores.reused[np.isin(index, taken)]
-
-
 SELECTIONS: Mapping[str, Rule] = MappingProxyType(
     {
         "attended": attended,
         "attended_and_deviating": attended_and_deviating,
         "cacheblend": cacheblend,
         "at_random": at_random,
-        "windows": windows,
     }
 )
 """Every rule by its name."""

@@ -120,14 +120,14 @@ class World:
     # -- eyes ------------------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        from semblend.integration.adapter import slots_of
+        from semblend.materialize.contract import slots_of_blocks
 
         def load(orders: Any) -> None:
-            layout = self.worker.pool.layout
+            layout = self.worker._model.layout
             for order in orders.loads:
                 self.loads.append(order)
                 # Freed blocks may still hold the right KV, which would prove nothing.
-                slots = slots_of(order.block_ids, 32, len(order.block_ids) * 32)[order.exact_tokens :]
+                slots = slots_of_blocks(order.block_ids, 32, len(order.block_ids) * 32)[order.exact_tokens :]
                 for layer in range(layout.layers):
                     k, v = layout.gather(layer, slots)
                     layout.scatter(layer, slots, k.fill_(POISON), v.fill_(POISON))
@@ -136,8 +136,8 @@ class World:
         def capture(orders: Any) -> None:
             for request_id in orders.served:
                 record = self.half._records[request_id]
-                slots = slots_of(record.block_ids, 32, len(record.prompt))
-                layout = self.worker.pool.layout
+                slots = slots_of_blocks(record.block_ids, 32, len(record.prompt))
+                layout = self.worker._model.layout
                 self.kv[request_id] = [layout.gather(layer, slots) for layer in range(layout.layers)]
             self._real["capture"](orders)
 

@@ -110,8 +110,8 @@ def test_without_the_computed_rows_the_same_check_fails(world, monkeypatch):
     (first,) = world.ask(prompt)
     world.forget_prefixes()
     monkeypatch.setattr(world.half.semblend, "lookup", in_pieces(world.half.semblend.lookup))
-    engine = world.worker._engine
-    monkeypatch.setattr(engine, "forward", lambda rows, pool, observer=None: torch.zeros(len(rows), 576))
+    engine = world.worker._model
+    monkeypatch.setattr(engine, "forward", lambda rows, observer=None: torch.zeros(len(rows), 576))
     (second,) = world.ask(prompt, tokens=1)
     assert worst(world.kv_of(second), world.kv_of(first), slice(0, len(prompt) - 1)) > 100
 
@@ -182,9 +182,10 @@ def test_a_gate_that_trusts_nothing_computes_everything_and_equals_cold(world, m
     target = world.instruction(5) + document + world.question()
     cold = world.cold(target)
     world.ask(world.instruction(1) + document + world.question())
-    blender = world.worker._blender("balanced")
+    blender = world.worker._get_blender("balanced")
     strict = type(blender.settings.thresholds)(0.0, 0.0, 0.0)
-    monkeypatch.setattr(blender, "settings", dataclasses.replace(blender.settings, thresholds=strict))
+    settings = dataclasses.replace(blender.settings, thresholds=strict)
+    monkeypatch.setattr(blender._repair, "_settings", settings)
     (output,) = world.ask(target, quality="balanced")
     receipt = world.receipt(output)
     assert (receipt["outcome"], receipt["reason"]) == ("backend_declined_reuse", "quality_risk")

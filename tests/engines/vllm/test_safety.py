@@ -225,11 +225,11 @@ def broken(*args, **named):
     raise RuntimeError("broken on purpose")
 
 
-@pytest.mark.parametrize("part", ["_blender", "pool.layout.scatter"])
+@pytest.mark.parametrize("part", ["_get_blender", "layout.scatter"])
 def test_a_failing_worker_never_fails_a_request(world, monkeypatch, part):
     target, cold = shifted(world, 30)
-    if part == "_blender":
-        monkeypatch.setattr(world.worker, "_blender", broken)
+    if part == "_get_blender":
+        monkeypatch.setattr(world.worker, "_get_blender", broken)
     else:
         from semblend.materialize.blend import blender as blend
 
@@ -242,7 +242,7 @@ def test_a_failing_worker_never_fails_a_request(world, monkeypatch, part):
 
 def test_when_our_own_passes_fail_too_vllm_computes_the_blocks(world, monkeypatch):
     target, cold = shifted(world, 31)
-    monkeypatch.setattr(world.worker._engine, "forward", broken)
+    monkeypatch.setattr(world.worker._model, "forward", broken)
     (output,) = world.ask(target)
     assert output.outputs[0].token_ids == cold.outputs[0].token_ids
     receipt = world.receipt(output)

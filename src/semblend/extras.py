@@ -25,7 +25,7 @@ NEEDED_BY: dict[str, str] = {
     "telemetry": "`SEMBLEND_METRICS`, `SEMBLEND_NATS_URL` and OpenTelemetry spans, in every command and in the library",
     "edge": "`semantickv` proxy and router; no command of this version needs it",
     "lab": "`semblend demo --plot`: its picture",
-    "k8s": "`sembench collect-k8s-engine-events`; without it `kubectl` is asked",
+    "k8s": "`sembench collect-k8s-engine-events`: it needs `kubectl` and no package",
     "docs": "the tests of the documentation",
     "dev": "`make test`",
 }
@@ -50,13 +50,20 @@ def requirements() -> tuple[Requirement, ...]:
 
 
 def extras() -> dict[str, tuple[Requirement, ...]]:
-    """Extra to its packages, in the order of the table above."""
-    found: dict[str, list[Requirement]] = {}
+    """Extra to its packages, in the order of the table above; an extra may bring none."""
+    found: dict[str, list[Requirement]] = {name: [] for name in _declared_extras()}
     for one in requirements():
         if one.extra:
             found.setdefault(one.extra, []).append(one)
     known = [name for name in NEEDED_BY if name in found]
     return {name: tuple(found[name]) for name in [*known, *sorted(found.keys() - NEEDED_BY.keys())]}
+
+
+def _declared_extras() -> list[str]:
+    try:
+        return metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
+    except metadata.PackageNotFoundError:
+        return []
 
 
 def installed_version(package: str) -> str | None:

@@ -105,7 +105,7 @@ def extras_markdown() -> str:
         "|---|---|---|",
     ]
     for extra, wanted in extras().items():
-        packages = ", ".join(f"`{one.package}{one.versions}`" for one in wanted)
+        packages = ", ".join(f"`{one.package}{one.versions}`" for one in wanted) or "none"
         lines.append(f"| `{extra}` | {packages} | {NEEDED_BY.get(extra, '')} |")
     return "\n".join(lines)
 

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("torch", reason="the twins need torch")
 pytest.importorskip("triton", reason="the kernels need triton")
 
+pytestmark = pytest.mark.slow  # 29 s, and triton is .9 GB that nothing else here needs
 CASES = Path(__file__).with_name("kernel_cases.py")
 
 

@@ -28,7 +28,10 @@ GATES = (
     "--require-materialized-reuse", "--require-no-engine-errors",
 )  # fmt: skip
 
-pytestmark = pytest.mark.skipif(not is_pulled(known(MODEL)), reason=f"semblend models pull {MODEL} was not run")
+pytestmark = [
+    pytest.mark.slow,  # a real model answers: 70 s
+    pytest.mark.skipif(not is_pulled(known(MODEL)), reason=f"semblend models pull {MODEL} was not run"),
+]
 
 
 @dataclass

@@ -1,24 +1,23 @@
-"""Files as every command treats them: gzip by name, folders made, and a good file never half overwritten."""
+"""Reads and writes files for all commands: gzip by name, folders made, a good file never half overwritten."""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
-import io
-import os
-import tempfile
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, TextIO, cast
+from typing import Any, TextIO, cast
 
+from semblend.cli.output import open_atomic
 from semblend.errors import InputError
 
 _CHUNK_BYTES = 1 << 20
 
 
 def open_text(path: str | Path) -> TextIO:
-    """A text file for reading, unpacked when its name ends in ``.gz``; a missing one is a person's mistake."""
+    """Open a text file for reading; it is unpacked when its name ends in ``.gz``."""
     try:
         if str(path).endswith(".gz"):
             return cast(TextIO, gzip.open(path, "rt", encoding="utf-8"))
@@ -28,7 +27,7 @@ def open_text(path: str | Path) -> TextIO:
 
 
 def make_folder_of(path: str | Path) -> None:
-    """Make the folder that a file is about to be written to: the README's first command may be somebody's first."""
+    """Make the folder of a file that is about to be written."""
     try:
         Path(path).expanduser().absolute().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -38,42 +37,38 @@ def make_folder_of(path: str | Path) -> None:
 
 
 @contextmanager
-def replacing(path: str | Path) -> Iterator[TextIO]:
-    """A text file that takes the place of ``path`` only when the block ends well.
-
-    Packed when the name ends in ``.gz``, without a time stamp, so that equal content gives equal bytes.
-    """
+def open_output(path: str | Path) -> Iterator[TextIO]:
+    """Make the folder of ``path`` and open the file; it appears whole when the block ends, or not at all."""
     make_folder_of(path)
-    target = Path(os.path.realpath(Path(path).expanduser()))
-    handle, temporary = -1, ""
-    try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-        with (
-            os.fdopen(handle, "wb") as raw,
-            _packed(raw, target) as plain,
-            io.TextIOWrapper(plain, encoding="utf-8", newline="\n") as stream,
-        ):
-            yield stream
-        Path(temporary).chmod(0o644)  # mkstemp makes it private; a result is meant to be read
-        os.replace(temporary, target)
-    except OSError as error:
-        Path(temporary).unlink(missing_ok=True)
-        raise InputError(
-            f"cannot write {path}: {error.strerror or error}", hint="check the folder and its permissions"
-        ) from None
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with open_atomic(Path(path).expanduser()) as stream:
+        yield stream
 
 
-def _packed(raw: BinaryIO, target: Path) -> BinaryIO:
-    if not target.name.endswith(".gz"):
-        return raw
-    return cast(BinaryIO, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0))
+def write_text(path: str | Path, text: str) -> None:
+    """Write ``text`` to ``path``, whole or not at all; its folder is made where it is missing."""
+    with open_output(path) as stream:
+        stream.write(text)
 
 
-def file_sha256(path: str | Path) -> str:
-    """SHA-256 of a file's bytes as they lie on disk, in hex."""
+def write_json(path: str | Path, value: Any) -> None:
+    """Write ``value`` to ``path`` as JSON, whole or not at all; its folder is made where it is missing."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def read_json_object(path: str | Path, *, hint: str) -> dict[str, Any]:
+    """Read a file that holds one JSON object; ``hint`` tells the user what to do about any other file."""
+    with open_text(path) as stream:
+        try:
+            value = json.load(stream)
+        except (ValueError, EOFError) as error:
+            raise InputError(f"{path} is not a whole JSON file: {error}", hint=hint) from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path} holds no JSON object", hint=hint)
+    return value
+
+
+def hash_file(path: str | Path) -> str:
+    """Return the SHA-256 of a file's bytes on disk, in hex."""
     digest = hashlib.sha256()
     try:
         with open(path, "rb") as stream:

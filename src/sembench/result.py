@@ -12,13 +12,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from sembench.files import open_text, replacing
+from sembench.files import read_json_object, write_text
 from semblend.errors import InputError
 
 RESULT_VERSION = "sembench.result.v2"
 READABLE_VERSIONS = ("sembench.result.v1", RESULT_VERSION)
 ARMS = ("cold", "warm", "rerun", "single", "paired")
-SOURCES = ("receipt", "usage", "prometheus", "audit")
 OUTPUT_TEXT_CHARS = 2000
 
 
@@ -208,20 +207,13 @@ def write_result(path: str | Path, result: Result) -> None:
         text = json.dumps(dump_result(result), indent=1, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
         raise InputError(f"the result for {path} is not plain JSON: {error}", hint="report this") from None
-    with replacing(path) as stream:
-        stream.write(text + "\n")
+    write_text(path, text + "\n")
 
 
 def read_result(path: str | Path) -> Result:
     """A result file, checked; one that was cut off, or that another version wrote, says so."""
-    with open_text(path) as stream:
-        try:
-            value = json.load(stream)
-        except (json.JSONDecodeError, UnicodeDecodeError, EOFError) as error:
-            raise InputError(
-                f"{path} is not a whole JSON file: {error}", hint="the run was cut off: run it again with --resume"
-            ) from None
-    if not isinstance(value, dict) or "result_version" not in value:
+    value = read_json_object(path, hint="if the run was cut off, run it again with --resume")
+    if "result_version" not in value:
         raise InputError(f"{path} holds no result_version: it is no result of sembench", hint="check the path")
     version = value["result_version"]
     if version not in READABLE_VERSIONS:

@@ -91,6 +91,33 @@ class Backend(Protocol):
         """The models that the server says it has, and what went wrong."""
 
 
+def add_cache_fields(body: JsonObject, call: Call) -> JsonObject:
+    """Add to a request body what both APIs call the same: the cache salt, and the wish not to reuse."""
+    if call.salt:
+        body["cache_salt"] = call.salt
+    if not call.reuse:
+        body["semblend"] = {"reuse": False}
+    return body
+
+
+def build_headers(call: Call, keys: Mapping[str, str], **more: str) -> dict[str, str]:
+    """Return the HTTP headers of a call; empty ones are left out.
+
+    >>> build_headers(Call(text="", max_tokens=1, request_id="r", tenant="t"), {"": "k"})
+    {'X-Request-Id': 'r', 'x-tenant-id': 't', 'Authorization': 'Bearer k'}
+    """
+    key = keys.get(call.tenant) or keys.get("")
+    headers = {"X-Request-Id": call.request_id, "x-tenant-id": call.tenant, **more}
+    headers["Authorization"] = f"Bearer {key}" if key else ""
+    return {name: value for name, value in headers.items() if value}
+
+
+def list_cards(listed: Any) -> list[str]:
+    """Return the model names of a ``/v1/models`` answer; none where it is no such answer."""
+    cards = listed.get("data", []) if isinstance(listed, dict) else []
+    return [str(card.get("id")) for card in cards]
+
+
 def measure_times(exchange: Exchange, has_text: Callable[[JsonObject], bool]) -> tuple[float | None, tuple[float, ...]]:
     """Time to the first event with text, and the times between such events."""
     times = [at for event, at in zip(exchange.events, exchange.arrivals_ms, strict=True) if has_text(event)]

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sembench.backends.base import Answer, Call, convert_to_ms, measure_times, parse_count, read_route
+from sembench.backends.base import (
+    Answer,
+    Call,
+    add_cache_fields,
+    build_headers,
+    convert_to_ms,
+    list_cards,
+    measure_times,
+    parse_count,
+    read_route,
+)
 from sembench.backends.http_client import Exchange, JsonObject, get_json, post_empty, post_stream
 
 if TYPE_CHECKING:
@@ -40,7 +50,10 @@ class GatewayBackend:
 
     async def ask(self, call: Call, *, donor: bool = False) -> Answer:
         url = (self._donor if donor else self._gateway) + CHAT
-        exchange = await post_stream(self._client, url, build_body(call, self._model), self._build_headers(call))
+        headers = build_headers(
+            call, self._keys, **{"x-tokenizer-id": self._tokenizer, "x-chat-template-id": call.template}
+        )
+        exchange = await post_stream(self._client, url, build_body(call, self._model), headers)
         return build_answer(exchange, call)
 
     async def flush(self) -> str | None:
@@ -50,19 +63,7 @@ class GatewayBackend:
         listed, error = await get_json(self._client, f"{self._gateway}/v1/models")
         if error is not None or not isinstance(listed, dict):
             return (), error or "the list of models is not an object"
-        return [str(card.get("id")) for card in listed.get("data", [])], None
-
-    def _build_headers(self, call: Call) -> dict[str, str]:
-        headers = {
-            "X-Request-Id": call.request_id,
-            "x-tenant-id": call.tenant,
-            "x-tokenizer-id": self._tokenizer,
-            "x-chat-template-id": call.template,
-        }
-        key = self._keys.get(call.tenant) or self._keys.get("")
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
-        return {name: value for name, value in headers.items() if value}
+        return list_cards(listed), None
 
 
 def build_body(call: Call, model: str) -> JsonObject:
@@ -76,11 +77,7 @@ def build_body(call: Call, model: str) -> JsonObject:
     }
     if call.top_logprobs is not None:
         body |= {"logprobs": True, "top_logprobs": call.top_logprobs}
-    if call.salt:
-        body["cache_salt"] = call.salt
-    if not call.reuse:
-        body["semblend"] = {"reuse": False}
-    return body
+    return add_cache_fields(body, call)
 
 
 def build_answer(exchange: Exchange, call: Call) -> Answer:

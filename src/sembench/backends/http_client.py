@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -104,13 +104,7 @@ def check_url(url: str, flag: str) -> str:
     return url.rstrip("/")
 
 
-async def post_stream(
-    client: httpx.AsyncClient,
-    url: str,
-    body: JsonObject,
-    headers: Mapping[str, str],
-    on_event: Callable[[JsonObject], None] | None = None,
-) -> Exchange:
+async def post_stream(client: httpx.AsyncClient, url: str, body: JsonObject, headers: Mapping[str, str]) -> Exchange:
     """POST and read the events as they come. An answer that is not a stream becomes its one event."""
     import httpx
 
@@ -123,9 +117,9 @@ async def post_stream(
             if response.status_code >= 400:
                 exchange.error = describe_error(response.status_code, await response.aread())
             elif "text/event-stream" in exchange.headers.get("content-type", ""):
-                await _read_events(response, exchange, started, on_event)
+                await _read_events(response, exchange, started)
             else:
-                _take_event(exchange, (await response.aread()).decode("utf-8", "replace"), started, on_event)
+                _take_event(exchange, (await response.aread()).decode("utf-8", "replace"), started)
     except httpx.TimeoutException as error:
         exchange.error = f"no answer in time ({type(error).__name__})"
         exchange.connection_failed = not exchange.events  # a server that hangs is as gone as one that left
@@ -139,20 +133,18 @@ async def post_stream(
     return exchange
 
 
-async def _read_events(
-    response: httpx.Response, exchange: Exchange, started: float, on_event: Callable[[JsonObject], None] | None
-) -> None:
+async def _read_events(response: httpx.Response, exchange: Exchange, started: float) -> None:
     parser, done = SseParser(), False
     async for data in response.aiter_bytes():
         for event in parser.feed(data):
             done = done or event.strip() == "[DONE]"
             if not done:
-                _take_event(exchange, event, started, on_event)
+                _take_event(exchange, event, started)
     if exchange.error is None and (parser.unfinished or not done):
         exchange.error = "the stream was cut: it ended without [DONE]"
 
 
-def _take_event(exchange: Exchange, text: str, started: float, on_event: Callable[[JsonObject], None] | None) -> None:
+def _take_event(exchange: Exchange, text: str, started: float) -> None:
     arrived = 1000 * (time.perf_counter() - started)
     try:
         event = json.loads(text)
@@ -166,8 +158,6 @@ def _take_event(exchange: Exchange, text: str, started: float, on_event: Callabl
         exchange.error = exchange.error or describe_error(exchange.status, text.encode())
     exchange.events.append(event)
     exchange.arrivals_ms.append(arrived)
-    if on_event is not None:
-        on_event(event)
 
 
 def describe_error(status: int, body: bytes) -> str:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sembench.backends.base import Answer, Call, convert_to_ms, measure_times, parse_count, read_route
+from sembench.backends.base import (
+    Answer,
+    Call,
+    add_cache_fields,
+    build_headers,
+    convert_to_ms,
+    list_cards,
+    measure_times,
+    parse_count,
+    read_route,
+)
 from sembench.backends.http_client import Exchange, JsonObject, get_json, post_empty, post_stream
 
 if TYPE_CHECKING:
@@ -25,7 +35,7 @@ class SglangBackend:
     async def ask(self, call: Call, *, donor: bool = False) -> Answer:
         del donor
         exchange = await post_stream(
-            self._client, f"{self._base}/generate", build_body(call), self._build_headers(call)
+            self._client, f"{self._base}/generate", build_body(call), build_headers(call, self._keys)
         )
         return build_answer(exchange, call)
 
@@ -35,16 +45,9 @@ class SglangBackend:
     async def list_models(self) -> tuple[Sequence[str], str | None]:
         listed, error = await get_json(self._client, f"{self._base}/v1/models")
         if error is None and isinstance(listed, dict):
-            return [str(card.get("id")) for card in listed.get("data", [])], None
+            return list_cards(listed), None
         info, error = await get_json(self._client, f"{self._base}/get_model_info")
         return ([str(info.get("model_path"))], None) if isinstance(info, dict) else ((), error)
-
-    def _build_headers(self, call: Call) -> dict[str, str]:
-        headers = {"X-Request-Id": call.request_id}
-        if call.tenant:
-            headers["x-tenant-id"] = call.tenant
-        key = self._keys.get(call.tenant) or self._keys.get("")
-        return headers | ({"Authorization": f"Bearer {key}"} if key else {})
 
 
 def build_body(call: Call) -> JsonObject:
@@ -57,11 +60,7 @@ def build_body(call: Call) -> JsonObject:
     }
     if call.top_logprobs is not None:
         body |= {"return_logprob": True, "top_logprobs_num": call.top_logprobs, "return_text_in_logprobs": True}
-    if call.salt:
-        body["cache_salt"] = call.salt
-    if not call.reuse:
-        body["semblend"] = {"reuse": False}
-    return body
+    return add_cache_fields(body, call)
 
 
 def build_answer(exchange: Exchange, call: Call) -> Answer:

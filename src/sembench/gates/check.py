@@ -6,19 +6,18 @@ The numbers are computed again from the requests; a file whose own aggregate say
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sembench.files import open_text
+from sembench.files import read_json_object
 from sembench.gates.table import GATES, Gate
 from sembench.result import Result
 from sembench.scoring.aggregate import aggregate, select_measured
 from sembench.scoring.paired import pair_records, summarize_pairs
-from sembench.scoring.statistics import bootstrap_mean, compute_mean
+from sembench.scoring.statistics import estimate_mean
 from semblend.errors import InputError
 
 _SAME = 1e-6
@@ -90,10 +89,8 @@ def _derive_confirmed(seen: Observations, result: Result) -> None:
     """Distance from cold where KV was reused: requests that ran cold would only water it down."""
     reused = [record for record in select_measured(result.requests) if record.backend_confirmed_tokens]
     for name, attribute in (("confirmed_cold_kl_mean", "cold_kl_topk"), ("confirmed_cold_f1_mean", "cold_f1")):
-        known = [(getattr(r, attribute), r.cluster) for r in reused if getattr(r, attribute) is not None]
-        values = [float(value) for value, _ in known]
-        ci = bootstrap_mean([cluster for _, cluster in known], values)
-        seen.put(name, compute_mean(values), ci, len(values))
+        found = estimate_mean((getattr(record, attribute), record.cluster) for record in reused)
+        seen.put(name, found.value, found.ci, found.n)
 
 
 def _derive_engine(seen: Observations, summaries: Sequence[Mapping[str, Any]]) -> None:
@@ -147,20 +144,9 @@ def _explain_failure(gate: Gate, seen: Observations, bound: float | bool, pessim
 
 def read_summary(path: str | Path) -> dict[str, Any]:
     """An engine summary; of another tool too, as long as it has the counters."""
-    value = read_object(path)
+    value = read_json_object(path, hint="make it again")
     if "materialization_events" not in value or "errors" not in value:
         raise InputError(f"{path} is no engine summary", hint="make one with sembench summarize-engine-events --output")
-    return value
-
-
-def read_object(path: str | Path) -> dict[str, Any]:
-    with open_text(path) as stream:
-        try:
-            value = json.load(stream)
-        except (ValueError, EOFError) as error:
-            raise InputError(f"{path} is not a whole JSON file: {error}", hint="make it again") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path} holds no JSON object", hint="check the path")
     return value
 
 

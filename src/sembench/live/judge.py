@@ -7,7 +7,7 @@ It judges after all measuring is done, sees no arm names, and its word never cou
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -53,9 +53,6 @@ async def judge_answers(
     model: str,
     records: Sequence[RequestRecord],
     questions: Mapping[str, tuple[str, Sequence[str]]],
-    *,
-    headers: Mapping[str, str] | None = None,
-    on_done: Callable[[int], None] | None = None,
 ) -> list[RequestRecord]:
     """The records with their ``judge_score``.
 
@@ -69,11 +66,7 @@ async def judge_answers(
         if reference and record.error is None:
             text = _PROMPT.format(question=question, reference=reference, answer=record.output_text or "")
             call = Call(text=text, max_tokens=8, request_id=f"judge-{number}")
-            answer = build_answer(
-                await post_stream(client, url + CHAT, build_body(call, model), dict(headers or {})), call
-            )
+            answer = build_answer(await post_stream(client, url + CHAT, build_body(call, model), {}), call)
             record = replace(record, judge_score=None if answer.error else parse_points(answer.text))
         judged.append(record)
-        if on_done is not None:
-            on_done(number)
     return judged

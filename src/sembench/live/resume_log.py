@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from sembench.files import make_folder_of, replacing
+from sembench.files import make_folder_of, open_output
 from sembench.result import RequestRecord, dump_record, parse_record
 from semblend._version import __version__
 from semblend.cli.output import say
@@ -33,7 +33,7 @@ class ResumeLog:
             self.path.replace(f"{self.path}.old")
             say(f"note: an interrupted run was found and kept as {self.path}.old; --resume would have gone on with it")
         # Written beside it and put in its place: what was measured earlier is never missing, not for a moment.
-        with replacing(self.path) as stream:
+        with open_output(self.path) as stream:
             stream.write(_format_line({"partial_version": FORMAT, "sembench_version": __version__, "what": dict(what)}))
             stream.writelines(_format_item(item_id, records) for item_id, records in self.done.items())
         self._stream: TextIO = self.path.open("a", encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,17 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from sembench.backends.base import Backend
 from sembench.backends.http_client import open_client
-from sembench.files import make_folder_of, open_text, replacing
+from sembench.files import hash_file, make_folder_of, open_text, write_json
 from sembench.live.judge import judge_answers
 from sembench.live.loop import LiveRun
 from sembench.live.resume_log import ResumeLog
 from sembench.live.settings import LiveSettings
 from sembench.manifests.case_subset import choose_cases, count_cases
-from sembench.manifests.cases import manifest_sha256, read_manifest
-from sembench.provenance import describe_environment, describe_run, get_utc_time
+from sembench.manifests.cases import read_manifest
+from sembench.provenance import describe_run
 from sembench.result import RequestRecord, Result, write_result
-from sembench.scoring.aggregate import aggregate, aggregate_by_transform
-from sembench.scoring.paired import summarize_pairs
+from sembench.scoring.results import build_result
 from sembench.scoring.statistics import compute_mean, compute_percentile
 from sembench.witnesses.audit import AuditLog
 from sembench.witnesses.prometheus import Scraper
@@ -75,7 +73,7 @@ async def _run(session: LiveSession, settings: LiveSettings) -> Result:
         open_text(path).close()
     total = count_cases(session.manifest, settings.max_items, one_version=session.verify)
     what = {
-        "manifest_sha256": manifest_sha256(session.manifest),
+        "manifest_sha256": hash_file(session.manifest),
         "model": session.model,
         **{name: _make_plain(value) for name, value in asdict(settings).items() if name != "max_items"},
     }
@@ -105,7 +103,7 @@ async def _run(session: LiveSession, settings: LiveSettings) -> Result:
             result = _build_result(session, settings, live, records, scraper.urls)
             write_result(session.output, result)
             if session.throughput_output:
-                _write_throughput(session.throughput_output, compute_throughput(records, live, settings, wall_s))
+                write_json(session.throughput_output, compute_throughput(records, live, settings, wall_s))
             finished = not any(record.error for record in records)  # else --resume asks the failed cases again
         finally:
             partial.close(finished=finished)
@@ -140,11 +138,11 @@ def _build_result(
 ) -> Result:
     delta = live.compute_engine_delta() if urls else None
     arm = "paired" if len(settings.arms) > 1 else settings.arms[0]
-    return Result(
-        created_at_utc=get_utc_time(),
+    return build_result(
+        records,
         run=describe_run(
             manifest_path=session.manifest,
-            manifest_sha256=manifest_sha256(session.manifest),
+            manifest_sha256=hash_file(session.manifest),
             arm=arm,
             **session.identity,
         ),
@@ -156,11 +154,6 @@ def _build_result(
             "metrics_urls": list(urls),
         },
         engine={**session.engine, "prometheus": None if delta is None else {"delta": delta}},
-        environment=describe_environment(),
-        aggregate=aggregate(records),
-        paired=summarize_pairs(records),
-        by_transform=aggregate_by_transform(records),
-        requests=tuple(records),
     )
 
 
@@ -244,11 +237,6 @@ class _ProgressBar:
             left = (now - since) / (done - first) * (self._total - done) if done > first else None
             told = "" if left is None else f"  {left:.0f} s left"
             self._progress.show(f"[{bar}] {done}/{self._total}  {record.transform}{told}")
-
-
-def _write_throughput(path: str, value: Mapping[str, Any]) -> None:
-    with replacing(path) as stream:
-        stream.write(json.dumps(value, indent=1) + "\n")
 
 
 def _summarize_times(values: Sequence[float]) -> dict[str, float | None]:

@@ -95,6 +95,3 @@ class HashSet:
         places = np.minimum(np.searchsorted(self._sorted, hashes), len(self._sorted) - 1)
         found: npt.NDArray[np.bool_] = self._sorted[places] == hashes
         return found
-
-    def clear(self) -> None:
-        self._parts, self._sorted = [], np.empty(0, dtype=np.uint64)

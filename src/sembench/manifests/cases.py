@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sembench.files import file_sha256, open_text, replacing
+from sembench.files import open_output, open_text
 from semblend.errors import InputError
 
-MANIFEST_VERSION = "sembench.manifest.v1"
 BENCHMARK_VERSION = "sembench.2026.11"
 
 BASE_PROMPT = "base_prompt"
@@ -80,11 +79,6 @@ def make_item_id(*parts: object) -> str:
     return hashlib.sha256("\x1f".join(str(part) for part in parts).encode("utf-8")).hexdigest()[:16]
 
 
-def manifest_sha256(path: str | Path) -> str:
-    """SHA-256 of the manifest's bytes: a result that carries it says which work was done."""
-    return file_sha256(path)
-
-
 # -- writing -------------------------------------------------------------------------------------------------------
 
 
@@ -115,7 +109,7 @@ def format_case(case: Case) -> str:
 def write_manifest(path: str | Path, cases: Iterable[Case]) -> int:
     """Write the cases as they come; the file appears whole or not at all. Returns how many."""
     count = 0
-    with replacing(path) as stream:
+    with open_output(path) as stream:
         for case in cases:
             stream.write(format_case(case) + "\n")
             count += 1

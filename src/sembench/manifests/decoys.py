@@ -61,7 +61,7 @@ def make_swapped_numbers(source: Source, _other: Source, _options: TransformOpti
 def make_swapped_names(source: Source, _other: Source, _options: TransformOptions) -> Case | None:
     """One name of the document is another one."""
     rng = PortableRandom("name", source.source_id)
-    return _make_changed(source, "swapped_names", _NAME, lambda _: rng.choice(_OTHER_NAMES))
+    return _make_changed(source, "swapped_names", _NAME, lambda _: rng.choose(_OTHER_NAMES))
 
 
 def make_negation(source: Source, _other: Source, _options: TransformOptions) -> Case | None:
@@ -82,7 +82,7 @@ def make_near_duplicate(source: Source, _other: Source, _options: TransformOptio
     if len(sentences) < 8 or not removable:
         return None
     rng = PortableRandom("edit", source.source_id)
-    del sentences[rng.choice(removable)]
+    del sentences[rng.choose(removable)]
     sentences.insert(1 + rng.draw_below(len(sentences) - 2), "This edition replaces all earlier ones")
     return _make_decoy(source, "near_duplicate", (". ".join(sentences), gap, planted, donor_fact))
 
@@ -138,7 +138,7 @@ def _change_once(
     found = [m for m in pattern.finditer(context, low, high) if context.count(m.group()) == 1]
     if not found:
         return None
-    match = rng.choice(found)
+    match = rng.choose(found)
     planted = other(match)
     if planted in context:
         return None
@@ -179,7 +179,7 @@ def _fill_form(source: Source, role: str) -> tuple[str, str]:
     code = str(1000 + rng.draw_below(9000))
     remark = next((part.strip() for part in source.context.split(". ") if 30 < len(part) < 300), source.source_id)
     text = _FORM.format(
-        order=10_000 + rng.draw_below(90_000), code=code, person=rng.choice(_OTHER_NAMES), days=2 + rng.draw_below(60),
+        order=10_000 + rng.draw_below(90_000), code=code, person=rng.choose(_OTHER_NAMES), days=2 + rng.draw_below(60),
         remark=f"{remark}.", question="What is the access code?",
     )  # fmt: skip
     return text, code

@@ -6,14 +6,13 @@ the manifests again can see whether they are the same work.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sembench.files import open_text
-from sembench.manifests.cases import manifest_sha256, read_manifest
+from sembench.files import hash_file, read_json_object
+from sembench.manifests.cases import read_manifest
 from semblend.errors import InputError
 
 FROZEN_VERSION = "sembench.frozen.v1"
@@ -30,7 +29,7 @@ def describe_manifest(path: Path) -> dict[str, Any]:
         versions.add(case.benchmark_version)
         negatives += case.negative_control
     return {
-        "sha256": manifest_sha256(path),
+        "sha256": hash_file(path),
         "items": transforms.total(),
         "negative_controls": negatives,
         "benchmark_versions": sorted(versions),
@@ -47,12 +46,8 @@ def list_manifests(folder: str) -> list[Path]:
 
 def read_frozen(path: str) -> Mapping[str, Mapping[str, Any]]:
     """Name to description of every frozen manifest."""
-    with open_text(path) as stream:
-        try:
-            value = json.load(stream)
-        except ValueError as error:
-            raise InputError(f"{path} is not a whole JSON file: {error}", hint="freeze the manifests again") from None
-    if not isinstance(value, dict) or value.get("frozen_version") != FROZEN_VERSION:
+    value = read_json_object(path, hint="freeze the manifests again")
+    if value.get("frozen_version") != FROZEN_VERSION:
         raise InputError(f"{path} is no {FROZEN_VERSION}", hint="make one with sembench freeze")
     manifests = value.get("manifests")
     if not isinstance(manifests, dict) or not all(isinstance(own, dict) for own in manifests.values()):
@@ -68,7 +63,7 @@ def find_differences(frozen: Mapping[str, Mapping[str, Any]], folder: str) -> li
         if not path.is_file():
             lines.append(f"{name} is missing")
             continue
-        checksum = manifest_sha256(path)
+        checksum = hash_file(path)
         if checksum != was.get("sha256"):
             lines.append(f"{name} has the SHA-256 {checksum[:12]}…, frozen was {str(was.get('sha256'))[:12]}…")
     return lines

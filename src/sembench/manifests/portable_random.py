@@ -38,13 +38,5 @@ class PortableRandom:
         """A whole number in [0, limit), evenly."""
         return (self.draw_bits() * limit) >> 64
 
-    def choice(self, items: Sequence[T]) -> T:
+    def choose(self, items: Sequence[T]) -> T:
         return items[self.draw_below(len(items))]
-
-    def shuffled(self, items: Sequence[T]) -> list[T]:
-        """A new list in another order (Fisher and Yates)."""
-        mixed = list(items)
-        for at in range(len(mixed) - 1, 0, -1):
-            other = self.draw_below(at + 1)
-            mixed[at], mixed[other] = mixed[other], mixed[at]
-        return mixed

@@ -101,7 +101,7 @@ def choose_new_task(source: Source) -> Task:
     """Another question about the same document: its own second one, or a general one."""
     if len(source.tasks) > 1:
         return source.tasks[1]
-    return PortableRandom("task", source.source_id).choice(_NEW_TASKS)
+    return PortableRandom("task", source.source_id).choose(_NEW_TASKS)
 
 
 def cut_segments(context: str, options: TransformOptions) -> list[str]:
@@ -160,7 +160,7 @@ def make_leading_evidence_new_task(source: Source, _other: Source, _options: Tra
     first = _LEADING.format(context=source.context, question=source.tasks[0].question)
     donor_id = make_item_id(source.dataset, source.source_id, LEADING_EVIDENCE_DONOR)
     rng = PortableRandom("case file", source.dataset, source.source_id)
-    number, clerk = 1000 + rng.draw_below(9_999_000), rng.choice(_CLERKS)
+    number, clerk = 1000 + rng.draw_below(9_999_000), rng.choose(_CLERKS)
     text = _LED.format(number=number, clerk=clerk, context=source.context, question=task.question)
     donors = (DonorPrompt(donor_id, first, LEADING_EVIDENCE_DONOR),)
     return _make_semantic_case(source, "leading_evidence_new_task", donors, text, task, "case_file", "shifted")

@@ -95,7 +95,7 @@ def write_document(seed: object, words: int = 800) -> WrittenDocument:
 
 def _plant_facts(rng: PortableRandom) -> tuple[tuple[str, str, str], ...]:
     code, depth, person = str(1000 + rng.draw_below(9000)), str(100 + rng.draw_below(900)), _pick_name(rng)
-    place, dock, office = rng.choice(_PLACE), rng.choice(_PLACE), rng.choice(_PLACE)
+    place, dock, office = rng.choose(_PLACE), rng.choose(_PLACE), rng.choose(_PLACE)
     return (
         (
             f"What is the access code of the granary at {place}?",
@@ -116,7 +116,7 @@ def _plant_facts(rng: PortableRandom) -> tuple[tuple[str, str, str], ...]:
 
 
 def _write_sentence(rng: PortableRandom) -> str:
-    text = _SLOT.sub(lambda found: _fill(found.group(1), rng), rng.choice(_FRAMES))
+    text = _SLOT.sub(lambda found: _fill(found.group(1), rng), rng.choose(_FRAMES))
     return text[0].upper() + text[1:]
 
 
@@ -125,8 +125,8 @@ def _fill(slot: str, rng: PortableRandom) -> str:
         return f"{12 + rng.draw_below(9_988):,}"
     if slot == "name":
         return _pick_name(rng)
-    return rng.choice({"place": _PLACE, "thing": _THING, "body": _BODY, "time": _TIME}[slot])
+    return rng.choose({"place": _PLACE, "thing": _THING, "body": _BODY, "time": _TIME}[slot])
 
 
 def _pick_name(rng: PortableRandom) -> str:
-    return f"{rng.choice(_FIRST)} {rng.choice(_LAST)}"
+    return f"{rng.choose(_FIRST)} {rng.choose(_LAST)}"

@@ -48,14 +48,12 @@ class TokenSpool:
         self._file = tempfile.TemporaryFile(prefix="sembench-")  # noqa: SIM115, closed in close()
         self._places: dict[str, tuple[int, int]] = {}
         self._end = 0
-        self.tokens = 0
 
     def add(self, name: str, tokens: TokenArray) -> None:
         self._file.seek(self._end)
         self._file.write(tokens.astype("<i4").tobytes())
         self._places[name] = (self._end, len(tokens))
         self._end += 4 * len(tokens)
-        self.tokens += len(tokens)
 
     def get_length(self, name: str) -> int | None:
         return self._places[name][1] if name in self._places else None

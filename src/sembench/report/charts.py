@@ -7,7 +7,7 @@ from collections.abc import Callable
 from sembench.report.frame import DOTS, Figure, RowFrame, describe_pair, draw_both
 from sembench.report.svg import Drawing, Scale, pad_range, thin_out
 from sembench.report.time_charts import draw_ttft_by_length, draw_ttft_by_transform
-from sembench.report.view import RUNGS, Estimate, ReportView, compute_quantile, find_noise_band
+from sembench.report.view import RUNGS, ReportView, compute_quantile, find_noise_band
 from sembench.report.words import (
     DASH,
     format_interval,
@@ -18,6 +18,7 @@ from sembench.report.words import (
     format_title,
 )
 from sembench.scoring.aggregate import FALSE_SAFE_KL
+from sembench.scoring.statistics import Estimate
 
 # -- reuse ---------------------------------------------------------------------------------------------------------
 
@@ -32,14 +33,11 @@ def draw_ladder(view: ReportView) -> Figure | None:
 
     def draw(width: float) -> Drawing:
         frame = RowFrame(tuple(groups), width, row=11.0 * len(seen) + 12)
-        drawing = frame.start_drawing()
-        scale = frame.make_scale(0, 1)
-        frame.draw_x_axis(drawing, scale, format_percent, "share of full blocks")
+        drawing, scale = frame.begin(0, 1, format_percent, "share of full blocks")
         for at, (name, rates) in enumerate(groups.items()):
             top = frame.find_middle(at) - 5.5 * len(seen)
             for place, rung in enumerate(seen):
                 _draw_rung(drawing, scale, top + 11 * place, everything[name], rung, rates[rung])
-        frame.draw_names(drawing)
         return drawing
 
     missing = [word for at, (word, _) in enumerate(RUNGS) if at not in seen]
@@ -86,18 +84,17 @@ def draw_quality(view: ReportView) -> Figure | None:
 
     def draw(width: float) -> Drawing:
         frame = RowFrame([row.transform for row in rows], width, row=28.0)
-        drawing = frame.start_drawing()
         ends = [end for row in rows for end in (row.f1.ci or (row.f1.value or 0.0,))]
         low = min(0.9, *(end for end in ends)) if ends else 0.0
-        scale = frame.make_scale(max(0.0, low - 0.05), 1.0)
-        frame.draw_x_axis(drawing, scale, lambda tick: f"{tick:.2f}", "token F1 against the cold answer")
+        drawing, scale = frame.begin(
+            max(0.0, low - 0.05), 1.0, lambda tick: f"{tick:.2f}", "token F1 against the cold answer"
+        )
         if ceiling.value is not None:
             x = scale(ceiling.value)
             drawing.add_line(x, frame.top, x, frame.find_middle(len(rows) - 1) + frame.row / 2, "ceiling")
         for at, row in enumerate(rows):
             _draw_interval(drawing, scale, frame.find_middle(at), row.f1, "warm", format_title(row.transform))
             drawing.add_text(width - 4, frame.find_middle(at) + 4, format_number(row.f1.value, 2), "big", "end")
-        frame.draw_names(drawing)
         return drawing
 
     legend = [("warm", "warm answer, mean with 95 % interval")]
@@ -137,10 +134,8 @@ def draw_divergence(view: ReportView) -> Figure | None:
 
     def draw(width: float) -> Drawing:
         frame = RowFrame(tuple(groups), width, row=26.0, right=24.0)
-        drawing = frame.start_drawing()
         top = max(max(kl for _, kl in group) for group in groups.values())
-        scale = frame.make_scale(floor, max(1.0, top * 1.2), log=True)
-        frame.draw_x_axis(drawing, scale, lambda tick: f"{tick:g}", "KL in nats, by ratio")
+        drawing, scale = frame.begin(floor, max(1.0, top * 1.2), "{:g}".format, "KL in nats, by ratio", log=True)
         limit, bottom = scale(FALSE_SAFE_KL), frame.find_middle(len(groups) - 1) + frame.row / 2
         drawing.add_line(limit, frame.top, limit, bottom, "limit")
         for at, group in enumerate(groups.values()):
@@ -150,7 +145,6 @@ def draw_divergence(view: ReportView) -> Figure | None:
                 drawing.add_diamond(scale(kl), frame.find_middle(at), 4, "warm faint", f"{item}: KL {kl:.5f}")
             for item, kl in far:
                 drawing.add_dot(scale(kl), frame.find_middle(at), 4, "bad", f"{item}: KL {kl:.5f}")
-        frame.draw_names(drawing)
         return drawing
 
     far = sum(kl > FALSE_SAFE_KL for *_, kl in view.kl)

@@ -56,23 +56,27 @@ class RowFrame:
     def pitch(self) -> float:
         return self.row + (18.0 if self.narrow else 0.0)
 
-    def start_drawing(self) -> Drawing:
-        return Drawing(self.width, self.top + self.pitch * len(self.names) + self.axis)
-
-    def make_scale(self, low: float, high: float, *, log: bool = False) -> Scale:
-        return Scale(low, high, self.left, self.width - self.right, log)
+    def begin(
+        self, low: float, high: float, show: Callable[[float], str], words: str, *, log: bool = False
+    ) -> tuple[Drawing, Scale]:
+        """Return a drawing with the names of the rows and the x axis, and the scale of values to pixels."""
+        drawing = Drawing(self.width, self.top + self.pitch * len(self.names) + self.axis)
+        scale = Scale(low, high, self.left, self.width - self.right, log)
+        self._draw_x_axis(drawing, scale, show, words)
+        self._draw_names(drawing)
+        return drawing, scale
 
     def find_middle(self, at: int) -> float:
         return self.top + self.pitch * at + (18.0 if self.narrow else 0.0) + self.row / 2
 
-    def draw_names(self, drawing: Drawing) -> None:
+    def _draw_names(self, drawing: Drawing) -> None:
         for at, name in enumerate(self.names):
             if self.narrow:
                 drawing.add_text(self.left, self.find_middle(at) - self.row / 2 - 3, format_title(name), "name")
             else:
                 drawing.add_text(self.left - 12, self.find_middle(at) + 4, format_title(name), "name", "end")
 
-    def draw_x_axis(self, drawing: Drawing, scale: Scale, show: Callable[[float], str], words: str) -> None:
+    def _draw_x_axis(self, drawing: Drawing, scale: Scale, show: Callable[[float], str], words: str) -> None:
         bottom = self.top + self.pitch * len(self.names) + 2
         for tick in scale.choose_ticks(3 if self.narrow else 5):
             drawing.add_line(scale(tick), self.top, scale(tick), bottom, "grid")

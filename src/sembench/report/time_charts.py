@@ -66,17 +66,15 @@ def draw_ttft_by_transform(view: ReportView) -> Figure | None:
 
     def draw(width: float) -> Drawing:
         frame = RowFrame(tuple(stats), width, row=30.0, right=92.0)
-        drawing = frame.start_drawing()
         everything = [value for cold, warm, _ in stats.values() for value in (cold, warm)]
-        scale = frame.make_scale(*pad_range(everything, log=True), log=True)
-        frame.draw_x_axis(drawing, scale, _format_short_ms, "median time to first token")
+        low, high = pad_range(everything, log=True)
+        drawing, scale = frame.begin(low, high, _format_short_ms, "median time to first token", log=True)
         for at, (name, (cold, warm, speed)) in enumerate(stats.items()):
             y = frame.find_middle(at)
             drawing.add_line(scale(cold), y, scale(warm), y, "link strong")
             drawing.add_dot(scale(cold), y, 6, "cold", f"{format_title(name)}: cold {format_milliseconds(cold)}")
             drawing.add_diamond(scale(warm), y, 6, "warm", f"{format_title(name)}: warm {format_milliseconds(warm)}")
             drawing.add_text(width - 4, y + 4, format_ratio(speed.value), "big", "end")
-        frame.draw_names(drawing)
         return drawing
 
     return Figure(

@@ -12,13 +12,7 @@ from typing import Any
 from sembench.result import RequestRecord, Result
 from sembench.scoring.aggregate import FALSE_SAFE_F1, FALSE_SAFE_KL, aggregate, aggregate_by_transform, select_measured
 from sembench.scoring.paired import Pair, pair_records, summarize_pairs
-from sembench.scoring.statistics import (
-    bootstrap_mean,
-    bootstrap_median,
-    compute_mean,
-    compute_median,
-    compute_percentile,
-)
+from sembench.scoring.statistics import Estimate, bootstrap_median, compute_median, compute_percentile, estimate_mean
 
 RUNGS: tuple[tuple[str, str], ...] = (
     ("exact", "exact_block_hit_rate"),
@@ -27,15 +21,6 @@ RUNGS: tuple[tuple[str, str], ...] = (
     ("confirmed", "backend_confirmed_block_rate"),
 )
 WORST = 15
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A number with its 95 % interval and how many requests it stands on."""
-
-    value: float | None
-    ci: Sequence[float] | None = None
-    n: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +167,7 @@ def _measure_closeness(pairs: Sequence[Pair], judged: Sequence[RequestRecord]) -
 
 
 def _estimate_mean(records: Sequence[RequestRecord], attribute: str) -> Estimate:
-    known = [(float(value), r.cluster) for r in records if (value := getattr(r, attribute)) is not None]
-    values = [value for value, _ in known]
-    return Estimate(compute_mean(values), bootstrap_mean([name for _, name in known], values), len(values))
+    return estimate_mean((getattr(record, attribute), record.cluster) for record in records)
 
 
 def _rank_worst(judged: Sequence[RequestRecord], colds: Mapping[str, RequestRecord]) -> tuple[NotableRequest, ...]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sembench.result import RequestRecord
-from sembench.scoring.statistics import bootstrap_mean, bootstrap_ratio, compute_wilson_interval
+from sembench.scoring.statistics import Estimate, bootstrap_ratio, compute_wilson_interval, estimate_mean
 
 SEMANTIC_PLACEMENT = "semantic_placement"
 PROPAGATION_PROBE = "propagation_probe"
@@ -128,9 +128,9 @@ def _compute_ratio(name: str, records: Records, top: str, bottom: str) -> dict[s
 def _compute_quotient(name: str, seen: Records, tops: Sequence[int], bottoms: Sequence[int]) -> dict[str, Any]:
     """A ratio of sums over the requests that observed it; None where there is nothing to divide by."""
     if not sum(bottoms):
-        return {name: None, f"{name}_n": 0, f"{name}_ci": None}
+        return Estimate(None, None, 0).to_fields(name)
     ci = bootstrap_ratio([r.cluster for r in seen], tops, bottoms)
-    return {name: sum(tops) / sum(bottoms), f"{name}_n": len(seen), f"{name}_ci": ci}
+    return Estimate(sum(tops) / sum(bottoms), ci, len(seen)).to_fields(name)
 
 
 def _compute_lift(name: str, records: Records, top: str, less: str) -> dict[str, Any]:
@@ -141,19 +141,14 @@ def _compute_lift(name: str, records: Records, top: str, less: str) -> dict[str,
 
 
 def _compute_mean(name: str, records: Records, attribute: str) -> dict[str, Any]:
-    seen = [(record, value) for record in records if (value := getattr(record, attribute)) is not None]
-    if not seen:
-        return {name: None, f"{name}_n": 0, f"{name}_ci": None}
-    values = [float(value) for _, value in seen]
-    ci = bootstrap_mean([record.cluster for record, _ in seen], values)
-    return {name: sum(values) / len(values), f"{name}_n": len(values), f"{name}_ci": ci}
+    return estimate_mean((getattr(record, attribute), record.cluster) for record in records).to_fields(name)
 
 
 def _compute_share(name: str, records: Records, observed: Callable[[RequestRecord], bool | None]) -> dict[str, Any]:
     seen = [value for record in records if (value := observed(record)) is not None]
     hits = sum(seen)
     rate = hits / len(seen) if seen else None
-    return {name: rate, f"{name}_n": len(seen), f"{name}_ci": compute_wilson_interval(hits, len(seen))}
+    return Estimate(rate, compute_wilson_interval(hits, len(seen)), len(seen)).to_fields(name)
 
 
 def _compute_shares(records: Records) -> dict[str, Any]:

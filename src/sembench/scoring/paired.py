@@ -19,6 +19,7 @@ from sembench.scoring.statistics import (
     compute_median,
     compute_percentile,
     compute_wilson_interval,
+    estimate_mean,
 )
 
 HIT_TOKENS = 64
@@ -235,10 +236,7 @@ def _count_doubts(
 
 
 def _compute_mean(name: str, pairs: Sequence[Pair], value: Callable[[Pair], float | None]) -> dict[str, Any]:
-    known = [(one, pair.cluster) for pair in pairs if (one := value(pair)) is not None]
-    values = [one for one, _ in known]
-    ci = bootstrap_mean([cluster for _, cluster in known], values)
-    return {name: compute_mean(values), f"{name}_n": len(values), f"{name}_ci": ci}
+    return estimate_mean((value(pair), pair.cluster) for pair in pairs).to_fields(name)
 
 
 def _drop_unknown(values: Iterable[float | None]) -> list[float]:

@@ -7,7 +7,9 @@ looking tighter than they are. The bootstrap is seeded: the same records give th
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,30 @@ _Z95 = 1.959963984540054
 
 Interval = list[float]
 FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A number with its 95 % interval and how many requests it stands on."""
+
+    value: float | None
+    ci: Sequence[float] | None = None
+    n: int | None = None
+
+    def to_fields(self, name: str) -> dict[str, Any]:
+        """Return the three keys that a result file has for a metric."""
+        return {name: self.value, f"{name}_n": self.n, f"{name}_ci": self.ci}
+
+
+def estimate_mean(samples: Iterable[tuple[float | None, Hashable]]) -> Estimate:
+    """Estimate the mean of (value, cluster) pairs; a value of None was not observed and is left out.
+
+    >>> estimate_mean([(1.0, "a"), (None, "b")])
+    Estimate(value=1.0, ci=None, n=1)
+    """
+    known = [(float(value), cluster) for value, cluster in samples if value is not None]
+    values = [value for value, _ in known]
+    return Estimate(compute_mean(values), bootstrap_mean([cluster for _, cluster in known], values), len(values))
 
 
 def compute_wilson_interval(hits: int, n: int) -> Interval | None:

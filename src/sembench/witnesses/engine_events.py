@@ -137,14 +137,6 @@ def make_parser(engine: str, where: str) -> LogParser:
         raise InputError(f"no log format {engine!r}", hint=f"one of {', '.join(ENGINES)}") from None
 
 
-def engine_events(engine: str, lines: Iterable[str], where: str = "log") -> Iterator[EngineEvent]:
-    """Every event of a log in order, repetitions included; for joining them to requests."""
-    parser = make_parser(engine, where)
-    for number, text in enumerate(lines, start=1):
-        yield from parser.feed(read_line(number, text))
-    yield from parser.finish()
-
-
 def summarize_log(engine: str, lines: Iterable[str], where: str = "log", *, skip_bad: bool = False) -> dict[str, Any]:
     """The summary of a log, ready for JSON.
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from sembench.files import open_text
+from sembench.files import read_json_object
 from sembench.witnesses.prometheus import CounterDelta, Labels, summarize_deltas
 from semblend.errors import InputError
 
@@ -17,12 +16,8 @@ Endpoints = Mapping[str, Mapping[str, Any]]
 def read_snapshot(path: str) -> Endpoints:
     """The endpoints of a saved snapshot by URL."""
     hint = "pass a file of sembench engine-snapshot"
-    with open_text(path) as stream:
-        try:
-            value = json.load(stream)
-        except ValueError as error:
-            raise InputError(f"{path} is not a whole JSON file: {error}", hint=hint) from None
-    if not isinstance(value, dict) or value.get("snapshot_version") != SNAPSHOT_VERSION:
+    value = read_json_object(path, hint=hint)
+    if value.get("snapshot_version") != SNAPSHOT_VERSION:
         raise InputError(f"{path} is no {SNAPSHOT_VERSION}", hint=hint)
     endpoints = value.get("endpoints")
     if not isinstance(endpoints, dict):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TextIO, cast
 
 from semblend.errors import InputError
 
@@ -52,24 +55,47 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write ``text`` to a temporary file beside ``path``, then rename: a good file is never half overwritten."""
+    """Write ``text`` to ``path``; the file appears whole or not at all."""
+    with open_atomic(path) as stream:
+        stream.write(text)
+
+
+@contextmanager
+def open_atomic(path: str | Path) -> Iterator[TextIO]:
+    """Open a text file that takes the place of ``path`` when the block ends, and only if it ends without an error.
+
+    A name that ends in ``.gz`` is packed without a time stamp, so that equal content gives equal bytes.
+    """
     temporary = ""
     try:
         if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe: renaming would replace it
-            Path(path).write_text(text, encoding="utf-8")
+            with open(path, "w", encoding="utf-8") as stream:
+                yield stream
             return
         target = Path(os.path.realpath(path))
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with (
+            os.fdopen(handle, "wb") as raw,
+            _pack(raw, target) as packed,
+            io.TextIOWrapper(packed, encoding="utf-8", newline="\n") as stream,
+        ):
+            yield stream
         Path(temporary).chmod(0o644)  # mkstemp makes it private; a report is meant to be read
         os.replace(temporary, target)
+        temporary = ""
     except OSError as error:
+        raise InputError(
+            f"cannot write {path}: {error.strerror or error}", hint="check the folder and its permissions"
+        ) from None
+    finally:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
-        raise InputError(
-            f"cannot write {path}: {error.strerror}", hint="check the folder and its permissions"
-        ) from None
+
+
+def _pack(raw: BinaryIO, target: Path) -> BinaryIO:
+    if not target.name.endswith(".gz"):
+        return raw
+    return cast(BinaryIO, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0))
 
 
 class Progress:

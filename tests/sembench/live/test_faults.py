@@ -84,7 +84,7 @@ def offline(tmp_path_factory) -> Path:
         (lambda text: text[: len(text) // 2], "is not a whole JSON file"),
         (lambda text: text.replace("sembench.result.v2", "sembench.result.v9"), "is a sembench.result.v9"),
         (lambda text: text.replace('"prompt_tokens": ', '"prompt_tokens": "many", "x": ', 1), "prompt_tokens"),
-        (lambda _: "[]", "no result_version"),
+        (lambda _: "[]", "holds no JSON object"),
     ],
 )
 def test_a_damaged_result_is_refused_by_every_command(offline, tmp_path, capsys, command, damage, told):
@@ -111,7 +111,7 @@ def test_a_run_that_fails_while_writing_leaves_the_earlier_result_alone(tmp_path
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sembench.files.os.replace", full)
+    monkeypatch.setattr("os.replace", full)
     assert sembench_("build", "--profile", "fixture", "--output", output) == 2
     assert "No space left on device" in one_line_error(capsys)
     assert output.read_text() == "the result of yesterday"

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sembench.files import hash_file
 from sembench.manifests.cases import (
     Case,
     DonorPrompt,
     format_case,
     make_item_id,
-    manifest_sha256,
     parse_case,
     read_manifest,
     write_manifest,
@@ -52,7 +52,7 @@ def test_the_same_cases_packed_twice_give_the_same_checksum(tmp_path):
     sums = set()
     for name in ("a.jsonl.gz", "b.jsonl.gz"):
         write_manifest(tmp_path / name, [CASE])
-        sums.add(manifest_sha256(tmp_path / name))
+        sums.add(hash_file(tmp_path / name))
     assert len(sums) == 1
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sembench.cli import main
-from sembench.witnesses.engine_events import ENGINES, engine_events, summarize_file, summarize_log
+from sembench.witnesses.engine_events import ENGINES, make_parser, summarize_file, summarize_log
 from sembench.witnesses.parsers import EngineEventKind
 from sembench.witnesses.parsers.line import Level, read_line
 from semblend.confirm import events
@@ -114,7 +114,9 @@ names = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_si
 @given(st.lists(names, min_size=1, max_size=6, unique=True), st.sampled_from(["vllm", "sglang", "semblend", "trtllm"]))
 def test_any_request_ids_survive_the_way_from_emitter_to_summary(ids: list[str], engine: str) -> None:
     lines = written([events.reuse_confirmed(receipt(name)) for name in ids], engine)
-    found = list(engine_events(engine, lines))
+    parser = make_parser(engine, "log")
+    found = [event for at, line in enumerate(lines) for event in parser.feed(read_line(at, line))]
+    found += parser.finish()
     assert [event.request_id for event in found if event.kind is EngineEventKind.MATERIALIZED] == ids
     assert summarize_log(engine, lines)["materialized_tokens"] == 60 * len(ids)
 

@@ -10,9 +10,9 @@ import argparse
 import json
 from collections.abc import Iterator
 
-from sembench.files import open_text
+from sembench.files import hash_file, open_text
 from sembench.manifests.build import ALL_TRANSFORMS, NEGATIVE, ManifestBuilder
-from sembench.manifests.cases import Case, format_case, manifest_sha256, write_manifest
+from sembench.manifests.cases import Case, format_case, write_manifest
 from sembench.manifests.datasets import PROFILES, SourceSelection, load_sources
 from sembench.manifests.transforms import TransformOptions
 from sembench.settings import read_variable
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _summarize(path: str, counts: dict[str, int]) -> dict[str, object]:
-    return {"manifest": path, "items": sum(counts.values()), "sha256": manifest_sha256(path), "by_transform": counts}
+    return {"manifest": path, "items": sum(counts.values()), "sha256": hash_file(path), "by_transform": counts}
 
 
 def _compare(path: str, cases: Iterator[Case]) -> None:

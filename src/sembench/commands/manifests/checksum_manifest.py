@@ -6,7 +6,8 @@ import argparse
 import json
 from collections import Counter
 
-from sembench.manifests.cases import manifest_sha256, read_manifest
+from sembench.files import hash_file
+from sembench.manifests.cases import read_manifest
 
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -24,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
         json.dumps(
             {
                 "manifest": args.manifest,
-                "sha256": manifest_sha256(args.manifest),
+                "sha256": hash_file(args.manifest),
                 "items": items.total(),
                 "benchmark_versions": sorted(versions),
                 "by_transform": dict(items),

@@ -6,7 +6,7 @@ import argparse
 import json
 
 from sembench.commands.manifests.audit_manifest import audit
-from sembench.files import replacing
+from sembench.files import write_text
 from sembench.manifests.cases import BENCHMARK_VERSION
 from sembench.manifests.frozen import FROZEN_VERSION, describe_manifest, list_manifests
 from sembench.offline.tokenizers import choose_tokenizer
@@ -41,7 +41,6 @@ def run(args: argparse.Namespace) -> int:
         "block_size": args.block_size,
         "manifests": {path.name: describe_manifest(path) for path in found},
     }
-    with replacing(args.spec) as stream:
-        stream.write(json.dumps(spec, indent=1, sort_keys=True) + "\n")
+    write_text(args.spec, json.dumps(spec, indent=1, sort_keys=True) + "\n")
     print(json.dumps({"spec": args.spec, "manifests": len(found)}))
     return 0

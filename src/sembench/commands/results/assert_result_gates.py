@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from sembench.files import replacing
-from sembench.gates.check import check, observe, read_object, read_summary
+from sembench.files import read_json_object, write_text
+from sembench.gates.check import check, observe, read_summary
 from sembench.gates.table import GATES, Gate
 from sembench.result import read_result
 from semblend.cli.output import say
@@ -55,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(
             "--noise-floor-calibration alone gates nothing", hint="add --max-warm-vs-cold-rouge-drop, like 0.05"
         )
-    calibration = read_object(args.noise_floor_calibration) if args.noise_floor_calibration else None
+    calibration = (
+        read_json_object(args.noise_floor_calibration, hint="make it again") if args.noise_floor_calibration else None
+    )
     seen = observe(read_result(args.result), [read_summary(path) for path in args.engine_summary], calibration)
     failures, missing = check(seen, requested, allow_missing=args.allow_missing, pessimistic=args.pessimistic)
     asked = {gate.metric for gate in GATES if gate.name in requested}
@@ -78,8 +80,7 @@ def run(args: argparse.Namespace) -> int:
 def write_verdict(verdict: dict[str, Any], output: str | None) -> None:
     text = json.dumps(verdict, indent=2, ensure_ascii=True)
     if output:
-        with replacing(output) as stream:
-            stream.write(text + "\n")
+        write_text(output, text + "\n")
     print(text)
     for line in verdict["failures"]:
         say(f"gate failed: {line}")

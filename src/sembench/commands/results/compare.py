@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from sembench.files import replacing
+from sembench.files import write_text
 from sembench.result import read_result
 from sembench.scoring.compare import compare_results
 from semblend.cli.output import say, table
@@ -28,8 +28,7 @@ def run(args: argparse.Namespace) -> int:
     found = {"base": args.base, "new": args.new, **compare_results(read_result(args.base), read_result(args.new))}
     text = json.dumps(found, indent=2, ensure_ascii=True)
     if args.output:
-        with replacing(args.output) as stream:
-            stream.write(text + "\n")
+        write_text(args.output, text + "\n")
     print(text)
     _tell(found)
     worse = [row["metric"] for row in (*found["metrics"], *found["negative_controls"]) if row["verdict"] == "worse"]

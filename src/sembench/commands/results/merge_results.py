@@ -7,11 +7,9 @@ import json
 from dataclasses import replace
 
 from sembench.live.session import summarize_result
-from sembench.provenance import describe_environment, get_utc_time
 from sembench.result import RequestRecord, Result, read_result, write_result
-from sembench.scoring.aggregate import aggregate, aggregate_by_transform
 from sembench.scoring.comparison import ComparableAnswer, score_against_cold
-from sembench.scoring.paired import summarize_pairs
+from sembench.scoring.results import build_result
 from sembench.witnesses.audit import AuditLog, join_audit
 from semblend.cli.output import say
 from semblend.errors import InputError
@@ -47,16 +45,11 @@ def run(args: argparse.Namespace) -> int:
     if args.connector_audit:
         log = AuditLog.read(args.connector_audit)
         records = [join_audit(record, log, _read_block_size(warm)) for record in records]
-    result = Result(
-        created_at_utc=get_utc_time(),
+    result = build_result(
+        records,
         run={**(warm.run or {}), "arm": "paired", **({"run_id": args.run_id} if args.run_id else {})},
         config={**warm.config, "merged_from": {arm: (one.run or {}).get("run_id") for arm, one in runs.items()}},
         engine=warm.engine,
-        environment=describe_environment(),
-        aggregate=aggregate(records),
-        paired=summarize_pairs(records),
-        by_transform=aggregate_by_transform(records),
-        requests=tuple(records),
     )
     write_result(args.output, result)
     print(json.dumps(summarize_result(result, args.output)))

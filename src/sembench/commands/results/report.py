@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from sembench.files import replacing
+from sembench.files import write_text
 from semblend.cli.output import say
 from semblend.errors import InputError
 
@@ -44,8 +44,7 @@ def run(args: argparse.Namespace) -> int:
     for name, path, write in (("html", args.output, render_html), ("markdown", args.markdown, render_markdown)):
         if path is not None:
             text = write(view, title, summaries)
-            with replacing(path) as stream:
-                stream.write(text)
+            write_text(path, text)
             written[name] = path
             say(f"wrote {path}")
     print(json.dumps(written))

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from sembench.backends.base import Answer, Backend, Call
-from sembench.backends.gateway import GatewayBackend
-from sembench.backends.http_client import check_url, open_client
-from sembench.backends.sglang import SglangBackend
-from sembench.commands.runs.live_flags import parse_keys, parse_non_negative, parse_positive
-from sembench.files import make_folder_of, replacing
+from sembench.backends.http_client import open_client
+from sembench.commands.runs.live_flags import add_server_flags, make_backend, parse_non_negative, parse_positive
+from sembench.files import make_folder_of, write_json
 from sembench.live.session import verify_model
 from sembench.manifests.case_subset import choose_cases
 from sembench.manifests.cases import Case
@@ -35,8 +33,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     )
     parser.add_argument("--manifest", required=True, metavar="FILE", help="cases from sembench build")
     parser.add_argument("--output", required=True, metavar="FILE", help="the calibration, JSON")
-    parser.add_argument("--base-url", required=True, metavar="URL", help="the server")
-    parser.add_argument("--engine", choices=["sglang", "gateway"], default="sglang", help="how it is spoken to")
+    add_server_flags(parser, default="sglang")
     parser.add_argument("--engine-version", default="", help="version of the engine")
     parser.add_argument("--model", required=True, help="the model that the server must serve")
     parser.add_argument("--max-items", type=parse_positive, default=200, metavar="N", help="default: 200")
@@ -48,15 +45,13 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("--timeout-seconds", type=float, default=900.0, metavar="S", help="limit of one request")
     parser.add_argument("--reset-url", nargs="+", action="extend", default=[], metavar="URL", help="for a gateway")
     parser.add_argument("--skip-verify", action="store_true", help="do not ask the server which model it serves")
-    parser.add_argument("--api-key", action="append", default=[], metavar="[TENANT=]KEY", help="@FILE reads it")
 
 
 def run(args: argparse.Namespace) -> int:
     make_folder_of(args.output)
     pairs = asyncio.run(_measure_pairs(args))
     found = build_calibration(pairs, engine=args.engine, engine_version=args.engine_version, model=args.model)
-    with replacing(args.output) as stream:
-        stream.write(json.dumps(found, indent=1) + "\n")
+    write_json(args.output, found)
     wanted = ("n_pairs", "pairs_contaminated", "pairs_errored", "rouge_l_mean", "ttft_ratio_p95")
     print(json.dumps({"output": args.output} | {name: found[name] for name in wanted}))
     return 0 if found["n_pairs"] else 1
@@ -66,11 +61,8 @@ ColdPair = tuple[Case, Answer, Answer]
 
 
 async def _measure_pairs(args: argparse.Namespace) -> list[ColdPair]:
-    base, keys = check_url(args.base_url, "--base-url"), parse_keys(args.api_key)
     async with open_client(args.timeout_seconds) as client:
-        backend: Backend = SglangBackend(client, base, keys=keys)
-        if args.engine == "gateway":
-            backend = GatewayBackend(client, base, args.model, reset_urls=args.reset_url, keys=keys)
+        backend = make_backend(args, client, args.model, reset_urls=args.reset_url)
         if not args.skip_verify:
             await verify_model(backend, args.model)
         flushes = args.engine == "sglang" or bool(args.reset_url)

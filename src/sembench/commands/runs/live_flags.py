@@ -6,14 +6,20 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from sembench.backends.base import Backend
+from sembench.backends.gateway import GatewayBackend
 from sembench.backends.http_client import check_url
+from sembench.backends.sglang import SglangBackend
 from sembench.live.session import LiveSession, run_session, summarize_result
 from sembench.live.settings import ISOLATIONS, PAIRED_ARMS, LiveSettings
 from sembench.scoring.answers import QUALITY_THRESHOLD
 from sembench.witnesses.engine_flags import describe_engine_flags, require_fair_flags
 from semblend.errors import InputError
+
+if TYPE_CHECKING:
+    import httpx
 
 SECRET = ("api_key", "admin_key", "judge_api_key")
 NOT_CONFIG = (*SECRET, "run", "command", "debug", "manifest", "output", "resume", "quiet")
@@ -147,11 +153,29 @@ def build_session(args: argparse.Namespace, *, engine: str, metrics_urls: Sequen
     )
 
 
-def run_and_report(session: LiveSession, settings: LiveSettings) -> int:
-    """Run it; 1 where not a single request was answered."""
-    result = run_session(session, settings)
-    print(json.dumps(summarize_result(result, session.output)))
+def run_live(args: argparse.Namespace, session: Mapping[str, Any], settings: Mapping[str, Any]) -> int:
+    """Run a live command with its own parts of the session and of the settings. Return the exit code.
+
+    The exit code is 1 where not a single request was answered.
+    """
+    result = run_session(build_session(args, **session), build_settings(args, **settings))
+    print(json.dumps(summarize_result(result, args.output)))
     return 1 if result.requests and all(record.error for record in result.requests) else 0
+
+
+def add_server_flags(parser: argparse.ArgumentParser, *, default: str, names: Sequence[str] = ("--base-url",)) -> None:
+    """Add the flags of a command that speaks to one server of either kind."""
+    parser.add_argument("--engine", choices=["sglang", "gateway"], default=default, help="how it is spoken to")
+    parser.add_argument(*names, required=True, metavar="URL", help="the server")
+    parser.add_argument("--api-key", action="append", default=[], metavar="[TENANT=]KEY", help="@FILE reads it")
+
+
+def make_backend(args: argparse.Namespace, client: httpx.AsyncClient, model: str, **own: Any) -> Backend:
+    """Return the backend that ``--engine``, ``--base-url`` and ``--api-key`` ask for."""
+    base, keys = check_url(args.base_url, "--base-url"), parse_keys(args.api_key)
+    if args.engine == "sglang":
+        return SglangBackend(client, base, keys=keys)
+    return GatewayBackend(client, base, model, keys=keys, **own)
 
 
 def parse_keys(pairs: Sequence[str]) -> Mapping[str, str]:

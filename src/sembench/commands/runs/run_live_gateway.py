@@ -11,12 +11,10 @@ from sembench.commands.runs.live_flags import (
     add_confirmation_flags,
     add_measuring_flags,
     add_run_flags,
-    build_session,
-    build_settings,
     parse_keys,
     parse_non_negative,
     parse_positive,
-    run_and_report,
+    run_live,
 )
 from semblend.errors import InputError
 
@@ -68,28 +66,24 @@ def run(args: argparse.Namespace) -> int:
         isolation = "flush" if resets else "salt"
     if isolation == "flush" and not resets:
         raise InputError("a gateway cannot be flushed", hint=f"give --reset-url http://engine:port{RESET}")
-    settings = build_settings(
-        args,
-        isolation=isolation,
-        donor_tokens=args.donor_max_tokens,
-        recipient_tokens=args.recipient_max_tokens,
-        tenant=args.tenant,
-        template=args.template,
-        concurrency=args.concurrency,
-        min_donor_gap_requests=args.min_donor_gap_requests,
-    )
     keys = parse_keys(args.api_key)
-    session = build_session(
-        args,
-        engine="gateway",
-        metrics_urls=[f"{url}/metrics" for url in dict.fromkeys(workers or [one for one in (gateway, donor) if one])],
-        make=lambda client: GatewayBackend(
+    session = {
+        "engine": "gateway",
+        "metrics_urls": [f"{url}/metrics" for url in dict.fromkeys(workers or [gateway, *([donor] if donor else [])])],
+        "make": lambda client: GatewayBackend(
             client, gateway, args.model, donor_url=donor, reset_urls=resets, keys=keys, tokenizer=args.tokenizer
         ),
-        timeout_s=args.timeout_seconds or TIMEOUT_S,
-        throughput_output=args.throughput_output,
-    )
-    return run_and_report(session, settings)
+        "timeout_s": args.timeout_seconds or TIMEOUT_S,
+        "throughput_output": args.throughput_output,
+    }
+    names = ("tenant", "template", "concurrency", "min_donor_gap_requests")
+    settings = {
+        "isolation": isolation,
+        "donor_tokens": args.donor_max_tokens,
+        "recipient_tokens": args.recipient_max_tokens,
+        **{name: getattr(args, name) for name in names},
+    }
+    return run_live(args, session, settings)
 
 
 def _complete_reset_url(url: str) -> str:

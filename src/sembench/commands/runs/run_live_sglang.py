@@ -10,11 +10,9 @@ from sembench.commands.runs.live_flags import (
     add_confirmation_flags,
     add_measuring_flags,
     add_run_flags,
-    build_session,
-    build_settings,
     parse_keys,
     parse_positive,
-    run_and_report,
+    run_live,
 )
 
 TIMEOUT_S = 3600.0
@@ -41,19 +39,17 @@ def run(args: argparse.Namespace) -> int:
     isolation = args.isolation
     if isolation == "auto":
         isolation = "none" if args.no_flush_per_item else "flush"
-    settings = build_settings(
-        args,
-        isolation=isolation,
-        donor_tokens=args.donor_max_new_tokens,
-        recipient_tokens=args.recipient_max_new_tokens,
-        tenant=args.tenant,
-    )
     keys = parse_keys(args.api_key)
-    session = build_session(
-        args,
-        engine="sglang",
-        metrics_urls=[f"{base}/metrics"],
-        make=lambda client: SglangBackend(client, base, keys=keys),
-        timeout_s=args.timeout_seconds or TIMEOUT_S,
-    )
-    return run_and_report(session, settings)
+    session = {
+        "engine": "sglang",
+        "metrics_urls": [f"{base}/metrics"],
+        "make": lambda client: SglangBackend(client, base, keys=keys),
+        "timeout_s": args.timeout_seconds or TIMEOUT_S,
+    }
+    settings = {
+        "isolation": isolation,
+        "donor_tokens": args.donor_max_new_tokens,
+        "recipient_tokens": args.recipient_max_new_tokens,
+        "tenant": args.tenant,
+    }
+    return run_live(args, session, settings)

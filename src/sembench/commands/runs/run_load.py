@@ -8,12 +8,10 @@ import json
 import math
 from typing import Any
 
-from sembench.backends.base import Backend, Call
-from sembench.backends.gateway import GatewayBackend
+from sembench.backends.base import Call
 from sembench.backends.http_client import check_url, open_client
-from sembench.backends.sglang import SglangBackend
-from sembench.commands.runs.live_flags import parse_keys, parse_non_negative, parse_positive
-from sembench.files import make_folder_of, replacing
+from sembench.commands.runs.live_flags import add_server_flags, make_backend, parse_non_negative, parse_positive
+from sembench.files import make_folder_of, write_text
 from sembench.live.arrivals import Arrival, draw_arrivals, list_prompts, read_trace
 from sembench.live.load import TimedAnswer, list_details, parse_slo, play, summarize_load
 from sembench.live.session import verify_model
@@ -35,8 +33,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     work.add_argument("--manifest", metavar="FILE", help="donors and recipients of these cases")
     work.add_argument("--trace", metavar="FILE", help="a Mooncake (.jsonl) or Azure (.csv) trace; prompts are made up")
     parser.add_argument("--output", required=True, metavar="FILE", help="the result, JSON")
-    parser.add_argument("--base-url", "--gateway-url", required=True, metavar="URL", help="the server")
-    parser.add_argument("--engine", choices=["gateway", "sglang"], default="gateway", help="how it is spoken to")
+    add_server_flags(parser, default="gateway", names=("--base-url", "--gateway-url"))
     parser.add_argument("--model", required=True, help="the model that the server must serve")
     parser.add_argument("--request-rate", type=float, default=math.inf, metavar="R", help="a second (default: inf)")
     parser.add_argument("--burstiness", type=float, default=1.0, metavar="B", help="1 is Poisson, below 1 bursts")
@@ -60,7 +57,6 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("--timeout-seconds", type=float, default=900.0, metavar="S", help="limit of one request")
     parser.add_argument("--save-detailed", action="store_true", help="also one list a quantity")
     parser.add_argument("--skip-verify", action="store_true", help="do not ask the server which model it serves")
-    parser.add_argument("--api-key", action="append", default=[], metavar="[TENANT=]KEY", help="@FILE reads it")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,8 +67,7 @@ def run(args: argparse.Namespace) -> int:
     found = summarize_load(timed, duration_s, slo)
     result = _describe_run(args, arrivals, slo) | found | {"engine": engine}
     result |= list_details(timed) if args.save_detailed else {}
-    with replacing(args.output) as stream:
-        stream.write(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    write_text(args.output, json.dumps(result, indent=1, allow_nan=False) + "\n")
     _print_warnings(timed, found)
     wanted = ("completed", "failed", "request_throughput", "request_goodput", "mean_ttft_ms", "p99_ttft_ms")
     print(json.dumps({"output": args.output} | {name: found[name] for name in wanted}))
@@ -96,14 +91,11 @@ def build_arrivals(args: argparse.Namespace) -> list[Arrival]:
 
 
 async def _play(args: argparse.Namespace, arrivals: list[Arrival]) -> tuple[list[TimedAnswer], float, dict[str, Any]]:
-    base, keys = check_url(args.base_url, "--base-url"), parse_keys(args.api_key)
     async with open_client(args.timeout_seconds) as client:
-        backend: Backend = GatewayBackend(client, base, args.model, keys=keys)
-        if args.engine == "sglang":
-            backend = SglangBackend(client, base, keys=keys)
+        backend = make_backend(args, client, args.model)
         if not args.skip_verify:
             await verify_model(backend, args.model)
-        scraper = Scraper(client, args.metrics_url or [f"{base}/metrics"])
+        scraper = Scraper(client, args.metrics_url or [f"{check_url(args.base_url, '--base-url')}/metrics"])
         if not args.metrics_url:
             await scraper.keep_working_ones()
         for number in range(args.warmup_requests):

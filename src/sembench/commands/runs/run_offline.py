@@ -12,16 +12,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from sembench.files import hash_file
 from sembench.live.resume_log import ResumeLog
 from sembench.manifests.case_subset import check_versions, choose_cases
-from sembench.manifests.cases import Case, manifest_sha256, read_manifest
+from sembench.manifests.cases import Case, read_manifest
 from sembench.manifests.writer import write_document
 from sembench.offline.planners import BUILT_IN, PlannerOptions, make_planner_factory
 from sembench.offline.replay import STORES, Distractor, Replay
 from sembench.offline.tokenizers import ChosenTokenizer, choose_tokenizer
-from sembench.provenance import describe_environment, describe_run, get_utc_time
+from sembench.provenance import describe_run
 from sembench.result import RequestRecord, Result, write_result
-from sembench.scoring.aggregate import aggregate, aggregate_by_transform
+from sembench.scoring.results import build_result
 from semblend.cli.output import Progress, say, table
 from semblend.errors import InputError
 
@@ -104,7 +105,7 @@ class _Manifest:
         if max_items is not None and max_items < 1:
             raise InputError(f"--max-items is {max_items}", hint="ask for one item or more")
         self.path, self._max_items = path, max_items
-        self.sha256 = manifest_sha256(path)
+        self.sha256 = hash_file(path)
         self.items = 0
         self._bad_lines: set[str] = set()
         self._on_bad = self._record_bad_line if skip_bad else None
@@ -205,15 +206,7 @@ def _build_result(args: argparse.Namespace, manifest: _Manifest, config: Any, re
         backend_id=args.backend_id,
         baseline_id=args.baseline_id,
     )
-    return Result(
-        created_at_utc=get_utc_time(),
-        run=run_object,
-        config={**config, "bad_lines": manifest.bad},
-        environment=describe_environment(),
-        aggregate=aggregate(records),
-        by_transform=aggregate_by_transform(records),
-        requests=tuple(records),
-    )
+    return build_result(records, run=run_object, config={**config, "bad_lines": manifest.bad})
 
 
 def _print_summary(args: argparse.Namespace, result: Result, manifest: _Manifest) -> None:

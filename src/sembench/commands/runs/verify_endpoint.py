@@ -6,11 +6,10 @@ import argparse
 import asyncio
 import json
 
-from sembench.backends.base import Backend, Call
-from sembench.backends.gateway import GatewayBackend
+from sembench.backends.base import Call
 from sembench.backends.http_client import check_url, open_client
 from sembench.backends.sglang import SglangBackend
-from sembench.commands.runs.live_flags import parse_keys
+from sembench.commands.runs.live_flags import add_server_flags, make_backend, parse_keys
 from semblend.cli.output import say
 
 MISMATCH = 3
@@ -22,11 +21,9 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         help="see whether a server answers and serves the expected model",
         description="Ask for the models and one short answer. Exit code 3 when something is not as expected.",
     )
-    parser.add_argument("--engine", choices=["sglang", "gateway"], default="gateway", help="how it is spoken to")
-    parser.add_argument("--base-url", required=True, metavar="URL", help="the server")
+    add_server_flags(parser, default="gateway")
     parser.add_argument("--expect-model", default="", metavar="NAME", help="the model that it must serve")
     parser.add_argument("--timeout-seconds", type=float, default=60.0, metavar="S", help="default: 60")
-    parser.add_argument("--api-key", action="append", default=[], metavar="[TENANT=]KEY", help="@FILE reads it")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,16 +39,15 @@ def run(args: argparse.Namespace) -> int:
 async def _verify(args: argparse.Namespace) -> dict[str, object]:
     base, keys = check_url(args.base_url, "--base-url"), parse_keys(args.api_key)
     async with open_client(args.timeout_seconds) as client:
-        asking: Backend = SglangBackend(client, base, keys=keys)
-        names, problem = await asking.list_models()
+        # SGLang's way of listing models asks OpenAI's path first, so it works for both kinds of server.
+        names, problem = await SglangBackend(client, base, keys=keys).list_models()
         model = args.expect_model or (names[0] if names else "")
         if problem is None and args.expect_model and args.expect_model not in names:
             problem = f"the server serves {', '.join(names) or 'no model'}, not {args.expect_model}"
-        if args.engine == "gateway":
-            asking = GatewayBackend(client, base, model, keys=keys)
         answer = None
         if problem is None:
-            answer = await asking.ask(Call(text="Say yes.", max_tokens=1, request_id="sb-verify"))
+            call = Call(text="Say yes.", max_tokens=1, request_id="sb-verify")
+            answer = await make_backend(args, client, model).ask(call)
             problem = answer.error
     return {
         "base_url": base,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from sembench.commands.witnesses.summarize_engine_events import write_summary
-from sembench.files import replacing
+from sembench.files import open_output
 from sembench.witnesses.engine_events import ENGINES, summarize_file
 from sembench.witnesses.kubernetes_logs import DEFAULT_TAIL, PodLogQuery, parse_duration, parse_time, read_pod_log
 from semblend.cli.output import say
@@ -43,7 +43,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 def run(args: argparse.Namespace) -> int:
     query = parse_query(args)
     lines = 0
-    with replacing(args.output_log) as stream:
+    with open_output(args.output_log) as stream:
         for line in read_pod_log(query):
             stream.write(line + "\n")
             lines += 1

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from sembench.backends.http_client import check_url, get_text, open_client
-from sembench.files import replacing
+from sembench.files import write_json
 from sembench.provenance import get_utc_time
 from sembench.witnesses.prometheus import parse_samples
 from sembench.witnesses.snapshots import SNAPSHOT_VERSION, compare_snapshots, read_snapshot
@@ -36,8 +36,7 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.before:
         snapshot["delta"] = compare_snapshots(read_snapshot(args.before), endpoints)
-    with replacing(args.output) as stream:
-        stream.write(json.dumps(snapshot, indent=1) + "\n")
+    write_json(args.output, snapshot)
     failed = sum(one["error"] is not None for one in endpoints.values())
     print(json.dumps({"output": args.output, "endpoints": len(urls), "failed": failed} | snapshot.get("delta", {})))
     return 1 if failed == len(urls) else 0

@@ -9,7 +9,7 @@ import argparse
 import json
 from typing import Any
 
-from sembench.files import replacing
+from sembench.files import write_json
 from sembench.provenance import get_utc_time
 from sembench.result import ARMS, read_result
 from sembench.witnesses.snapshots import compare_snapshots, read_snapshot
@@ -46,8 +46,7 @@ def run(args: argparse.Namespace) -> int:
         window |= _sum_claims(args.result, args.arm)
         problem = _find_problem(window["claimed_tokens"], window["delta"])
         window["borne_out"] = None if window["claimed_tokens"] is None else problem is None
-    with replacing(args.output) as stream:
-        stream.write(json.dumps(window, indent=1) + "\n")
+    write_json(args.output, window)
     told = {name: value for name, value in window.items() if name in ("claimed_tokens", "borne_out")}
     print(json.dumps({"output": args.output, **told, **window["delta"]}))
     if problem:

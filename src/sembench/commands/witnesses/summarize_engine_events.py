@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from sembench.files import replacing
+from sembench.files import write_text
 from sembench.witnesses.engine_events import ENGINES, summarize_file
 from semblend.cli.output import say
 
@@ -35,8 +35,7 @@ def write_summary(summary: dict[str, Any], output: str | None) -> None:
     if output is None:
         print(text)
         return
-    with replacing(output) as stream:
-        stream.write(text + "\n")
+    write_text(output, text + "\n")
     say(format_summary(summary))
     print(json.dumps({"output": output, "materialized_tokens": summary["materialized_tokens"]}))
 

@@ -36,9 +36,13 @@ class EngineEvent:
     request_id: str | None = None
     tokens: int = 0
     units: int = 0
-    similarity: float | None = None
     reason: str = ""
     rope_corrected: bool = False
+
+
+def make_key(request_id: str | None, *rest: object) -> tuple[object, ...] | None:
+    """Return what tells an event of this request from others; None without a request: then every line counts."""
+    return None if request_id is None else (request_id, *rest)
 
 
 class LogParser(Protocol):

@@ -145,6 +145,12 @@ def parse_object(line: LogLine, where: str, *, audit: bool = True) -> dict[str, 
     return value if isinstance(value, dict) else None
 
 
+def read_text(record: dict[str, Any], name: str) -> str | None:
+    """Return a field of a record where it is a text that is not empty."""
+    value = record.get(name)
+    return value if isinstance(value, str) and value else None
+
+
 def read_level(value: dict[str, Any]) -> Level:
     """The level that a JSON log record states about itself."""
     for name in ("level", "levelname", "severity"):

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from urllib.parse import unquote
 
-from sembench.witnesses.parsers.event import EngineEvent, EngineEventKind
+from sembench.witnesses.parsers.event import EngineEvent, EngineEventKind, make_key
 from sembench.witnesses.parsers.line import LogLine
 
 _ID = r"(?:\[req_id=(?P<request>[^\]\s]+)\]\s*)?"
@@ -72,4 +72,4 @@ def _read_lookup(line: LogLine, lookup: re.Match[str]) -> Iterator[EngineEvent]:
 def _make_event(line: LogLine, kind: EngineEventKind, match: re.Match[str]) -> Iterator[EngineEvent]:
     tokens, request_id = int(match["tokens"]), match["request"]
     if tokens:
-        yield EngineEvent(kind, line.number, (request_id, tokens) if request_id else None, request_id, tokens, 1)
+        yield EngineEvent(kind, line.number, make_key(request_id, tokens), request_id, tokens, 1)

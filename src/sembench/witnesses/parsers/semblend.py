@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from sembench.witnesses.parsers.event import EngineEvent, EngineEventKind
-from sembench.witnesses.parsers.line import LogLine, parse_object, read_count
+from sembench.witnesses.parsers.event import EngineEvent, EngineEventKind, make_key
+from sembench.witnesses.parsers.line import LogLine, parse_object, read_count, read_text
 from semblend.confirm.events import EventKind
 from semblend.confirm.receipt import Receipt
 from semblend.errors import InputError, SemBlendError
@@ -48,35 +48,29 @@ class SemblendParser:
     def _read_donor(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
         donor, tokens = str(record.get("donor_id")), self._read_count(line, record, "tokens")
         key = (donor, record.get("generation"))
-        yield EngineEvent(EngineEventKind.DONOR_REGISTERED, line.number, key, _read_request_id(record), tokens, 1)
+        yield EngineEvent(
+            EngineEventKind.DONOR_REGISTERED, line.number, key, read_text(record, "request_id"), tokens, 1
+        )
 
     def _read_lookup(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        tokens, similarity = self._read_count(line, record, "reusable_tokens"), record.get("similarity")
+        tokens, request_id = self._read_count(line, record, "reusable_tokens"), read_text(record, "request_id")
         if tokens:
-            yield EngineEvent(
-                EngineEventKind.SEMANTIC_HIT,
-                line.number,
-                _make_key(record),
-                _read_request_id(record),
-                tokens,
-                1,
-                float(similarity) if isinstance(similarity, (int, float)) else None,
-            )
+            yield EngineEvent(EngineEventKind.SEMANTIC_HIT, line.number, make_key(request_id), request_id, tokens, 1)
         yield from self._read_refusal(line, record)
 
     def _read_plan(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
         spans = record.get("spans")
         units = len(spans) if isinstance(spans, list) else 1
         tokens = self._read_count(line, record, "reused_tokens")
-        yield EngineEvent(
-            EngineEventKind.LOAD_ADVERTISED, line.number, _make_key(record), _read_request_id(record), tokens, units
-        )
+        request_id = read_text(record, "request_id")
+        yield EngineEvent(EngineEventKind.LOAD_ADVERTISED, line.number, make_key(request_id), request_id, tokens, units)
 
     def _read_refusal(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        reason = record.get("reason")
-        if isinstance(reason, str) and reason:
-            key = _make_key(record, reason)
-            yield EngineEvent(EngineEventKind.REJECTED, line.number, key, _read_request_id(record), reason=reason)
+        reason = read_text(record, "reason")
+        if reason is not None:
+            request_id = read_text(record, "request_id")
+            key = make_key(request_id, reason)
+            yield EngineEvent(EngineEventKind.REJECTED, line.number, key, request_id, reason=reason)
 
     def _read_receipt(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
         written = record.get("receipt")
@@ -101,17 +95,7 @@ class SemblendParser:
 
     def _read_error(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
         reason = f"{record.get('where')}: {record.get('message')}"
-        yield EngineEvent(EngineEventKind.ERROR, line.number, None, _read_request_id(record), reason=reason)
+        yield EngineEvent(EngineEventKind.ERROR, line.number, None, read_text(record, "request_id"), reason=reason)
 
     def _read_count(self, line: LogLine, record: dict[str, Any], name: str) -> int:
         return read_count(record, name, self._where, line.number)
-
-
-def _read_request_id(record: dict[str, Any]) -> str | None:
-    value = record.get("request_id")
-    return value if isinstance(value, str) and value else None
-
-
-def _make_key(record: dict[str, Any], *rest: object) -> tuple[object, ...] | None:
-    request_id = _read_request_id(record)
-    return None if request_id is None else (request_id, *rest)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from urllib.parse import unquote
 
-from sembench.witnesses.parsers.event import EngineEvent, EngineEventKind
+from sembench.witnesses.parsers.event import EngineEvent, EngineEventKind, make_key
 from sembench.witnesses.parsers.line import LogLine, parse_fields, read_number
 
 _DONOR = re.compile(r"^\[FUZZY\] register_donor(?:_async)?: ok\s+(?P<rest>.*)$")
@@ -60,7 +60,7 @@ class SglangParser:
     def _read_donor(self, line: LogLine, pairs: dict[str, str]) -> Iterator[EngineEvent]:
         tokens, request_id = read_number(pairs, "tokens"), _read_request_id(pairs)
         if tokens is not None:
-            key = (request_id, tokens) if request_id else None
+            key = make_key(request_id, tokens)
             yield EngineEvent(EngineEventKind.DONOR_REGISTERED, line.number, key, request_id, tokens, 1)
 
     def _read_hit(self, line: LogLine, pairs: dict[str, str], *, from_tree: bool) -> Iterator[EngineEvent]:
@@ -72,8 +72,8 @@ class SglangParser:
         joins = from_tree and self._waiting_hit and request_id is None
         self._waiting_hit = not from_tree and request_id is None
         if not joins:
-            key = (request_id,) if request_id else None
-            yield EngineEvent(EngineEventKind.SEMANTIC_HIT, line.number, key, request_id, tokens, 1, similarity)
+            key = make_key(request_id)
+            yield EngineEvent(EngineEventKind.SEMANTIC_HIT, line.number, key, request_id, tokens, 1)
 
     def _read_phase(self, line: LogLine, pairs: dict[str, str]) -> Iterator[EngineEvent]:
         tokens, request_id = read_number(pairs, "donor_tokens"), _read_request_id(pairs)
@@ -82,7 +82,7 @@ class SglangParser:
         if self._phases and self._phases[-1].request_id != request_id:
             yield from self.finish()
         # The same phase said twice (a log collected twice) has the same place in the prompt.
-        key = (request_id, pairs.get("target", line.number)) if request_id else None
+        key = make_key(request_id, pairs.get("target", line.number))
         self._phases.append(EngineEvent(EngineEventKind.MATERIALIZED, line.number, key, request_id, tokens, 1))
 
     def _read_realized(self, line: LogLine, tokens: int, pairs: dict[str, str]) -> Iterator[EngineEvent]:
@@ -96,7 +96,7 @@ class SglangParser:
         else:
             yield from phases
         if tokens:
-            key = (request_id, tokens) if request_id else None
+            key = make_key(request_id, tokens)
             yield EngineEvent(EngineEventKind.MATERIALIZED, line.number, key, request_id, tokens, units)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from sembench.witnesses.parsers.event import EngineEvent, EngineEventKind
-from sembench.witnesses.parsers.line import LogLine, parse_object, read_count
+from sembench.witnesses.parsers.event import EngineEvent, EngineEventKind, make_key
+from sembench.witnesses.parsers.line import LogLine, parse_object, read_count, read_text
 
 
 class TrtllmParser:
@@ -43,33 +43,22 @@ class TrtllmParser:
     def _read_donor(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
         tokens, donor = (
             self._read_count(line, record, "token_count"),
-            _read_text(record, "donor_id") or _read_text(record, "request_id"),
+            read_text(record, "donor_id") or read_text(record, "request_id"),
         )
-        yield EngineEvent(
-            EngineEventKind.DONOR_REGISTERED, line.number, (donor, tokens) if donor else None, donor, tokens, 1
-        )
+        yield EngineEvent(EngineEventKind.DONOR_REGISTERED, line.number, make_key(donor, tokens), donor, tokens, 1)
 
     def _read_lookup(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        request_id, reason = _read_text(record, "request_id"), _read_text(record, "rejection_reason")
-        key = (request_id,) if request_id else None
+        request_id, reason = read_text(record, "request_id"), read_text(record, "rejection_reason")
         if record.get("found") is True:
-            similarity = record.get("similarity")
-            yield EngineEvent(
-                EngineEventKind.SEMANTIC_HIT,
-                line.number,
-                key,
-                request_id,
-                self._read_count(line, record, "num_new_matched_tokens"),
-                1,
-                float(similarity) if isinstance(similarity, (int, float)) else None,
-            )
+            tokens = self._read_count(line, record, "num_new_matched_tokens")
+            yield EngineEvent(EngineEventKind.SEMANTIC_HIT, line.number, make_key(request_id), request_id, tokens, 1)
         if reason:
-            refused = (request_id, reason) if request_id else None
-            yield EngineEvent(EngineEventKind.REJECTED, line.number, refused, request_id, reason=reason)
+            key = make_key(request_id, reason)
+            yield EngineEvent(EngineEventKind.REJECTED, line.number, key, request_id, reason=reason)
 
     def _read_plan(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        request_id, tokens = _read_text(record, "request_id"), self._read_count(line, record, "covered_token_count")
-        key = (request_id, tokens) if request_id else None
+        request_id, tokens = read_text(record, "request_id"), self._read_count(line, record, "covered_token_count")
+        key = make_key(request_id, tokens)
         units = self._read_count(line, record, "segment_count", 1)
         yield EngineEvent(EngineEventKind.LOAD_ADVERTISED, line.number, key, request_id, tokens, units)
 
@@ -77,11 +66,11 @@ class TrtllmParser:
         units = self._read_count(line, record, "materialized")  # true, or how many segments were written
         if not units:
             return
-        request_id, tokens = _read_text(record, "request_id"), self._read_count(line, record, "covered_token_count")
+        request_id, tokens = read_text(record, "request_id"), self._read_count(line, record, "covered_token_count")
         yield EngineEvent(
             EngineEventKind.MATERIALIZED,
             line.number,
-            (request_id, record.get("kind"), tokens) if request_id else None,
+            make_key(request_id, record.get("kind"), tokens),
             request_id,
             tokens,
             max(units, self._read_count(line, record, "segment_count")) if record["materialized"] is True else units,
@@ -95,8 +84,3 @@ class TrtllmParser:
 
     def _read_count(self, line: LogLine, record: dict[str, Any], name: str, default: int = 0) -> int:
         return read_count(record, name, self._where, line.number, default)
-
-
-def _read_text(record: dict[str, Any], name: str) -> str | None:
-    value = record.get(name)
-    return value if isinstance(value, str) and value else None

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
-from sembench.witnesses.parsers.event import EngineEvent, EngineEventKind
-from sembench.witnesses.parsers.line import LogLine, parse_fields, parse_object, read_count, read_number
+from sembench.witnesses.parsers.event import EngineEvent, EngineEventKind, make_key
+from sembench.witnesses.parsers.line import LogLine, parse_fields, parse_object, read_count, read_number, read_text
 
 _HEADS: tuple[tuple[str, EngineEventKind], ...] = (
     ("SemBlend donor registered ", EngineEventKind.DONOR_REGISTERED),
@@ -65,12 +65,11 @@ class VllmParser:
         name = record.get("event")
         if not isinstance(name, str) or record.get("mode") == "exact_prefix":
             return
-        request = record.get("request_id")
-        request_id = request if isinstance(request, str) and request else None
+        request_id = read_text(record, "request_id")
         if _REFUSAL.match(name):
             reason = str(record.get("declined_reason") or record.get("reason") or name)
             yield EngineEvent(
-                EngineEventKind.REJECTED, line.number, _make_key(request_id, reason), request_id, reason=reason
+                EngineEventKind.REJECTED, line.number, make_key(request_id, reason), request_id, reason=reason
             )
             return
         kind = _AUDIT.get(name)
@@ -80,7 +79,7 @@ class VllmParser:
             record, "token_count", self._where, line.number
         )
         donor = str(record.get("donor_id") or "")
-        key = _make_key(request_id) if kind is EngineEventKind.SEMANTIC_HIT else _make_key(request_id, donor, tokens)
+        key = make_key(request_id) if kind is EngineEventKind.SEMANTIC_HIT else make_key(request_id, donor, tokens)
         yield EngineEvent(kind, line.number, key, request_id, tokens=tokens, units=1)
 
 
@@ -90,29 +89,17 @@ def _read_log(line: LogLine, kind: EngineEventKind, pairs: dict[str, str]) -> It
     if tokens is None:
         return
     if kind is EngineEventKind.DONOR_REGISTERED:
-        key = _make_key(request_id, pairs.get("namespace", ""), tokens)
+        key = make_key(request_id, pairs.get("namespace", ""), tokens)
     elif kind is EngineEventKind.SEMANTIC_HIT:
-        key = _make_key(request_id)
+        key = make_key(request_id)
         reason = pairs.get("reason", "")
         if pairs.get("kind") == "discovery_only" and reason not in ("", "ok"):
-            refused = _make_key(request_id, reason)
+            refused = make_key(request_id, reason)
             yield EngineEvent(EngineEventKind.REJECTED, line.number, refused, request_id, reason=reason)
     else:
-        key = _make_key(request_id, pairs.get("donor_id", ""), tokens)
-    yield EngineEvent(kind, line.number, key, request_id, tokens, 1, _parse_share(pairs.get("similarity")))
+        key = make_key(request_id, pairs.get("donor_id", ""), tokens)
+    yield EngineEvent(kind, line.number, key, request_id, tokens, 1)
 
 
 def _read_id(text: str) -> str | None:
     return unquote(text) if text and text != "-" else None
-
-
-def _make_key(request_id: str | None, *rest: object) -> tuple[object, ...] | None:
-    """Without a request there is nothing to tell two equal lines apart by: then both count."""
-    return None if request_id is None else (request_id, *rest)
-
-
-def _parse_share(text: str | None) -> float | None:
-    try:
-        return float(text) if text else None
-    except ValueError:
-        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from urllib.parse import unquote
 
 import pytest
 
+import semantickv.cli
+import sembench.cli
 import semblend
 from semblend import errors
 from semblend.cli.main import build_parser
@@ -128,17 +131,34 @@ def test_the_readme_shows_python_that_runs() -> None:
     assert blocks(ROOT / "README.md", "python")
 
 
-def test_commands_shown_to_people_exist() -> None:
-    parser = build_parser()
-    known = {name: {flag for option in options_of(sub) for flag in option.option_strings}
-             for name, sub in commands_of(parser).items()}  # fmt: skip
+def flags_of(parser: argparse.ArgumentParser) -> set[str]:
+    """All flags of a command, those of its own commands included."""
+    own = {flag for option in options_of(parser) for flag in option.option_strings}
+    return own.union(*(flags_of(below) for below in commands_of(parser).values()))
+
+
+@pytest.mark.parametrize(
+    ("program", "parser"),
+    [
+        ("semblend", build_parser()),
+        ("sembench", sembench.cli.build_parser()),
+        ("semantickv", semantickv.cli.build_parser()),
+    ],
+    ids=["semblend", "sembench", "semantickv"],
+)
+def test_commands_shown_to_people_exist(program: str, parser: argparse.ArgumentParser) -> None:
+    known = {name: flags_of(command) for name, command in commands_of(parser).items()}
+    shown = 0
     for path in PAGES:
         for code in [*blocks(path, "console"), *blocks(path, "bash")]:
-            for line in re.findall(r"^(?:\$ )?semblend (.+)$", code.replace("\\\n", " "), re.MULTILINE):
-                command, _, rest = line.partition("#")[0].partition(" ")
-                assert command in known or command.startswith("-"), f"{path.name}: semblend {command}"
-                for flag in re.findall(r"(?<!\S)--[a-z-]+", rest):
-                    assert flag in known[command], f"{path.name}: semblend {command} {flag}"
+            found = rf"^(?:\$ )?(?:[A-Z_]+=\S+ )?(?:python -m )?{program} (.+)$"
+            for line in re.findall(found, code.replace("\\\n", " "), re.MULTILINE):
+                command, _, rest = line.partition(" # ")[0].strip().partition(" ")
+                assert command in known or command.startswith("-"), f"{path.name}: {program} {command}"
+                for flag in re.findall(r"(?<!\S)--[a-z0-9-]+", rest):
+                    assert flag in known[command], f"{path.name}: {program} {command} {flag}"
+                shown += 1
+    assert shown > 5, f"hardly any page shows {program}"
 
 
 def test_every_static_file_of_the_explorer_is_packaged() -> None:

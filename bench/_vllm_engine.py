@@ -118,7 +118,7 @@ def _random_weights(model: Any) -> None:
 
 
 def _scatter_repairs() -> None:
-    """Repairs go to tokens drawn at random: random weights attend to whole stretches, which would be cheaper."""
+    """Repair tokens chosen at random, the slowest case: random weights attend to whole stretches, which is cheaper."""
     from dataclasses import replace
 
     from vllm.distributed.kv_transfer import get_kv_transfer_group

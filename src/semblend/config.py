@@ -98,6 +98,9 @@ class SemBlendConfig:
     load_tokens_per_s: float = _setting(0.0, "Measured rate of loading and relocating donor KV; 0 = unknown.")
     reuse_overhead_ms: float = _setting(0.0, "Fixed cost of a reuse in the engine, in milliseconds.")
     seam_tokens: int = _setting(16, "Tokens recomputed at the head of each span, charged by the cost model.")
+    layer_share: float = _setting(
+        0.0, "Share of layers, by a bathtub schedule, whose leading part is recomputed for all tokens before a repair."
+    )
     events: str = _setting("", "File that receives the JSONL audit stream; empty = none.")
     nats_url: str = _setting("", "NATS server that receives the audit stream; empty = none.")
     nats_subject: str = _setting("semblend.events", "NATS subject of the audit stream.")
@@ -112,6 +115,7 @@ class SemBlendConfig:
         _within("min_similarity", self.min_similarity, -1.0, 1.0)
         _within("min_reuse_ratio", self.min_reuse_ratio, 0.0, 1.0)
         _within("canary_percent", self.canary_percent, 0.0, 100.0)
+        _within("layer_share", self.layer_share, 0.0, 1.0)
         _within("min_span_tokens", self.min_span_tokens, 8, 1 << 20)
         _within("max_donors", self.max_donors, 1, 1 << 30)
         _within("max_bytes", self.max_bytes, 1 << 16, 1 << 46)

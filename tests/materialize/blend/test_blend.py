@@ -454,7 +454,7 @@ def test_a_glance_at_layer_1_tells_which_step_to_begin_with(begins, passes):
 
 def test_the_first_layers_of_all_tokens_can_be_computed_and_are_cold_then():
     step = (Step(20, "attended_and_deviating"),)
-    world = World(thresholds=ALWAYS, steps=step, first_layers=2, most_work=10)
+    world = World(thresholds=ALWAYS, steps=step, layer_share=0.5, most_work=10)
     prompt, spans = one_document(world, document=300)
     cold = world.slots(len(prompt))
     world.cold(prompt, cold)

@@ -107,7 +107,7 @@ class Launch:
                 max_waiting=self.max_waiting,
             ),
             semblend=library,
-            quality=QualitySettings(mode=config.quality, thresholds=gate or self.gate),
+            quality=QualitySettings(mode=config.quality, thresholds=gate or self.gate, layer_share=config.layer_share),
             donor_device_bytes=self.donor_device_bytes,
             donor_host_bytes=self.donor_host_bytes,
             donor_disk_bytes=self.donor_disk_bytes if self.donor_dir else 0,

@@ -110,6 +110,7 @@ def quality_settings(settings: ConnectorSettings, vllm_config: Any) -> QualitySe
         thresholds=thresholds,
         latency_budget_ms=settings.latency_budget_ms,
         seam_tokens=settings.config.seam_tokens,
+        layer_share=settings.config.layer_share,
         chunk_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
     )
 

@@ -48,8 +48,8 @@ class QualitySettings:
     ``latency_budget_ms`` (0: none) caps the whole preparation: a further repair that would not fit is not begun, and
     ``over_budget`` says what happens instead: "prefill" in full at once, or "accept" what is there and report its risk.
     ``most_work``: no repair is begun that would bring all passes above this share of a prefill; the prefill is.
-    ``first_layers``: where deviation is measured, all reused tokens are computed through so many layers, and these
-    are exact then (`semblend.plan.layers.LayerSchedule.leading`); 1 only looks.
+    ``layer_share``: where deviation is measured, all reused tokens are computed through the leading layers of a bathtub
+    schedule with this share of the layers (`semblend.plan.layers`), and these layers are exact then; 0 only looks.
     ``refresh`` off leaves repaired tokens and gaps of earlier passes as they are: cheaper, and less exact.
     """
 
@@ -67,7 +67,7 @@ class QualitySettings:
     )
     refresh: bool = True
     most_work: float = 0.7
-    first_layers: int = 1
+    layer_share: float = 0.0
     chunk_tokens: int = 8192
     canary_tolerance: float | None = None
 
@@ -76,8 +76,8 @@ class QualitySettings:
             raise InputError(f"quality mode {self.mode!r} is unknown", hint="one of " + ", ".join(QUALITY_MODES))
         if self.over_budget not in ("prefill", "accept"):
             raise InputError(f"over_budget={self.over_budget!r} is unknown", hint="prefill or accept")
-        if self.first_layers < 1:
-            raise InputError(f"first_layers={self.first_layers} is too few", hint="1 or more")
+        if not 0 <= self.layer_share <= 1:
+            raise InputError(f"layer_share={self.layer_share} is no share", hint="0 recomputes no layer as a whole")
         for step in self.steps:
             if step.rule not in SELECTIONS or not 0 < step.percent <= 100:
                 raise InputError(f"{step} cannot be followed", hint="rules: " + ", ".join(SELECTIONS))

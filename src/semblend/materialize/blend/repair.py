@@ -17,6 +17,7 @@ from semblend.materialize.blend.passes import PassRunner
 from semblend.materialize.blend.quality import Step
 from semblend.materialize.gate.observers import AttentionMass, KvDeviation, LateAttentionMass, RepairedDeviation
 from semblend.materialize.gate.risk import RiskFeatures, compute_entropy, next_token_kl
+from semblend.plan.layers import LayerSchedule
 from semblend.plan.reuse_plan import DeclineReason
 from semblend.plan.selection import SELECTIONS, Positions, Scores, largest
 
@@ -108,7 +109,8 @@ class Repair:
 
     def _measure_deviation(self, state: BlendState, *, squared: bool) -> npt.NDArray[np.floating[Any]]:
         """Deviation above the first layers of all tokens that still are a donor's; zero elsewhere."""
-        depth = min(self._settings.first_layers, self._passes.model.layout.layers - 1)
+        layers = self._passes.model.layout.layers
+        depth = min(max(1, LayerSchedule.bathtub(layers, self._settings.layer_share).leading), layers - 1)
         observer = KvDeviation(layer=depth)
         self._passes.run_layers(state, "deviation", state.stale, observer, layers=depth)
         found = np.zeros(len(state.tokens))

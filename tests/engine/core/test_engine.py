@@ -338,7 +338,7 @@ def test_a_token_that_breaks_the_pass_ends_its_own_request_only(model, nan):
 
 
 def test_a_failed_draw_is_made_again_with_the_same_random_numbers(model, monkeypatch):
-    from semblend.engine.core import engine as module
+    from semblend.engine.core import runner as module
 
     asked = [
         Request(f"r{i}", Prompt(p), Sampling(max_tokens=8, temperature=1.0, seed=i))
@@ -363,7 +363,7 @@ def test_a_failed_draw_is_made_again_with_the_same_random_numbers(model, monkeyp
 
 @pytest.mark.parametrize("token", [-1, VOCAB, 1 << 40])
 def test_a_token_outside_the_vocabulary_ends_its_own_request_only(model, monkeypatch, token):
-    from semblend.engine.core import engine as module
+    from semblend.engine.core import runner as module
 
     asked, sampling = [[1, 2, 3], [7] * 20, [9, 8]], Sampling(max_tokens=6)
     expected = make_engine(model).generate(asked, sampling)
@@ -474,6 +474,59 @@ def test_a_shifted_document_is_reused_and_the_receipt_says_so(model, sink, quali
     assert receipt.ttft_ms > 0
     assert receipt.lookup_ms > 0
     assert engine.reuse.semblend.totals().tokens["reused"] == receipt.reused_tokens
+    engine.check()
+
+
+def moved(number: int) -> Prompt:
+    """The document of `shifted` behind a beginning that no other number has."""
+    return Prompt([number, number, number + 1, *shifted()[0][3:163], number])
+
+
+def test_scheduling_looks_for_no_donor_and_computes_nothing(model, sink, monkeypatch):
+    engine = make_reusing(model, sink, quality="fast")
+    engine.generate([Request("donor", Prompt(shifted()[0]))])
+    for owner, name in ((engine.reuse.semblend, "lookup"), (engine.reuse._blender, "prepare"), (model, "forward")):
+        monkeypatch.setattr(owner, name, lambda *_, **__: pytest.fail("called while scheduling"))
+    engine.submit(Request("target", moved(50)))
+    engine._take_in()
+    batch = engine.scheduler.schedule()
+    assert [piece.sequence.request_id for piece in batch.pieces] == ["target"]
+    monkeypatch.undo()
+    engine.runner.run(batch)
+
+
+def test_one_prompt_a_step_is_filled_and_those_behind_it_are_filled_next(model, sink):
+    engine = make_reusing(model, sink, quality="fast")
+    engine.generate([Request("donor", Prompt(shifted()[0]))])
+    streams = [engine.submit(Request(f"target{n}", moved(50 + n), Sampling(max_tokens=2))) for n in range(3)]
+    first_heard = [{chunk.request_id for chunk in engine.step() if chunk.receipt} for _ in range(3)]
+    assert first_heard == [{"target0"}, {"target1"}, {"target2"}]
+    engine.check()
+    while engine.has_work:
+        engine.step()
+    receipts = [stream.completion().receipt for stream in streams]
+    assert [receipt.outcome for receipt in receipts] == [Outcome.BACKEND_MATERIALIZED_REUSE] * 3
+    assert engine.reuse.semblend._claims == {}
+
+
+def test_a_declined_prompt_is_computed_in_the_step_that_looked_for_donors(model, sink):
+    engine = make_reusing(model, sink, quality="fast")
+    engine.submit(Request("cold", Prompt([1, 2, 3] * 20), Sampling(max_tokens=1)))
+    assert [chunk.receipt.reason for chunk in engine.step()] == [DeclineReason.NOTHING_SHARED]
+
+
+def test_a_prompt_that_is_preempted_before_its_turn_is_filled_when_it_comes_back(model, sink):
+    engine = make_reusing(model, sink, quality="fast")
+    engine.generate([Request("donor", Prompt(shifted()[0]))])
+    streams = [engine.submit(Request(f"target{n}", moved(50 + n), Sampling(max_tokens=2))) for n in range(2)]
+    engine.step()
+    waits = engine.scheduler.running[-1]
+    assert (waits.request_id, waits.to_fill, waits.computed) == ("target1", True, 0)
+    engine.scheduler._preempt(waits)
+    engine.check()
+    while engine.has_work:
+        engine.step()
+    assert streams[1].completion().receipt.outcome is Outcome.BACKEND_MATERIALIZED_REUSE
     engine.check()
 
 

@@ -25,11 +25,10 @@ BLOCK = 4
 class World:
     """A scheduler over a small pool, and a model that says 7 whatever it is asked."""
 
-    def __init__(self, blocks: int = 64, fill=None, **config) -> None:
+    def __init__(self, blocks: int = 64, **config) -> None:
         self.pool = KvPool(layers=1, kv_heads=1, head_dim=2, blocks=blocks + 1, block_tokens=BLOCK)
         self.radix = RadixCache(self.pool)
-        more = {} if fill is None else {"fill": fill}
-        self.scheduler = Scheduler(self.pool, self.radix, EngineConfig(**config), **more)
+        self.scheduler = Scheduler(self.pool, self.radix, EngineConfig(**config))
 
     def add(self, name: str, tokens: int, answer: int = 4) -> Sequence:
         first = zlib.crc32(name.encode()) % 1000
@@ -46,7 +45,7 @@ class World:
         batch = self.scheduler.schedule()
         for piece in batch.pieces:
             piece.sequence.computed = piece.end
-        for sequence in [piece.sequence for piece in batch.pieces if piece.completes] + list(batch.filled):
+        for sequence in [piece.sequence for piece in batch.pieces if piece.completes]:
             sequence.tokens.append(7)
             if len(sequence.tokens) == sequence.max_length:
                 self.scheduler.remove(sequence)
@@ -135,16 +134,13 @@ def test_a_known_prefix_is_shared_and_the_last_token_is_always_computed():
     assert [(p.start, p.end) for p in batch.pieces if p.sequence is again] == [(4, 8)]
 
 
-def test_a_prompt_filled_in_another_way_gets_no_piece_and_only_one_is_filled_a_step():
-    def fill(sequence):
-        sequence.computed = sequence.prompt_tokens
-        return True
-
-    world = World(fill=fill)
-    world.add("a", 20)
+def test_a_prompt_that_may_be_filled_gets_a_piece_like_any_other():
+    world = World(step_tokens=30)
+    world.add("a", 20).to_fill = True
     world.add("b", 20)
     batch = world.scheduler.schedule()
-    assert (batch.pieces, world.names(batch.filled)) == ((), ["a"])
+    assert [(p.sequence.request_id, p.start, p.end) for p in batch.pieces] == [("a", 0, 20), ("b", 0, 10)]
+    assert batch.filled == ()
 
 
 @settings(max_examples=60)

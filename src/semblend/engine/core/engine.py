@@ -10,45 +10,29 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.radix import RadixCache
 from semblend.engine.core.reuse import Blender, NoBlender, Reuse
-from semblend.engine.core.scheduler import Batch, Piece, Scheduler
+from semblend.engine.core.runner import Results, Runner, RunsRows
+from semblend.engine.core.scheduler import Scheduler
 from semblend.engine.core.sequence import Completion, QueueFull, Sequence, Stream
 from semblend.engine.core.stops import AnswerText, Detokenizer, NoText
 from semblend.engine.model.paged_kv import KvPool
-from semblend.engine.model.rows import RowBatch
-from semblend.engine.model.sampling import Draw, Sampled, make_generator, rewind, sample
-from semblend.engine.model.spec import ModelSpec
+from semblend.engine.model.sampling import Sampled, make_generator
 from semblend.errors import InputError, SemBlendError
 from semblend.facade import SemBlend
-from semblend.materialize.contract import Rows
 from semblend.prompt import Prompt
 from semblend.wire.answer import Chunk, FinishReason, Logprob
 from semblend.wire.request import Request
 from semblend.wire.sampling import Sampling
 
 log = logging.getLogger("semblend.engine")
-Results = list[tuple[Sequence, Sampled | None]]
-
-
-class RunsRows(Protocol):
-    """What the engine needs of a model; see `semblend.engine.model.model.Model`."""
-
-    @property
-    def spec(self) -> ModelSpec: ...
-    def forward(self, rows: RowBatch, pool: KvPool) -> Tensor: ...
-    def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +67,8 @@ class Engine:
         self.detokenizer: Detokenizer = detokenizer or NoText()
         self.radix = RadixCache(pool)
         self.reuse = Reuse(semblend, blender or NoBlender(), pool, self.config)
-        self.scheduler = Scheduler(pool, self.radix, self.config, fill=self.reuse.fill)
+        self.scheduler = Scheduler(pool, self.radix, self.config)
+        self.runner = Runner(model, pool, self.reuse)
         self.max_length = min(
             self.config.max_context or model.spec.max_positions,
             model.spec.max_positions,
@@ -149,7 +134,7 @@ class Engine:
         if batch.sequences:
             self._steps += 1
             try:
-                self._postprocess(self._run_isolated(batch))
+                self._postprocess(self.runner.run(batch))
             except Exception as error:  # the books of this step broke: the engine and the other requests live on
                 log.exception("a step of %d tokens failed", batch.tokens)
                 self._fail(batch.sequences, error)
@@ -219,60 +204,6 @@ class Engine:
         for sequence in unwanted:
             self._end(sequence, FinishReason.CANCELLED)
 
-    # -- run -------------------------------------------------------------------------------------------------------
-
-    def _run_isolated(self, batch: Batch) -> Results:
-        """Compute the batch; where that fails, compute each sequence alone and end only those that fail again.
-
-        A second pass is safe: it writes the same KV to the same slots, and ``computed`` moves only after a success.
-        """
-        try:
-            return self._run(batch)
-        except Exception as error:
-            log.exception("a step of %d tokens failed", batch.tokens)
-            if len(batch.sequences) == 1:
-                self._fail(batch.sequences, error)
-                return []
-        results: Results = []
-        for part in batch.split():
-            (sequence,) = part.sequences
-            rewind(sequence.generator, 0 if sequence.request.sampling.greedy else len(sequence.answer))
-            try:
-                results += self._run(part)
-            except Exception as error:
-                log.exception("request %s failed alone, too", sequence.request_id)
-                self._fail([sequence], error)
-        return results
-
-    def _run(self, batch: Batch) -> Results:
-        """Compute the batch's pieces and sample one token for every sequence whose tokens all have KV now."""
-        started = time.perf_counter()
-        complete: list[Sequence] = []
-        logits: list[Tensor] = []
-        if batch.pieces:
-            rows = RowBatch.of([self._rows(piece) for piece in batch.pieces])
-            hidden = self.model.forward(rows, self.pool)
-            ends = [last for piece, last in zip(batch.pieces, rows.last_rows, strict=True) if piece.completes]
-            complete += [piece.sequence for piece in batch.pieces if piece.completes]
-            if ends:
-                logits.append(self.model.logits(hidden[ends]))
-        for sequence in batch.filled:
-            complete.append(sequence)
-            logits.append(self.reuse.first_logits(sequence))
-        sampled = sample(torch.cat(logits), [_draw(sequence) for sequence in complete]) if complete else []
-        elapsed_ms = (time.perf_counter() - started) * 1e3
-        for piece in batch.pieces:
-            if piece.sequence.receipt is None:
-                piece.sequence.times.compute_ms += elapsed_ms
-            piece.sequence.computed = piece.end
-        return list(zip(complete, sampled, strict=True))
-
-    def _rows(self, piece: Piece) -> Rows:
-        sequence = piece.sequence
-        slots = sequence.slots_in(self.pool)[: piece.end]
-        positions = torch.arange(piece.start, piece.end, device=self.pool.device)
-        return Rows.of(sequence.tokens[piece.start : piece.end], positions, slots)
-
     # -- postprocess -----------------------------------------------------------------------------------------------
 
     def _postprocess(self, results: Results) -> None:
@@ -280,6 +211,8 @@ class Engine:
             try:
                 if sampled is None:
                     raise SemBlendError("the logits are not finite", hint="check penalties, weights and dtype")
+                if isinstance(sampled, Exception):
+                    raise sampled
                 self._advance(sequence, sampled)
             except Exception as error:  # one request's fault must not end its neighbours
                 log.exception("request %s failed", sequence.request_id)
@@ -402,6 +335,7 @@ class Engine:
             max_length=min(self.max_length, len(prompt) + (request.sampling.max_tokens or self.max_length)),
             tokens=prompt.token_ids.tolist(),
             arrival=arrival,
+            to_fill=self.reuse.may_fill(request),
         )
 
     def _as_request(self, prompt: Request | Prompt | Items[int], sampling: Sampling | None) -> Request:
@@ -412,7 +346,3 @@ class Engine:
 
 
 _generated = itertools.count()
-
-
-def _draw(sequence: Sequence) -> Draw:
-    return Draw(sequence.request.sampling, sequence.generator, sequence.tokens, sequence.prompt_tokens)

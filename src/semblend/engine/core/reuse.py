@@ -27,6 +27,7 @@ from semblend.materialize.contract import Layout
 from semblend.plan.donor_cost import costs_a_donor
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Prompt
+from semblend.wire.request import Request
 
 ENGINE_NAME = "semblend"
 log = logging.getLogger("semblend.engine")
@@ -73,13 +74,22 @@ class Reuse:
     def donor_kv(self) -> Donors | None:
         return self._blender.donor_kv
 
-    def mode(self, sequence: Sequence) -> str:
-        return sequence.request.quality or self._config.quality
+    def find_mode(self, request: Request) -> str:
+        """The quality mode of a request: its own, or the engine's."""
+        return request.quality or self._config.quality
+
+    def may_fill(self, request: Request) -> bool:
+        """Whether donors are looked for at all; looks at the settings only."""
+        return self.semblend is not None and self.find_mode(request) != "exact"
 
     def fill(self, sequence: Sequence) -> bool:
-        """Put donor KV in place for a newly admitted sequence; False where it has to be computed."""
-        if self.semblend is None or self.mode(sequence) == "exact" or sequence.preemptions:
-            return False  # a preempted sequence is computed: it must go on with the tokens it has said already
+        """Put donor KV in place for a sequence that has its blocks; False where it has to be computed.
+
+        It is tried once: a sequence that is preempted later is computed, and goes on with the tokens it has said.
+        """
+        sequence.to_fill = False
+        if self.semblend is None:
+            return False
         try:
             sequence.decision = self._plan(self.semblend, sequence)
             if isinstance(sequence.decision, ReusePlan):
@@ -173,7 +183,7 @@ class Reuse:
         # Before the blender writes anything: whatever happens from here on, these positions are no longer exact.
         sequence.exact_until = plan.spans[0].target_start
         sequence.slots_in(self._pool)
-        blended = self._blender.prepare(sequence, plan, mode=self.mode(sequence))
+        blended = self._blender.prepare(sequence, plan, mode=self.find_mode(sequence.request))
         if isinstance(blended, Decline):
             sequence.declined = blended
             self._start_over(sequence)
@@ -208,7 +218,7 @@ class Reuse:
             engine=ENGINE_NAME,
             engine_version=__version__,
             namespace=sequence.namespace,
-            mode=self.mode(sequence),
+            mode=self.find_mode(sequence.request),
             prompt_tokens=sequence.prompt_tokens,
             exact_tokens=sequence.exact_tokens,
             decision=sequence.decision,

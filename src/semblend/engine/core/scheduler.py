@@ -8,6 +8,9 @@ A request whose beginning is just being computed for another one waits until tha
 exact cache: of many equal prompts that come at once, one is computed. Younger requests may go ahead meanwhile; since
 the tokens it waits for are being computed before any of its own could be, it loses one step at most.
 
+The scheduler decides and moves blocks; it computes nothing. A sequence that may run on donor KV (``to_fill``) gets its
+piece like any other: the runner tries to fill it, and computes the piece where that is declined.
+
 Room is made by evicting the exact cache. When an answer needs a block and there is none left, the youngest running
 sequence gives up its blocks and goes back to the head of the queue; it will be recomputed, and continues with the
 same tokens. The oldest therefore always gets on, and because no sequence is longer than the pool, everything ends.
@@ -16,7 +19,6 @@ same tokens. The oldest therefore always gets on, and because no sequence is lon
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,7 +48,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The work of one step: pieces to compute, and sequences whose prompt was filled in another way."""
+    """The work of one step: pieces to compute, and sequences whose prompt was filled from donors."""
 
     pieces: tuple[Piece, ...] = ()
     filled: tuple[Sequence, ...] = ()
@@ -65,33 +67,16 @@ class Batch:
         return (*pieces, *(Batch(filled=(sequence,)) for sequence in self.filled))
 
 
-def compute_all(sequence: Sequence) -> bool:
-    """The `fill` of an engine without semantic reuse: no prompt is filled in another way."""
-    del sequence
-    return False
-
-
 class Scheduler:
-    """Owns the queue, the running sequences and their blocks.
+    """Owns the queue, the running sequences and their blocks."""
 
-    ``fill`` is called once for each admitted sequence, when it has blocks for its whole prompt; where it returns
-    True, it put the prompt's KV there itself, and no piece of it is scheduled.
-    """
-
-    def __init__(
-        self,
-        pool: KvPool,
-        radix: RadixCache,
-        config: EngineConfig,
-        fill: Callable[[Sequence], bool] = compute_all,
-    ) -> None:
+    def __init__(self, pool: KvPool, radix: RadixCache, config: EngineConfig) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.preemptions = 0
         self._pool = pool
         self._radix = radix
         self._config = config
-        self._fill = fill
 
     def refuse_if_full(self, arriving: int = 0) -> None:
         """Back-pressure: raise `QueueFull` where another request, besides those arriving, would wait too long."""
@@ -121,19 +106,14 @@ class Scheduler:
             if sequence.in_prefill and budget > 0:
                 pieces.append(_piece(sequence, budget))
                 budget -= pieces[-1].end - pieces[-1].start
-        filled: list[Sequence] = []
         # After a preemption nobody is admitted: the one who just left would come straight back.
-        while budget > 0 and self.waiting and not filled and preempted == self.preemptions:
+        while budget > 0 and self.waiting and preempted == self.preemptions:
             admitted = self._admit()
             if admitted is None:
                 break
-            if self._fill(admitted):
-                # It ran a pass of its own: one a step, so that running answers wait for one at most.
-                filled.append(admitted)
-            else:
-                pieces.append(_piece(admitted, budget))
-                budget -= pieces[-1].end - pieces[-1].start
-        return Batch(tuple(pieces), tuple(filled))
+            pieces.append(_piece(admitted, budget))
+            budget -= pieces[-1].end - pieces[-1].start
+        return Batch(tuple(pieces))
 
     # -- parts -----------------------------------------------------------------------------------------------------
 

@@ -92,8 +92,9 @@ class Sequence:
     """A request while the engine works on it: its tokens, its blocks, and how far its KV is computed.
 
     ``computed`` positions have their KV in ``blocks``. From ``exact_until`` on that KV may be approximate and must
-    not enter the exact cache. ``decision`` came from the library, ``declined`` from the blender. ``max_length`` is
-    where the answer has to end, in tokens of prompt and answer.
+    not enter the exact cache. ``to_fill``: donors were not looked for yet; that is done once. ``decision`` came from
+    the library, ``declined`` from the blender. ``max_length`` is where the answer has to end, in tokens of prompt and
+    answer.
     """
 
     request: Request
@@ -104,6 +105,7 @@ class Sequence:
     max_length: int
     tokens: list[int]
     arrival: int = 0
+    to_fill: bool = False
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     exact_tokens: int = 0

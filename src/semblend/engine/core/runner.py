@@ -1,0 +1,116 @@
+"""Runs one batch: donor KV is put in place, the rest is computed, and the next tokens are sampled."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from semblend.engine.core.reuse import Reuse
+from semblend.engine.core.scheduler import Batch, Piece
+from semblend.engine.core.sequence import Sequence
+from semblend.engine.model.paged_kv import KvPool
+from semblend.engine.model.rows import RowBatch
+from semblend.engine.model.sampling import Draw, Sampled, rewind, sample
+from semblend.engine.model.spec import ModelSpec
+from semblend.materialize.contract import Rows
+
+log = logging.getLogger("semblend.engine")
+Results = list[tuple[Sequence, Sampled | Exception | None]]
+"""What became of each sequence that got its next token: the token, the error, or None where logits were not finite."""
+
+
+class RunsRows(Protocol):
+    """What the engine needs of a model; see `semblend.engine.model.model.Model`."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+    def forward(self, rows: RowBatch, pool: KvPool) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class Runner:
+    """Computes what the scheduler decided; admits and ends nothing."""
+
+    def __init__(self, model: RunsRows, pool: KvPool, reuse: Reuse) -> None:
+        self._model = model
+        self._pool = pool
+        self._reuse = reuse
+
+    def run(self, batch: Batch) -> Results:
+        """Fill what donors hold, compute the rest, and sample for every sequence whose tokens all have KV now."""
+        return self._compute_isolated(self._fill(batch))
+
+    def _fill(self, batch: Batch) -> Batch:
+        """Fill at most one prompt of the batch from donors; where donors are declined, its piece stays in the batch.
+
+        Filling takes passes of its own, and running answers shall wait for those of one prompt at most. Prompts behind
+        the filled one leave the batch: they keep their blocks and are tried in the next step.
+        """
+        pieces: list[Piece] = []
+        filled: list[Sequence] = []
+        for piece in batch.pieces:
+            if not piece.sequence.to_fill:
+                pieces.append(piece)
+            elif not filled:
+                if self._reuse.fill(piece.sequence):
+                    filled.append(piece.sequence)
+                else:
+                    pieces.append(piece)
+        return Batch(tuple(pieces), tuple(filled))
+
+    def _compute_isolated(self, batch: Batch) -> Results:
+        """Compute the batch; where that fails, compute each sequence alone, so that only those fail that fail again.
+
+        A second pass is safe: it writes the same KV to the same slots, and ``computed`` moves only after a success.
+        """
+        try:
+            return self._compute(batch)
+        except Exception as error:
+            log.exception("a step of %d tokens failed", batch.tokens)
+            if len(batch.sequences) == 1:
+                return [(batch.sequences[0], error)]
+        results: Results = []
+        for part in batch.split():
+            (sequence,) = part.sequences
+            rewind(sequence.generator, 0 if sequence.request.sampling.greedy else len(sequence.answer))
+            try:
+                results += self._compute(part)
+            except Exception as error:  # told to the request; its neighbours live on
+                results.append((sequence, error))
+        return results
+
+    def _compute(self, batch: Batch) -> Results:
+        started = time.perf_counter()
+        complete: list[Sequence] = []
+        logits: list[Tensor] = []
+        if batch.pieces:
+            rows = RowBatch.of([self._rows(piece) for piece in batch.pieces])
+            hidden = self._model.forward(rows, self._pool)
+            ends = [last for piece, last in zip(batch.pieces, rows.last_rows, strict=True) if piece.completes]
+            complete += [piece.sequence for piece in batch.pieces if piece.completes]
+            if ends:
+                logits.append(self._model.logits(hidden[ends]))
+        for sequence in batch.filled:
+            complete.append(sequence)
+            logits.append(self._reuse.first_logits(sequence))
+        sampled = sample(torch.cat(logits), [_make_draw(sequence) for sequence in complete]) if complete else []
+        elapsed_ms = (time.perf_counter() - started) * 1e3
+        for piece in batch.pieces:
+            if piece.sequence.receipt is None:
+                piece.sequence.times.compute_ms += elapsed_ms
+            piece.sequence.computed = piece.end
+        return list(zip(complete, sampled, strict=True))
+
+    def _rows(self, piece: Piece) -> Rows:
+        sequence = piece.sequence
+        slots = sequence.slots_in(self._pool)[: piece.end]
+        positions = torch.arange(piece.start, piece.end, device=self._pool.device)
+        return Rows.of(sequence.tokens[piece.start : piece.end], positions, slots)
+
+
+def _make_draw(sequence: Sequence) -> Draw:
+    return Draw(sequence.request.sampling, sequence.generator, sequence.tokens, sequence.prompt_tokens)

@@ -1,4 +1,4 @@
-"""The ``sembench`` command: is it true.
+"""The ``sembench`` command.
 
 Exit codes: 0 done, 1 a gate failed, 2 usage, 130 interrupted. A command is a module of `sembench.commands` with
 ``add(subparsers)`` and ``run(args) -> int``; it is imported only when it is asked for, or when help lists them all.
@@ -37,7 +37,7 @@ DESCRIPTION = "Did reuse really help, and did it do no harm."
 
 
 def build_parser(words: Sequence[str] = ()) -> Parser:
-    """The command line of the command that ``words`` name, or all of it; docs/reference is generated from it."""
+    """Return the parser of the command that ``words`` name, or of all commands. docs/reference is generated from it."""
     return commandline.parser_of("sembench", DESCRIPTION, commandline.asked_for(words, COMMANDS))
 
 

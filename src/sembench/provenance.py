@@ -1,4 +1,4 @@
-"""Who ran what, where and with which code: a number without this cannot be checked."""
+"""Describes a run: who ran what, where and with which code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def describe_run(
     backend_id: str | None = None,
     baseline_id: str | None = None,
 ) -> dict[str, Any]:
-    """The ``run`` object of a result file."""
+    """Return the ``run`` object of a result file."""
     sha, dirty = read_git_state()
     return {
         "run_id": run_id or make_run_id(engine),
@@ -54,12 +54,12 @@ def describe_run(
 
 
 def describe_environment() -> dict[str, Any]:
-    """The ``environment`` object of a result file."""
+    """Return the ``environment`` object of a result file."""
     return {"python": platform.python_version(), "platform": platform.platform(), "host": platform.node()}
 
 
 def read_git_state() -> tuple[str | None, bool | None]:
-    """Commit and whether the tree differs from it; both None where this code does not run from a checkout."""
+    """Return the commit and whether the tree differs from it; both None outside a checkout."""
     here = Path(__file__).resolve().parent
     if not any((folder / ".git").exists() for folder in here.parents):
         return None, None

@@ -1,4 +1,4 @@
-"""What was seen: one record a request, and the result file that holds them (``sembench.result.v2``).
+"""The result file (``sembench.result.v2``): one record for each request, and what follows from them.
 
 A field that nobody observed is None, in Python and in JSON: null is not zero. Files of the first version read as
 well; their missing fields are None.
@@ -118,7 +118,7 @@ class RequestRecord:
 
     @property
     def cluster(self) -> str:
-        """What intervals are clustered by: the document, since cases cut from one are not independent."""
+        """The document. Intervals are clustered by it, since cases cut from one document are not independent."""
         return self.source_id or self.item_id
 
 
@@ -146,13 +146,13 @@ _REQUIRED = ("item_id", "dataset", "transform", "negative_control")
 
 
 def dump_record(record: RequestRecord) -> dict[str, Any]:
-    """Every field, unknown ones as None, tuples as lists."""
+    """Return a record as JSON values: every field, unknown ones as None, tuples as lists."""
     values = {name: getattr(record, name) for name in _FIELDS}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def parse_record(value: Any, *, where: str = "request") -> RequestRecord:
-    """A record from parsed JSON. Keys that we don't know are left out; a wrong type names its field."""
+    """Return a record from parsed JSON. Unknown keys are left out; the error about a wrong type names the field."""
     if not isinstance(value, dict):
         raise InputError(f"{where} is {type(value).__name__}, not an object", hint="see docs/METRICS.md")
     for name in _REQUIRED:
@@ -202,7 +202,7 @@ def dump_result(result: Result) -> dict[str, Any]:
 
 
 def write_result(path: str | Path, result: Result) -> None:
-    """Write the result whole or not at all; NaN and infinity are refused, since JSON has neither."""
+    """Write the result, whole or not at all. NaN and infinity are refused, since JSON has neither."""
     try:
         text = json.dumps(dump_result(result), indent=1, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
@@ -211,7 +211,7 @@ def write_result(path: str | Path, result: Result) -> None:
 
 
 def read_result(path: str | Path) -> Result:
-    """A result file, checked; one that was cut off, or that another version wrote, says so."""
+    """Read and check a result file; the error says if it was cut off or has another version."""
     value = read_json_object(path, hint="if the run was cut off, run it again with --resume")
     if "result_version" not in value:
         raise InputError(f"{path} holds no result_version: it is no result of sembench", hint="check the path")

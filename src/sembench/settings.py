@@ -1,4 +1,4 @@
-"""What sembench reads from the environment, all of it, and only here."""
+"""The environment variables of sembench. Only this module reads the environment."""
 
 from __future__ import annotations
 

@@ -16,36 +16,37 @@ from tools.reference.metric_words import AGGREGATE, ENGINE_SUMMARY, PAIRED, RECO
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 
 
-def tables() -> dict[str, str]:
-    """Every generated block by its name."""
+def build_tables() -> dict[str, str]:
+    """Return every generated block by its name."""
     types = {field.name: str(field.type).removesuffix(" | None") for field in fields(RequestRecord)}
     once = {engine: make(engine).counted_once for engine, make in PARSERS.items()}
+    fields_table = [(f"`{name}`", types.get(name, "?"), words) for name, words in RECORD.items()]
+    bounds = [
+        (f"`{gate.flag}`", f"`{gate.metric}`", _describe_bound(gate.bound, gate.unit), gate.needs) for gate in GATES
+    ]
     return {
-        "record": _table(("field", "type", "meaning"), [(f"`{n}`", types.get(n, "?"), w) for n, w in RECORD.items()]),
-        "aggregate": _named("metric", AGGREGATE),
-        "paired": _named("metric", PAIRED),
-        "engine_summary": _named("key", ENGINE_SUMMARY),
-        "counted_once": _table(("engine", "what is one event"), [(f"`{name}`", words) for name, words in once.items()]),
-        "gates": _table(
-            ("flag", "reads", "passes when", "needs"),
-            [(f"`{gate.flag}`", f"`{gate.metric}`", _passes(gate.bound, gate.unit), gate.needs) for gate in GATES],
-        ),
+        "record": _format_table(("field", "type", "meaning"), fields_table),
+        "aggregate": _format_words("metric", AGGREGATE),
+        "paired": _format_words("metric", PAIRED),
+        "engine_summary": _format_words("key", ENGINE_SUMMARY),
+        "counted_once": _format_words("engine", once, meaning="what is one event"),
+        "gates": _format_table(("flag", "reads", "passes when", "needs"), bounds),
     }
 
 
-def filled(text: str) -> str:
-    """The page with its blocks written anew."""
-    made = tables()
+def fill_page(text: str) -> str:
+    """Return the page with its generated blocks replaced."""
+    made = build_tables()
     return _BLOCK.sub(lambda block: f"{block[1]}{made[block[2]]}\n{block[3]}", text)
 
 
 def main(arguments: Sequence[str]) -> int:
     path = Path(arguments[0] if arguments else "docs/METRICS.md")
-    path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
+    path.write_text(fill_page(path.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 
-def _passes(bound: str, unit: str) -> str:
+def _describe_bound(bound: str, unit: str) -> str:
     if bound == "true":
         return "true"
     if unit == "flag":
@@ -53,11 +54,11 @@ def _passes(bound: str, unit: str) -> str:
     return "≥ the bound" if bound == "min" else "≤ the bound"
 
 
-def _named(head: str, words: Mapping[str, str]) -> str:
-    return _table((head, "meaning"), [(f"`{name}`", meaning) for name, meaning in words.items()])
+def _format_words(head: str, words: Mapping[str, str], meaning: str = "meaning") -> str:
+    return _format_table((head, meaning), [(f"`{name}`", text) for name, text in words.items()])
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines)
 

@@ -1,4 +1,4 @@
-"""The words between the live loop and a server: what is asked, what came back."""
+"""The types between the live loop and a server: a call, an answer, a backend."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SEMANTIC_WORDS = ("semantic_placement", "semantic")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One prompt on its way out. ``salt`` puts it into a cache of its own where the server knows salts."""
+class PromptCall:
+    """One prompt to send. ``salt`` gives it a cache of its own on servers that know cache salts."""
 
     text: str
     max_tokens: int
@@ -29,7 +29,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """What a router says of its choice, in headers. Placement is where a request ran, never what it reused."""
+    """What a router reports about its choice, in headers. It says where a request ran, never what it reused."""
 
     header: str | None = None
     endpoint_id: str | None = None
@@ -41,8 +41,8 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What a server said, in one shape for all servers; None where it did not say.
+class ServerAnswer:
+    """A server's answer, in one shape for all servers. A field is None where the server did not report it.
 
     ``cached_tokens`` is the total that usage reports. ``cached_exact`` and ``cached_semantic`` are its parts, where the
     server splits it. ``receipt`` is the ``semblend`` object as it came. ``ids`` are all names that the request had.
@@ -72,27 +72,27 @@ class Answer:
 
     @property
     def output_units(self) -> Sequence[object]:
-        """What divergence is measured on: token ids, else token texts, else words of the text."""
+        """The units that divergence is measured on: token ids, else token texts, else words."""
         return self.token_ids or self.tokens or tuple(self.text.split())
 
 
-class Backend(Protocol):
+class ServerBackend(Protocol):
     """A kind of server."""
 
     name: str
 
-    async def ask(self, call: Call, *, donor: bool = False) -> Answer:
-        """Send a prompt; ``donor`` ones go to the place where donors are primed."""
+    async def ask(self, call: PromptCall, *, donor: bool = False) -> ServerAnswer:
+        """Send a prompt and return the answer. A ``donor`` goes to the server where donors are primed."""
 
     async def flush(self) -> str | None:
-        """Empty every cache. None, or what went wrong."""
+        """Empty every cache. Return None, or what went wrong."""
 
     async def list_models(self) -> tuple[Sequence[str], str | None]:
-        """The models that the server says it has, and what went wrong."""
+        """Return the names of the models that the server has, and what went wrong."""
 
 
-def add_cache_fields(body: JsonObject, call: Call) -> JsonObject:
-    """Add to a request body what both APIs call the same: the cache salt, and the wish not to reuse."""
+def add_cache_fields(body: JsonObject, call: PromptCall) -> JsonObject:
+    """Add the cache salt and "do not reuse" to a request body; both APIs use the same fields."""
     if call.salt:
         body["cache_salt"] = call.salt
     if not call.reuse:
@@ -100,10 +100,10 @@ def add_cache_fields(body: JsonObject, call: Call) -> JsonObject:
     return body
 
 
-def build_headers(call: Call, keys: Mapping[str, str], **more: str) -> dict[str, str]:
+def build_headers(call: PromptCall, keys: Mapping[str, str], **more: str) -> dict[str, str]:
     """Return the HTTP headers of a call; empty ones are left out.
 
-    >>> build_headers(Call(text="", max_tokens=1, request_id="r", tenant="t"), {"": "k"})
+    >>> build_headers(PromptCall(text="", max_tokens=1, request_id="r", tenant="t"), {"": "k"})
     {'X-Request-Id': 'r', 'x-tenant-id': 't', 'Authorization': 'Bearer k'}
     """
     key = keys.get(call.tenant) or keys.get("")
@@ -113,13 +113,13 @@ def build_headers(call: Call, keys: Mapping[str, str], **more: str) -> dict[str,
 
 
 def list_cards(listed: Any) -> list[str]:
-    """Return the model names of a ``/v1/models`` answer; none where it is no such answer."""
+    """Return the model names in the answer of ``/v1/models``, or none if the answer has another shape."""
     cards = listed.get("data", []) if isinstance(listed, dict) else []
     return [str(card.get("id")) for card in cards]
 
 
 def measure_times(exchange: Exchange, has_text: Callable[[JsonObject], bool]) -> tuple[float | None, tuple[float, ...]]:
-    """Time to the first event with text, and the times between such events."""
+    """Return the time to the first event with text and the gaps between such events, in milliseconds."""
     times = [at for event, at in zip(exchange.events, exchange.arrivals_ms, strict=True) if has_text(event)]
     if not times:
         return None, ()
@@ -127,7 +127,7 @@ def measure_times(exchange: Exchange, has_text: Callable[[JsonObject], bool]) ->
 
 
 def read_route(headers: Mapping[str, str]) -> Route:
-    """Routing words from response headers.
+    """Read the routing fields from response headers.
 
     >>> read_route({"x-semantic-route": "semantic_placement", "x-semantic-score": "0.9"}).outcome
     'semantic_placement'
@@ -145,7 +145,7 @@ def read_route(headers: Mapping[str, str]) -> Route:
 
 
 def _read_outcome(placement: str | None, route: str | None) -> str | None:
-    """x-semantic-placement is a yes, a no or a word; else the route's own word counts."""
+    """Read x-semantic-placement (yes, no or a word); without it, the first word of the route header."""
     if placement is not None:
         plain = placement.strip().lower()
         if plain in ("1", "true", "yes", "semantic"):
@@ -169,7 +169,7 @@ def _parse_number(text: str | None) -> float | None:
 
 
 def parse_count(value: Any) -> int | None:
-    """A token count as JSON gives it; None for anything that is not a whole number of 0 or more."""
+    """Return a token count from JSON, or None if it is not a whole number of 0 or more."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < 0:
         return None
     return int(value)

@@ -1,4 +1,4 @@
-"""Any OpenAI-compatible gateway: ``/v1/chat/completions``, streamed. Donors may be primed at a worker behind it."""
+"""The backend for any OpenAI-compatible gateway: ``/v1/chat/completions``, streamed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sembench.backends.base import (
-    Answer,
-    Call,
+    PromptCall,
+    ServerAnswer,
     add_cache_fields,
     build_headers,
     convert_to_ms,
@@ -25,7 +25,7 @@ CHAT = "/v1/chat/completions"
 
 
 class GatewayBackend:
-    """``donor_url`` empty: donors go through the gateway as recipients do."""
+    """Sends recipients to the gateway, and donors to ``donor_url``; if that is empty, donors go to the gateway too."""
 
     name = "gateway"
 
@@ -48,7 +48,7 @@ class GatewayBackend:
         self._keys = dict(keys or {})
         self._tokenizer = tokenizer or model
 
-    async def ask(self, call: Call, *, donor: bool = False) -> Answer:
+    async def ask(self, call: PromptCall, *, donor: bool = False) -> ServerAnswer:
         url = (self._donor if donor else self._gateway) + CHAT
         headers = build_headers(
             call, self._keys, **{"x-tokenizer-id": self._tokenizer, "x-chat-template-id": call.template}
@@ -66,7 +66,7 @@ class GatewayBackend:
         return list_cards(listed), None
 
 
-def build_body(call: Call, model: str) -> JsonObject:
+def build_body(call: PromptCall, model: str) -> JsonObject:
     body: JsonObject = {
         "model": model,
         "messages": [{"role": "user", "content": call.text}],
@@ -80,7 +80,7 @@ def build_body(call: Call, model: str) -> JsonObject:
     return add_cache_fields(body, call)
 
 
-def build_answer(exchange: Exchange, call: Call) -> Answer:
+def build_answer(exchange: Exchange, call: PromptCall) -> ServerAnswer:
     ttft, gaps = measure_times(exchange, lambda event: bool(_extract_text(event)))
     usage = _find_last(exchange.events, "usage")
     details = usage.get("prompt_tokens_details")
@@ -89,7 +89,7 @@ def build_answer(exchange: Exchange, call: Call) -> Answer:
     timings = _find_last(exchange.events, "timings") or _find_last(exchange.events, "metrics")
     logprobs = [row for event in exchange.events for row in _extract_logprobs(event)]
     finish = [choice.get("finish_reason") for event in exchange.events for choice in _list_choices(event)]
-    return Answer(
+    return ServerAnswer(
         text="".join(_extract_text(event) for event in exchange.events),
         ttft_ms=ttft,
         latency_ms=exchange.latency_ms,
@@ -122,7 +122,7 @@ def _list_choices(event: JsonObject) -> list[JsonObject]:
 
 
 def _extract_text(event: JsonObject) -> str:
-    """The text of an event; an answer that came in one piece has a message instead of a delta."""
+    """Return the text of an event. An answer that is not streamed has a message instead of a delta."""
     said = []
     for choice in _list_choices(event)[:1]:
         part = choice.get("delta") or choice.get("message")
@@ -134,9 +134,9 @@ def _extract_text(event: JsonObject) -> str:
 def _extract_logprobs(event: JsonObject) -> list[JsonObject]:
     rows: list[JsonObject] = []
     for choice in _list_choices(event)[:1]:
-        told = choice.get("logprobs")
-        if isinstance(told, dict) and isinstance(told.get("content"), list):
-            rows.extend(row for row in told["content"] if isinstance(row, dict))
+        logprobs = choice.get("logprobs")
+        if isinstance(logprobs, dict) and isinstance(logprobs.get("content"), list):
+            rows.extend(row for row in logprobs["content"] if isinstance(row, dict))
     return rows
 
 
@@ -144,7 +144,7 @@ def _find_last(events: Sequence[JsonObject], name: str) -> dict[str, Any]:
     return next((event[name] for event in reversed(events) if isinstance(event.get(name), dict)), {})
 
 
-def _collect_ids(exchange: Exchange, call: Call) -> tuple[str, ...]:
+def _collect_ids(exchange: Exchange, call: PromptCall) -> tuple[str, ...]:
     first = exchange.events[0].get("id") if exchange.events else None
     return tuple(
         dict.fromkeys(str(one) for one in (exchange.headers.get("x-request-id"), first, call.request_id) if one)

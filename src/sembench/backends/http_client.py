@@ -1,4 +1,4 @@
-"""One HTTP exchange with a serving engine, timed where the client stands.
+"""One HTTP exchange with a serving engine, timed at the client.
 
 Times come from a clock that cannot jump (`time.perf_counter`). The first token is the first event that carries text or
 a token: an opening event with a role and nothing else is not an answer yet.
@@ -26,7 +26,7 @@ MOST_CONNECTIONS = 1024
 
 
 class SseParser:
-    """Server-sent events out of bytes that may be cut anywhere, even inside a character.
+    """Cuts a byte stream into server-sent events; a chunk may end anywhere, even inside a character.
 
     >>> parser = SseParser()
     >>> parser.feed(b'data: {"a"'), parser.feed(b': 1}\\n\\ndata: [DO'), parser.feed(b'NE]\\n\\n')
@@ -41,11 +41,11 @@ class SseParser:
 
     @property
     def unfinished(self) -> bool:
-        """Whether an event has begun and not ended."""
+        """Whether an event has started and not ended."""
         return bool(self._line or self._data)
 
     def feed(self, data: bytes) -> list[str]:
-        """The data of every event that these bytes complete."""
+        """Take the next bytes and return the data of every event that they complete."""
         events: list[str] = []
         text = self._decoder.decode(data)
         if self._after_return and text.startswith("\n"):
@@ -64,7 +64,7 @@ class SseParser:
 
 @dataclass(slots=True)
 class Exchange:
-    """What came back: every event as JSON with its arrival, or one body, or what went wrong.
+    """What came back: every event as JSON with its arrival time, or one body, or an error.
 
     ``arrivals_ms`` are counted from the moment the request was handed to the socket.
     """
@@ -80,7 +80,7 @@ class Exchange:
 
 @asynccontextmanager
 async def open_client(timeout_s: float, headers: Mapping[str, str] | None = None) -> AsyncIterator[httpx.AsyncClient]:
-    """A client that ignores proxies and other settings of the surroundings: they would be measured too."""
+    """Open a client that ignores proxies and other settings of the environment, since they would change the times."""
     try:
         import httpx
     except ImportError:
@@ -94,7 +94,7 @@ async def open_client(timeout_s: float, headers: Mapping[str, str] | None = None
 
 
 def check_url(url: str, flag: str) -> str:
-    """The URL without a trailing slash.
+    """Check a URL and return it without a trailing slash.
 
     >>> check_url("http://localhost:1/", "--base-url")
     'http://localhost:1'
@@ -105,7 +105,7 @@ def check_url(url: str, flag: str) -> str:
 
 
 async def post_stream(client: httpx.AsyncClient, url: str, body: JsonObject, headers: Mapping[str, str]) -> Exchange:
-    """POST and read the events as they come. An answer that is not a stream becomes its one event."""
+    """Send a POST request and read the events as they arrive. An answer that is not a stream counts as one event."""
     import httpx
 
     exchange = Exchange()
@@ -161,7 +161,7 @@ def _take_event(exchange: Exchange, text: str, started: float) -> None:
 
 
 def describe_error(status: int, body: bytes) -> str:
-    """One line about an error answer, in its own words where it has some.
+    """Describe an error answer in one line, with its own message where it has one.
 
     >>> describe_error(404, b'{"error": {"message": "no model x here"}}')
     'HTTP 404: no model x here'
@@ -179,7 +179,7 @@ def describe_error(status: int, body: bytes) -> str:
 
 
 async def get_json(client: httpx.AsyncClient, url: str) -> tuple[Any, str | None]:
-    """A JSON body, or None and what went wrong."""
+    """Return the JSON body of a URL, or None and what went wrong."""
     text, error = await get_text(client, url)
     if text is None:
         return None, error
@@ -202,7 +202,7 @@ async def get_text(client: httpx.AsyncClient, url: str) -> tuple[str | None, str
 
 
 async def post_empty(client: httpx.AsyncClient, urls: Sequence[str]) -> str | None:
-    """POST without a body to every URL: how caches are flushed. None, or what went wrong."""
+    """Send a POST request without a body to every URL; this flushes caches. Return None, or what went wrong."""
     import httpx
 
     for url in urls:

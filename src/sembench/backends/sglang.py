@@ -1,4 +1,4 @@
-"""SGLang's native shape: ``/generate`` and ``/flush_cache``. The embedded server speaks it too."""
+"""The backend for SGLang's native API: ``/generate`` and ``/flush_cache``. The embedded server has it too."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sembench.backends.base import (
-    Answer,
-    Call,
+    PromptCall,
+    ServerAnswer,
     add_cache_fields,
     build_headers,
     convert_to_ms,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class SglangBackend:
-    """Donors and recipients go to the same server."""
+    """Sends donors and recipients to the same server."""
 
     name = "sglang"
 
@@ -32,7 +32,7 @@ class SglangBackend:
         self._base = base_url
         self._keys = dict(keys or {})
 
-    async def ask(self, call: Call, *, donor: bool = False) -> Answer:
+    async def ask(self, call: PromptCall, *, donor: bool = False) -> ServerAnswer:
         del donor
         exchange = await post_stream(
             self._client, f"{self._base}/generate", build_body(call), build_headers(call, self._keys)
@@ -50,8 +50,8 @@ class SglangBackend:
         return ([str(info.get("model_path"))], None) if isinstance(info, dict) else ((), error)
 
 
-def build_body(call: Call) -> JsonObject:
-    """The request. ``rid`` is our id, so that the engine's log and ours can be joined."""
+def build_body(call: PromptCall) -> JsonObject:
+    """Return the request body. ``rid`` is our id, so that the engine's log can be joined to our records."""
     body: JsonObject = {
         "text": call.text,
         "sampling_params": {"temperature": 0, "max_new_tokens": call.max_tokens, "ignore_eos": True},
@@ -63,8 +63,8 @@ def build_body(call: Call) -> JsonObject:
     return add_cache_fields(body, call)
 
 
-def build_answer(exchange: Exchange, call: Call) -> Answer:
-    """SGLang repeats the text so far with each event, so the last one holds everything."""
+def build_answer(exchange: Exchange, call: PromptCall) -> ServerAnswer:
+    """Return the answer. SGLang repeats the whole text in each event, so the last event has everything."""
     ttft, gaps = measure_times(exchange, lambda event: bool(event.get("text") or event.get("output_ids")))
     last: JsonObject = exchange.events[-1] if exchange.events else {}
     meta = last.get("meta_info")
@@ -74,7 +74,7 @@ def build_answer(exchange: Exchange, call: Call) -> Answer:
     receipt = last.get("semblend")
     finish = meta.get("finish_reason")
     drawn = _read_rows(meta.get("output_token_logprobs"))
-    return Answer(
+    return ServerAnswer(
         text=str(last.get("text") or ""),
         ttft_ms=ttft,
         latency_ms=exchange.latency_ms,
@@ -102,7 +102,7 @@ def build_answer(exchange: Exchange, call: Call) -> Answer:
 
 
 def _read_rows(value: Any) -> list[Sequence[Any]]:
-    """Rows of [logprob, token id, text or null]."""
+    """Return rows of [logprob, token id, text or null]; other values are left out."""
     rows = value if isinstance(value, list) else []
     return [row for row in rows if isinstance(row, list) and len(row) >= 2 and row[0] is not None]
 

@@ -1,4 +1,4 @@
-"""One module a command of ``sembench``: ``add(subparsers)`` describes it, ``run(args)`` does it.
+"""The commands of ``sembench``, one module each: ``add(subparsers)`` describes a command, ``run(args)`` runs it.
 
 Commands read arguments and write files; what they compute lives in the other folders.
 """

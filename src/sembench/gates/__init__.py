@@ -1,4 +1,4 @@
 """What a result must show before it may be called good.
 
-A gate reads a result file and nothing else.
+A gate reads files only: the result, engine summaries and a noise calibration.
 """

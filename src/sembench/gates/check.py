@@ -1,4 +1,4 @@
-"""Gates: what a result must show before anybody may call it good.
+"""Checks gates: what a result must show before anybody may call it good.
 
 A gate names one metric and one bound. A requested gate whose metric nobody observed fails: silence proves nothing.
 The numbers are computed again from the requests; a file whose own aggregate says something else fails as well.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sembench.files import read_json_object
-from sembench.gates.table import GATES, Gate
+from sembench.gates.table import GATES, ResultGate
 from sembench.result import Result
 from sembench.scoring.aggregate import aggregate, select_measured
 from sembench.scoring.paired import pair_records, summarize_pairs
@@ -24,8 +24,8 @@ _SAME = 1e-6
 
 
 @dataclass
-class Observations:
-    """Every metric a gate may read: its value, where known its interval and n, and where it was taken from."""
+class MetricObservations:
+    """Every metric that a gate may read: its value, its interval and n where known, and where the value comes from."""
 
     values: dict[str, Any] = field(default_factory=dict)
     intervals: dict[str, Sequence[float] | None] = field(default_factory=dict)
@@ -39,9 +39,9 @@ class Observations:
 
 def observe(
     result: Result, summaries: Sequence[Mapping[str, Any]], calibration: Mapping[str, Any] | None = None
-) -> Observations:
-    """All metrics of a result and of the engine summaries beside it."""
-    seen = Observations()
+) -> MetricObservations:
+    """Return all metrics of a result and of the engine summaries that belong to it."""
+    seen = MetricObservations()
     again = aggregate(result.requests) if result.requests else {}
     again_paired = summarize_pairs(result.requests) or {}
     for gate in GATES:
@@ -56,8 +56,8 @@ def observe(
     return seen
 
 
-def _take_metric(seen: Observations, name: str, stated: Mapping[str, Any], computed: Mapping[str, Any]) -> None:
-    """The computed value where requests allow one; what the file states must be the same."""
+def _take_metric(seen: MetricObservations, name: str, stated: Mapping[str, Any], computed: Mapping[str, Any]) -> None:
+    """Take the value computed from the requests, where there is one; what the file states must be equal to it."""
     found = computed if computed.get(name) is not None else stated
     if name not in found and name in seen.values:
         return
@@ -72,7 +72,7 @@ def _take_metric(seen: Observations, name: str, stated: Mapping[str, Any], compu
 
 
 def _derive_paired(
-    seen: Observations, result: Result, pairs: Mapping[str, Any], calibration: Mapping[str, Any] | None
+    seen: MetricObservations, result: Result, pairs: Mapping[str, Any], calibration: Mapping[str, Any] | None
 ) -> None:
     speed = pairs.get("negative_control_ttft_speedup_median")
     seen.put("negative_control_speedup_deviation", None if speed is None else abs(speed - 1.0))
@@ -85,15 +85,15 @@ def _derive_paired(
     seen.put("warm_vs_cold_rouge_drop", None if floor is None or rouge is None else floor - rouge)
 
 
-def _derive_confirmed(seen: Observations, result: Result) -> None:
-    """Distance from cold where KV was reused: requests that ran cold would only water it down."""
+def _derive_confirmed(seen: MetricObservations, result: Result) -> None:
+    """Add the distance from the cold answer, over requests with confirmed reuse only: cold ones would hide it."""
     reused = [record for record in select_measured(result.requests) if record.backend_confirmed_tokens]
     for name, attribute in (("confirmed_cold_kl_mean", "cold_kl_topk"), ("confirmed_cold_f1_mean", "cold_f1")):
         found = estimate_mean((getattr(record, attribute), record.cluster) for record in reused)
         seen.put(name, found.value, found.ci, found.n)
 
 
-def _derive_engine(seen: Observations, summaries: Sequence[Mapping[str, Any]]) -> None:
+def _derive_engine(seen: MetricObservations, summaries: Sequence[Mapping[str, Any]]) -> None:
     # An empty log shows no error because it shows nothing.
     spoken = [summary for summary in summaries if summary.get("lines", 1)]
     for name in ("materialization_events", "materialized_tokens", "materialized_units"):
@@ -104,9 +104,13 @@ def _derive_engine(seen: Observations, summaries: Sequence[Mapping[str, Any]]) -
 
 
 def check(
-    seen: Observations, requested: Mapping[str, float | bool], *, allow_missing: bool = False, pessimistic: bool = False
+    seen: MetricObservations,
+    requested: Mapping[str, float | bool],
+    *,
+    allow_missing: bool = False,
+    pessimistic: bool = False,
 ) -> tuple[list[str], list[str]]:
-    """The reasons why gates fail, one line each, and the metrics that were missing."""
+    """Return why gates fail, one line each, and the metrics that are missing."""
     failures, missing = [], []
     by_name = {gate.name: gate for gate in GATES}
     for name, bound in requested.items():
@@ -122,7 +126,7 @@ def check(
     return failures, missing
 
 
-def _explain_failure(gate: Gate, seen: Observations, bound: float | bool, pessimistic: bool) -> str | None:
+def _explain_failure(gate: ResultGate, seen: MetricObservations, bound: float | bool, pessimistic: bool) -> str | None:
     value = seen.values[gate.metric]
     if gate.bound == "true":
         return None if value else f"{gate.metric} is false"
@@ -143,7 +147,7 @@ def _explain_failure(gate: Gate, seen: Observations, bound: float | bool, pessim
 
 
 def read_summary(path: str | Path) -> dict[str, Any]:
-    """An engine summary; of another tool too, as long as it has the counters."""
+    """Read an engine summary; one that another tool wrote is accepted if it has the counters."""
     value = read_json_object(path, hint="make it again")
     if "materialization_events" not in value or "errors" not in value:
         raise InputError(f"{path} is no engine summary", hint="make one with sembench summarize-engine-events --output")
@@ -151,7 +155,7 @@ def read_summary(path: str | Path) -> dict[str, Any]:
 
 
 def _read_count(summary: Mapping[str, Any], name: str) -> int:
-    """A counter; some tools write the list of what they counted."""
+    """Return a counter of a summary; some tools write the list of what they counted instead."""
     value = summary.get(name, 0)
     if isinstance(value, (list, dict)):
         return len(value)

@@ -1,4 +1,4 @@
-"""Replay against a real server: clients, the live loop, load, and the log that lets a run resume.
+"""Replay against a real server: the live loop, load, the judge, and the log that lets a run resume.
 
 What the server says about itself is weighed in ``witnesses``, not here.
 """

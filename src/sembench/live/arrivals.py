@@ -1,7 +1,7 @@
-"""When requests arrive: drawn from a process, or taken from a trace.
+"""When requests arrive: drawn from a random process, or taken from a trace.
 
-Open loop: a request is sent at its time whether or not earlier ones were answered, as people do. A closed loop, where
-the next one waits for the last, hides every queue that a slow server builds.
+The loop is open: a request is sent at its time, whether or not earlier ones were answered. A closed loop, where the
+next request waits for the last answer, hides the queue in front of a slow server.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _SYLLABLES = ("ba", "ko", "ri", "mu", "te", "sa", "lo", "ni", "fa", "du", "pe", 
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """A prompt, the second at which it arrives, and how much to answer (None: the run's default)."""
+class RequestArrival:
+    """A prompt, its arrival time in seconds, and the length of its answer in tokens (None: the run's default)."""
 
     at_s: float
     text: str
@@ -36,8 +36,8 @@ class Arrival:
 
 def draw_arrivals(
     prompts: Iterable[str], rate: float, *, burstiness: float = 1.0, seed: int = 0, limit: int | None = None
-) -> list[Arrival]:
-    """Arrivals at ``rate`` a second. Gaps are gamma distributed; ``burstiness`` 1 is Poisson, below 1 comes in bursts.
+) -> list[RequestArrival]:
+    """Return arrivals at ``rate`` a second. Gaps are gamma distributed: ``burstiness`` 1 is Poisson, below 1 is bursty.
 
     >>> [arrival.at_s for arrival in draw_arrivals(["a", "b"], math.inf)]
     [0.0, 0.0]
@@ -46,14 +46,14 @@ def draw_arrivals(
         raise InputError(f"rate {rate:g} and burstiness {burstiness:g} must be above 0", hint="inf sends all at once")
     drawn, now, arrivals = random.Random(seed), 0.0, []
     for text in itertools.islice(prompts, limit):
-        arrivals.append(Arrival(now, text))
+        arrivals.append(RequestArrival(now, text))
         if math.isfinite(rate):
             now += drawn.gammavariate(burstiness, 1.0 / (rate * burstiness))
     return arrivals
 
 
 def list_prompts(cases: Iterable[Case], *, with_donors: bool = True) -> Iterator[str]:
-    """Donors and recipients in the order in which traffic would bring them."""
+    """Yield donors and recipients in the order of the cases."""
     for case in cases:
         if with_donors:
             yield from (donor.text for donor in case.donor_prompts)
@@ -62,8 +62,8 @@ def list_prompts(cases: Iterable[Case], *, with_donors: bool = True) -> Iterator
 
 def read_trace(
     path: str, *, time_scale: float = 1.0, limit: int | None = None, most_tokens: int | None = None
-) -> list[Arrival]:
-    """Arrivals of a Mooncake (JSON Lines) or an Azure (CSV) trace, from its first request on.
+) -> list[RequestArrival]:
+    """Return the arrivals of a Mooncake (JSON Lines) or an Azure (CSV) trace; the first one is at 0 seconds.
 
     ``time_scale`` 2 plays it at double speed. Traces hold no text: prompts are made up, and equal hash ids of a
     Mooncake trace become equal text, so that what was shared stays shared. ``most_tokens`` cuts long prompts.
@@ -80,7 +80,9 @@ def read_trace(
     arrivals = []
     for number, row in enumerate(taken):
         tokens = row.input_tokens if most_tokens is None else min(row.input_tokens, most_tokens)
-        arrivals.append(Arrival((row.at_s - first) / time_scale, _make_text(row, tokens, number), row.output_tokens))
+        arrivals.append(
+            RequestArrival((row.at_s - first) / time_scale, _make_text(row, tokens, number), row.output_tokens)
+        )
     return sorted(arrivals, key=lambda arrival: arrival.at_s)
 
 
@@ -121,7 +123,7 @@ def _read_azure(lines: Iterable[str], path: str) -> Iterator[_TraceRow]:
 
 
 def _make_text(row: _TraceRow, tokens: int, number: int) -> str:
-    """About so many tokens: a made-up word takes between one and three of them, so two words stand for three."""
+    """Make up text of about ``tokens`` tokens. A made-up word takes one to three tokens: two words count as three."""
     blocks = row.blocks or [-number - 1 - at * 1_000_003 for at in range(math.ceil(tokens / BLOCK_TOKENS))]
     words: list[str] = []
     for block in blocks:

@@ -1,7 +1,7 @@
-"""An optional judge: any model behind an OpenAI endpoint says how well an answer agrees with a reference.
+"""An optional judge: a model behind an OpenAI endpoint rates how well an answer agrees with a reference.
 
-It judges after all measuring is done, sees no arm names, and its word never counts as quality by itself: it stands in
-``judge_score`` beside the scores that anyone can compute again.
+The judge runs after all measuring and sees no arm names. Its rating is kept as ``judge_score``; it changes no other
+score, since those can be computed again without a model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sembench.backends.base import Call
+from sembench.backends.base import PromptCall
 from sembench.backends.gateway import CHAT, build_answer, build_body
 from sembench.backends.http_client import post_stream
 from sembench.result import RequestRecord
@@ -38,7 +38,7 @@ contradicts it) to 10 (fully), and nothing else."""
 
 
 def parse_points(text: str) -> float | None:
-    """The first number from 0 to 10 in a judge's reply, as a share; None where there is none.
+    """Return the first number from 0 to 10 in a judge's reply as a share of 1, or None.
 
     >>> parse_points("Score: 7/10"), parse_points("no idea")
     (0.7, None)
@@ -54,7 +54,7 @@ async def judge_answers(
     records: Sequence[RequestRecord],
     questions: Mapping[str, tuple[str, Sequence[str]]],
 ) -> list[RequestRecord]:
-    """The records with their ``judge_score``.
+    """Ask the judge about every record and return the records with their ``judge_score``.
 
     ``questions`` holds the question and the gold answers by item; where there is no gold, the cold answer is taken.
     """
@@ -65,7 +65,7 @@ async def judge_answers(
         reference = " | ".join(answers) or (cold.get(record.pair_id) if record.arm in ("warm", "rerun") else None)
         if reference and record.error is None:
             text = _PROMPT.format(question=question, reference=reference, answer=record.output_text or "")
-            call = Call(text=text, max_tokens=8, request_id=f"judge-{number}")
+            call = PromptCall(text=text, max_tokens=8, request_id=f"judge-{number}")
             answer = build_answer(await post_stream(client, url + CHAT, build_body(call, model), {}), call)
             record = replace(record, judge_score=None if answer.error else parse_points(answer.text))
         judged.append(record)

@@ -1,6 +1,6 @@
-"""Load: requests at their times, times as ``vllm bench serve`` names them, and what of it met its promise.
+"""Load: send requests at their times, and report times under the names of ``vllm bench serve``.
 
-Times run from the moment a request was due: waiting for a free connection under ``max_concurrency`` is waiting, too.
+Times start at the moment a request was due, so waiting for a free slot under ``max_concurrency`` counts.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sembench.backends.base import Answer, Backend, Call
-from sembench.live.arrivals import Arrival
+from sembench.backends.base import PromptCall, ServerAnswer, ServerBackend
+from sembench.live.arrivals import RequestArrival
 from sembench.scoring.statistics import compute_mean, compute_median, compute_percentile
 from semblend.errors import InputError
 
@@ -23,9 +23,9 @@ PERCENTILES = (50, 90, 95, 99)
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """One answer of a load run; times in milliseconds. ``late_ms``: sent so long after it was due."""
+    """One answer of a load run. ``late_ms`` is how long after its time it was sent; all times are in milliseconds."""
 
-    answer: Answer
+    answer: ServerAnswer
     due_s: float
     late_ms: float
     finished_s: float
@@ -49,7 +49,7 @@ class TimedAnswer:
 
     @property
     def tpot_ms(self) -> float | None:
-        """Time per output token behind the first; None for an answer of one token."""
+        """Time per output token after the first; None for an answer of one token."""
         rest = self.output_tokens - 1
         return ((self.answer.latency_ms or 0.0) - (self.answer.ttft_ms or 0.0)) / rest if rest > 0 else None
 
@@ -59,7 +59,7 @@ class TimedAnswer:
 
 
 def parse_slo(texts: Sequence[str]) -> dict[str, float]:
-    """Limits in milliseconds from words such as ``ttft:500``.
+    """Parse limits such as ``ttft:500``, in milliseconds.
 
     >>> parse_slo(["ttft:500", "tpot:50"])
     {'ttft': 500.0, 'tpot': 50.0}
@@ -77,22 +77,22 @@ def parse_slo(texts: Sequence[str]) -> dict[str, float]:
 
 
 async def play(
-    backend: Backend,
-    arrivals: Sequence[Arrival],
+    backend: ServerBackend,
+    arrivals: Sequence[RequestArrival],
     *,
     output_tokens: int,
     max_concurrency: int | None = None,
     tenant: str = "",
     on_done: Callable[[int], None] | None = None,
 ) -> tuple[list[TimedAnswer], float]:
-    """Send every request at its time. Returns the answers in order of arrival, and the seconds it all took."""
+    """Send every request at its time. Return the answers in order of arrival and the duration in seconds."""
     gate = asyncio.Semaphore(max_concurrency) if max_concurrency else None
     run, done, started = uuid.uuid4().hex[:8], 0, time.perf_counter()
 
-    async def send_one(number: int, arrival: Arrival) -> TimedAnswer:
+    async def send_one(number: int, arrival: RequestArrival) -> TimedAnswer:
         nonlocal done
         await asyncio.sleep(max(arrival.at_s - (time.perf_counter() - started), 0))
-        call = Call(
+        call = PromptCall(
             text=arrival.text,
             max_tokens=arrival.output_tokens or output_tokens,
             request_id=f"sb-{run}-{number}",
@@ -119,7 +119,7 @@ async def play(
 
 
 def summarize_load(timed: Sequence[TimedAnswer], duration_s: float, slo: Mapping[str, float]) -> dict[str, Any]:
-    """The fields of ``vllm bench serve``; times are None where nothing was answered."""
+    """Return the fields of ``vllm bench serve``; times are None if nothing was answered."""
     good = [one for one in timed if one.ok]
     inputs = [one.answer.prompt_tokens for one in good if one.answer.prompt_tokens is not None]
     output = sum(one.output_tokens for one in good)
@@ -159,7 +159,7 @@ def _summarize_times(name: str, values: Sequence[float]) -> dict[str, float | No
 
 
 def _sum_reuse(good: Sequence[TimedAnswer]) -> dict[str, Any]:
-    """What the backend says it reused under load; None where it says nothing."""
+    """Return what the backend reports as reused under load; None if it reports nothing."""
     receipts = [one.answer.receipt for one in good if one.answer.receipt is not None]
     cached = [one.answer.cached_tokens for one in good if one.answer.cached_tokens is not None]
     return {
@@ -170,7 +170,7 @@ def _sum_reuse(good: Sequence[TimedAnswer]) -> dict[str, Any]:
 
 
 def _count_most_at_once(timed: Sequence[TimedAnswer]) -> int:
-    """Requests under way at the busiest moment."""
+    """Return the number of requests under way at the busiest moment."""
     moments = [(one.due_s + one.late_ms / 1000, 1) for one in timed] + [(one.finished_s, -1) for one in timed]
     now = most = 0
     for _, step in sorted(moments):
@@ -180,7 +180,7 @@ def _count_most_at_once(timed: Sequence[TimedAnswer]) -> int:
 
 
 def list_details(timed: Sequence[TimedAnswer]) -> dict[str, Any]:
-    """One list a quantity, in order of arrival, as ``--save-detailed`` of ``vllm bench serve`` writes them; seconds."""
+    """Return one list for each quantity, in order of arrival, as ``vllm bench serve --save-detailed`` does; seconds."""
     return {
         "input_lens": [one.answer.prompt_tokens for one in timed],
         "output_lens": [one.output_tokens if one.ok else 0 for one in timed],

@@ -1,8 +1,8 @@
-"""The live loop: empty the cache, prime the donors, ask the recipient, weigh what the backend says of it.
+"""The live loop: empty the cache, prime the donors, ask the recipient, weigh the evidence of reuse.
 
-A case runs in one arm or in three. ``cold`` asks the recipient of an empty cache, ``warm`` asks it after its donors,
-``rerun`` is cold once more: how far two cold answers lie apart is how much noise there is. The order of the arms is
-drawn for each case, so that a server that grows faster or slower over time favours none of them.
+A case runs in one arm or in three. ``cold`` asks the recipient with an empty cache. ``warm`` asks it after its donors.
+``rerun`` is cold once more: the difference between two cold answers is the noise. The order of the arms is random for
+each case, so that a server that becomes faster or slower over time favours none of them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sembench.backends.base import Answer, Backend, Call
+from sembench.backends.base import PromptCall, ServerAnswer, ServerBackend
 from sembench.live.records import build_record
 from sembench.live.resume_log import ResumeLog
 from sembench.live.settings import COLD_ARMS, PAIRED_ARMS, LiveSettings
 from sembench.manifests.cases import Case
 from sembench.result import RequestRecord
-from sembench.scoring.comparison import ComparableAnswer, score_against_cold
+from sembench.scoring.record_scores import ComparableAnswer, score_against_cold
 from sembench.witnesses import prometheus
 from sembench.witnesses.audit import AuditLog, join_audit
 from sembench.witnesses.confirmation import Expectation, confirm, measure_shared_text
@@ -31,7 +31,7 @@ from semblend.errors import InputError, SemBlendError
 TENANT_PAIR = "tenant_pair"
 MOST_FAILURES = 3
 SETTLE_S = (0.05, 0.2, 0.5)
-"""Servers count a request a moment after its last token; so long they are given before a mismatch is believed."""
+"""Pauses before the counters are read again, in seconds: servers count a request a moment after its last token."""
 
 
 class BackendGoneError(SemBlendError):
@@ -40,21 +40,21 @@ class BackendGoneError(SemBlendError):
 
 @dataclass(frozen=True, slots=True)
 class AnsweredCall:
-    """One answer with everything that is known about it."""
+    """One answer, and the record that was made from it."""
 
     record: RequestRecord
-    answer: Answer
+    answer: ServerAnswer
 
 
 class LiveRun:
-    """One run over a manifest. ``progress`` is called with (done, total or None, the latest record)."""
+    """One run over a manifest. ``progress`` is called with the number of finished cases and the latest record."""
 
     def __init__(
         self,
-        backend: Backend,
+        backend: ServerBackend,
         settings: LiveSettings,
         scraper: Scraper,
-        partial: ResumeLog,
+        resume_log: ResumeLog,
         *,
         audit: Callable[[], AuditLog] | None = None,
         progress: Callable[[int, RequestRecord], None] | None = None,
@@ -62,7 +62,7 @@ class LiveRun:
         self._backend = backend
         self._settings = settings
         self._scraper = scraper
-        self._partial = partial
+        self._log = resume_log
         self._audit = audit
         self._progress = progress
         self._names: dict[tuple[str, str], tuple[str, ...]] = {}
@@ -75,19 +75,19 @@ class LiveRun:
     # -- the whole run ---------------------------------------------------------------------------------------------
 
     async def run(self, cases: Iterable[Case]) -> list[RequestRecord]:
-        """All records, in the order of the manifest; raises when the server is gone."""
+        """Run all cases and return their records in the order of the manifest. Raise if the server is gone."""
         await self._prepare()
         order: list[str] = []
         async for item_id, records in self._run_cases(cases):
             order.append(item_id)
             if records is not None:
-                self._partial.add(item_id, records)
+                self._log.add(item_id, records)
             if self._progress is not None:
-                self._progress(len(order), self._partial.done[item_id][-1])
-        if self._failures:  # it died during the very last requests
+                self._progress(len(order), self._log.done[item_id][-1])
+        if self._failures:  # the server died during the last requests
             raise self._make_gone_error("no answer to the last request")
         self._scrapes.append(await self._scraper.take_snapshot())
-        found = [record for item_id in order for record in self._partial.done[item_id]]
+        found = [record for item_id in order for record in self._log.done[item_id]]
         if self._audit is None:
             return found
         log = self._audit()
@@ -95,7 +95,7 @@ class LiveRun:
         return [join_audit(one, log, block, self._names.get((one.item_id, one.arm or ""), ())) for one in found]
 
     def compute_engine_delta(self) -> dict[str, Any]:
-        """What the server's counters did over the whole run."""
+        """Return how much the server's counters rose over the whole run."""
         if len(self._scrapes) < 2:
             return prometheus.summarize_deltas([])
         first, last = self._scrapes[0], self._scrapes[-1]
@@ -103,7 +103,7 @@ class LiveRun:
         return prometheus.summarize_deltas(paired, failed=len(first) - len(paired))
 
     async def _run_cases(self, cases: Iterable[Case]) -> AsyncIterator[tuple[str, Sequence[RequestRecord] | None]]:
-        """Item after item, None for those that an earlier run has done already."""
+        """Yield each item with its records, or with None if an earlier run has finished it."""
         settings = self._settings
         pairs_left = settings.tenant_pairs
         waiting: list[tuple[str, asyncio.Task[list[RequestRecord]] | None]] = []
@@ -112,7 +112,7 @@ class LiveRun:
         for case in cases:
             with_tenants = pairs_left > 0 and not case.negative_control
             pairs_left -= with_tenants
-            if case.item_id in self._partial.done:
+            if case.item_id in self._log.done:
                 waiting.append((case.item_id, None))
             else:
                 gap.open(case.item_id)
@@ -131,7 +131,7 @@ class LiveRun:
     async def _run_item(
         self, case: Case, with_tenants: bool, gate: asyncio.Semaphore, gap: _DonorGap
     ) -> list[RequestRecord]:
-        """Every arm of one case in an order of its own, then the tenants' pair."""
+        """Run every arm of one case in random order, then its tenant pair if it has one."""
         arms = list(self._settings.arms)
         random.Random(f"{self._settings.seed}:{case.item_id}").shuffle(arms)
         asked = {arm: await self._run_arm(case, arm, gate, gap) for arm in arms}
@@ -171,7 +171,7 @@ class LiveRun:
         return asked
 
     async def _run_tenant_pair(self, case: Case, gate: asyncio.Semaphore) -> AnsweredCall:
-        """One tenant primes a prompt, another asks the same: the strongest temptation there is."""
+        """Prime a prompt as one tenant and ask the same prompt as another: nothing may be reused."""
         settings = self._settings
         salt = await self._empty_cache(case, TENANT_PAIR)
         name = f"{case.item_id}-{TENANT_PAIR}"
@@ -186,11 +186,11 @@ class LiveRun:
 
     async def _ask(
         self,
-        call: Call,
+        call: PromptCall,
         case: Case,
         arm: str,
         expected: Expectation,
-        donors: Sequence[Answer],
+        donors: Sequence[ServerAnswer],
         cross_tenant: bool = False,
     ) -> AnsweredCall:
         before = await self._scraper.take_snapshot() if expected.alone else []
@@ -205,7 +205,7 @@ class LiveRun:
             record = replace(record, flush_contaminated=True)
         return AnsweredCall(record, answer)
 
-    async def _prime(self, text: str, name: str, salt: str, case: Case) -> Answer:
+    async def _prime(self, text: str, name: str, salt: str, case: Case) -> ServerAnswer:
         answer = self._check_answer(
             await self._backend.ask(self._make_call(text, self._settings.donor_tokens, name, salt, case), donor=True)
         )
@@ -213,9 +213,9 @@ class LiveRun:
             self.donor_ttft_ms.append(answer.ttft_ms)
         return answer
 
-    def _make_call(self, text: str, tokens: int, name: str, salt: str, case: Case) -> Call:
+    def _make_call(self, text: str, tokens: int, name: str, salt: str, case: Case) -> PromptCall:
         settings, meta = self._settings, case.metadata
-        return Call(
+        return PromptCall(
             text=text,
             max_tokens=tokens,
             request_id=f"sb-{self._run}-{name}",
@@ -226,8 +226,10 @@ class LiveRun:
             reuse=settings.reuse,
         )
 
-    async def _read_settled_counters(self, before: Sequence[Snapshot | None], answer: Answer) -> CounterDelta | None:
-        """The counters' movement. Where they have not counted the request yet, they get a moment more."""
+    async def _read_settled_counters(
+        self, before: Sequence[Snapshot | None], answer: ServerAnswer
+    ) -> CounterDelta | None:
+        """Return how the counters moved. If they have not counted the request yet, wait a moment and read again."""
         if not before:
             return None
         for wait in (*SETTLE_S, None):
@@ -240,7 +242,7 @@ class LiveRun:
             await asyncio.sleep(wait)
         return None
 
-    def _check_answer(self, answer: Answer) -> Answer:
+    def _check_answer(self, answer: ServerAnswer) -> ServerAnswer:
         if answer.error is None or not answer.connection_failed:
             self._failures = 0
         else:
@@ -257,13 +259,13 @@ class LiveRun:
     def _make_gone_error(self, why: str) -> BackendGoneError:
         return BackendGoneError(
             f"the server stopped answering: {why}",
-            hint=f"start it and run the same command with --resume; {len(self._partial.done)} cases are kept",
+            hint=f"start it and run the same command with --resume; {len(self._log.done)} cases are kept",
         )
 
     # -- before the first case -------------------------------------------------------------------------------------
 
     async def _empty_cache(self, case: Case, arm: str) -> str:
-        """An empty cache: flushed, or a salt that nobody has used."""
+        """Flush the cache, or return a salt that nobody has used: an empty cache either way."""
         if self._settings.isolation == "flush":
             error = await self._backend.flush()
             if error is not None:
@@ -273,25 +275,25 @@ class LiveRun:
         return hashlib.sha256(f"{self._run}:{case.item_id}:{arm}".encode()).hexdigest()[:32]
 
     async def _prepare(self) -> None:
-        """Warm up, see whether isolation really isolates, and read the counters."""
+        """Warm up, check that isolation works, and read the counters."""
         for number in range(self._settings.warmup_requests):
             await self._warm_up(number, arm=f"warmup{number}")
         if self._settings.isolation != "none":
-            # The same prompt twice, the cache emptied in between: whatever is cached the second time got through.
+            # The same prompt twice, with the cache emptied in between: cached tokens in the second answer show a leak.
             await self._warm_up(0, arm="probe0")
             again = await self._warm_up(0, arm="probe1")
             cached = again.cached_tokens
             self.isolation_verified = None if cached is None or again.error else cached == 0
         self._scrapes.append(await self._scraper.take_snapshot())
 
-    async def _warm_up(self, number: int, arm: str) -> Answer:
+    async def _warm_up(self, number: int, arm: str) -> ServerAnswer:
         case = Case(f"{arm}", "warmup", arm, arm, (), _make_warm_up_text(number))
         salt = await self._empty_cache(case, arm)
         return self._check_answer(await self._backend.ask(self._make_call(case.recipient_prompt, 4, arm, salt, case)))
 
 
 class _DonorGap:
-    """Lets a recipient go only after so many other cases were primed since its donors were."""
+    """Holds a recipient back until a number of other cases were primed after its donors."""
 
     def __init__(self, gap: int) -> None:
         self._gap = gap
@@ -312,14 +314,14 @@ class _DonorGap:
             await self._doors[item_id].wait()
 
     def release(self) -> None:
-        """No further case will come: the last ones need not wait."""
+        """Let all recipients go: no further case will come."""
         self._released = True
         for door in self._doors.values():
             door.set()
 
 
 def _compare_arms(asked: dict[str, AnsweredCall]) -> list[RequestRecord]:
-    """The records in the order cold, warm, rerun; warm and rerun with their distance from cold."""
+    """Return the records in the order cold, warm, rerun; warm and rerun get their distance from cold."""
     records = []
     cold = asked.get("cold")
     for arm in sorted(asked, key=lambda name: PAIRED_ARMS.index(name) if name in PAIRED_ARMS else -1):

@@ -1,28 +1,28 @@
-"""A record out of an answer: one request as the result file tells it."""
+"""Makes a record of the result file from an answer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from sembench.backends.base import Answer, Call, Route
+from sembench.backends.base import PromptCall, Route, ServerAnswer
 from sembench.live.settings import PAIRED_ARMS, LiveSettings
 from sembench.manifests.cases import Case
 from sembench.result import OUTPUT_TEXT_CHARS, RequestRecord
-from sembench.scoring.comparison import score_against_gold
+from sembench.scoring.record_scores import score_against_gold
 from sembench.witnesses.confirmation import Confirmation
 
 
 def build_record(
-    call: Call,
+    call: PromptCall,
     case: Case,
     arm: str,
-    answer: Answer,
+    answer: ServerAnswer,
     verdict: Confirmation,
     settings: LiveSettings,
-    donors: Sequence[Answer],
+    donors: Sequence[ServerAnswer],
 ) -> RequestRecord:
-    """Everything that is known of one request. A donor that failed makes the request an error: it was no fair test."""
+    """Return the record of one request. A donor that failed makes it an error: the test was not fair."""
     failed = next((f"a donor could not be primed: {donor.error}" for donor in donors if donor.error), None)
     prompt, meta = answer.prompt_tokens, case.metadata
     return RequestRecord(
@@ -50,7 +50,7 @@ def build_record(
 
 
 def _build_confirmation_fields(verdict: Confirmation, block: int) -> dict[str, Any]:
-    """Live, the exact hit is what the engine's own prefix cache served."""
+    """Return the fields about reuse. In a live run, exact hits are what the engine's prefix cache served."""
     return {
         "exact_hit_blocks": _count_blocks(verdict.exact_tokens, block),
         "exact_hit_tokens": verdict.exact_tokens,
@@ -72,7 +72,7 @@ def _build_confirmation_fields(verdict: Confirmation, block: int) -> dict[str, A
     }
 
 
-def _build_answer_fields(answer: Answer) -> dict[str, Any]:
+def _build_answer_fields(answer: ServerAnswer) -> dict[str, Any]:
     receipt = answer.receipt or {}
     donors = receipt.get("donors")
     return {

@@ -1,7 +1,7 @@
-"""The diary of a run: one line an item, beside the result that is yet to come.
+"""The resume log of a run: one line for each finished item, beside the result file.
 
-A run that is interrupted, or whose server dies, loses at most the item it was at. The result itself appears only when
-all is done; the diary is deleted then.
+A run that is interrupted, or whose server dies, loses at most the item it was working on. The result file is written
+at the end of the run, and the log is deleted then.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORMAT = "sembench.partial.v1"
 
 
 class ResumeLog:
-    """Opened at the start of a run. ``what`` says what is run; a diary about something else is not continued."""
+    """Opened at the start of a run. ``what`` describes the run; a log of another run is not continued."""
 
     def __init__(self, output: str, what: Mapping[str, Any], *, resume: bool) -> None:
         self.path = Path(f"{output}.partial.jsonl")
@@ -49,7 +49,7 @@ class ResumeLog:
             self.path.unlink(missing_ok=True)
 
     def _read(self, what: Mapping[str, Any]) -> dict[str, tuple[RequestRecord, ...]]:
-        """Items without an error; a last line that was cut off is left out."""
+        """Return the items without an error; a last line that was cut off is left out."""
         found: dict[str, tuple[RequestRecord, ...]] = {}
         lines = self.path.read_text(encoding="utf-8").splitlines()
         for number, line in enumerate(lines, start=1):

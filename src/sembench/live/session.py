@@ -1,4 +1,4 @@
-"""A live run from its arguments to its result file: verify, run, judge, write."""
+"""A live run from its settings to its result file: verify, run, judge, write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sembench.backends.base import Backend
+from sembench.backends.base import ServerBackend
 from sembench.backends.http_client import open_client
 from sembench.files import hash_file, make_folder_of, open_text, write_json
 from sembench.live.judge import judge_answers
@@ -35,12 +35,12 @@ BAR = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveSession:
-    """Everything a run needs besides its settings. ``make`` builds the backend around an open client."""
+    """What a run needs besides its settings. ``make`` builds the backend on an open client."""
 
     manifest: str
     output: str
     model: str
-    make: Callable[[httpx.AsyncClient], Backend]
+    make: Callable[[httpx.AsyncClient], ServerBackend]
     timeout_s: float
     metrics_urls: Sequence[str] = ()
     metrics_required: bool = False
@@ -59,7 +59,7 @@ class LiveSession:
 
 
 def run_session(session: LiveSession, settings: LiveSettings) -> Result:
-    """Run, write the result, return it. An interruption leaves the diary behind and says how to go on."""
+    """Run, write the result and return it. After an interruption, the resume log stays and a hint says how to go on."""
     try:
         return asyncio.run(_run(session, settings))
     except KeyboardInterrupt:
@@ -69,7 +69,7 @@ def run_session(session: LiveSession, settings: LiveSettings) -> Result:
 
 async def _run(session: LiveSession, settings: LiveSettings) -> Result:
     make_folder_of(session.output)
-    for path in session.audit_paths:  # told now, and not after an hour of measuring
+    for path in session.audit_paths:  # a missing file is reported before the measuring starts
         open_text(path).close()
     total = count_cases(session.manifest, settings.max_items, one_version=session.verify)
     what = {
@@ -84,14 +84,14 @@ async def _run(session: LiveSession, settings: LiveSettings) -> Result:
         scraper = Scraper(client, session.metrics_urls)
         if not session.metrics_required:
             await scraper.keep_working_ones()
-        partial = ResumeLog(session.output, what, resume=session.resume)
-        if partial.done:
-            say(f"{len(partial.done)} cases are done already; going on with the rest")
+        resume_log = ResumeLog(session.output, what, resume=session.resume)
+        if resume_log.done:
+            say(f"{len(resume_log.done)} cases are done already; going on with the rest")
         live = LiveRun(
             backend,
             settings,
             scraper,
-            partial,
+            resume_log,
             audit=(lambda: AuditLog.read(session.audit_paths)) if session.audit_paths else None,
             progress=_ProgressBar(total, quiet=session.quiet).show,
         )
@@ -106,13 +106,13 @@ async def _run(session: LiveSession, settings: LiveSettings) -> Result:
                 write_json(session.throughput_output, compute_throughput(records, live, settings, wall_s))
             finished = not any(record.error for record in records)  # else --resume asks the failed cases again
         finally:
-            partial.close(finished=finished)
+            resume_log.close(finished=finished)
     _print_warnings(live, records, scraper.urls, settings)
     return result
 
 
-async def verify_model(backend: Backend, model: str) -> None:
-    """Refuse to measure a server that serves something else, or nothing."""
+async def verify_model(backend: ServerBackend, model: str) -> None:
+    """Refuse to measure a server that serves another model, or none."""
     names, error = await backend.list_models()
     if error is not None:
         raise InputError(f"the server does not answer: {error}", hint="check the URL, or --skip-verify")
@@ -123,7 +123,7 @@ async def verify_model(backend: Backend, model: str) -> None:
 
 
 async def _judge_records(session: LiveSession, records: list[RequestRecord]) -> list[RequestRecord]:
-    """A client of its own: the keys of the server that is measured are none of the judge's business."""
+    """Judge the records with a client of its own, so that the judge never gets the keys of the measured server."""
     if not session.judge_url:
         return records
     say(f"judging {len(records)} answers")
@@ -160,7 +160,7 @@ def _build_result(
 def compute_throughput(
     records: Sequence[RequestRecord], live: LiveRun, settings: LiveSettings, wall_s: float
 ) -> dict[str, Any]:
-    """How much went through. Pauses that we made ourselves are taken out of the second rate."""
+    """Return requests and tokens per second, with and without the pauses that the settings ask for."""
     idle = len(records) * (settings.post_donor_delay_ms + settings.cooldown_ms) / 1000 / settings.concurrency
     requests = len(records) + len(live.donor_ttft_ms)
     output = sum(record.output_tokens or 0 for record in records)
@@ -186,7 +186,7 @@ def compute_throughput(
 
 
 def summarize_result(result: Result, output: str) -> dict[str, Any]:
-    """The line that goes to standard output."""
+    """Return the line that goes to standard output."""
     names = (
         "request_count", "error_count", "contradiction_count", "backend_confirmed_tokens",
         "backend_confirmed_block_rate", "negative_control_backend_confirmed_rate", "quality_pass_rate", "mean_ttft_ms",
@@ -201,7 +201,7 @@ def summarize_result(result: Result, output: str) -> dict[str, Any]:
 def _print_warnings(
     live: LiveRun, records: Sequence[RequestRecord], urls: Sequence[str], settings: LiveSettings
 ) -> None:
-    """What a person should know before believing the numbers."""
+    """Print what a person should know before they trust the numbers."""
     errors = [record.error for record in records if record.error]
     contradicted = [record for record in records if record.contradictions]
     if live.isolation_verified is False:
@@ -219,7 +219,7 @@ def _print_warnings(
 
 
 class _ProgressBar:
-    """A bar on standard error with what is left to wait, reckoned from the cases since the first."""
+    """A bar on standard error with an estimate of the time left."""
 
     def __init__(self, total: int, *, quiet: bool) -> None:
         self._total = total
@@ -235,8 +235,8 @@ class _ProgressBar:
             full = math.floor(BAR * done / self._total)
             bar = "#" * full + "-" * (BAR - full)
             left = (now - since) / (done - first) * (self._total - done) if done > first else None
-            told = "" if left is None else f"  {left:.0f} s left"
-            self._progress.show(f"[{bar}] {done}/{self._total}  {record.transform}{told}")
+            rest = "" if left is None else f"  {left:.0f} s left"
+            self._progress.show(f"[{bar}] {done}/{self._total}  {record.transform}{rest}")
 
 
 def _summarize_times(values: Sequence[float]) -> dict[str, float | None]:

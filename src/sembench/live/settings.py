@@ -1,4 +1,4 @@
-"""How a live run is done."""
+"""The settings of a live run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ISOLATIONS = ("flush", "salt", "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveSettings:
-    """How a run is done. ``isolation`` is how a case gets a cache of its own: flush, salt or none.
+    """The settings of a live run. ``isolation`` is how a case gets an empty cache: flush, salt or none.
 
-    ``top_logprobs`` None asks for none. ``tenant_pairs`` many cases are asked once more by ``other_tenant`` after
-    ``tenant`` primed the very same prompt: nothing of it may be served.
+    ``top_logprobs`` None asks for none. After ``tenant`` primed a prompt, ``other_tenant`` asks the same prompt, for
+    ``tenant_pairs`` cases: nothing of it may be reused.
     """
 
     arms: tuple[str, ...] = ("single",)
@@ -53,5 +53,5 @@ class LiveSettings:
 
     @property
     def together(self) -> bool:
-        """Whether requests of several cases are under way at once: counters cannot tell them apart then."""
+        """Whether several cases run at the same time; counters cannot tell them apart then."""
         return self.concurrency > 1 or self.min_donor_gap_requests > 0

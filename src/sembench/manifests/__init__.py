@@ -1,4 +1,4 @@
-"""What is asked: cases, the documents and transforms they are made of, and frozen sets of them.
+"""Cases, the documents and transforms they are made of, and frozen sets of them.
 
-Nothing here talks to a server or scores an answer.
+Nothing here asks an engine or scores an answer.
 """

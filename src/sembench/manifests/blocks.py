@@ -1,4 +1,4 @@
-"""Blocks of tokens by hash, as engines keep them: on a grid by content, on a grid by prefix, and at any offset.
+"""Hashes of token blocks, as engines make them: on a grid by content, on a grid by prefix, and at any offset.
 
 Hashes are 64 bits of a polynomial over mixed token ids, computed for a whole prompt at once. Two different blocks of a
 store of a million share one with a chance of about one in forty million.
@@ -17,7 +17,7 @@ _MASK = (1 << 64) - 1
 
 
 def _mix(values: HashArray) -> HashArray:
-    """SplitMix64's finalizer: neighbours become strangers."""
+    """Mix the bits of each value (the finalizer of SplitMix64)."""
     mixed = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
@@ -37,7 +37,7 @@ def _salt(tokens: TokenArray) -> HashArray:
 
 
 def hash_content(tokens: TokenArray, block_size: int) -> HashArray:
-    """One hash for each full block on the grid, whatever stands before it.
+    """Return one hash for each full block on the grid; the tokens in front of a block do not matter.
 
     >>> import numpy as np
     >>> a, b = hash_content(np.array([1, 2, 1, 2], dtype=np.int32), 2)
@@ -50,7 +50,7 @@ def hash_content(tokens: TokenArray, block_size: int) -> HashArray:
 
 
 def hash_prefixes(tokens: TokenArray, block_size: int) -> HashArray:
-    """One hash for each full block on the grid together with all before it, as vLLM chains them.
+    """Return one hash for each full block on the grid together with all tokens before it, as vLLM chains them.
 
     >>> import numpy as np
     >>> a, b = hash_prefixes(np.array([1, 2, 1, 2], dtype=np.int32), 2)
@@ -65,7 +65,7 @@ def hash_prefixes(tokens: TokenArray, block_size: int) -> HashArray:
 
 
 def hash_every_offset(tokens: TokenArray, block_size: int) -> HashArray:
-    """The content hash of the block that starts at each position."""
+    """Return the content hash of the block that starts at each position."""
     if len(tokens) < block_size:
         return np.empty(0, dtype=np.uint64)
     windows = np.lib.stride_tricks.sliding_window_view(_salt(tokens), block_size)
@@ -76,7 +76,7 @@ def hash_every_offset(tokens: TokenArray, block_size: int) -> HashArray:
 
 
 class HashSet:
-    """Many 64-bit hashes, asked for in whole arrays; sorted when first asked after an addition."""
+    """A set of 64-bit hashes that is asked with whole arrays."""
 
     def __init__(self) -> None:
         self._parts: list[HashArray] = []
@@ -86,7 +86,7 @@ class HashSet:
         self._parts.append(hashes)
 
     def contains(self, hashes: HashArray) -> npt.NDArray[np.bool_]:
-        """For each hash, whether it was added."""
+        """Return for each hash whether it was added."""
         if self._parts:
             self._sorted = np.unique(np.concatenate([self._sorted, *self._parts]))
             self._parts = []

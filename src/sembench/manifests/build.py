@@ -1,8 +1,7 @@
-"""Documents to a manifest: every document through every transform, then the negative controls.
+"""Builds a manifest: every document through every transform, then the negative controls.
 
 A negative control must stay cold in a store that holds all donors of the manifest. So it is made of a document that was
-held out, and it is checked: one that shares a run of tokens with any donor (two questions about one meeting, the same
-article in two collections) is left out and counted.
+held out. One that still shares a run of tokens with any donor (the same article in two collections) is left out.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _RUN_TOKENS = 16  # a shared run of 31 tokens or more contains a full block of 1
 
 @dataclass
 class ManifestBuilder:
-    """Makes cases and keeps count of what it left out and why."""
+    """Builds cases and counts what it left out and why."""
 
     transforms: Sequence[str] = ALL_TRANSFORMS
     options: TransformOptions = field(default_factory=TransformOptions)
@@ -40,7 +39,7 @@ class ManifestBuilder:
             raise InputError("--max-segments and --min-segment-chars start at 1", hint="use 4 and 400")
 
     def build_cases(self, datasets: Iterable[Sequence[Source]]) -> Iterator[Case]:
-        """All cases; documents of one dataset are held at a time, held-out ones until the end."""
+        """Yield all cases. The documents of one dataset are in memory at a time, held-out ones until the end."""
         donors = DonorRuns()
         waiting: list[tuple[Source, Source]] = []
         before: Source | None = None
@@ -81,9 +80,9 @@ class ManifestBuilder:
 
 
 class DonorRuns:
-    """All donors' text as hashed runs, to say whether a prompt shares 31 tokens or more with any of them.
+    """The hashed text of all donors. It tells whether a prompt shares 31 tokens or more with any of them.
 
-    Plain hashing over built-in tokens, apart from every planner that the benchmark is going to judge.
+    It uses plain hashing over the built-in tokenizer, so that it depends on no planner under test.
     """
 
     def __init__(self) -> None:
@@ -101,5 +100,5 @@ class DonorRuns:
         self._runs.add(hash_content(self._tokenizer.encode(text), _RUN_TOKENS))
 
     def count_shared(self, text: str) -> int:
-        """Positions of the text at which a donor's block is found; 0 means nothing of 31 tokens is shared."""
+        """Count the positions of the text where a donor's block is found; 0 means that no 31 tokens are shared."""
         return int(self._runs.contains(hash_every_offset(self._tokenizer.encode(text), _RUN_TOKENS)).sum())

@@ -1,7 +1,6 @@
-"""The first few cases of a manifest, fairly: every transform gets its turn, negative controls too.
+"""A fair subset of a manifest: every transform gets its turn, negative controls too.
 
-Manifests are ordered, and the first twenty lines of one may hold no negative control at all. A run over them could
-never fail the gate that matters most.
+The first lines of a manifest may hold no negative control. A run over them could never fail the most important gate.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ NEGATIVE = "negative_control"
 
 
 def take_turns(transforms: Iterable[str], most: int) -> list[int]:
-    """Positions of at most ``most`` items, one of each transform in turn, in their own order.
+    """Return the positions of at most ``most`` items, one of each transform in turn, in ascending order.
 
-    Each transform begins at another of its items, or else a short run would be about one document only. Negative
-    controls come second, so that no run of two or more is without one.
+    Each transform starts at another of its items, so that a short run is not about one document only. Negative
+    controls come second, so that a run of two cases has one.
 
     >>> take_turns(["a", "b", "a", "b", "c"], 3), take_turns(["a", "a", "a", "b"], 3)
     ([0, 3, 4], [0, 1, 3])
@@ -41,7 +40,7 @@ def take_turns(transforms: Iterable[str], most: int) -> list[int]:
 
 
 def choose_cases(manifest: str, most: int | None, on_bad: BadLine | None = None) -> Iterator[Case]:
-    """All cases, or ``most`` of them. The manifest is read twice rather than held in memory."""
+    """Yield all cases, or ``most`` of them. The manifest is read twice, so that it need not fit in memory."""
     if most is None:
         yield from read_manifest(manifest, on_bad=on_bad)
         return
@@ -50,7 +49,7 @@ def choose_cases(manifest: str, most: int | None, on_bad: BadLine | None = None)
 
 
 def check_versions(manifest: str, versions: Iterable[str]) -> None:
-    """Refuse a manifest that holds nothing, or whose cases were built by different versions of the benchmark."""
+    """Refuse a manifest without cases, or with cases of different benchmark versions."""
     found = sorted(set(versions))
     if not found:
         raise InputError(f"{manifest} holds no cases", hint="build it again")
@@ -61,7 +60,7 @@ def check_versions(manifest: str, versions: Iterable[str]) -> None:
 
 
 def count_cases(manifest: str, most: int | None, *, one_version: bool) -> int:
-    """How many cases a run will have. Every line is read: a bad one is told now, not after an hour of measuring."""
+    """Count the cases of a run. Every line is read, so that a bad one is reported before the measuring starts."""
     versions: set[str] = set()
     total = 0
     for case in read_manifest(manifest):

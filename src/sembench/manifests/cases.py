@@ -1,4 +1,4 @@
-"""What is asked: one case is a recipient prompt, the donors that came before it, and the answer it should get.
+"""The cases of a manifest: a recipient prompt, the donors before it, and the answer it should get.
 
 A manifest is JSON Lines, one case a line, keys sorted (``sembench.manifest.v1``). Reading streams: a manifest of
 any size costs the memory of one case. Two metadata keys make wrong KV visible in an answer: ``planted_fact`` is what
@@ -66,12 +66,12 @@ class Case:
 
     @property
     def donor_fact(self) -> str | None:
-        """What the donor's text says in its place: an answer that holds it read somebody else's KV."""
+        """What the donor's text says in its place. An answer that contains it used wrong KV."""
         return _read_text(self.metadata.get("donor_fact"))
 
 
 def make_item_id(*parts: object) -> str:
-    """16 hex digits that stand for the parts, in order.
+    """Return 16 hex digits that stand for the parts, in order.
 
     >>> make_item_id("qasper", 3, "rag_reorder")
     '0f22359642de9722'
@@ -102,12 +102,12 @@ def dump_case(case: Case) -> dict[str, Any]:
 
 
 def format_case(case: Case) -> str:
-    """The case as a manifest holds it, without the line feed."""
+    """Return the case as a line of a manifest, without the line feed."""
     return json.dumps(dump_case(case), sort_keys=True, ensure_ascii=False)
 
 
 def write_manifest(path: str | Path, cases: Iterable[Case]) -> int:
-    """Write the cases as they come; the file appears whole or not at all. Returns how many."""
+    """Write the cases and return how many; the file appears whole or not at all."""
     count = 0
     with open_output(path) as stream:
         for case in cases:
@@ -120,7 +120,7 @@ def write_manifest(path: str | Path, cases: Iterable[Case]) -> int:
 
 
 def read_manifest(path: str | Path, *, on_bad: BadLine | None = None) -> Iterator[Case]:
-    """The cases of a manifest, one at a time. A line that can't be used names file, line and field.
+    """Yield the cases of a manifest, one at a time. The error about a bad line names file, line and field.
 
     With ``on_bad`` such a line is handed to it and left out (``--skip-bad``); without, it raises.
     """
@@ -143,7 +143,7 @@ def read_manifest(path: str | Path, *, on_bad: BadLine | None = None) -> Iterato
 
 
 def parse_case(value: Any, *, where: str = "case") -> Case:
-    """A case from parsed JSON; ``where`` is what an error message calls its place."""
+    """Return a case from parsed JSON; ``where`` is the place that an error message names."""
     if not isinstance(value, dict):
         raise InputError(f"{where} holds {_name_kind(value)}, not an object", hint="one JSON object a line")
     donors = _read_field(value, "donor_prompts", list, where)

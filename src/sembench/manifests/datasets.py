@@ -1,4 +1,4 @@
-"""Where documents come from: the fixture, the synthetic writer, LongBench v1 and v2.
+"""Loads documents: the fixture, the synthetic writer, LongBench v1 and v2.
 
 LongBench is looked for in ``--longbench-dir``, then in the local Hugging Face cache, then on the hub. Its licence is
 its authors': what is built from it stays with whoever builds it.
@@ -43,7 +43,7 @@ _TASKS = {
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A question and the answers that count as right; none where nobody knows."""
+    """A question and the answers that count as right; no answers where they are not known."""
 
     question: str
     answers: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A document with what is asked about it. ``held_out`` documents never become donors."""
+    """A document and the questions about it. ``held_out`` documents never become donors."""
 
     dataset: str
     source_id: str
@@ -63,7 +63,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class SourceSelection:
-    """What to load. ``max_items`` counts the documents of each dataset that become donors."""
+    """Which documents to load. ``max_items`` limits the documents of each dataset that become donors."""
 
     profile: str = "fixture"
     datasets: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ class SourceSelection:
 
 
 def load_sources(choice: SourceSelection) -> Iterator[list[Source]]:
-    """The documents of one dataset at a time, those that become donors first, then the held-out ones."""
+    """Yield the documents of one dataset at a time: first those that become donors, then the held-out ones."""
     if choice.max_items is not None and choice.max_items < 1:
         raise InputError(f"--max-items-per-dataset is {choice.max_items}", hint="ask for one document or more")
     if choice.profile == "fixture":
@@ -127,7 +127,7 @@ def _write_source(dataset: str, name: str, words: int, *, held_out: bool) -> Sou
 
 
 def _split_held_out(rows: Iterable[tuple[int, dict[str, Any]]], choice: SourceSelection) -> list[Source]:
-    """The first documents become donors; as many of the next, or a fifth of a small file, are held out."""
+    """Return the documents of the rows. The first become donors; as many of the next, or a fifth, are held out."""
     limit = None if choice.max_items is None else choice.max_items * (2 if choice.hold_out else 1)
     found: list[Source] = []
     for number, row in rows:
@@ -207,7 +207,7 @@ def _find_file(folder: Path, name: str) -> Path | None:
 
 
 def _parse_rows(stream: Iterable[str], where: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of a JSON Lines file, or of one JSON list."""
+    """Yield the numbered rows of a JSON Lines file, or of one JSON list."""
     if where.removesuffix(".gz").endswith(".json"):
         lines: Iterable[Any] = _parse_json("".join(stream), where, 1)
         if not isinstance(lines, list):
@@ -228,7 +228,7 @@ def _parse_json(text: str, where: str, number: int) -> Any:
 
 
 def _fetch_archive(choice: SourceSelection) -> Path:
-    """The archive from the local cache, else from the hub; the cache is asked first and needs no network."""
+    """Return the path of the archive: from the local cache, which needs no network, else from the hub."""
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:

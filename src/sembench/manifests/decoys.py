@@ -1,6 +1,7 @@
-"""Cases that look reusable and are not, where it counts: somebody who serves the donor's KV gives the donor's answer.
+"""Cases that look reusable but differ in one fact. A server that uses the donor's KV for that fact gives a wrong
+answer.
 
-The recipient is the donor's document with a fact changed, or another document in the same clothes. ``planted_fact``
+The recipient is the donor's document with one fact changed, or another document in the same template. ``planted_fact``
 is what the recipient's own text says, ``donor_fact`` what the donor's says in its place. Everything around the fact is
 equal and may be reused; the fact itself must be computed.
 """
@@ -54,23 +55,23 @@ Change = tuple[str, str, str, str]  # the changed text, the sentence with a gap,
 
 
 def make_swapped_numbers(source: Source, _other: Source, _options: TransformOptions) -> Case | None:
-    """One number of the document is another one."""
+    """Make a case in which one number of the document is another one."""
     return _make_changed(source, "swapped_numbers", _NUMBER, _pick_other_number)
 
 
 def make_swapped_names(source: Source, _other: Source, _options: TransformOptions) -> Case | None:
-    """One name of the document is another one."""
+    """Make a case in which one name of the document is another one."""
     rng = PortableRandom("name", source.source_id)
     return _make_changed(source, "swapped_names", _NAME, lambda _: rng.choose(_OTHER_NAMES))
 
 
 def make_negation(source: Source, _other: Source, _options: TransformOptions) -> Case | None:
-    """One statement of the document is denied."""
+    """Make a case in which one statement of the document is negated."""
     return _make_changed(source, "negation", _VERB, lambda found: f"{found.group(1)} not {found.group(2)}")
 
 
 def make_near_duplicate(source: Source, _other: Source, _options: TransformOptions) -> Case | None:
-    """A later edition: a number differs, a sentence went, another came. Hardly a percent of the text."""
+    """Make a case with a later edition: another number, one sentence less, one new sentence; under 1 % of the text."""
     change = _change_once(source.context, _NUMBER, _pick_other_number, PortableRandom("edition", source.source_id))
     if change is None:
         return None
@@ -88,7 +89,7 @@ def make_near_duplicate(source: Source, _other: Source, _options: TransformOptio
 
 
 def make_shared_preamble(source: Source, _other: Source, _options: TransformOptions) -> Case:
-    """The same long instruction before another file: only the instruction is shared, and both files have a code."""
+    """Make a case where only a long instruction is shared; the files after it differ, and both have a code."""
     ours, theirs = _write_file(source, "recipient"), _write_file(source, "donor")
     donor_id = make_item_id(source.dataset, source.source_id, DECOY_DONOR, "shared_preamble")
     task = Task(_CODE_QUESTION, (ours[1],))
@@ -99,7 +100,7 @@ def make_shared_preamble(source: Source, _other: Source, _options: TransformOpti
 
 
 def make_template_trap(source: Source, _other: Source, _options: TransformOptions) -> Case:
-    """The same form filled in twice: long equal stretches, and all that is asked about stands between them."""
+    """Make a case with one form filled in twice: long equal parts, and what is asked about stands between them."""
     ours, theirs = _fill_form(source, "recipient"), _fill_form(source, "donor")
     donor_id = make_item_id(source.dataset, source.source_id, DECOY_DONOR, "template_trap")
     donor = DonorPrompt(donor_id, theirs[0], DECOY_DONOR)
@@ -133,7 +134,7 @@ def _make_changed(
 def _change_once(
     context: str, pattern: re.Pattern[str], other: Callable[[re.Match[str]], str], rng: PortableRandom
 ) -> Change | None:
-    """Replace one match that occurs only once, somewhere in the middle half, so that text stands on both sides."""
+    """Replace one match that occurs only once, in the middle of the text, so that equal text stands on both sides."""
     low, high = len(context) // 5, len(context) * 4 // 5
     found = [m for m in pattern.finditer(context, low, high) if context.count(m.group()) == 1]
     if not found:
@@ -167,14 +168,14 @@ def _pick_other_number(found: re.Match[str]) -> str:
 
 
 def _write_file(source: Source, role: str) -> tuple[str, str]:
-    """A file that nobody has seen under the instruction that everybody has, and its access code."""
+    """Return the shared instruction with a new file behind it, and the access code of that file."""
     made = write_document(f"file:{source.dataset}:{source.source_id}:{role}", _FILE_WORDS)
     text = _FILE.format(preamble=_PREAMBLE, context=made.context, question=_CODE_QUESTION)
     return text, made.facts[0][1]
 
 
 def _fill_form(source: Source, role: str) -> tuple[str, str]:
-    """The form and its access code."""
+    """Return the filled-in form and its access code."""
     rng = PortableRandom("form", source.dataset, source.source_id, role)
     code = str(1000 + rng.draw_below(9000))
     remark = next((part.strip() for part in source.context.split(". ") if 30 < len(part) < 300), source.source_id)

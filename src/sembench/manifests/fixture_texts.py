@@ -1,4 +1,4 @@
-"""The documents of the fixture, written for it: eleven trades, no two alike, each with facts that can be asked for.
+"""The documents of the fixture, written for it: eleven subjects, each with facts that a question can ask for.
 
 Changing one character here changes the fixture's checksum, which a test pins: results on another fixture can't be
 compared with older ones, so a change needs a new ``BENCHMARK_VERSION`` too.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FixtureFact:
-    """A question that the document answers, and the words of the answer as they stand in the text."""
+    """A question that the document answers, and the answer in the words of the text."""
 
     question: str
     answer: str

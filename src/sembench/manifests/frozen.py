@@ -1,4 +1,4 @@
-"""A set of manifests that must not change: a small file that holds their checksums and what they are made of.
+"""A frozen set of manifests: a small file with their checksums and counts.
 
 Manifests stay out of version control (their texts belong to others); the frozen file goes in, and anybody who builds
 the manifests again can see whether they are the same work.
@@ -20,7 +20,7 @@ ENDINGS = (".jsonl", ".jsonl.gz")
 
 
 def describe_manifest(path: Path) -> dict[str, Any]:
-    """Checksum and counts of one manifest; a line that can't be used raises."""
+    """Return the checksum and the counts of one manifest. A bad line raises an error."""
     transforms: Counter[str] = Counter()
     versions: set[str] = set()
     negatives = 0
@@ -38,14 +38,14 @@ def describe_manifest(path: Path) -> dict[str, Any]:
 
 
 def list_manifests(folder: str) -> list[Path]:
-    """The manifests of a folder, by name."""
+    """Return the manifests of a folder, sorted by name."""
     if not Path(folder).is_dir():
         raise InputError(f"{folder} is not a folder", hint="pass the folder that sembench build wrote to")
     return sorted(path for path in Path(folder).iterdir() if path.name.endswith(ENDINGS))
 
 
 def read_frozen(path: str) -> Mapping[str, Mapping[str, Any]]:
-    """Name to description of every frozen manifest."""
+    """Return the description of every frozen manifest by name."""
     value = read_json_object(path, hint="freeze the manifests again")
     if value.get("frozen_version") != FROZEN_VERSION:
         raise InputError(f"{path} is no {FROZEN_VERSION}", hint="make one with sembench freeze")
@@ -56,7 +56,7 @@ def read_frozen(path: str) -> Mapping[str, Mapping[str, Any]]:
 
 
 def find_differences(frozen: Mapping[str, Mapping[str, Any]], folder: str) -> list[str]:
-    """One line for each manifest that is gone or not what it was."""
+    """Return one line for each manifest that is missing or has changed."""
     lines = []
     for name, was in frozen.items():
         path = Path(folder) / name

@@ -1,7 +1,6 @@
-"""The same content in other words, by rule: a table of near-synonyms, and adverbials moved to the sentence's end.
+"""Rewords text by rule: a table of near-synonyms, and adverbials moved to the end of the sentence.
 
-No model, so the result is the same everywhere. It reads a little stiffly; its purpose is that meaning stays while
-most runs of equal tokens are broken.
+No model is used, so the result is the same everywhere. The meaning stays, and most runs of equal tokens are broken.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _LEADING_ADVERBIAL = re.compile(
 
 
 def reword(text: str) -> str:
-    """The text with its common words replaced and its leading adverbials moved back.
+    """Return the text with common words replaced and leading adverbials moved to the end.
 
     >>> reword("In the spring, the mirror was moved because it had aged.")
     'The mirror had been shifted since it had aged, within the spring.'

@@ -15,7 +15,7 @@ _MASK = (1 << 64) - 1
 
 
 class PortableRandom:
-    """SplitMix64, seeded by words.
+    """The random generator SplitMix64, seeded by words.
 
     >>> rng = PortableRandom("fixture", 3)
     >>> [rng.draw_below(100) for _ in range(4)]
@@ -27,7 +27,7 @@ class PortableRandom:
         self._state = int.from_bytes(hashlib.sha256(packed).digest()[:8], "big")
 
     def draw_bits(self) -> int:
-        """64 random bits."""
+        """Return 64 random bits."""
         self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
         mixed = self._state
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -35,7 +35,7 @@ class PortableRandom:
         return mixed ^ (mixed >> 31)
 
     def draw_below(self, limit: int) -> int:
-        """A whole number in [0, limit), evenly."""
+        """Return a whole number in [0, limit), evenly distributed."""
         return (self.draw_bits() * limit) >> 64
 
     def choose(self, items: Sequence[T]) -> T:

@@ -1,7 +1,7 @@
-"""From a document to a case: what people do to prompts that an exact-prefix cache misses.
+"""Turns a document into a case, by changes of a prompt that an exact prefix cache cannot serve.
 
-A transform takes a document and gives one case, or None where the document does not lend itself to it. Donors are
-the document's base prompt unless the transform says otherwise, so that one donor serves many recipients, as in life.
+A transform takes a document and returns one case, or None if the document is not suitable. The donor is the
+document's base prompt unless the transform says otherwise, so that one donor serves many recipients.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ Transform = Callable[[Source, Source, TransformOptions], Case | None]
 
 
 def make_base_donor(source: Source, label: str = BASE_PROMPT, **metadata: Any) -> DonorPrompt:
-    """The document under the plain instruction, asked its first question: the prompt that came before."""
+    """Return the earlier prompt: the document under the plain instruction with its first question."""
     text = _BASE.format(context=source.context, question=source.tasks[0].question)
     return DonorPrompt(make_item_id(source.dataset, source.source_id, BASE_PROMPT), text, label, metadata)
 
@@ -98,14 +98,14 @@ def make_case(
 
 
 def choose_new_task(source: Source) -> Task:
-    """Another question about the same document: its own second one, or a general one."""
+    """Return another question about the same document: its own second one, or a general one."""
     if len(source.tasks) > 1:
         return source.tasks[1]
     return PortableRandom("task", source.source_id).choose(_NEW_TASKS)
 
 
 def cut_segments(context: str, options: TransformOptions) -> list[str]:
-    """The first paragraphs that are long enough, or equal cuts at sentence ends where paragraphs don't suffice.
+    """Return the first paragraphs that are long enough; if they are too few, cut the text at sentence ends.
 
     >>> cut_segments("a b. " * 300, TransformOptions(max_segments=3, min_segment_chars=100))[0][-4:]
     'a b.'
@@ -130,7 +130,7 @@ def cut_segments(context: str, options: TransformOptions) -> list[str]:
 
 
 def make_exact_repeat(source: Source, _other: Source, _options: TransformOptions) -> Case:
-    """The same prompt again: what every exact cache has."""
+    """Make a case with the same prompt again: every exact cache has it."""
     donor = make_base_donor(source)
     return make_case(
         source, "exact_repeat", (donor,), donor.text, source.tasks[0], expected_exact=True, enterprise_shape="retry"
@@ -138,7 +138,7 @@ def make_exact_repeat(source: Source, _other: Source, _options: TransformOptions
 
 
 def make_instruction_variant(source: Source, _other: Source, _options: TransformOptions) -> Case:
-    """The same document and question under a longer instruction: every token is moved."""
+    """Make a case with the same document and question after a longer instruction: every token moves."""
     task = source.tasks[0]
     text = _VARIANT.format(context=source.context, question=task.question)
     return _make_semantic_case(
@@ -147,7 +147,7 @@ def make_instruction_variant(source: Source, _other: Source, _options: Transform
 
 
 def make_same_evidence_new_task(source: Source, _other: Source, _options: TransformOptions) -> Case:
-    """The same document in the same place, another question: prefix caches do well here, and should."""
+    """Make a case with the same document in the same place and another question: a prefix cache serves it."""
     task = choose_new_task(source)
     text = _BASE.format(context=source.context, question=task.question)
     donors = (make_base_donor(source),)
@@ -155,7 +155,7 @@ def make_same_evidence_new_task(source: Source, _other: Source, _options: Transf
 
 
 def make_leading_evidence_new_task(source: Source, _other: Source, _options: TransformOptions) -> Case:
-    """The document leads both prompts, but a case number stands before it: one line, and no prefix is left."""
+    """Make a case where one line stands before the document, so that no prefix is shared."""
     task = choose_new_task(source)
     first = _LEADING.format(context=source.context, question=source.tasks[0].question)
     donor_id = make_item_id(source.dataset, source.source_id, LEADING_EVIDENCE_DONOR)
@@ -167,7 +167,7 @@ def make_leading_evidence_new_task(source: Source, _other: Source, _options: Tra
 
 
 def make_rag_reorder(source: Source, _other: Source, options: TransformOptions) -> Case | None:
-    """The same passages in the opposite order, each under a record header, as a retriever would rank them anew."""
+    """Make a case with the same passages in the opposite order, as a retriever might rank them."""
     segments = cut_segments(source.context, options)
     if len(segments) < 2:
         return None
@@ -180,7 +180,7 @@ def make_rag_reorder(source: Source, _other: Source, options: TransformOptions) 
 
 
 def make_multi_donor_composite(source: Source, _other: Source, options: TransformOptions) -> Case | None:
-    """Passages that were each seen in another request, together in one prompt."""
+    """Make a case with passages that each come from another request."""
     segments = cut_segments(source.context, options)
     if len(segments) < 2:
         return None
@@ -202,7 +202,7 @@ def make_multi_donor_composite(source: Source, _other: Source, options: Transfor
 
 
 def make_fuzzy_edit(source: Source, _other: Source, _options: TransformOptions) -> Case:
-    """The same document after a conversion: blanks collapsed, some sentences on new lines, page marks in between."""
+    """Make a case with the document after a conversion: blanks collapsed, new line breaks, page marks."""
     rng = PortableRandom("fuzzy", source.dataset, source.source_id)
     task = source.tasks[0]
     text = _FUZZY.format(
@@ -217,7 +217,7 @@ def make_fuzzy_edit(source: Source, _other: Source, _options: TransformOptions) 
 
 
 def make_paraphrase(source: Source, _other: Source, _options: TransformOptions) -> Case | None:
-    """The same content in other words. Nothing may be reused but what is literally the same."""
+    """Make a case with the same content in other words. Only equal tokens may be reused."""
     context = reword(source.context)
     if context == source.context:
         return None
@@ -228,7 +228,7 @@ def make_paraphrase(source: Source, _other: Source, _options: TransformOptions) 
 
 
 def make_negative_control(source: Source, other: Source, _options: TransformOptions) -> Case:
-    """A held-out document beside an unrelated donor: must stay cold, whatever else the store holds."""
+    """Make a case with a held-out document and an unrelated donor: it must stay cold."""
     task = source.tasks[0]
     where = f"{other.dataset}/{other.source_id}"
     donor = make_base_donor(other, UNRELATED_BASE_PROMPT, negative_source_id=where)

@@ -1,4 +1,4 @@
-"""Documents of any length and number, for the profile synthetic-v1 and for distractors.
+"""Writes documents of any length, for the profile synthetic-v1 and for distractors.
 
 Sentences are drawn from frames and filled with names, places, goods and numbers. Every frame has slots a few words
 apart, so that two documents share words and forms, as real ones do, but hardly ever a run of 32 tokens.
@@ -72,14 +72,14 @@ _WORDS_A_SENTENCE = 19
 
 @dataclass(frozen=True, slots=True)
 class WrittenDocument:
-    """A made document, and what was planted in it: three (question, answer) pairs."""
+    """A made-up document and the three (question, answer) pairs that it contains."""
 
     context: str
     facts: tuple[tuple[str, str], ...]
 
 
 def write_document(seed: object, words: int = 800) -> WrittenDocument:
-    """A document of about ``words`` words; the same seed gives the same text everywhere."""
+    """Return a document of about ``words`` words; the same seed gives the same text everywhere."""
     rng = PortableRandom("sembench.writer.v1", seed)
     count = max(8, words // _WORDS_A_SENTENCE)
     sentences = [_write_sentence(rng) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Replay without a server: what an exact cache would hold, what a planner proposes, and how much of that holds.
+"""Replay without a server: what an exact cache would hold, what a planner proposes, how much of that is right.
 
-Nothing here measures time to first token.
+Nothing here talks to a server, so nothing here measures time to first token.
 """

@@ -1,4 +1,4 @@
-"""Who proposes reuse: ours, nobody, plain block hashing, LMCache-style chunks, or a class that you name.
+"""The planners that propose reuse: this project's, none, block hashes, LMCache-style chunks, or your own class.
 
 A planner of your own is a class that takes `PlannerOptions` and has two methods::
 
@@ -31,7 +31,7 @@ BUILT_IN = ("ours", "none", "block-hash", "lmcache-chunks")
 
 @dataclass(frozen=True, slots=True)
 class PlannerOptions:
-    """What the command line says to a planner; None means the planner's own default."""
+    """The options of a planner from the command line; None means the planner's own default."""
 
     block_size: int = 16
     chunk_size: int = 256
@@ -44,19 +44,19 @@ class PlannerOptions:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Spans that a planner would reuse, in any order; a reason where there are none."""
+    """The spans that a planner would reuse, in any order, or the reason why there are none."""
 
     spans: tuple[Span, ...] = ()
     similarity: float | None = None
     reason: str | None = None
 
 
-class Planner(Protocol):
+class ReusePlanner(Protocol):
     def register(self, donor_id: str, prompt: Prompt, /) -> None:
         """Remember a donor. Ids are unique; the prompt is read-only and may be kept."""
 
     def propose(self, prompt: Prompt, /) -> Proposal:
-        """Which donor tokens to copy where. Called for one prompt after the other, all donors being registered."""
+        """Return which donor tokens to copy where. All donors are registered before the first call."""
 
 
 class SemblendPlanner:
@@ -96,7 +96,7 @@ class SemblendPlanner:
 
 
 class NullPlanner:
-    """Proposes nothing: what is left is the exact cache."""
+    """Proposes nothing, so that only the exact cache counts."""
 
     def __init__(self, _options: PlannerOptions) -> None:
         pass
@@ -109,7 +109,7 @@ class NullPlanner:
 
 
 class BlockHashPlanner:
-    """Full blocks by content, on the grid of both sides: a hit needs the same phase, wherever the block stands."""
+    """Finds full blocks by content. Both sides use the grid, so a block must have the same offset within it."""
 
     def __init__(self, options: PlannerOptions) -> None:
         self._size = options.block_size
@@ -129,7 +129,7 @@ class BlockHashPlanner:
 
 
 class LmcachePlanner:
-    """Donors cut into chunks (256 tokens) on their grid, found at any offset of a prompt, left to right."""
+    """Cuts donors into chunks of 256 tokens and finds them at any offset of a prompt, from left to right."""
 
     def __init__(self, options: PlannerOptions) -> None:
         self._size = options.chunk_size
@@ -156,15 +156,15 @@ class LmcachePlanner:
 
 
 def _refuse_eviction(eviction: Any) -> None:
-    """A donor that had to go would make the planner look worse than it is."""
+    """Stop the run: without the evicted donor, the planner would look worse than it is."""
     raise InputError(
         f"the planner has no room for all donors: {eviction.donor.donor_id} was evicted", hint="use fewer items"
     )
 
 
-def make_planner_factory(name: str, options: PlannerOptions) -> Callable[[], Planner]:
-    """Makes planners of that name: one for a whole run, or one an item."""
-    built_in: dict[str, Callable[[PlannerOptions], Planner]] = {
+def make_planner_factory(name: str, options: PlannerOptions) -> Callable[[], ReusePlanner]:
+    """Return a function that makes planners of that name."""
+    built_in: dict[str, Callable[[PlannerOptions], ReusePlanner]] = {
         "ours": SemblendPlanner,
         "none": NullPlanner,
         "block-hash": BlockHashPlanner,
@@ -176,7 +176,7 @@ def make_planner_factory(name: str, options: PlannerOptions) -> Callable[[], Pla
     return lambda: made(options)
 
 
-def _load_class(name: str) -> Callable[[PlannerOptions], Planner]:
+def _load_class(name: str) -> Callable[[PlannerOptions], ReusePlanner]:
     module, _, attribute = name.partition(":")
     hint = f"one of {', '.join(BUILT_IN)}, or module:Class"
     if not module or not attribute:
@@ -192,7 +192,7 @@ def _load_class(name: str) -> Callable[[PlannerOptions], Planner]:
     for method in ("register", "propose"):
         if not callable(getattr(found, method, None)):
             raise InputError(f"planner {name} has no method {method}", hint="see docs/guides/benchmark.md")
-    made: Callable[[PlannerOptions], Planner] = found
+    made: Callable[[PlannerOptions], ReusePlanner] = found
     return made
 
 

@@ -1,4 +1,4 @@
-"""Offline replay: what would an exact cache have, what does a planner propose, and how much of that holds.
+"""Offline replay: what an exact cache would have, what a planner proposes, and how much of that is right.
 
 One store keeps every donor of the manifest and the distractors, so that finding the right donor is part of the test;
 ``per-item`` gives every case a store of its own, for comparison with benchmarks that do so. A proposed token counts as
@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from sembench.manifests.blocks import HashSet, hash_content, hash_prefixes
 from sembench.manifests.cases import Case, DonorPrompt
-from sembench.offline.planners import Planner, Proposal
-from sembench.offline.tokenizers import Encoder
+from sembench.offline.planners import Proposal, ReusePlanner
+from sembench.offline.tokenizers import TextEncoder
 from sembench.result import RequestRecord
 from semblend.prompt import Prompt, TokenArray
 
@@ -32,7 +32,7 @@ Distractor = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class ProposalCounts:
-    """A proposal, counted. Blocks are full blocks on the recipient's grid."""
+    """The counts of a checked proposal. Blocks are full blocks on the recipient's grid."""
 
     candidate_tokens: int
     candidate_blocks: int
@@ -70,7 +70,7 @@ class TokenSpool:
 
 
 def check_proposal(tokens: TokenArray, proposal: Proposal, donors: TokenSpool, block_size: int) -> ProposalCounts:
-    """Check every proposed token. Where spans overlap, the later one counts.
+    """Check every proposed token and count. Where spans overlap, the later one counts.
 
     A block is a candidate when all its tokens are proposed, and eligible when in addition all of them are equal and
     come from one donor in one piece: what a backend can take over as a block.
@@ -109,9 +109,9 @@ def _split_into_blocks(flags: npt.NDArray[np.bool_], blocks: int, block_size: in
 
 
 class ReplayStore:
-    """A planner, the exact caches beside it, and the benchmark's copy of their donors."""
+    """A planner, the exact caches, and the benchmark's own copy of their donors."""
 
-    def __init__(self, planner: Planner, encoder: Encoder, block_size: int) -> None:
+    def __init__(self, planner: ReusePlanner, encoder: TextEncoder, block_size: int) -> None:
         self.planner = planner
         self.donors = TokenSpool()
         self._encoder = encoder
@@ -120,9 +120,9 @@ class ReplayStore:
         self._digests: dict[str, bytes] = {}
 
     def add(self, name: str, text: str, item_id: str = "") -> bool:
-        """Register a donor once; False if that text is already there under that name.
+        """Register a donor. Return False if that text is already there under that name.
 
-        Another text under a name that is taken gets a name of its own: a manifest may use short ids again and again.
+        Another text under a known name gets a new name, since a manifest may use short ids more than once.
         """
         digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         if self._digests.get(name) == digest:
@@ -142,7 +142,7 @@ class ReplayStore:
         return True
 
     def replay(self, case: Case, arm: str) -> RequestRecord:
-        """One recipient: exact blocks, then the planner, then the check of what it says."""
+        """Replay one recipient: count exact blocks, ask the planner, check what it proposes."""
         tokens = self._encoder.encode(case.recipient_prompt)
         facts: dict[str, Any] = {
             "item_id": case.item_id,
@@ -199,12 +199,12 @@ class ReplayStore:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
-    """How cases are replayed. ``cases`` is called for each pass over the manifest, which is never held in memory."""
+class OfflineReplay:
+    """The plan of a replay. ``cases`` is called for each pass over the manifest, which is never held in memory."""
 
     cases: Callable[[], Iterable[Case]]
-    planner: Callable[[], Planner]
-    encoder: Encoder
+    planner: Callable[[], ReusePlanner]
+    encoder: TextEncoder
     block_size: int = 16
     arm: str = "single"
     distractors: Callable[[], Iterable[Distractor]] = tuple
@@ -212,7 +212,7 @@ class Replay:
     def replay_in_one_store(
         self, on_progress: Callable[[str, int], None], skip: Callable[[str], bool]
     ) -> Iterator[RequestRecord]:
-        """Distractors and all donors first, then every recipient; ``on_progress`` hears of each step."""
+        """Add distractors and all donors to one store, then replay every recipient that ``skip`` does not know."""
         with self._open_store() as store:
             for name, text in self.distractors():
                 store.add(name, text)
@@ -229,7 +229,7 @@ class Replay:
     def replay_per_item(
         self, on_progress: Callable[[str, int], None], skip: Callable[[str], bool]
     ) -> Iterator[RequestRecord]:
-        """A fresh store for every case, with its own donors only: nothing to confuse them with."""
+        """Replay every case in a store of its own, which holds only its own donors."""
         for number, case in enumerate(self.cases(), start=1):
             if not skip(case.item_id):
                 with self._open_store() as store:

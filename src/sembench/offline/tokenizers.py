@@ -1,4 +1,4 @@
-"""Text to token ids: ``stable``, a Hugging Face tokenizer (file, folder or name), or ``tiktoken:ENCODING``.
+"""Loads tokenizers: ``stable``, a Hugging Face tokenizer (file, folder or name), or ``tiktoken:ENCODING``.
 
 A name such as ``Qwen/Qwen2.5-7B-Instruct`` is looked for in the local cache; ``hub:NAME`` fetches it. Where the cache
 does not have it, a stand-in takes its place, and that is said twice: on standard error and in the result. No code of a
@@ -31,28 +31,28 @@ _KIN = (
 )
 
 
-class Encoder(Protocol):
+class TextEncoder(Protocol):
     def encode(self, text: str) -> TokenArray:
-        """One id a piece; no special tokens are added."""
+        """Return the token ids of a text, without special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenTokenizer:
-    """A tokenizer, what was asked for, and what it really is."""
+    """A tokenizer, the name that was asked for, and the name of what is used."""
 
-    encoder: Encoder
+    encoder: TextEncoder
     asked: str
     used: str
     stand_in: bool = False
     note: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """For the provenance of a result."""
+        """Return what a result file keeps about the tokenizer."""
         return {"asked": self.asked, "used": self.used, "stand_in": self.stand_in, "note": self.note}
 
 
 def choose_tokenizer(name: str | None, *, allow_stand_in: bool = True) -> ChosenTokenizer:
-    """The tokenizer of that name, or its stand-in where that is allowed.
+    """Return the tokenizer of that name, or a stand-in where that is allowed.
 
     >>> choose_tokenizer(None).used
     'stable'
@@ -90,7 +90,7 @@ def _choose_stand_in(asked: str) -> ChosenTokenizer:
 
 
 class _FunctionEncoder:
-    """Any function from text to a list of ids, as an `Encoder`."""
+    """Makes an `TextEncoder` of any function from text to a list of ids."""
 
     def __init__(self, encode: Callable[[str], Any]) -> None:
         self._encode = encode
@@ -99,7 +99,7 @@ class _FunctionEncoder:
         return np.asarray(self._encode(text), dtype=np.int32)
 
 
-def _load_pulled_model(name: str) -> Encoder | None:
+def _load_pulled_model(name: str) -> TextEncoder | None:
     from semblend.models import is_pulled, known, pulled_path
 
     try:

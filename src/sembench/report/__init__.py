@@ -1,4 +1,4 @@
-"""A result as a page for people: HTML with plots, and Markdown. It reads a result and counts nothing again."""
+"""Renders a result for people: HTML with plots, and Markdown. It reads a result and talks to nobody."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plots of reuse, quality and negatives. Each is drawn for a wide page and for a phone, and brings its numbers."""
+"""Plots of reuse, quality and negative controls. Each is drawn for a wide page and for a phone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sembench.scoring.statistics import Estimate
 
 
 def draw_ladder(view: ReportView) -> Figure | None:
-    """From exact hits to what the backend confirmed, in all and by transform."""
+    """Draw the rates from exact hits to confirmed reuse, for all requests and by transform."""
     everything = {"all requests": view.aggregate, **view.by_transform}
     groups = {name: [group.get(key) for _, key in RUNGS] for name, group in everything.items()}
     seen = [at for at in range(len(RUNGS)) if any(rates[at] is not None for rates in groups.values())]
@@ -76,7 +76,7 @@ def _draw_rung(drawing: Drawing, scale: Scale, y: float, group: object, rung: in
 
 
 def draw_quality(view: ReportView) -> Figure | None:
-    """F1 of the warm answer against the cold one, with its interval and the rerun ceiling."""
+    """Draw the F1 of warm answers against cold ones, with intervals and the F1 of a second cold answer."""
     rows = [row for row in view.closeness if row.f1.value is not None]
     if not rows:
         return None
@@ -124,7 +124,7 @@ def draw_quality(view: ReportView) -> Figure | None:
 
 
 def draw_divergence(view: ReportView) -> Figure | None:
-    """KL from the cold distribution of every confirmed reuse, on a strip with the limit of a false safe."""
+    """Draw the KL of every confirmed reuse from the cold answer, with the limit of a false safe."""
     if not view.kl:
         return None
     floor = 1e-5
@@ -171,7 +171,7 @@ def draw_divergence(view: ReportView) -> Figure | None:
 
 
 def draw_negatives(view: ReportView) -> Figure | None:
-    """Speed-ups of unrelated pairs beside the noise of cold against cold: they must not differ."""
+    """Draw the speed-ups of unrelated pairs beside the noise; the two must not differ."""
     points = view.negatives
     if not points:
         return None

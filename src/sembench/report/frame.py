@@ -1,4 +1,4 @@
-"""What plots share: a figure with its numbers, and a frame with one row a transform."""
+"""What the plots share: a figure with its numbers, and a frame with one row for each transform."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DOTS = 600  # more than that is a smear, and a heavy page
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A plot for the page: two drawings, a legend of (class, words), a caption and the numbers behind it."""
+    """A plot of the page: two drawings, a legend of (class, words), a caption and the numbers as a table."""
 
     name: str
     title: str
@@ -35,7 +35,7 @@ def draw_both(draw: Draw, label: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class RowFrame:
-    """The frame of a plot with one row a transform: names beside the rows, or above them where it is narrow."""
+    """A frame with one row for each transform; the names stand beside the rows, or above them on a narrow page."""
 
     names: Sequence[str]
     width: float

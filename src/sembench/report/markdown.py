@@ -1,4 +1,4 @@
-"""The same report for a pull request or a terminal."""
+"""Renders the report as Markdown, for a pull request or a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sembench.report.view import ReportView
 
 
 def render_markdown(view: ReportView, title: str, summaries: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Headline, tiles, the numbers behind every plot, the worst requests and where it all comes from."""
+    """Return the report: headline, tiles, the numbers of every plot, notable requests and provenance."""
     parts = [f"# {_escape_plain(title)}", _escape_plain(story.write_headline(view))]
     parts.append(
         _render_table(("", "", ""), [(tile.value, tile.label, tile.detail) for tile in story.build_tiles(view)])
@@ -42,5 +42,5 @@ def _render_row(cells: Iterable[str]) -> str:
 
 
 def _escape_plain(text: str) -> str:
-    """Text of a model or a server, harmless in a table and as Markdown."""
+    """Escape text of a model or a server for a Markdown table."""
     return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("`", "'")

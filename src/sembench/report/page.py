@@ -1,4 +1,4 @@
-"""One HTML page that needs nothing but itself: it opens from a disk, without network and without scripts."""
+"""Renders the report as one HTML page. It needs no network and no scripts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ANSWER_CHARS = 400
 
 
 def render_html(view: ReportView, title: str, summaries: Sequence[Mapping[str, Any]] = ()) -> str:
-    """The whole report."""
+    """Return the whole page."""
     figures = [found for figure in FIGURES if (found := figure(view)) is not None]
     body = [
         f"<h1>{escape(title)}</h1>",
@@ -56,7 +56,7 @@ def _write_subtitle(view: ReportView) -> str:
 
 
 def _escape_unbroken(words: str) -> str:
-    """Escaped, with a number and its percent sign on one line."""
+    """Escape text and keep a number and its percent sign on one line."""
     return escape(words).replace(" %", "&nbsp;%")
 
 
@@ -96,7 +96,7 @@ def _render_swatch(kind: str) -> str:
 def render_table(
     head: Sequence[str], rows: Iterable[Sequence[str]], *, classes: Mapping[int, str] | None = None
 ) -> str:
-    """A table in a box that scrolls by itself; numbers stand right."""
+    """Return a table that scrolls inside its box; numbers are aligned to the right."""
     kinds = classes or {}
     kept = [tuple(row) for row in rows]
     numeric = {at for at in range(len(head)) if at and at not in kinds and _are_numbers([row[at] for row in kept])}
@@ -116,8 +116,8 @@ def render_table(
 
 
 def _are_numbers(cells: Sequence[str]) -> bool:
-    told = [cell for cell in cells if cell != DASH]
-    return bool(told) and all(cell[:1].isdigit() or cell[:1] in "-+" for cell in told)
+    shown = [cell for cell in cells if cell != DASH]
+    return bool(shown) and all(cell[:1].isdigit() or cell[:1] in "-+" for cell in shown)
 
 
 def _render_worst(rows: Sequence[NotableRequest]) -> str:

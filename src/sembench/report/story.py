@@ -1,4 +1,4 @@
-"""What the page says in words: the sentence at the top, the tiles, the sections that have nothing to show."""
+"""The words of the report: the sentence at the top, the tiles, what was not measured."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Show = Callable[[float], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """One number that a reader should leave with."""
+class ReportTile:
+    """One important number of the report."""
 
     value: str
     label: str
@@ -24,15 +24,15 @@ class Tile:
 
 
 def write_headline(view: ReportView) -> str:
-    """One or two sentences: faster or not, reused or not, harmed or not. Unknown parts are left out, not guessed."""
+    """Say in one or two sentences whether it was faster, reused and harmless. Unknown parts are left out."""
     parts = [part for part in (_describe_speed(view), _describe_reuse(view), _describe_harm(view)) if part]
     if not parts:
         return "This result measured neither time nor reuse."
     return " ".join(parts)
 
 
-def build_tiles(view: ReportView) -> list[Tile]:
-    """The numbers that this run has; what it has not is told under "not measured"."""
+def build_tiles(view: ReportView) -> list[ReportTile]:
+    """Return the tiles of the numbers that this run has."""
     found = [
         _make_rate_tile(view, "blended_ttft_speedup_median", "faster to first token", format_ratio, format_ratio),
         _make_rate_tile(
@@ -49,7 +49,7 @@ def build_tiles(view: ReportView) -> list[Tile]:
 
 
 def list_engine_rows(summaries: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """One row an engine summary."""
+    """Return one row for each engine summary."""
     names = (
         "engine",
         "lines",
@@ -63,7 +63,7 @@ def list_engine_rows(summaries: Sequence[Mapping[str, Any]]) -> list[tuple[str, 
 
 
 def list_provenance(view: ReportView) -> list[tuple[str, str]]:
-    """Every fact about the run that the file carries, flattened."""
+    """Return every fact about the run in the file as (name, value)."""
     result = view.result
     rows = [("result_version", result.result_version), ("created_at_utc", result.created_at_utc)]
     for part in ("run", "config", "engine", "environment"):
@@ -72,7 +72,7 @@ def list_provenance(view: ReportView) -> list[tuple[str, str]]:
 
 
 def list_absent(view: ReportView) -> list[str]:
-    """What this run did not measure, and what would."""
+    """Return what this run did not measure, and how to measure it."""
     lines = []
     if not view.points:
         lines.append("Time to first token of pairs: run live with --paired.")
@@ -139,42 +139,42 @@ def _describe_harm(view: ReportView) -> str:
 
 
 def _count_negatives(view: ReportView) -> tuple[int, int]:
-    told = [
+    observed = [
         r
         for r in view.negative_records
         if r.backend_confirmed_tokens is not None or r.semantic_eligible_blocks is not None
     ]
-    live = [r for r in told if r.backend_confirmed_tokens is not None]
+    live = [r for r in observed if r.backend_confirmed_tokens is not None]
     if live:
         return len(live), sum(bool(r.backend_confirmed_tokens) for r in live)
-    return len(told), sum(bool(r.semantic_eligible_blocks) for r in told)
+    return len(observed), sum(bool(r.semantic_eligible_blocks) for r in observed)
 
 
-def _make_negatives_tile(view: ReportView) -> Tile | None:
+def _make_negatives_tile(view: ReportView) -> ReportTile | None:
     count, reused = _count_negatives(view)
     if not count:
         return None
     label = "unrelated pairs that reused" if _is_live(view) else "unrelated pairs with eligible blocks"
-    return Tile(f"{reused} of {count}", label, "must be none", "bad" if reused else "good")
+    return ReportTile(f"{reused} of {count}", label, "must be none", "bad" if reused else "good")
 
 
-def _make_share_tile(view: ReportView, name: str, label: str, detail: str) -> Tile | None:
+def _make_share_tile(view: ReportView, name: str, label: str, detail: str) -> ReportTile | None:
     found = view.estimate(name)
     if found.value is None:
         return None
-    return Tile(format_percent(found.value, 1), label, f"{detail}, n={found.n}", "bad" if found.value else "good")
+    return ReportTile(format_percent(found.value, 1), label, f"{detail}, n={found.n}", "bad" if found.value else "good")
 
 
-def _make_contradictions_tile(view: ReportView) -> Tile | None:
+def _make_contradictions_tile(view: ReportView) -> ReportTile | None:
     count = view.aggregate.get("contradiction_count") or 0
     sources = view.aggregate.get("confirmation_sources") or {}
     if not sources:
         return None
     detail = f"between {', '.join(sorted(sources))}" if len(sources) > 1 else f"only {next(iter(sources))} spoke"
-    return Tile(str(count), "contradictions", detail, "bad" if count else "good" if len(sources) > 1 else "")
+    return ReportTile(str(count), "contradictions", detail, "bad" if count else "good" if len(sources) > 1 else "")
 
 
-def _make_offline_tiles(view: ReportView) -> list[Tile | None]:
+def _make_offline_tiles(view: ReportView) -> list[ReportTile | None]:
     wrong = view.estimate("wrong_tokens")
     return [
         _make_rate_tile(
@@ -186,16 +186,16 @@ def _make_offline_tiles(view: ReportView) -> list[Tile | None]:
         _make_rate_tile(view, "semantic_eligible_lift", "eligible beyond exact", format_percent, _format_fine_percent),
         None
         if wrong.value is None
-        else Tile(format_number(wrong.value), "wrong tokens", "must be none", "bad" if wrong.value else "good"),
+        else ReportTile(format_number(wrong.value), "wrong tokens", "must be none", "bad" if wrong.value else "good"),
     ]
 
 
-def _make_rate_tile(view: ReportView, name: str, label: str, show: Show, show_ci: Show) -> Tile | None:
+def _make_rate_tile(view: ReportView, name: str, label: str, show: Show, show_ci: Show) -> ReportTile | None:
     found = view.estimate(name)
     return (
         None
         if found.value is None
-        else Tile(show(found.value), label, _format_detail(format_interval(found.ci, show_ci), found.n, found.ci))
+        else ReportTile(show(found.value), label, _format_detail(format_interval(found.ci, show_ci), found.n, found.ci))
     )
 
 

@@ -1,4 +1,4 @@
-"""The page's style sheet: light, dark and paper; nothing is fetched from anywhere."""
+"""The style sheet of the page: light, dark and paper. Nothing is fetched."""
 
 STYLE = """
 :root{color-scheme:light dark;--paper:#fcfcfb;--card:#fff;--ink:#1b1f24;--soft:#59626d;--faint:#e4e6e9;--rule:#9aa3ad;

@@ -1,4 +1,4 @@
-"""A few SVG elements, two scales and their ticks: enough for honest plots without a plotting library.
+"""A few SVG elements, two scales and their ticks: enough for the plots without a plotting library.
 
 Colours are CSS classes, so that one drawing serves light, dark and paper.
 """
@@ -26,7 +26,7 @@ class Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        """The pixel of a value; values outside are drawn at the edge.
+        """Return the pixel of a value; values outside the range are drawn at the edge.
 
         >>> Scale(0, 10, 100, 200)(5)
         150.0
@@ -46,7 +46,7 @@ class Scale:
 
 
 def choose_even_ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers inside ``low..high``.
+    """Return round numbers inside ``low..high``.
 
     >>> choose_even_ticks(0, 1, 5)
     [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
@@ -72,7 +72,7 @@ def _choose_log_ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def list_doublings(low: float, high: float, most: int = 7) -> list[float]:
-    """Powers of two inside ``low..high``, thinned where there are many, or round numbers where there are few.
+    """Return the powers of two inside ``low..high``, thinned out if many; round numbers if there are few.
 
     Prompt lengths come in doublings.
 
@@ -84,12 +84,12 @@ def list_doublings(low: float, high: float, most: int = 7) -> list[float]:
 
 
 def thin_out(items: Sequence[T], most: int) -> Sequence[T]:
-    """Every n-th item, so that at most ``most`` are left."""
+    """Return every n-th item, so that at most ``most`` are left."""
     return items[:: 1 + (len(items) - 1) // most] if items else items
 
 
 def pad_range(values: Sequence[float], *, log: bool = False) -> tuple[float, float]:
-    """The range of the values with a little air, never empty.
+    """Return the range of the values with a margin, never empty.
 
     >>> pad_range([2.0, 2.0])
     (1.9, 2.1)
@@ -104,7 +104,7 @@ def pad_range(values: Sequence[float], *, log: bool = False) -> tuple[float, flo
 
 @dataclass
 class Drawing:
-    """An SVG in the making. Coordinates are pixels of the view box."""
+    """An SVG that is being drawn. Coordinates are pixels of the view box."""
 
     width: float
     height: float

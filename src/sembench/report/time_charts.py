@@ -1,4 +1,4 @@
-"""Plots of time to first token, cold beside warm."""
+"""Plots of time to first token, cold and warm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sembench.report.words import format_interval, format_milliseconds, format_r
 
 
 def draw_ttft_by_length(view: ReportView) -> Figure | None:
-    """Every pair as two dots over its prompt's length."""
+    """Draw every pair as two dots over the length of its prompt."""
     points = view.points
     if not points:
         return None
@@ -55,7 +55,7 @@ def draw_ttft_by_length(view: ReportView) -> Figure | None:
 
 
 def draw_ttft_by_transform(view: ReportView) -> Figure | None:
-    """Median TTFT of both arms, one row a transform, with the speed-up beside it."""
+    """Draw the median TTFT of both arms for each transform, with the speed-up."""
     groups = group_by_transform(view.points)
     if not groups:
         return None
@@ -99,7 +99,7 @@ def draw_ttft_by_transform(view: ReportView) -> Figure | None:
 
 
 def _group_by_length(points: Sequence[PairPoint]) -> dict[str, list[PairPoint]]:
-    """Pairs by length, in doublings of a thousand tokens."""
+    """Group pairs by prompt length, in powers of two of 1,024 tokens."""
     bands: dict[str, list[PairPoint]] = {}
     for point in sorted(points, key=lambda p: p.prompt_tokens):
         low = 1

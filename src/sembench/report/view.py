@@ -1,4 +1,4 @@
-"""What a report shows, taken from a result: plain numbers, ready to be drawn or written.
+"""What a report shows, computed from a result: plain numbers for the plots and pages.
 
 Everything is computed again from the requests, as the gates do; a result without requests shows its own aggregate.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from sembench.result import RequestRecord, Result
 from sembench.scoring.aggregate import FALSE_SAFE_F1, FALSE_SAFE_KL, aggregate, aggregate_by_transform, select_measured
-from sembench.scoring.paired import Pair, pair_records, summarize_pairs
+from sembench.scoring.paired import ArmPair, pair_records, summarize_pairs
 from sembench.scoring.statistics import Estimate, bootstrap_median, compute_median, compute_percentile, estimate_mean
 
 RUNGS: tuple[tuple[str, str], ...] = (
@@ -25,7 +25,7 @@ WORST = 15
 
 @dataclass(frozen=True, slots=True)
 class PairPoint:
-    """One pair: a prompt's length and its two times."""
+    """One pair: the length of its prompt and its two times."""
 
     item_id: str
     transform: str
@@ -42,7 +42,7 @@ class PairPoint:
 
 @dataclass(frozen=True, slots=True)
 class Closeness:
-    """How near the warm answers of a transform lie to the cold ones, and both to the gold answer."""
+    """How close the warm answers of a transform are to the cold ones, and both to the gold answer."""
 
     transform: str
     f1: Estimate
@@ -76,7 +76,7 @@ class ReportView:
     worst: tuple[NotableRequest, ...]
 
     def estimate(self, name: str) -> Estimate:
-        """A metric of the aggregate, else of the pairs, with its interval."""
+        """Return a metric of the aggregate, else of the pairs, with its interval."""
         for source in (self.aggregate, self.paired):
             if source.get(name) is not None:
                 n = source.get(f"{name}_n", source.get(f"{name.removesuffix('_median')}_n"))
@@ -85,7 +85,7 @@ class ReportView:
 
 
 def build_view(result: Result) -> ReportView:
-    """The view of a result file."""
+    """Return the view of a result."""
     records = result.requests
     pairs = [pair for pair in pair_records(records) if not pair.errored and not pair.contaminated]
     judged = select_measured(records)
@@ -109,13 +109,13 @@ def build_view(result: Result) -> ReportView:
 
 
 def estimate_speedup(points: Sequence[PairPoint]) -> Estimate:
-    """The median speed-up of some pairs, with documents drawn whole."""
+    """Estimate the median speed-up of pairs, with an interval over documents."""
     values, clusters = [point.speedup for point in points], [point.cluster for point in points]
     return Estimate(compute_median(values), bootstrap_median(clusters, values), len(values))
 
 
 def find_noise_band(view: ReportView) -> tuple[float, float] | None:
-    """The spread of cold against cold again: a speed-up inside it is none."""
+    """Return the 5th and 95th percentile of cold over cold again; a speed-up inside this band is noise."""
     low, high = view.paired.get("rerun_ttft_ratio_p05"), view.paired.get("rerun_ttft_ratio_p95")
     return None if low is None or high is None else (low, high)
 
@@ -131,7 +131,7 @@ def compute_quantile(values: Sequence[float], share: float) -> float:
     return compute_percentile(values, share) or 0.0
 
 
-def _make_points(pair: Pair) -> list[PairPoint]:
+def _make_points(pair: ArmPair) -> list[PairPoint]:
     cold, warm = pair.cold, pair.warm
     if (
         cold.ttft_ms is None
@@ -146,8 +146,8 @@ def _make_points(pair: Pair) -> list[PairPoint]:
     ]
 
 
-def _measure_closeness(pairs: Sequence[Pair], judged: Sequence[RequestRecord]) -> tuple[Closeness, ...]:
-    """By transform; where nothing was paired, only the gold scores of what was run."""
+def _measure_closeness(pairs: Sequence[ArmPair], judged: Sequence[RequestRecord]) -> tuple[Closeness, ...]:
+    """Return the closeness by transform; without pairs, only the gold scores."""
     colds: dict[str, list[RequestRecord]] = {}
     for pair in pairs:
         colds.setdefault(pair.cold.transform, []).append(pair.cold)
@@ -171,7 +171,7 @@ def _estimate_mean(records: Sequence[RequestRecord], attribute: str) -> Estimate
 
 
 def _rank_worst(judged: Sequence[RequestRecord], colds: Mapping[str, RequestRecord]) -> tuple[NotableRequest, ...]:
-    """The gravest first: wrong in itself before merely far, far before slow."""
+    """Return the requests with faults, the worst first."""
     ranked = []
     for record in judged:
         cold = colds.get(record.item_id)

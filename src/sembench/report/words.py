@@ -1,4 +1,4 @@
-"""Numbers as people read them; what was not observed is said, not drawn as zero."""
+"""Formats numbers for people. What was not observed is written as "not measured", not as zero."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def format_tokens(value: float) -> str:
 
 
 def format_interval(ci: Sequence[float] | None, show: object = None) -> str:
-    """An interval in the words of its value."""
+    """Format an interval with the formatter of its value."""
     if not ci:
         return "no interval"
     write = show if callable(show) else format_number
@@ -67,5 +67,5 @@ def format_plural(count: int, word: str) -> str:
 
 
 def format_title(name: str) -> str:
-    """A transform's name without its underscores."""
+    """Return a transform's name without underscores."""
     return name.replace("_", " ")

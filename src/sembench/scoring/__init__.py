@@ -1,4 +1,4 @@
-"""How good an answer is, and how sure a rate is: scores, intervals, pairs, comparison of two results.
+"""Scores of answers, rates with intervals, pairs, and the comparison of two results.
 
-Nothing here knows where a record came from.
+Nothing here talks to a server.
 """

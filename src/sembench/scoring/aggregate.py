@@ -1,4 +1,4 @@
-"""Records to rates. Every rate X comes with ``X_n`` (requests it was observed on) and ``X_ci`` (95 % interval).
+"""Aggregates records into rates. Every rate X has ``X_n`` (requests that observed it) and ``X_ci`` (95 % interval).
 
 None means that no record observed the metric; it is never written as 0. Rates over blocks and tokens are ratios of
 sums with a bootstrap over documents, shares of requests have Wilson's interval. Cold and rerun arms are there to be
@@ -64,7 +64,7 @@ MEANS = {
 
 
 def select_measured(records: Iterable[RequestRecord]) -> list[RequestRecord]:
-    """The requests that are judged: all arms but cold and rerun, or those if there are no others.
+    """Return the requests that are judged: all arms but cold and rerun, or those if there are no others.
 
     Pairs across tenants are no part of it: reuse there is a leak, and their answers are nobody's quality.
     """
@@ -73,7 +73,7 @@ def select_measured(records: Iterable[RequestRecord]) -> list[RequestRecord]:
 
 
 def aggregate_by_transform(records: Iterable[RequestRecord]) -> dict[str, dict[str, Any]]:
-    """The aggregate of each transform, in the order of first appearance."""
+    """Return the aggregate of each transform, in the order of first appearance."""
     groups: dict[str, list[RequestRecord]] = {}
     for record in records:
         groups.setdefault(record.transform, []).append(record)
@@ -81,7 +81,7 @@ def aggregate_by_transform(records: Iterable[RequestRecord]) -> dict[str, dict[s
 
 
 def aggregate(records: Iterable[RequestRecord]) -> dict[str, Any]:
-    """All aggregate keys of a result file (docs/METRICS.md)."""
+    """Return all aggregate keys of a result file (docs/METRICS.md)."""
     everyone = list(records)
     kept = select_measured(everyone)
     found: dict[str, Any] = {"request_count": len(kept), "source_count": len({r.cluster for r in kept})}
@@ -112,7 +112,7 @@ def aggregate(records: Iterable[RequestRecord]) -> dict[str, Any]:
 
 
 def sum_known(records: Records, attribute: str) -> int | None:
-    """The sum over the records that observed it; None if none did."""
+    """Return the sum over the records that observed the attribute; None if none did."""
     seen = [value for record in records if (value := getattr(record, attribute)) is not None]
     return sum(seen) if seen else None
 
@@ -126,7 +126,7 @@ def _compute_ratio(name: str, records: Records, top: str, bottom: str) -> dict[s
 
 
 def _compute_quotient(name: str, seen: Records, tops: Sequence[int], bottoms: Sequence[int]) -> dict[str, Any]:
-    """A ratio of sums over the requests that observed it; None where there is nothing to divide by."""
+    """Return a ratio of sums with its interval; None if there is nothing to divide by."""
     if not sum(bottoms):
         return Estimate(None, None, 0).to_fields(name)
     ci = bootstrap_ratio([r.cluster for r in seen], tops, bottoms)
@@ -134,7 +134,7 @@ def _compute_quotient(name: str, seen: Records, tops: Sequence[int], bottoms: Se
 
 
 def _compute_lift(name: str, records: Records, top: str, less: str) -> dict[str, Any]:
-    """One rate minus another, over the requests that observed both."""
+    """Return one rate minus another, over the requests that observed both."""
     seen = [r for r in records if None not in (getattr(r, top), getattr(r, less), r.total_blocks)]
     gains = [getattr(r, top) - getattr(r, less) for r in seen]
     return _compute_quotient(name, seen, gains, [r.total_blocks or 0 for r in seen])
@@ -175,12 +175,12 @@ def _is_confirmed(record: RequestRecord) -> bool | None:
 
 
 def _is_contradicted(record: RequestRecord) -> bool | None:
-    """None where no witness spoke: nobody contradicted, since nobody said anything."""
+    """Return whether witnesses contradict each other; None if there was no witness."""
     return bool(record.contradictions) if record.confirmation_sources or record.contradictions else None
 
 
 def _is_false_safe(record: RequestRecord) -> bool | None:
-    """Reuse was served and the answer left the cold one: KL above .1 or F1 against cold below .5."""
+    """Return whether reuse changed the answer: KL above .1 or F1 below .5 against the cold answer."""
     if not record.backend_confirmed_tokens or (record.cold_kl_topk is None and record.cold_f1 is None):
         return None
     far = record.cold_kl_topk is not None and record.cold_kl_topk > FALSE_SAFE_KL
@@ -188,7 +188,7 @@ def _is_false_safe(record: RequestRecord) -> bool | None:
 
 
 def _aggregate_negatives(records: Records) -> dict[str, Any]:
-    """Unrelated pairs. A confirmed rate is the larger of its block and token share: less than a block counts too."""
+    """Aggregate unrelated pairs. A confirmed rate is the larger of its block and its token share."""
     own = [record for record in records if record.negative_control]
     found: dict[str, Any] = {
         "negative_control_count": len(own),
@@ -207,7 +207,7 @@ def _aggregate_negatives(records: Records) -> dict[str, Any]:
 
 
 def _aggregate_cross_tenant(records: Records) -> dict[str, Any]:
-    """Pairs whose donor belongs to another tenant: any confirmed token is a leak."""
+    """Aggregate pairs whose donor belongs to another tenant: any confirmed token is a leak."""
     own = [record for record in records if record.cross_tenant]
     return {
         "cross_tenant_count": len(own),
@@ -223,7 +223,7 @@ def _compute_larger_ratio(name: str, records: Records, stem: str) -> dict[str, A
 
 
 def _aggregate_connector_audit(records: Records) -> dict[str, Any]:
-    """What the audit stream of a connector says about the requests it could be joined to."""
+    """Aggregate what the audit stream of a connector says about the requests it was joined to."""
     joined = [record for record in records if record.audit_joined]
     found: dict[str, Any] = {"connector_audit_present": bool(joined), "connector_audit_rows_joined": len(joined)}
     advertised = [record for record in joined if record.audit_advertised_tokens]

@@ -1,4 +1,4 @@
-"""How good an answer is: against the gold answers, and against what the same prompt said cold.
+"""Scores of one answer, against the gold answers and against the cold answer to the same prompt.
 
 Every score lies in [0, 1] and higher is better, except KL (nats, 0 is equal), the first divergence (a position)
 and the perplexity ratio (1 is equal). None means that there was nothing to compare, which is not zero.
@@ -33,7 +33,7 @@ TopLogprobs = Sequence[Mapping[str, float]]
 
 
 def split_words(text: str) -> list[str]:
-    """Lower-cased words without punctuation and articles.
+    """Return lower-cased words without punctuation and articles.
 
     >>> split_words("The Ferry, at 9:30!")
     ['ferry', 'at', '9', '30']
@@ -43,7 +43,7 @@ def split_words(text: str) -> list[str]:
 
 
 def compute_token_f1(prediction: str, reference: str) -> float:
-    """Harmonic mean of the precision and the recall of words, each counted as often as it occurs.
+    """Return the harmonic mean of precision and recall over words, each counted as often as it occurs.
 
     >>> round(compute_token_f1("at nine sharp", "nine"), 2)
     0.5
@@ -52,12 +52,12 @@ def compute_token_f1(prediction: str, reference: str) -> float:
 
 
 def compute_exact_match(prediction: str, reference: str) -> float:
-    """1.0 where both say the same words in the same order."""
+    """Return 1.0 if both have the same words in the same order, else 0.0."""
     return float(split_words(prediction) == split_words(reference))
 
 
 def compute_rouge_l(prediction: str, reference: str) -> float:
-    """F-measure of the longest common subsequence of words.
+    """Return the F-measure of the longest common subsequence of words.
 
     >>> compute_rouge_l("the ferry leaves at nine", "ferry leaves at nine")
     1.0
@@ -70,7 +70,7 @@ def compute_rouge_l(prediction: str, reference: str) -> float:
 
 
 def compute_edit_similarity(prediction: str, reference: str) -> float:
-    """1 - Levenshtein distance / longer length, over characters: the measure for code.
+    """Return 1 - Levenshtein distance / longer length, over characters: the measure for code.
 
     >>> compute_edit_similarity("return x", "return y")
     0.875
@@ -81,7 +81,7 @@ def compute_edit_similarity(prediction: str, reference: str) -> float:
 
 
 def compute_answer_recall(prediction: str, answers: Sequence[str]) -> float | None:
-    """The quality score: the largest share of a gold answer's words that the prediction contains, stemmed lightly.
+    """Return the largest share of a gold answer's words that the prediction contains; words are stemmed.
 
     >>> compute_answer_recall("It was registered in Bergen.", ["registering in Bergen", "Oslo"])
     1.0
@@ -98,12 +98,12 @@ def compute_answer_recall(prediction: str, answers: Sequence[str]) -> float | No
 
 
 def score_best(score: Callable[[str, str], float], prediction: str, answers: Sequence[str]) -> float | None:
-    """The best score against any gold answer; None where there is none."""
+    """Return the best score against any gold answer; None if there is none."""
     return max((score(prediction, answer) for answer in answers), default=None)
 
 
 def says(text: str, fact: str) -> bool:
-    """Whether the words of ``fact`` stand in ``text`` one after the other.
+    """Return whether the words of ``fact`` stand in ``text`` one after the other.
 
     >>> says("The code is KX-42, sir", "kx 42"), says("KX-421", "KX-42")
     (True, False)
@@ -115,7 +115,7 @@ def says(text: str, fact: str) -> bool:
 
 
 def find_first_divergence(cold: Sequence[object], warm: Sequence[object]) -> int | None:
-    """Position of the first token that differs; None where both are the same to the end.
+    """Return the position of the first token that differs; None if both are equal to the end.
 
     >>> find_first_divergence([1, 2, 3], [1, 2, 4]), find_first_divergence([1], [1, 2]), find_first_divergence([1], [1])
     (2, 1, None)
@@ -127,7 +127,7 @@ def find_first_divergence(cold: Sequence[object], warm: Sequence[object]) -> int
 
 
 def compute_kl_topk(cold: TopLogprobs, warm: TopLogprobs, same_until: int | None = None) -> float | None:
-    """Mean KL(cold || warm) in nats over the positions that both answered from the same context.
+    """Return the mean KL(cold || warm) in nats over the positions where both had the same context.
 
     Only the likeliest tokens are known; what is left of the mass counts as one further token, so the value is a lower
     bound. Positions behind ``same_until`` (the first differing token) continue different texts and say nothing.
@@ -140,7 +140,7 @@ def compute_kl_topk(cold: TopLogprobs, warm: TopLogprobs, same_until: int | None
 
 
 def compute_ppl_ratio(cold: Sequence[float], warm: Sequence[float], same_until: int | None = None) -> float | None:
-    """Perplexity of the warm answer over the cold one's, on the tokens that both said (log-probabilities in).
+    """Return the perplexity of the warm answer over that of the cold one, on the tokens that both have.
 
     >>> round(compute_ppl_ratio([-1.0, -1.0], [-1.5, -1.5]), 3)
     1.649
@@ -159,7 +159,7 @@ def _compute_f1(said: Sequence[str], wanted: Sequence[str]) -> float:
 
 
 def _select_content_words(text: str) -> list[str]:
-    """Words that carry the answer; an answer of stop words alone ("it is") keeps them."""
+    """Return the words without stop words; an answer of stop words alone keeps them."""
     found = split_words(text)
     return [word for word in found if word not in _STOP_WORDS] or found
 
@@ -172,7 +172,7 @@ def _stem(word: str) -> str:
 
 
 def _measure_common_subsequence(left: Sequence[str], right: Sequence[str]) -> int:
-    """Bit-parallel: one integer holds a row of the table."""
+    """Return the length of the longest common subsequence; one integer holds a row of bits."""
     places: dict[str, int] = {}
     for at, word in enumerate(left):
         places[word] = places.get(word, 0) | 1 << at

@@ -1,4 +1,4 @@
-"""Two results, item by item: what changed, and whether it is more than noise.
+"""Compares two results item by item: what changed, and whether it is more than noise.
 
 Only items that both results hold are compared, each with itself. The interval of a difference draws whole documents,
 since cases cut from one document move together. A difference whose interval holds "no change" is within noise.
@@ -82,7 +82,7 @@ _HARM_ON_NEGATIVES = {
 
 
 def compare_results(base: Result, new: Result) -> dict[str, Any]:
-    """The comparison, ready for JSON: what was paired, what differs in the set-up, and every metric's difference."""
+    """Return the comparison for JSON: the items, the differences of the set-up, and the change of every metric."""
     left, right = _index_by_item(base), _index_by_item(new)
     shared = [key for key in left if key in right]
     if not shared:
@@ -104,7 +104,7 @@ def compare_results(base: Result, new: Result) -> dict[str, Any]:
 
 
 def find_setup_differences(base: Result, new: Result) -> list[str]:
-    """Where the two runs were not the same experiment, one line each."""
+    """Return one line for each setting in which the two runs differ."""
     lines: list[str] = []
     for part, names in (("run", _CONTEXT), ("config", _CONFIG)):
         old, young = getattr(base, part) or {}, getattr(new, part) or {}
@@ -116,7 +116,7 @@ def find_setup_differences(base: Result, new: Result) -> list[str]:
 def compare_metric(
     metric: Metric, values: Sequence[tuple[float, float]], clusters: Sequence[str], *, negatives: bool = False
 ) -> dict[str, Any]:
-    """One metric over paired values: both means, the change, its interval and what to make of it."""
+    """Compare one metric over paired values: both means, the change, its interval and a verdict."""
     rows = np.asarray(values, dtype=np.float64)
     if metric.kind == "ratio":
         kept: list[bool] = np.all(rows > 0, axis=1).tolist()
@@ -169,7 +169,7 @@ def _compare_metrics(pairs: Sequence[tuple[RequestRecord, RequestRecord]], *, ne
 
 
 def _compare_speedups(base: Result, new: Result) -> list[Any]:
-    """Cold over warm TTFT of each pair, where both results have both arms."""
+    """Compare the cold over warm TTFT of each pair, where both results have both arms."""
     left = {pair.cold.item_id: pair for pair in pair_records(base.requests) if not pair.cold.negative_control}
     right = {pair.cold.item_id: pair for pair in pair_records(new.requests)}
     known = [
@@ -182,7 +182,7 @@ def _compare_speedups(base: Result, new: Result) -> list[Any]:
 
 
 def _index_by_item(result: Result) -> dict[str, RequestRecord]:
-    """The judged arm of every item; failed requests take part (their error is a metric)."""
+    """Return the judged record of every item by its id; failed requests are included."""
     found: dict[str, RequestRecord] = {}
     for record in select_measured(result.requests):
         if record.item_id in found:

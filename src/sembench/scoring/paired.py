@@ -1,4 +1,4 @@
-"""Cold against warm, pair by pair, with cold against cold beside it: what is left when the noise is taken away.
+"""Compares cold with warm, pair by pair, and cold with cold again to know the noise.
 
 A pair counts when both arms answered and the cold one was really cold. A hit is a warm request with at least 64
 confirmed tokens beyond its exact prefix; how fast it was has no part in that.
@@ -28,7 +28,7 @@ SEMANTIC_MECHANISMS = ("scatter", "external")
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class ArmPair:
     """The arms of one case."""
 
     cold: RequestRecord
@@ -53,31 +53,31 @@ class Pair:
 
     @property
     def hit(self) -> bool | None:
-        """None where no witness spoke."""
+        """Whether the warm request reused enough; None if there was no witness."""
         tokens = self.warm.backend_confirmed_tokens
         return None if tokens is None else tokens >= HIT_TOKENS
 
     @property
     def mechanism(self) -> str:
-        """How the warm request got its KV: donor KV put in place by the engine, by a connector, an exact prefix."""
+        """Where the KV of the warm request came from: the engine's splice, a connector, an exact prefix, or nothing."""
         confirmed = self.warm.backend_confirmed_tokens or 0
         if confirmed > 0:
             return "scatter" if {"receipt", "usage"} & set(self.warm.confirmation_sources) else "external"
         return "exact" if self.warm.exact_tokens else "none"
 
 
-def pair_records(records: Iterable[RequestRecord]) -> list[Pair]:
-    """Records joined by ``pair_id`` (else ``item_id``); arms without their counterpart are left out."""
+def pair_records(records: Iterable[RequestRecord]) -> list[ArmPair]:
+    """Join records by ``pair_id`` (else ``item_id``); arms without their counterpart are left out."""
     arms: dict[str, dict[str, RequestRecord]] = {}
     for record in records:
         if record.arm in ("cold", "warm", "rerun"):
             arms.setdefault(record.pair_id or record.item_id, {})[record.arm] = record
     whole = (found for found in arms.values() if "cold" in found and "warm" in found)
-    return [Pair(found["cold"], found["warm"], found.get("rerun")) for found in whole]
+    return [ArmPair(found["cold"], found["warm"], found.get("rerun")) for found in whole]
 
 
 def summarize_pairs(records: Iterable[RequestRecord]) -> dict[str, Any] | None:
-    """The ``paired`` object of a result; None where nothing was paired."""
+    """Return the ``paired`` object of a result; None if nothing was paired."""
     everyone = pair_records(records)
     if not everyone:
         return None
@@ -109,7 +109,7 @@ def summarize_pairs(records: Iterable[RequestRecord]) -> dict[str, Any] | None:
     return found | _count_doubts(positive, negative, hits, found)
 
 
-def _count_mechanisms(pairs: Sequence[Pair]) -> dict[str, Any]:
+def _count_mechanisms(pairs: Sequence[ArmPair]) -> dict[str, Any]:
     counts = Counter(pair.mechanism for pair in pairs)
     external = _drop_unknown(pair.warm.external_confirmed_tokens for pair in pairs)
     fuzzy = _drop_unknown(pair.warm.fuzzy_confirmed_tokens for pair in pairs)
@@ -125,7 +125,7 @@ def _count_mechanisms(pairs: Sequence[Pair]) -> dict[str, Any]:
     }
 
 
-def _compute_times(pairs: Sequence[Pair]) -> dict[str, Any]:
+def _compute_times(pairs: Sequence[ArmPair]) -> dict[str, Any]:
     cold, warm = _drop_unknown(pair.cold.ttft_ms for pair in pairs), _drop_unknown(pair.warm.ttft_ms for pair in pairs)
     return {
         f"ttft_{arm}_p{share}_ms": compute_percentile(values, share)
@@ -134,7 +134,7 @@ def _compute_times(pairs: Sequence[Pair]) -> dict[str, Any]:
     }
 
 
-def _compute_speedup(name: str, pairs: Sequence[Pair], ratio: Callable[[Pair], float | None]) -> dict[str, Any]:
+def _compute_speedup(name: str, pairs: Sequence[ArmPair], ratio: Callable[[ArmPair], float | None]) -> dict[str, Any]:
     known = [(value, pair.cluster) for pair in pairs if (value := ratio(pair)) is not None]
     values, clusters = [value for value, _ in known], [cluster for _, cluster in known]
     return {
@@ -146,14 +146,14 @@ def _compute_speedup(name: str, pairs: Sequence[Pair], ratio: Callable[[Pair], f
     }
 
 
-def _compute_hit_rates(pairs: Sequence[Pair], hits: Sequence[Pair]) -> dict[str, Any]:
-    told = [pair for pair in pairs if pair.hit is not None]
+def _compute_hit_rates(pairs: Sequence[ArmPair], hits: Sequence[ArmPair]) -> dict[str, Any]:
+    observed = [pair for pair in pairs if pair.hit is not None]
     external = [pair for pair in pairs if pair.warm.external_confirmed_tokens is not None]
     confirmed = [pair for pair in external if (pair.warm.external_confirmed_tokens or 0) >= HIT_TOKENS]
     return {
-        "hit_rate": len(hits) / len(told) if told else None,
-        "hit_rate_n": len(told),
-        "hit_rate_ci": compute_wilson_interval(len(hits), len(told)),
+        "hit_rate": len(hits) / len(observed) if observed else None,
+        "hit_rate_n": len(observed),
+        "hit_rate_ci": compute_wilson_interval(len(hits), len(observed)),
         "hit_rate_external_confirmed": len(confirmed) / len(external) if external else None,
         "hit_rate_external_confirmed_n": len(external),
         "hit_rate_external_confirmed_ci": compute_wilson_interval(len(confirmed), len(external)),
@@ -163,10 +163,10 @@ def _compute_hit_rates(pairs: Sequence[Pair], hits: Sequence[Pair]) -> dict[str,
     }
 
 
-def _compute_engine_times(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """The engine's own times: the receipt's, or those of the usage object."""
+def _compute_engine_times(pairs: Sequence[ArmPair]) -> dict[str, Any]:
+    """Return the times that the engine reports itself, in the receipt or in the usage object."""
 
-    def compute_ratio(pair: Pair) -> float | None:
+    def compute_ratio(pair: ArmPair) -> float | None:
         cold, warm = pair.cold, pair.warm
         return _divide(cold.engine_ttft_ms or cold.server_ttft_ms, warm.engine_ttft_ms or warm.server_ttft_ms)
 
@@ -180,8 +180,8 @@ def _compute_engine_times(pairs: Sequence[Pair]) -> dict[str, Any]:
     }
 
 
-def _measure_distances(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """How far warm answers lie from the cold ones. A pair that never diverges has no position, and is counted."""
+def _measure_distances(pairs: Sequence[ArmPair]) -> dict[str, Any]:
+    """Return how far warm answers are from cold ones. Pairs with equal answers have no position and are counted."""
     kl = _drop_unknown(pair.warm.cold_kl_topk for pair in pairs)
     compared = [pair for pair in pairs if pair.warm.cold_f1 is not None]
     return {
@@ -195,8 +195,8 @@ def _measure_distances(pairs: Sequence[Pair]) -> dict[str, Any]:
     }
 
 
-def _measure_noise(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Cold against cold again: the ceiling of agreement and the spread of times that reuse has to beat."""
+def _measure_noise(pairs: Sequence[ArmPair]) -> dict[str, Any]:
+    """Compare cold with cold again: reuse must agree as well as that, and must save more than that."""
     reruns = [pair for pair in pairs if pair.rerun is not None and pair.rerun.error is None]
     ratios = _drop_unknown(_divide(pair.cold.ttft_ms, pair.rerun.ttft_ms) for pair in reruns if pair.rerun)
     return {
@@ -210,15 +210,15 @@ def _measure_noise(pairs: Sequence[Pair]) -> dict[str, Any]:
     }
 
 
-def _read_rerun(pair: Pair, name: str) -> float | None:
+def _read_rerun(pair: ArmPair, name: str) -> float | None:
     value: float | None = getattr(pair.rerun, name, None)
     return value
 
 
 def _count_doubts(
-    positive: Sequence[Pair], negative: Sequence[Pair], hits: Sequence[Pair], found: dict[str, Any]
+    positive: Sequence[ArmPair], negative: Sequence[ArmPair], hits: Sequence[ArmPair], found: dict[str, Any]
 ) -> dict[str, Any]:
-    """Counts that an honest server keeps at zero, or near it."""
+    """Count what an honest server keeps at zero, or near it."""
     noise = found["rerun_ttft_ratio_p95"]
     both = [*positive, *negative]
     timed_hits = [pair for pair in hits if pair.speedup is not None]
@@ -235,7 +235,7 @@ def _count_doubts(
     }
 
 
-def _compute_mean(name: str, pairs: Sequence[Pair], value: Callable[[Pair], float | None]) -> dict[str, Any]:
+def _compute_mean(name: str, pairs: Sequence[ArmPair], value: Callable[[ArmPair], float | None]) -> dict[str, Any]:
     return estimate_mean((value(pair), pair.cluster) for pair in pairs).to_fields(name)
 
 

@@ -1,4 +1,4 @@
-"""Puts a result together: the records, what follows from them, and where and when they were measured."""
+"""Builds a result: the records, their aggregates, and where and when they were measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def build_result(
     config: Mapping[str, Any],
     engine: Mapping[str, Any] | None = None,
 ) -> Result:
-    """Return the result of these records, with its aggregates and with pairs where both arms are there."""
+    """Return the result of these records, with aggregates, and with pairs where there are both arms."""
     return Result(
         created_at_utc=get_utc_time(),
         run=run,

@@ -1,4 +1,4 @@
-"""Means, medians and intervals: Wilson's for shares of requests, a bootstrap over whole documents for everything else.
+"""Means, medians and intervals: Wilson's for shares of requests, a bootstrap over documents for the rest.
 
 Cases cut from one document are not independent draws; resampling documents instead of cases keeps the intervals from
 looking tighter than they are. The bootstrap is seeded: the same records give the same interval.
@@ -25,7 +25,7 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A number with its 95 % interval and how many requests it stands on."""
+    """A number with its 95 % interval and the number of requests behind it."""
 
     value: float | None
     ci: Sequence[float] | None = None
@@ -48,7 +48,7 @@ def estimate_mean(samples: Iterable[tuple[float | None, Hashable]]) -> Estimate:
 
 
 def compute_wilson_interval(hits: int, n: int) -> Interval | None:
-    """95 % interval of a share, sensible at 0 and at 1 too; None without a sample.
+    """Return the 95 % interval of a share, which also works at 0 and at 1; None without a sample.
 
     >>> [round(x, 3) for x in compute_wilson_interval(0, 10)]
     [0.0, 0.278]
@@ -62,13 +62,13 @@ def compute_wilson_interval(hits: int, n: int) -> Interval | None:
 
 
 def _number_clusters(clusters: Sequence[Hashable]) -> npt.NDArray[np.int64]:
-    """Each name as the number of its first appearance."""
+    """Return for each name the number of its first appearance."""
     places: dict[Hashable, int] = {}
     return np.fromiter((places.setdefault(name, len(places)) for name in clusters), dtype=np.int64, count=len(clusters))
 
 
 def sum_clusters(clusters: Sequence[Hashable], rows: npt.ArrayLike) -> FloatArray:
-    """The rows of each cluster added up: one row a cluster."""
+    """Return the sum of the rows of each cluster, one row for each cluster."""
     values, at = np.asarray(rows, dtype=np.float64), _number_clusters(clusters)
     sums = np.zeros((int(at.max(initial=-1)) + 1, values.shape[1]))
     np.add.at(sums, at, values)
@@ -76,7 +76,7 @@ def sum_clusters(clusters: Sequence[Hashable], rows: npt.ArrayLike) -> FloatArra
 
 
 def _draw_weights(count: int) -> Iterator[npt.NDArray[np.int64]]:
-    """How often each cluster is drawn: resamples by clusters, a few resamples at a time."""
+    """Yield how often each cluster is drawn, for a few resamples at a time."""
     rng = np.random.default_rng(_SEED)
     even = np.full(count, 1.0 / count)
     for start in range(0, RESAMPLES, _AT_ONCE):
@@ -84,12 +84,12 @@ def _draw_weights(count: int) -> Iterator[npt.NDArray[np.int64]]:
 
 
 def resample_sums(sums: FloatArray) -> FloatArray:
-    """The totals of every column under draws of clusters with replacement."""
+    """Return the totals of every column for each resample of clusters."""
     return np.concatenate([weights @ sums for weights in _draw_weights(len(sums))])
 
 
 def compute_interval(draws: FloatArray) -> Interval | None:
-    """The middle 95 % of the draws that are numbers; None if there are none."""
+    """Return the middle 95 % of the draws that are finite; None if there are none."""
     kept = draws[np.isfinite(draws)]
     if not len(kept):
         return None
@@ -98,7 +98,7 @@ def compute_interval(draws: FloatArray) -> Interval | None:
 
 
 def bootstrap_ratio(clusters: Sequence[Hashable], tops: Sequence[float], bottoms: Sequence[float]) -> Interval | None:
-    """95 % interval of sum(tops) / sum(bottoms), clustered; None with fewer than two clusters."""
+    """Return the clustered 95 % interval of sum(tops) / sum(bottoms); None with fewer than two clusters."""
     if len(set(clusters)) < 2:
         return None
     totals = resample_sums(sum_clusters(clusters, np.column_stack([tops, bottoms])))
@@ -107,7 +107,7 @@ def bootstrap_ratio(clusters: Sequence[Hashable], tops: Sequence[float], bottoms
 
 
 def bootstrap_mean(clusters: Sequence[Hashable], values: Sequence[float]) -> Interval | None:
-    """95 % interval of a mean, clustered; None with fewer than two clusters.
+    """Return the clustered 95 % interval of a mean; None with fewer than two clusters.
 
     >>> bootstrap_mean(["a", "a"], [0.0, 1.0]) is None
     True
@@ -116,7 +116,7 @@ def bootstrap_mean(clusters: Sequence[Hashable], values: Sequence[float]) -> Int
 
 
 def bootstrap_median(clusters: Sequence[Hashable], values: Sequence[float]) -> Interval | None:
-    """95 % interval of a median, clustered; None with fewer than two clusters.
+    """Return the clustered 95 % interval of a median; None with fewer than two clusters.
 
     >>> bootstrap_median(["a", "b", "b"], [1.0, 1.0, 1.0])
     [1.0, 1.0]
@@ -137,7 +137,7 @@ def bootstrap_median(clusters: Sequence[Hashable], values: Sequence[float]) -> I
 
 
 def compute_percentile(values: Sequence[float], share: float) -> float | None:
-    """The value below which ``share`` percent lie, interpolated; None of nothing.
+    """Return the value below which ``share`` percent of the values lie; None without values.
 
     >>> compute_percentile([1.0, 2.0, 3.0], 50)
     2.0
@@ -146,10 +146,10 @@ def compute_percentile(values: Sequence[float], share: float) -> float | None:
 
 
 def compute_mean(values: Sequence[float]) -> float | None:
-    """None of nothing."""
+    """Return the mean; None without values."""
     return float(np.mean(np.asarray(values, dtype=np.float64))) if len(values) else None
 
 
 def compute_median(values: Sequence[float]) -> float | None:
-    """None of nothing."""
+    """Return the median; None without values."""
     return compute_percentile(values, 50)

@@ -1,4 +1,4 @@
-"""Evidence of reuse: responses, counters, audit streams and engine logs, held against each other.
+"""Evidence of reuse: receipts, usage, counters, audit streams and engine logs, checked against each other.
 
 Nothing here asks a server for an answer.
 """

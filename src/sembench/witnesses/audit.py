@@ -26,21 +26,21 @@ _MATERIALIZED = ("runtime_materialized", "materialized")
 
 @dataclass(slots=True)
 class AuditLog:
-    """Events by request."""
+    """The events of an audit stream by request id."""
 
     by_request: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)
     lines: int = 0
 
     @classmethod
     def read(cls, paths: Iterable[str]) -> AuditLog:
-        """A line that was cut off at the end of a file is left out; any other bad line is an error."""
+        """Read audit files. A last line that was cut off is left out; any other bad line is an error."""
         log = cls()
         for path in paths:
             log._read_file(path)
         return log
 
     def find_events(self, ids: Iterable[str]) -> Sequence[Mapping[str, Any]]:
-        """The events of the request that has one of these names."""
+        """Return the events of the request that has one of these ids."""
         for name in ids:
             for spelled in dict.fromkeys((name, strip_id(name))):
                 if spelled in self.by_request:
@@ -73,7 +73,7 @@ class AuditLog:
 
 
 def strip_id(request_id: str) -> str:
-    """An id without what engines put around it.
+    """Return a request id without the prefixes and suffixes that engines add.
 
     >>> strip_id("chatcmpl-abc-0")
     'abc'
@@ -82,7 +82,7 @@ def strip_id(request_id: str) -> str:
 
 
 def join_audit(record: RequestRecord, log: AuditLog, block_size: int, ids: Sequence[str] = ()) -> RequestRecord:
-    """The record with what the audit stream says of it; contradictions with the answer's own words are noted."""
+    """Return the record with what the audit stream says about it; contradictions with the receipt are noted."""
     events = log.find_events(ids or ([record.engine_request_id] if record.engine_request_id else []))
     if not events:
         return replace(record, audit_joined=False)
@@ -119,7 +119,7 @@ def join_audit(record: RequestRecord, log: AuditLog, block_size: int, ids: Seque
 
 
 def _count_reused(events: Iterable[Mapping[str, Any]]) -> int | None:
-    """Tokens that the stream says were moved; a request that ended otherwise reused none; silence is None.
+    """Count the tokens that the stream says were moved: 0 if the request was declined, None if it says nothing.
 
     One load said twice (by two ranks, in a stream collected twice) has the same donor and length and counts once.
     """

@@ -1,7 +1,7 @@
-"""What a backend's own words say about reuse, and where they contradict each other.
+"""Weighs what a backend reports about reuse, and finds contradictions.
 
-Four witnesses: the receipt in the answer, the usage object, the counters of the server, its audit stream. Time is not
-one of them: a fast answer is a fast answer. Where witnesses disagree, the statement that flatters least counts:
+The four witnesses are the receipt in the answer, the usage object, the counters of the server and its audit stream.
+Time is no witness: an answer can be fast for many reasons. If witnesses disagree, the least favourable number counts:
 the smallest for a case that may reuse, the largest for one that must not.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sembench.backends.base import Answer, parse_count
+from sembench.backends.base import ServerAnswer, parse_count
 from sembench.witnesses.prometheus import EXACT_TOKENS, EXTERNAL_HITS, REQUESTS, REUSED_TOKENS, CounterDelta
 
 MATERIALIZED = "backend_materialized_reuse"
@@ -24,10 +24,11 @@ SLACK_TOKENS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """What we know of a request before the backend says a word.
+    """What we know about a request before the backend answers.
 
-    ``donor_tokens``: length of the primed donors as the server counted it. ``shared``: share of the recipient's text
-    that stands in a donor's, an upper bound of what can be reused. ``alone``: nothing else ran between the scrapes.
+    ``donor_tokens`` is the length of the primed donors as the server counted it. ``shared`` is the share of the
+    recipient's text that a donor contains too: the most that can be reused. ``alone`` means that no other request
+    ran between the two readings of the counters.
     """
 
     must_be_cold: bool = False
@@ -40,7 +41,7 @@ class Expectation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirmation:
-    """The verdict over one request. ``confirmed_tokens`` None: no witness spoke about reuse."""
+    """The verdict on one request. ``confirmed_tokens`` is None if there was no witness of reuse."""
 
     confirmed_tokens: int | None = None
     exact_tokens: int | None = None
@@ -55,8 +56,8 @@ class Confirmation:
     contaminated: bool | None = None
 
 
-def confirm(answer: Answer, expected: Expectation, delta: CounterDelta | None = None) -> Confirmation:
-    """Weigh the witnesses of one answer. The audit stream is joined later, by `audit.with_audit`."""
+def confirm(answer: ServerAnswer, expected: Expectation, delta: CounterDelta | None = None) -> Confirmation:
+    """Weigh the witnesses of one answer. The audit stream is joined later, by `audit.join_audit`."""
     receipt = answer.receipt or {}
     parts = {kind: parse_count(receipt.get(f"{kind}_tokens")) for kind in ("exact", "reused", "recomputed", "prefill")}
     counters = _CounterMovement.from_delta(delta, expected.alone)
@@ -97,17 +98,17 @@ def confirm(answer: Answer, expected: Expectation, delta: CounterDelta | None = 
 def _decide_confirmed(
     statements: Iterable[int], exact: int | None, cached: int | None, expected: Expectation
 ) -> int | None:
-    told = list(statements)
+    numbers = list(statements)
     if expected.other_tenant:  # another tenant's exact prefix is a leak as well
-        return None if exact is None and not told else max(told, default=0) + (exact or 0)
-    if not told:
+        return None if exact is None and not numbers else max(numbers, default=0) + (exact or 0)
+    if not numbers:
         return None
     if not expected.may_reuse:
-        return max(told)
-    return min(told) if cached is None else min(*told, cached)
+        return max(numbers)
+    return min(numbers) if cached is None else min(*numbers, cached)
 
 
-def _list_sources(statements: Mapping[str, int], answer: Answer) -> tuple[str, ...]:
+def _list_sources(statements: Mapping[str, int], answer: ServerAnswer) -> tuple[str, ...]:
     named = list(statements)
     if answer.cached_tokens is not None and "usage" not in named:
         named.append("usage")
@@ -116,7 +117,7 @@ def _list_sources(statements: Mapping[str, int], answer: Answer) -> tuple[str, .
 
 @dataclass(frozen=True, slots=True)
 class _CounterMovement:
-    """What the server's counters did while the request ran. ``believable``: they saw this request and no other."""
+    """How the server's counters moved during a request. ``believable``: they counted this request and no other."""
 
     reused: int | None = None
     exact: int | None = None
@@ -141,7 +142,7 @@ class _CounterMovement:
         )
 
 
-def _check_receipt(receipt: Mapping[str, Any], parts: Mapping[str, int | None], answer: Answer) -> Iterable[str]:
+def _check_receipt(receipt: Mapping[str, Any], parts: Mapping[str, int | None], answer: ServerAnswer) -> Iterable[str]:
     reused = parts["reused"]
     if reused is None:
         if receipt:
@@ -158,7 +159,7 @@ def _check_receipt(receipt: Mapping[str, Any], parts: Mapping[str, int | None], 
         yield f"the receipt claims {reused} reused tokens and names no donor"
 
 
-def _check_against_usage(parts: Mapping[str, int | None], answer: Answer) -> Iterable[str]:
+def _check_against_usage(parts: Mapping[str, int | None], answer: ServerAnswer) -> Iterable[str]:
     if parts["reused"] is None or answer.cached_tokens is None:
         return
     held = (parts["exact"] or 0) + parts["reused"]
@@ -182,7 +183,7 @@ def _check_against_counters(reused: int | None, counters: _CounterMovement) -> I
 
 
 def _check_against_expectation(
-    statements: Mapping[str, int], exact: int | None, answer: Answer, expected: Expectation
+    statements: Mapping[str, int], exact: int | None, answer: ServerAnswer, expected: Expectation
 ) -> Iterable[str]:
     reused = max(statements.values(), default=0)
     if expected.must_be_cold:
@@ -207,7 +208,8 @@ def _check_against_expectation(
 
 
 def measure_shared_text(recipient: str, donors: Sequence[str]) -> float:
-    """The share of the recipient's characters inside a window of 32 that a donor has too: what could be reused at best.
+    """Return the share of the recipient's characters inside 32-character windows of a donor: the most that can be
+    reused.
 
     >>> measure_shared_text("x" * 10, ["x" * 10]), round(measure_shared_text("q" * 32 + "a" * 64, ["a" * 64]), 2)
     (0.0, 0.67)

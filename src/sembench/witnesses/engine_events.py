@@ -1,4 +1,4 @@
-"""What an engine's log proves: events counted once, errors by their level, and nothing read into user text.
+"""Summarizes an engine's log: each event counts once, errors count by their level, user text counts for nothing.
 
 An error is a record whose *level* says so, or a Python traceback; a multi-line record is one error. The same word in
 a prompt or an answer is no error. Semantic events are believed only from the first letter of a message.
@@ -26,7 +26,7 @@ _FRAME = re.compile(r'^\s+File "')
 
 @dataclass
 class ErrorCounter:
-    """Counts error and warning records; a record's further lines, and a traceback under it, belong to it."""
+    """Counts error and warning records. Further lines of a record, and a traceback below it, belong to it."""
 
     errors: int = 0
     warnings: int = 0
@@ -51,7 +51,7 @@ class ErrorCounter:
             self.examples.append({"line": number, "text": text.strip()[:_EXAMPLE_CHARS]})
 
     def _is_same_record(self, line: LogLine) -> bool:
-        """Lines of one record share process, time and source; each of them may carry the level again."""
+        """Return whether a line continues the record: same process, time and source; the level may be repeated."""
         header, level = self._record
         return line.timed and line.header == header and level.value >= line.level.value
 
@@ -65,7 +65,7 @@ class ErrorCounter:
 
 @dataclass
 class EventCounter:
-    """Adds up the events of one engine; a key that was seen before does not count again."""
+    """Counts the events of one engine; an event with a known key does not count again."""
 
     engine: str
     where: str
@@ -138,36 +138,36 @@ def make_parser(engine: str, where: str) -> LogParser:
 
 
 def summarize_log(engine: str, lines: Iterable[str], where: str = "log", *, skip_bad: bool = False) -> dict[str, Any]:
-    """The summary of a log, ready for JSON.
+    """Return the summary of a log for JSON.
 
     >>> found = summarize_log("sglang", ["[FUZZY] Realized 64 fuzzy tokens request_id=r1", "a prompt with ERROR in it"])
     >>> found["materialized_tokens"], found["errors"], found["materialized_semantic_kv_reuse"]
     (64, 0, False)
     """
-    tally = EventCounter(engine, where, skip_bad)
-    parser = tally.read(lines)
-    hits, done = tally.counts[EngineEventKind.SEMANTIC_HIT], tally.counts[EngineEventKind.MATERIALIZED]
+    counter = EventCounter(engine, where, skip_bad)
+    parser = counter.read(lines)
+    hits, done = counter.counts[EngineEventKind.SEMANTIC_HIT], counter.counts[EngineEventKind.MATERIALIZED]
     semantic = [kind for kind in EngineEventKind if kind is not EngineEventKind.ERROR]
     return {
         "summary_version": SUMMARY_VERSION,
         "engine": engine,
         "input": where,
-        "lines": tally.lines,
-        "bad_lines": tally.bad_lines,
-        "donor_registrations": tally.counts[EngineEventKind.DONOR_REGISTERED],
+        "lines": counter.lines,
+        "bad_lines": counter.bad_lines,
+        "donor_registrations": counter.counts[EngineEventKind.DONOR_REGISTERED],
         "semantic_hits": hits,
-        "load_advertisements": tally.counts[EngineEventKind.LOAD_ADVERTISED],
+        "load_advertisements": counter.counts[EngineEventKind.LOAD_ADVERTISED],
         "materialization_events": done,
-        "materialized_tokens": tally.tokens,
-        "materialized_units": tally.units,
-        "rope_corrections": tally.rope_corrections,
-        "engine_boundaries": tally.counts[EngineEventKind.ENGINE_BOUNDARY],
-        "rejection_reasons": dict(sorted(tally.reasons.items())),
-        "errors": tally.errors.errors,
-        "error_examples": tally.errors.examples,
-        "runtime_warnings": tally.errors.warnings,
-        "events": sum(tally.counts[kind] for kind in semantic),
-        "repeated_events": tally.repeated,
+        "materialized_tokens": counter.tokens,
+        "materialized_units": counter.units,
+        "rope_corrections": counter.rope_corrections,
+        "engine_boundaries": counter.counts[EngineEventKind.ENGINE_BOUNDARY],
+        "rejection_reasons": dict(sorted(counter.reasons.items())),
+        "errors": counter.errors.errors,
+        "error_examples": counter.errors.examples,
+        "runtime_warnings": counter.errors.warnings,
+        "events": sum(counter.counts[kind] for kind in semantic),
+        "repeated_events": counter.repeated,
         "counted_once": parser.counted_once,
         "caveat": parser.caveat,
         "materialized_semantic_kv_reuse": done > 0 and (hits > 0 or parser.receipt_suffices),
@@ -175,8 +175,8 @@ def summarize_log(engine: str, lines: Iterable[str], where: str = "log", *, skip
 
 
 def summarize_file(engine: str, path: str, *, skip_bad: bool = False) -> dict[str, Any]:
-    """The summary of a log file, ``.gz`` too; bytes that are no UTF-8 are part of somebody's text and pass."""
-    make_parser(engine, path)  # a wrong engine is told before the file is opened
+    """Return the summary of a log file, packed or not. Bytes that are not UTF-8 are replaced."""
+    make_parser(engine, path)  # a wrong engine is reported before the file is opened
     with open_text(path) as stream:
         stream.reconfigure(errors="replace")  # type: ignore[attr-defined]
         try:

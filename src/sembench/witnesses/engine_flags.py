@@ -1,8 +1,7 @@
-"""What the measured engine was started with, and whether that is a fair start.
+"""Describes how the measured engine was started, and whether that is fair.
 
-A benchmark of semantic reuse must be run against an engine whose exact prefix cache works (or the gain is borrowed from
-it), whose statistics are on (or nothing can be confirmed), and that does not guess tokens ahead (or time and output say
-something about the guesser).
+A fair engine has its exact prefix cache on (else reuse gets credit for exact hits), its statistics on (else nothing can
+be confirmed) and speculative decoding off (else times and answers depend on the draft model).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _SECRET = re.compile(r"(?:^|[-_])(?:key|token|secret|password|credentials?)$", r
 
 
 def describe_engine_flags(command: str, env: Sequence[str]) -> dict[str, Any]:
-    """The ``engine`` object of a result, as far as the command line tells. Keys and tokens are not kept.
+    """Return the ``engine`` object of a result from the command line. Keys and tokens are not kept.
 
     >>> describe_engine_flags("vllm serve m --port 1 --disable-log-stats", [])["phase0_flag_violations"]
     ['--disable-log-stats: the engine counts nothing']
@@ -60,7 +59,7 @@ def describe_engine_flags(command: str, env: Sequence[str]) -> dict[str, Any]:
 
 
 def _hide_secrets(words: Sequence[str]) -> list[str]:
-    """The words with what follows ``--api-key`` and its like replaced; ``NAME_TOKEN=...`` before a command too.
+    """Return the words with the values of ``--api-key``, ``NAME_TOKEN=`` and the like replaced.
 
     >>> _hide_secrets(["HF_TOKEN=x", "vllm", "--api-key", "y", "--admin-key=z", "--max-tokens", "5"])
     ['HF_TOKEN=***', 'vllm', '--api-key', '***', '--admin-key=***', '--max-tokens', '5']
@@ -78,7 +77,7 @@ def _hide_secrets(words: Sequence[str]) -> list[str]:
 
 
 def require_fair_flags(flags: dict[str, Any]) -> None:
-    """For ``--require-phase0-flags``: the command must be known, and fair."""
+    """Refuse an engine whose command is unknown or unfair (``--require-phase0-flags``)."""
     if flags["flags"] is None:
         raise InputError("the engine's flags are not known", hint="give --engine-serve-command")
     if flags["phase0_flag_violations"]:

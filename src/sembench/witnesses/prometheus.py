@@ -1,4 +1,4 @@
-"""Counters of a serving engine: scraped before and after, subtracted, and a restart in between noticed.
+"""Counters of a serving engine: read before and after, subtracted; a restart in between is noticed.
 
 Only counters can be subtracted. A counter that went down was reset; its difference is unknown, not negative.
 """
@@ -57,21 +57,21 @@ def parse_samples(text: str) -> dict[tuple[str, Labels], float]:
 
 @dataclass(frozen=True, slots=True)
 class CounterDelta:
-    """What counters did between two scrapes. None: the server has no such counter, or it was reset."""
+    """Two readings of the counters. A rise is None if the server has no such counter, or if it was reset."""
 
     before: Snapshot
     after: Snapshot
 
     @property
     def reset_detected(self) -> bool:
-        """Whether a counter went down, or was there before and is gone: the server was restarted."""
+        """Whether a counter went down or disappeared: the server was restarted."""
         return any(
             _is_counter(name) and self.after.get((name, labels), -math.inf) < value
             for (name, labels), value in self.before.items()
         )
 
     def compute_rise(self, *names: str | tuple[str, tuple[str, str]]) -> float | None:
-        """By how much the first of these counters that exists went up, over all its other labels.
+        """Return how much the first of these counters that exists rose, summed over its other labels.
 
         A counter with a label may appear with its first count, so a family that exists counts as 0 before.
 
@@ -102,7 +102,7 @@ def _is_counter(name: str) -> bool:
 
 
 def merge_deltas(deltas: Sequence[CounterDelta]) -> CounterDelta:
-    """Several endpoints as one: samples of the same name add up."""
+    """Merge several endpoints into one: samples of the same name are added."""
     before: dict[tuple[str, Labels], float] = {}
     after: dict[tuple[str, Labels], float] = {}
     for delta in deltas:
@@ -113,7 +113,7 @@ def merge_deltas(deltas: Sequence[CounterDelta]) -> CounterDelta:
 
 
 def summarize_deltas(deltas: Sequence[CounterDelta], failed: int = 0) -> dict[str, float | int | bool | None]:
-    """The ``engine.prometheus.delta`` object of a result."""
+    """Return the ``engine.prometheus.delta`` object of a result."""
     all_of_them = merge_deltas(deltas)
     queries, hits = all_of_them.compute_rise(*EXTERNAL_QUERIES), all_of_them.compute_rise(*EXTERNAL_HITS)
     return {
@@ -133,14 +133,14 @@ def summarize_deltas(deltas: Sequence[CounterDelta], failed: int = 0) -> dict[st
 
 
 class Scraper:
-    """Scrapes a fixed set of endpoints. One that fails keeps failing the count, never the run."""
+    """Reads a fixed set of endpoints. One that fails is counted; it never stops the run."""
 
     def __init__(self, client: httpx.AsyncClient, urls: Sequence[str]) -> None:
         self._client = client
         self.urls = tuple(dict.fromkeys(urls))
 
     async def take_snapshot(self) -> list[Snapshot | None]:
-        """One snapshot an endpoint, None where it did not answer with metrics."""
+        """Return one reading for each endpoint; None if it did not answer with metrics."""
         found: list[Snapshot | None] = []
         for url in self.urls:
             text, _ = await get_text(self._client, url)
@@ -151,12 +151,12 @@ class Scraper:
         return found
 
     async def keep_working_ones(self) -> None:
-        """Leave out the endpoints that have no metrics: asked for once, before the run."""
+        """Leave out the endpoints that have no metrics; called once, before the run."""
         answers = await self.take_snapshot()
         self.urls = tuple(url for url, answer in zip(self.urls, answers, strict=True) if answer is not None)
 
 
 def pair_snapshots(before: Sequence[Snapshot | None], after: Sequence[Snapshot | None]) -> list[CounterDelta]:
-    """The endpoints that answered both times."""
+    """Return the readings of the endpoints that answered both times."""
     pairs = zip(before, after, strict=True)
     return [CounterDelta(first, last) for first, last in pairs if first is not None and last is not None]

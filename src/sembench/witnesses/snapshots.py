@@ -1,4 +1,4 @@
-"""Saved counters of an engine, and what they did between two savings."""
+"""Saved counters of an engine, and how they moved between two snapshots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Endpoints = Mapping[str, Mapping[str, Any]]
 
 
 def read_snapshot(path: str) -> Endpoints:
-    """The endpoints of a saved snapshot by URL."""
+    """Return the endpoints of a saved snapshot by URL."""
     hint = "pass a file of sembench engine-snapshot"
     value = read_json_object(path, hint=hint)
     if value.get("snapshot_version") != SNAPSHOT_VERSION:
@@ -26,7 +26,7 @@ def read_snapshot(path: str) -> Endpoints:
 
 
 def compare_snapshots(before: Endpoints, after: Endpoints) -> dict[str, Any]:
-    """What the counters did, over the endpoints that answered both times."""
+    """Return how the counters moved, over the endpoints that answered both times."""
     both = [url for url in after if after[url]["error"] is None and before.get(url, {}).get("error", "") is None]
     deltas = [CounterDelta(_read_samples(before[url]), _read_samples(after[url])) for url in both]
     return summarize_deltas(deltas, failed=len(after) - len(both))

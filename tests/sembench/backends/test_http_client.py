@@ -13,11 +13,11 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from sembench.backends import gateway, sglang  # noqa: E402
-from sembench.backends.base import Call, read_route  # noqa: E402
+from sembench.backends.base import PromptCall, read_route  # noqa: E402
 from sembench.backends.http_client import Exchange, SseParser, check_url, describe_error, open_client, post_stream  # noqa: E402
 from semblend.errors import InputError  # noqa: E402
 
-CALL = Call(text="Hi", max_tokens=4, request_id="r1", tenant="a", salt="s", top_logprobs=2)
+CALL = PromptCall(text="Hi", max_tokens=4, request_id="r1", tenant="a", salt="s", top_logprobs=2)
 
 
 @given(

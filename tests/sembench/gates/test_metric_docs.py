@@ -13,7 +13,7 @@ from sembench.result import RequestRecord
 from sembench.scoring.aggregate import aggregate
 from sembench.scoring.paired import summarize_pairs
 from sembench.witnesses.engine_events import summarize_log
-from tools.reference.metric_pages import filled, main, tables
+from tools.reference.metric_pages import build_tables, fill_page, main
 from tools.reference.metric_words import AGGREGATE, ENGINE_SUMMARY, PAIRED, RECORD
 
 PAGE = Path(__file__).parents[3] / "docs" / "METRICS.md"
@@ -26,7 +26,7 @@ def plain(names: object) -> set[str]:
 
 def test_the_page_is_what_the_code_would_write_now(tmp_path: Path) -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert filled(text) == text, "run python -m tools.reference.metric_pages docs/METRICS.md"
+    assert fill_page(text) == text, "run python -m tools.reference.metric_pages docs/METRICS.md"
     copy = tmp_path / "METRICS.md"
     copy.write_text(text)
     assert main([str(copy)]) == 0
@@ -35,7 +35,7 @@ def test_the_page_is_what_the_code_would_write_now(tmp_path: Path) -> None:
 
 def test_every_table_is_on_the_page() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert all(f"<!-- generated: {name} -->\n{table}\n" in text for name, table in tables().items())
+    assert all(f"<!-- generated: {name} -->\n{table}\n" in text for name, table in build_tables().items())
 
 
 def test_every_field_metric_and_key_is_explained_and_no_other() -> None:

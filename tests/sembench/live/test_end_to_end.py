@@ -22,8 +22,8 @@ from sembench.manifests.case_subset import choose_cases, take_turns  # noqa: E40
 from sembench.manifests.cases import read_manifest, write_manifest  # noqa: E402
 from sembench.result import read_result  # noqa: E402
 from semblend.config import SemBlendConfig  # noqa: E402
+from semblend.engine.server.config import ServeConfig  # noqa: E402
 from semblend.engine.server.fake_engine import FakeEngine, Pace  # noqa: E402
-from semblend.engine.server.limits import ServerSettings  # noqa: E402
 from semblend.engine.server.routes import create_app  # noqa: E402
 from semblend.engine.server.tenants import Tenants  # noqa: E402
 from semblend.facade import SemBlend  # noqa: E402
@@ -42,7 +42,7 @@ def sembench(*words: object) -> int:
 
 
 @contextmanager
-def listening(engine, settings: ServerSettings | None = None) -> Iterator[str]:
+def listening(engine, settings: ServeConfig | None = None) -> Iterator[str]:
     sock = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(create_app(engine, settings), log_level="critical", ws="none", lifespan="off")
     server = uvicorn.Server(config)
@@ -75,7 +75,7 @@ class House:
         return self.folder / "audit.jsonl"
 
     @contextmanager
-    def serving(self, settings: ServerSettings | None = None, **config) -> Iterator[str]:
+    def serving(self, settings: ServeConfig | None = None, **config) -> Iterator[str]:
         library = SemBlend(SemBlendConfig(embedder="none", events=str(self.audit), **config))
         with listening(FakeEngine(library, pace=PACE), settings) as url:
             yield url
@@ -126,7 +126,7 @@ def test_gates_fail_with_a_reason_when_reuse_is_switched_off(house, capsys):
 
 
 def test_a_paired_run_with_tenants_and_audit_agrees_in_all_four_witnesses(house):
-    settings = ServerSettings(tenants=Tenants({"ka": "tenant-a", "kb": "tenant-b"}, admin_keys=["root"]))
+    settings = ServeConfig(tenants=Tenants({"ka": "tenant-a", "kb": "tenant-b"}, admin_keys=["root"]))
     keys = ("--api-key", "tenant-a=ka", "--api-key", "tenant-b=kb", "--admin-key", "root")
     flags = ("--paired", "--capture-logprobs", "--tenant-pairs", 2, "--connector-audit", house.audit, *keys)
     with house.serving(settings) as url:

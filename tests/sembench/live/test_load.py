@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from live_cases import manifest, positive
 from lying_backend import LyingBackend
 
-from sembench.backends.base import Answer
+from sembench.backends.base import ServerAnswer
 from sembench.cli import main
-from sembench.live.arrivals import Arrival, draw_arrivals, list_prompts, read_trace
+from sembench.live.arrivals import RequestArrival, draw_arrivals, list_prompts, read_trace
 from sembench.live.load import TimedAnswer, list_details, parse_slo, play, summarize_load
 from semblend.errors import InputError
 
@@ -104,7 +104,7 @@ def test_a_promise_that_makes_no_sense_is_refused(text):
 
 
 def timed(ttft, gaps=(10.0, 10.0), late=0.0, error=None):
-    answer = Answer(ttft_ms=ttft, latency_ms=ttft + sum(gaps), inter_token_ms=tuple(gaps), prompt_tokens=100,
+    answer = ServerAnswer(ttft_ms=ttft, latency_ms=ttft + sum(gaps), inter_token_ms=tuple(gaps), prompt_tokens=100,
                     output_tokens=len(gaps) + 1, error=error)  # fmt: skip
     return TimedAnswer(answer, 0.0, late, 1.0)
 
@@ -150,13 +150,13 @@ class Counting:
         self.most = max(self.most, self.now)
         await asyncio.sleep(0.01)
         self.now -= 1
-        return Answer(text=call.text, ttft_ms=10.0, latency_ms=10.0, output_tokens=1)
+        return ServerAnswer(text=call.text, ttft_ms=10.0, latency_ms=10.0, output_tokens=1)
 
 
 @pytest.mark.parametrize(("limit", "most"), [(2, 2), (None, 6)])
 def test_no_more_are_under_way_than_allowed(limit, most):
     backend = Counting()
-    arrivals = [Arrival(0.0, str(at)) for at in range(6)]
+    arrivals = [RequestArrival(0.0, str(at)) for at in range(6)]
     found, _ = asyncio.run(play(backend, arrivals, output_tokens=1, max_concurrency=limit))
     assert backend.most == most
     assert [one.answer.text for one in found] == [str(at) for at in range(6)]
@@ -166,7 +166,7 @@ def test_no_more_are_under_way_than_allowed(limit, most):
 
 def test_an_open_loop_does_not_wait_for_answers():
     backend = Counting()
-    asyncio.run(play(backend, [Arrival(0.001 * at, "x") for at in range(5)], output_tokens=1))
+    asyncio.run(play(backend, [RequestArrival(0.001 * at, "x") for at in range(5)], output_tokens=1))
     assert backend.most >= 3
 
 

@@ -18,6 +18,7 @@ from test_end_to_end import listening, sembench
 from sembench.manifests.cases import Case, read_manifest, write_manifest
 from sembench.result import read_result
 from semblend.config import SemBlendConfig
+from semblend.engine.server.config import ServeConfig
 from semblend.engine.server.launch import Launch
 from semblend.models import is_pulled, known
 
@@ -61,7 +62,7 @@ class House:
 def house(tmp_path_factory) -> Iterator[House]:
     folder = tmp_path_factory.mktemp("readme")
     config = SemBlendConfig(embedder="none", quality="fast", events=str(folder / "events.jsonl"))
-    engine = Launch(model=MODEL, device="cpu", pool_tokens=8192).engine(config)
+    engine = Launch(ServeConfig(model=MODEL, device="cpu", pool_tokens=8192)).engine(config)
     engine.start()
     try:
         with listening(engine) as url:

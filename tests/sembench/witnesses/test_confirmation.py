@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sembench.backends.base import Answer
+from sembench.backends.base import ServerAnswer
 from sembench.result import RequestRecord
 from sembench.witnesses.audit import AuditLog, join_audit, strip_id
 from sembench.witnesses.confirmation import Expectation, confirm, measure_shared_text
@@ -30,7 +30,7 @@ def answer(reused=300, *, exact=16, cached=None, prompt=500, **more):
         "risk": 0.01,
     } | more.pop("receipt", {})
     cached = exact + reused if cached is None else cached
-    return Answer(receipt=receipt, prompt_tokens=prompt, cached_tokens=cached, **more)
+    return ServerAnswer(receipt=receipt, prompt_tokens=prompt, cached_tokens=cached, **more)
 
 
 def moved(reused: int, requests: int = 1) -> CounterDelta:
@@ -101,17 +101,17 @@ def test_a_permitted_reuse_never_exceeds_any_witness(receipt, counters):
 
 
 def test_silence_is_not_zero():
-    found = confirm(Answer(prompt_tokens=500, ttft_ms=1.0), Expectation())
+    found = confirm(ServerAnswer(prompt_tokens=500, ttft_ms=1.0), Expectation())
     assert found.confirmed_tokens is None
     assert found.sources == ()
-    assert confirm(Answer(prompt_tokens=500, cached_tokens=0), Expectation()).confirmed_tokens == 0
+    assert confirm(ServerAnswer(prompt_tokens=500, cached_tokens=0), Expectation()).confirmed_tokens == 0
     # a plain prefix cache says how much it had, and nothing about semantic reuse
-    plain = confirm(Answer(prompt_tokens=500, cached_tokens=480), Expectation())
+    plain = confirm(ServerAnswer(prompt_tokens=500, cached_tokens=480), Expectation())
     assert (plain.confirmed_tokens, plain.exact_tokens, plain.sources) == (None, 480, ("usage",))
 
 
 def test_time_confirms_nothing():
-    fast = confirm(Answer(prompt_tokens=500, cached_tokens=0, ttft_ms=0.1), Expectation())
+    fast = confirm(ServerAnswer(prompt_tokens=500, cached_tokens=0, ttft_ms=0.1), Expectation())
     assert fast.confirmed_tokens == 0
 
 
@@ -125,7 +125,7 @@ def test_counters_that_others_moved_too_are_no_witness():
 def test_a_connectors_hits_are_read_where_the_engine_has_no_receipt():
     names = "vllm:external_prefix_cache_hits_total {}\nvllm:request_success_total {}\n"
     delta = CounterDelta(parse_samples(names.format(10, 1)), parse_samples(names.format(138, 2)))
-    found = confirm(Answer(prompt_tokens=500, cached_tokens=128), Expectation(), delta)
+    found = confirm(ServerAnswer(prompt_tokens=500, cached_tokens=128), Expectation(), delta)
     assert (found.confirmed_tokens, found.external_tokens, found.sources) == (128, 128, ("usage", "prometheus"))
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 
 from sembench.manifests.blocks import HashSet, hash_content, hash_every_offset
 from sembench.manifests.cases import Case, read_manifest
-from sembench.offline.tokenizers import Encoder, choose_tokenizer
+from sembench.offline.tokenizers import TextEncoder, choose_tokenizer
 from semblend.cli.output import say
 from semblend.errors import InputError
 
@@ -46,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
-def audit(manifest: str, encoder: Encoder, block_size: int) -> tuple[list[tuple[Case, str, str]], int]:
-    """Everything that is wrong with a manifest as (case, kind, one line), and how many cases it holds."""
+def audit(manifest: str, encoder: TextEncoder, block_size: int) -> tuple[list[tuple[Case, str, str]], int]:
+    """Return every fault of a manifest as (case, kind, one line), and the number of its cases."""
     if block_size < 1:
         raise InputError(f"--block-size is {block_size}", hint="use 16")
     donors = HashSet()
@@ -64,8 +64,8 @@ def audit(manifest: str, encoder: Encoder, block_size: int) -> tuple[list[tuple[
     return wrong, items
 
 
-def find_faults(case: Case, donors: HashSet, encoder: Encoder, block_size: int) -> list[tuple[str, str]]:
-    """(kind, one line) for everything about a case that would make a result mean something else than it says."""
+def find_faults(case: Case, donors: HashSet, encoder: TextEncoder, block_size: int) -> list[tuple[str, str]]:
+    """Return (kind, one line) for every fault that would make a result on this case mean something else."""
     wrong = []
     if case.negative_control:
         shared = int(donors.contains(hash_every_offset(encoder.encode(case.recipient_prompt), block_size)).sum())

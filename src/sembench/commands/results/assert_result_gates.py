@@ -1,4 +1,4 @@
-"""``sembench assert-result-gates``: pass, or exit 1 with every reason on its own line."""
+"""``sembench assert-result-gates``: exit 0 if all gates pass, else 1 with one line for each failure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from sembench.files import read_json_object, write_text
 from sembench.gates.check import check, observe, read_summary
-from sembench.gates.table import GATES, Gate
+from sembench.gates.table import GATES, ResultGate
 from sembench.result import read_result
 from semblend.cli.output import say
 from semblend.errors import InputError
@@ -90,8 +90,8 @@ def write_verdict(verdict: dict[str, Any], output: str | None) -> None:
         say(f"all {len(verdict['requested_gates'])} gates pass")
 
 
-def _make_bound_reader(gate: Gate) -> Callable[[str], float]:
-    """A reader of the bound that refuses what no metric of this unit can be."""
+def _make_bound_reader(gate: ResultGate) -> Callable[[str], float]:
+    """Return a function that parses a bound and refuses values that a metric of this unit cannot have."""
 
     def read(text: str) -> float:
         try:

@@ -1,4 +1,4 @@
-"""``sembench compare``: two results, item by item."""
+"""``sembench compare``: compare two results item by item."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         write_text(args.output, text + "\n")
     print(text)
-    _tell(found)
+    _print_comparison(found)
     worse = [row["metric"] for row in (*found["metrics"], *found["negative_controls"]) if row["verdict"] == "worse"]
     if args.fail_on_worse and worse:
         say(f"gate failed: worse beyond noise: {', '.join(worse)}")
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tell(found: dict[str, Any]) -> None:
+def _print_comparison(found: dict[str, Any]) -> None:
     say(f"{found['items_shared']} items of {found['sources']} sources in both results")
     for side in ("base", "new"):
         if found[f"items_only_in_{side}"]:

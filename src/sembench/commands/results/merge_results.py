@@ -1,4 +1,4 @@
-"""``sembench merge-results``: a cold and a warm run, made apart, become pairs."""
+"""``sembench merge-results``: join a cold and a warm run, made separately, into pairs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from sembench.live.session import summarize_result
 from sembench.result import RequestRecord, Result, read_result, write_result
-from sembench.scoring.comparison import ComparableAnswer, score_against_cold
+from sembench.scoring.record_scores import ComparableAnswer, score_against_cold
 from sembench.scoring.results import build_result
 from sembench.witnesses.audit import AuditLog, join_audit
 from semblend.cli.output import say
@@ -64,7 +64,7 @@ def _read_block_size(result: Result) -> int:
 
 
 def _check_same_work(runs: dict[str, Result]) -> None:
-    """Two manifests, or two versions, cannot be paired."""
+    """Refuse runs of different manifests or versions: they cannot be paired."""
     for name in ("manifest_sha256", "sembench_version"):
         values = {str((result.run or {}).get(name)) for result in runs.values()}
         if len(values) > 1:

@@ -1,4 +1,4 @@
-"""``sembench report``: a result as one HTML page, and as Markdown."""
+"""``sembench report``: write a result as one HTML page and as Markdown."""
 
 from __future__ import annotations
 

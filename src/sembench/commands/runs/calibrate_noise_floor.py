@@ -1,4 +1,4 @@
-"""``sembench calibrate-noise-floor``: how much two cold answers of one prompt differ on this server."""
+"""``sembench calibrate-noise-floor``: measure how much two cold answers to one prompt differ on a server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from sembench.backends.base import Answer, Backend, Call
+from sembench.backends.base import PromptCall, ServerAnswer, ServerBackend
 from sembench.backends.http_client import open_client
 from sembench.commands.runs.live_flags import add_server_flags, make_backend, parse_non_negative, parse_positive
 from sembench.files import make_folder_of, write_json
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found["n_pairs"] else 1
 
 
-ColdPair = tuple[Case, Answer, Answer]
+ColdPair = tuple[Case, ServerAnswer, ServerAnswer]
 
 
 async def _measure_pairs(args: argparse.Namespace) -> list[ColdPair]:
@@ -67,7 +67,7 @@ async def _measure_pairs(args: argparse.Namespace) -> list[ColdPair]:
             await verify_model(backend, args.model)
         flushes = args.engine == "sglang" or bool(args.reset_url)
         for number in range(args.warmup_requests):
-            await backend.ask(Call(text=f"Warm up {number}.", max_tokens=4, request_id=f"sb-warmup-{number}"))
+            await backend.ask(PromptCall(text=f"Warm up {number}.", max_tokens=4, request_id=f"sb-warmup-{number}"))
         progress = Progress()
         pairs: list[ColdPair] = []
         for case in choose_cases(args.manifest, args.max_items):
@@ -79,21 +79,21 @@ async def _measure_pairs(args: argparse.Namespace) -> list[ColdPair]:
     return pairs
 
 
-async def _ask(backend: Backend, case: Case, at: int, flushes: bool, args: argparse.Namespace) -> Answer:
+async def _ask(backend: ServerBackend, case: Case, at: int, flushes: bool, args: argparse.Namespace) -> ServerAnswer:
     name = f"sb-noise-{case.item_id}-{at}"
     if flushes:
         error = await backend.flush()
         if error is not None:
             raise InputError(f"the cache cannot be emptied: {error}", hint="check --base-url and --reset-url")
     salt = "" if flushes else name
-    call = Call(text=case.recipient_prompt, max_tokens=args.max_new_tokens, request_id=name, salt=salt)
+    call = PromptCall(text=case.recipient_prompt, max_tokens=args.max_new_tokens, request_id=name, salt=salt)
     answer = await backend.ask(call)
     await asyncio.sleep(args.cooldown_ms / 1000)
     return answer
 
 
 def build_calibration(pairs: Sequence[ColdPair], *, engine: str, engine_version: str, model: str) -> dict[str, Any]:
-    """The calibration file. A pair counts when both answers came and neither was served from a cache."""
+    """Return the calibration of these pairs. A pair counts if both answers came and neither used a cache."""
     errored = [pair for pair in pairs if pair[1].error or pair[2].error]
     contaminated = [pair for pair in pairs if pair not in errored and any(a.cached_tokens for a in pair[1:])]
     used = [pair for pair in pairs if pair not in errored and pair not in contaminated]

@@ -1,4 +1,4 @@
-"""The flags that the live commands share, and what becomes of them."""
+"""The flags that the live commands share, and how they become settings, sessions and backends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sembench.backends.base import Backend
+from sembench.backends.base import ServerBackend
 from sembench.backends.gateway import GatewayBackend
 from sembench.backends.http_client import check_url
 from sembench.backends.sglang import SglangBackend
@@ -26,7 +26,7 @@ NOT_CONFIG = (*SECRET, "run", "command", "debug", "manifest", "output", "resume"
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
-    """What is run and what the result calls itself."""
+    """Add the flags for what is run and for how the result names itself."""
     parser.add_argument("--manifest", required=True, metavar="FILE", help="cases from sembench build")
     parser.add_argument("--output", required=True, metavar="FILE", help="the result, JSON")
     parser.add_argument("--model", required=True, help="the model that the server must serve")
@@ -39,11 +39,11 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="go on where an interrupted run stopped")
     parser.add_argument("--skip-verify", action="store_true", help="do not ask the server which model it serves")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    told = parser.add_argument_group("what the result says of itself")
-    told.add_argument("--run-id", default="", help="default: one is made up")
-    told.add_argument("--backend-id", default="", help="name of the backend, for comparisons")
-    told.add_argument("--baseline-id", default="", help="name of the run to compare with")
-    told.add_argument("--engine-version", default="", help="version of the engine")
+    names = parser.add_argument_group("what the result says of itself")
+    names.add_argument("--run-id", default="", help="default: one is made up")
+    names.add_argument("--backend-id", default="", help="name of the backend, for comparisons")
+    names.add_argument("--baseline-id", default="", help="name of the run to compare with")
+    names.add_argument("--engine-version", default="", help="version of the engine")
 
 
 def add_measuring_flags(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +92,7 @@ def add_confirmation_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def build_settings(args: argparse.Namespace, **own: Any) -> LiveSettings:
-    """The settings of the flags above; a command adds its own."""
+    """Return the settings that the shared flags ask for; ``own`` are the fields that the command sets itself."""
     arms: tuple[str, ...] = (args.arm,)
     if args.paired:
         if args.arm != "single":
@@ -154,7 +154,7 @@ def build_session(args: argparse.Namespace, *, engine: str, metrics_urls: Sequen
 
 
 def run_live(args: argparse.Namespace, session: Mapping[str, Any], settings: Mapping[str, Any]) -> int:
-    """Run a live command with its own parts of the session and of the settings. Return the exit code.
+    """Run a live command and return its exit code. ``session`` and ``settings`` are the command's own fields.
 
     The exit code is 1 where not a single request was answered.
     """
@@ -164,13 +164,13 @@ def run_live(args: argparse.Namespace, session: Mapping[str, Any], settings: Map
 
 
 def add_server_flags(parser: argparse.ArgumentParser, *, default: str, names: Sequence[str] = ("--base-url",)) -> None:
-    """Add the flags of a command that speaks to one server of either kind."""
+    """Add the flags of a command that talks to one server of either kind."""
     parser.add_argument("--engine", choices=["sglang", "gateway"], default=default, help="how it is spoken to")
     parser.add_argument(*names, required=True, metavar="URL", help="the server")
     parser.add_argument("--api-key", action="append", default=[], metavar="[TENANT=]KEY", help="@FILE reads it")
 
 
-def make_backend(args: argparse.Namespace, client: httpx.AsyncClient, model: str, **own: Any) -> Backend:
+def make_backend(args: argparse.Namespace, client: httpx.AsyncClient, model: str, **own: Any) -> ServerBackend:
     """Return the backend that ``--engine``, ``--base-url`` and ``--api-key`` ask for."""
     base, keys = check_url(args.base_url, "--base-url"), parse_keys(args.api_key)
     if args.engine == "sglang":
@@ -179,7 +179,7 @@ def make_backend(args: argparse.Namespace, client: httpx.AsyncClient, model: str
 
 
 def parse_keys(pairs: Sequence[str]) -> Mapping[str, str]:
-    """API keys by tenant; a key without a tenant is everyone's.
+    """Return API keys by tenant; a key without a tenant is for everyone.
 
     >>> parse_keys(["acme=k1", "k2"])
     {'acme': 'k1', '': 'k2'}
@@ -192,7 +192,7 @@ def parse_keys(pairs: Sequence[str]) -> Mapping[str, str]:
 
 
 def read_secret(text: str) -> str:
-    """A key, or the content of the file behind ``@``: a command line can be read by others."""
+    """Return a key, or the content of the file named after ``@``: other users can read a command line."""
     return read_text(text[1:]).strip() if text.startswith("@") else text
 
 

@@ -87,5 +87,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _complete_reset_url(url: str) -> str:
-    """A URL without a path means the engine's usual one."""
+    """Add the usual path of the engine to a URL without a path."""
     return url if urlsplit(url).path.strip("/") else url + RESET

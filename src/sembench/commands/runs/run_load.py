@@ -1,4 +1,4 @@
-"""``sembench run-load``: requests at their times, whether or not the server keeps up."""
+"""``sembench run-load``: send requests at their times, whether or not the server keeps up."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import json
 import math
 from typing import Any
 
-from sembench.backends.base import Call
+from sembench.backends.base import PromptCall
 from sembench.backends.http_client import check_url, open_client
 from sembench.commands.runs.live_flags import add_server_flags, make_backend, parse_non_negative, parse_positive
 from sembench.files import make_folder_of, write_text
-from sembench.live.arrivals import Arrival, draw_arrivals, list_prompts, read_trace
+from sembench.live.arrivals import RequestArrival, draw_arrivals, list_prompts, read_trace
 from sembench.live.load import TimedAnswer, list_details, parse_slo, play, summarize_load
 from sembench.live.session import verify_model
 from sembench.manifests.cases import read_manifest
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found["completed"] else 1
 
 
-def build_arrivals(args: argparse.Namespace) -> list[Arrival]:
+def build_arrivals(args: argparse.Namespace) -> list[RequestArrival]:
     if args.trace:
         if math.isfinite(args.request_rate):
             raise InputError("a trace brings its own times", hint="leave --request-rate out; see --time-scale")
@@ -90,7 +90,9 @@ def build_arrivals(args: argparse.Namespace) -> list[Arrival]:
     return found
 
 
-async def _play(args: argparse.Namespace, arrivals: list[Arrival]) -> tuple[list[TimedAnswer], float, dict[str, Any]]:
+async def _play(
+    args: argparse.Namespace, arrivals: list[RequestArrival]
+) -> tuple[list[TimedAnswer], float, dict[str, Any]]:
     async with open_client(args.timeout_seconds) as client:
         backend = make_backend(args, client, args.model)
         if not args.skip_verify:
@@ -99,7 +101,7 @@ async def _play(args: argparse.Namespace, arrivals: list[Arrival]) -> tuple[list
         if not args.metrics_url:
             await scraper.keep_working_ones()
         for number in range(args.warmup_requests):
-            call = Call(text=f"Warm up {number}.", max_tokens=4, request_id=f"sb-w-{number}", tenant=args.tenant)
+            call = PromptCall(text=f"Warm up {number}.", max_tokens=4, request_id=f"sb-w-{number}", tenant=args.tenant)
             await backend.ask(call)
         before, progress = await scraper.take_snapshot(), Progress()
 
@@ -122,7 +124,7 @@ async def _play(args: argparse.Namespace, arrivals: list[Arrival]) -> tuple[list
     return timed, duration_s, {"prometheus": None if delta is None else {"delta": delta}}
 
 
-def _describe_run(args: argparse.Namespace, arrivals: list[Arrival], slo: dict[str, float]) -> dict[str, Any]:
+def _describe_run(args: argparse.Namespace, arrivals: list[RequestArrival], slo: dict[str, float]) -> dict[str, Any]:
     return {
         "date": get_utc_time(),
         "endpoint_type": args.engine,

@@ -18,7 +18,7 @@ from sembench.manifests.case_subset import check_versions, choose_cases
 from sembench.manifests.cases import Case, read_manifest
 from sembench.manifests.writer import write_document
 from sembench.offline.planners import BUILT_IN, PlannerOptions, make_planner_factory
-from sembench.offline.replay import STORES, Distractor, Replay
+from sembench.offline.replay import STORES, Distractor, OfflineReplay
 from sembench.offline.tokenizers import ChosenTokenizer, choose_tokenizer
 from sembench.provenance import describe_run
 from sembench.result import RequestRecord, Result, write_result
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         args.block_size, args.chunk_size, args.semblend_embedder, args.semblend_min_similarity,
         args.semblend_min_reuse_ratio, not args.disable_multi_donor,
     )  # fmt: skip
-    make_planner_factory(args.planner, options)  # a wrong name is told before the long work
+    make_planner_factory(args.planner, options)  # a wrong name is reported before the long work
     chosen = choose_tokenizer(args.tokenizer, allow_stand_in=not args.no_tokenizer_stand_in)
     if chosen.stand_in:
         say(f"warning: {chosen.note}")
@@ -83,23 +83,23 @@ def run(args: argparse.Namespace) -> int:
         manifest.donor_chars + _count_distractor_chars(args) if args.store == "one" else manifest.largest_item_chars
     )
     factory = make_planner_factory(args.planner, replace(options, capacity_chars=capacity))
-    partial = ResumeLog(args.output, {"manifest_sha256": manifest.sha256, **config}, resume=args.resume)
+    resume_log = ResumeLog(args.output, {"manifest_sha256": manifest.sha256, **config}, resume=args.resume)
     finished = False
     try:
         distractors = _make_distractors(args.distractors if args.store == "one" else "0")
-        replay = Replay(manifest, factory, chosen.encoder, args.block_size, args.arm, distractors)
-        records = _replay_cases(replay, manifest, partial, args)
+        replay = OfflineReplay(manifest, factory, chosen.encoder, args.block_size, args.arm, distractors)
+        records = _replay_cases(replay, manifest, resume_log, args)
         result = _build_result(args, manifest, config, records)
         write_result(args.output, result)
         finished = True
     finally:
-        partial.close(finished=finished)
+        resume_log.close(finished=finished)
     _print_summary(args, result, manifest)
     return 0
 
 
 class _Manifest:
-    """The manifest as something that can be read again and again; what is wrong with it is told once."""
+    """A manifest that is read several times; a bad line is reported once."""
 
     def __init__(self, path: str, max_items: int | None, skip_bad: bool, skip_verify: bool) -> None:
         if max_items is not None and max_items < 1:
@@ -137,7 +137,7 @@ class _Manifest:
 
 
 def _replay_cases(
-    replay: Replay, manifest: _Manifest, partial: ResumeLog, args: argparse.Namespace
+    replay: OfflineReplay, manifest: _Manifest, resume_log: ResumeLog, args: argparse.Namespace
 ) -> list[RequestRecord]:
     progress = Progress(args.quiet)
 
@@ -147,17 +147,17 @@ def _replay_cases(
             progress.show(f"{what}: {count}{of}")
 
     walk = replay.replay_in_one_store if args.store == "one" else replay.replay_per_item
-    earlier = dict(partial.done)
+    earlier = dict(resume_log.done)
     if earlier:
         say(f"going on after {len(earlier)} of {manifest.items} items")
     for record in walk(report_progress, earlier.__contains__):
-        partial.add(record.item_id, (record,))
+        resume_log.add(record.item_id, (record,))
     progress.clear()
-    return [partial.done[case.item_id][0] for case in manifest()]
+    return [resume_log.done[case.item_id][0] for case in manifest()]
 
 
 def _make_distractors(given: str) -> Any:
-    """A function that gives (id, text) pairs, each time from the start."""
+    """Return a function that yields (id, text) pairs, each time from the start."""
     if given.isdigit():
         return lambda: (
             (f"distractor-{number:05d}", write_document(f"distractor:{number}", _DISTRACTOR_WORDS).context)

@@ -1,4 +1,4 @@
-"""``sembench verify-endpoint``: is the server there, and does it serve what is about to be measured."""
+"""``sembench verify-endpoint``: check that a server answers and serves the expected model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import json
 
-from sembench.backends.base import Call
+from sembench.backends.base import PromptCall
 from sembench.backends.http_client import check_url, open_client
 from sembench.backends.sglang import SglangBackend
 from sembench.commands.runs.live_flags import add_server_flags, make_backend, parse_keys
@@ -46,7 +46,7 @@ async def _verify(args: argparse.Namespace) -> dict[str, object]:
             problem = f"the server serves {', '.join(names) or 'no model'}, not {args.expect_model}"
         answer = None
         if problem is None:
-            call = Call(text="Say yes.", max_tokens=1, request_id="sb-verify")
+            call = PromptCall(text="Say yes.", max_tokens=1, request_id="sb-verify")
             answer = await make_backend(args, client, model).ask(call)
             problem = answer.error
     return {

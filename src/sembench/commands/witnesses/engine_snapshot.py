@@ -1,4 +1,4 @@
-"""``sembench engine-snapshot``: the counters of an engine now, and against an earlier snapshot."""
+"""``sembench engine-snapshot``: save the counters of an engine, and subtract an earlier snapshot."""
 
 from __future__ import annotations
 

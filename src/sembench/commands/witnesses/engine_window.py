@@ -62,7 +62,7 @@ def _sum_claims(path: str, arm: str | None) -> dict[str, Any]:
 
 
 def _find_problem(claimed: int | None, delta: dict[str, Any]) -> str | None:
-    """None where the counters bear the claims out, or where nobody claimed anything."""
+    """Return why the counters contradict the claims, or None if they agree or nobody claimed anything."""
     if not claimed:
         return None
     if delta["counter_reset_detected"]:

@@ -1,4 +1,4 @@
-"""``sembench summarize-engine-events``: what an engine's log proves."""
+"""``sembench summarize-engine-events``: count what an engine's log proves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_summary(summary: dict[str, Any], output: str | None) -> None:
-    """To a file and in one line to standard error, or whole to standard output."""
+    """Write the summary to a file and one line to standard error; without a file, all of it to standard output."""
     text = json.dumps(summary, indent=2, ensure_ascii=True)
     if output is None:
         print(text)

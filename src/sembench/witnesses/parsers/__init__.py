@@ -1,4 +1,4 @@
-"""One reader for each engine's log; they all answer with the same events. A reader never guesses from user text."""
+"""One log parser for each engine; all of them return the same events. A parser never guesses from user text."""
 
 from __future__ import annotations
 

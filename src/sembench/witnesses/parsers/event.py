@@ -1,4 +1,4 @@
-"""What a parser may find in an engine's log: five kinds of event, the same for every engine."""
+"""The events that a parser may find in an engine's log; they are the same for every engine."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ class EngineEventKind(StrEnum):
 class EngineEvent:
     """One statement of an engine.
 
-    Two events with equal kind and ``key`` are one thing said twice; an event without a key can't be told from a
-    second one of its sort and always counts.
+    Two events with equal kind and ``key`` are the same event and count once. An event without a key always counts.
     """
 
     kind: EngineEventKind
@@ -41,12 +40,12 @@ class EngineEvent:
 
 
 def make_key(request_id: str | None, *rest: object) -> tuple[object, ...] | None:
-    """Return what tells an event of this request from others; None without a request: then every line counts."""
+    """Return the key by which two lines are one event; None without a request id: then every line counts."""
     return None if request_id is None else (request_id, *rest)
 
 
 class LogParser(Protocol):
-    """Reads one engine's lines. It may hold a line back until a later one tells whether both are one event."""
+    """Parses the lines of one engine. It may hold a line back until a later one tells whether both are one event."""
 
     # Why two lines of this engine are one event, for the summary and the docs.
     counted_once: str

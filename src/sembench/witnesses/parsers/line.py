@@ -1,4 +1,4 @@
-"""What stands before the message in a log line: process, time, level, source. The level counts only there.
+"""Splits a log line into header (process, time, level, source) and message. A level counts only in the header.
 
 Engines write prompts and answers into their logs, and those may hold anything: the word ERROR, a traceback, even
 a line that claims reuse. So a level is believed only at its own place, and a message only from its first letter.
@@ -25,7 +25,7 @@ class Level(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One line, taken apart.
+    """One log line, split into its parts.
 
     ``header`` is all that stands before the message; lines that share a header with a level belong to one record.
     ``rank`` is the tensor-parallel rank of the process, where the line tells it. A line that ``opens_record`` has a
@@ -89,7 +89,7 @@ _WARNING = {"WARNING", "WARN", "W"}
 
 
 def read_line(number: int, text: str) -> LogLine:
-    """Take one line apart.
+    """Split one line into its parts.
 
     >>> read_line(1, "(APIServer pid=7) ERROR 08-21 10:29:12 [core.py:12] it broke").level
     <Level.ERROR: 2>
@@ -126,7 +126,7 @@ def _parse_level(word: str) -> Level:
 
 
 def parse_object(line: LogLine, where: str, *, audit: bool = True) -> dict[str, Any] | None:
-    """The object that a line of an audit stream is, or None for a line that is no record.
+    """Return the JSON object of a line, or None if the line is no record.
 
     In an ``audit`` a record that is cut or damaged is refused: an audit with holes proves nothing. In a log, where
     anything may open a brace, it is just text.
@@ -146,13 +146,13 @@ def parse_object(line: LogLine, where: str, *, audit: bool = True) -> dict[str, 
 
 
 def read_text(record: dict[str, Any], name: str) -> str | None:
-    """Return a field of a record where it is a text that is not empty."""
+    """Return a field of a record if it is a text that is not empty."""
     value = record.get(name)
     return value if isinstance(value, str) and value else None
 
 
 def read_level(value: dict[str, Any]) -> Level:
-    """The level that a JSON log record states about itself."""
+    """Return the level that a JSON log record states."""
     for name in ("level", "levelname", "severity"):
         if isinstance(value.get(name), str):
             return _parse_level(value[name])
@@ -160,7 +160,7 @@ def read_level(value: dict[str, Any]) -> Level:
 
 
 def read_count(value: dict[str, Any], name: str, where: str, number: int, default: int = 0) -> int:
-    """A whole number ≥ 0 of an audit record; anything else names its line and field."""
+    """Return a whole number of 0 or more from a record; the error about anything else names line and field."""
     found = value.get(name)
     if found is None:
         return default
@@ -178,7 +178,7 @@ _FIELD = re.compile(r"(?:^|[\s,])(\w+)=(.*?)(?=[\s,]+\w+=|$)")
 
 
 def parse_fields(text: str) -> dict[str, str]:
-    """The ``name=value`` pairs of a message; a value runs to the next name, the first of two equal names counts.
+    """Return the ``name=value`` pairs of a message. A value runs to the next name; the first of two equal names counts.
 
     >>> parse_fields("donor_id=a,b similarity=0.97 reason=too short latency_ms=3")
     {'donor_id': 'a,b', 'similarity': '0.97', 'reason': 'too short', 'latency_ms': '3'}
@@ -190,7 +190,7 @@ def parse_fields(text: str) -> dict[str, str]:
 
 
 def read_number(pairs: dict[str, str], *names: str) -> int | None:
-    """The first of ``names`` that holds digits, thousands separators allowed."""
+    """Return the first of ``names`` that holds digits; thousands separators are allowed."""
     for name in names:
         digits = re.match(r"[\d,]*\d", pairs.get(name, ""))
         if digits:

@@ -1,4 +1,4 @@
-"""LMCache: stored, looked up, retrieved.
+"""LMCache: lines about KV that was stored, looked up and retrieved.
 
 LMCache finds KV by the hash of a chunk, and its lines do not tell an exact prefix from a chunk in another place.
 What is counted here is KV that LMCache says it loaded; whether that was *semantic* reuse the log cannot prove.

@@ -1,4 +1,4 @@
-"""SemBlend's own audit stream: reuse is what a receipt confirms, and nothing else."""
+"""SemBlend's own audit stream: only a receipt confirms reuse."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from semblend.errors import InputError, SemBlendError
 
 
 class SemblendParser:
-    """Receipts are read as receipts: one whose parts do not add up is refused, not counted."""
+    """Parses receipts. A receipt whose parts do not add up is refused, not counted."""
 
     counted_once = (
         "a donor by id and generation; a hit, a plan and a confirmed receipt by request; a reason by request, however "

@@ -1,4 +1,4 @@
-"""One answer against the gold answers, and against what the same prompt said cold."""
+"""Scores a record: its answer against the gold answers and against the cold answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sembench.backends.base import Answer
+from sembench.backends.base import ServerAnswer
 from sembench.manifests.cases import Case
 from sembench.result import RequestRecord
 from sembench.scoring import answers as scoring
@@ -14,7 +14,7 @@ from sembench.scoring import answers as scoring
 
 @dataclass(frozen=True, slots=True)
 class ComparableAnswer:
-    """An answer as far as it can be compared: from a server just now, or from a result file."""
+    """The parts of an answer that are compared; it comes from a server or from a result file."""
 
     text: str
     units: Sequence[object]
@@ -22,12 +22,12 @@ class ComparableAnswer:
     top_logprobs: Sequence[Mapping[str, float]] = ()
 
     @classmethod
-    def from_answer(cls, answer: Answer) -> ComparableAnswer:
+    def from_answer(cls, answer: ServerAnswer) -> ComparableAnswer:
         return cls(answer.text, answer.output_units, answer.token_logprobs, answer.top_logprobs)
 
     @classmethod
     def from_record(cls, record: RequestRecord) -> ComparableAnswer:
-        """A result file keeps at most 2000 characters; of both sides alike."""
+        """Take the answer from a result file, which keeps at most 2000 characters of each."""
         text = record.output_text or ""
         top = record.output_top_logprobs
         top = [one for one in top if isinstance(one, dict)] if isinstance(top, list) else []
@@ -35,7 +35,7 @@ class ComparableAnswer:
 
 
 def score_against_gold(text: str, case: Case, threshold: float) -> dict[str, Any]:
-    """The quality fields of a record; None where the case has no answers or no planted facts."""
+    """Return the quality fields of a record; None if the case has no answers or no planted facts."""
     score = scoring.compute_answer_recall(text, case.answers)
     planted, donor = case.planted_fact, case.donor_fact
     says_planted = None if planted is None else scoring.says(text, planted)
@@ -52,7 +52,7 @@ def score_against_gold(text: str, case: Case, threshold: float) -> dict[str, Any
 
 
 def score_against_cold(record: RequestRecord, warm: ComparableAnswer, cold: ComparableAnswer) -> RequestRecord:
-    """The record of the warm answer with its distance from the cold one."""
+    """Return the record of the warm answer with its distance from the cold one."""
     divergence = scoring.find_first_divergence(cold.units, warm.units)
     return replace(
         record,

@@ -110,10 +110,12 @@ def vllm_ttft(result: Result) -> str:
 def vllm_load(result: Result) -> str:
     """A line for each load and engine, in whole milliseconds."""
     table = result["tables"][0]
-    wanted = ["load", "engine", "TTFT p50 ms", "TTFT max ms", "ITL p50 ms", "ITL p99 ms", "decode tokens/s"]
+    wanted = ["load", "engine", "TTFT p50 ms", "TTFT max ms", "ITL p50 ms", "ITL p99 ms", "decode tokens/s",
+              "arrivals"]  # fmt: skip
     at = [table["columns"].index(name) for name in wanted]
     rows = [[cell if isinstance(cell, str) else round(cell) for cell in (row[i] for i in at)] for row in table["rows"]]
-    return f"{format_table(wanted, rows)}\n\n{source(result)}"
+    notes = "\n".join(f"- {note}" for note in result["notes"])
+    return f"{format_table(wanted, rows)}\n\n{notes}\n\n{source(result)}"
 
 
 def quality(result: Result) -> str:

@@ -30,8 +30,9 @@ KINDS = {
 }
 COLUMNS = (
     "load", "engine", "TTFT p50 ms", "TTFT max ms", "ITL p50 ms", "ITL p99 ms", "ITL max ms", "decode tokens/s",
+    "arrivals",
 )  # fmt: skip
-FIELDS = ("ttft_p50", "ttft_max", "itl_p50", "itl_p99", "itl_max", "decode_tok_s")
+FIELDS = ("ttft_p50", "ttft_max", "itl_p50", "itl_p99", "itl_max", "decode_tok_s", "n")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -79,6 +80,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--memory", type=float, default=0.55)
     parser.add_argument("--donor-bytes", type=float, default=3e10)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "semblend-vllm-load")
+    parser.add_argument("--note", action="append", default=[], help="what a reader must know about these rows")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
@@ -95,6 +97,9 @@ def main() -> int:
     report.note(f"max_num_batched_tokens {args.step_tokens:,}, prefix caching on")
     report.note("balanced repairs 10 % of the reused tokens, chosen at random, the slowest case")
     report.note("ITL: time between two tokens of a request that decodes, while arrivals are served")
+    report.note("one run of each load; the times of a load are over its arrivals")
+    for note in args.note:
+        report.note(note)
     report.write(args.out)
     return 0
 

@@ -21,7 +21,7 @@ KINDS = {"stock": 700.0, "fast": 40.0, "balanced": 120.0}
 
 def make_row(kind: str, name: str, ttft: float) -> dict[str, Any]:
     numbers = {"ttft_p50": ttft, "ttft_max": ttft + 1, "itl_p50": 5.0, "itl_p99": 9.0, "itl_max": 10.0}
-    return {"kind": kind, "what": "load", "name": name, "decode_tok_s": 1e5 / ttft, **numbers}
+    return {"kind": kind, "what": "load", "name": name, "decode_tok_s": 1e5 / ttft, "n": 8, **numbers}
 
 
 def make_rows() -> list[dict[str, Any]]:

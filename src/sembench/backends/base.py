@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from sembench.backends.http_client import Exchange, JsonObject
+from sembench.values import read_float
 
 ROUTE_HEADERS = ("x-semantic-route", "x-gateway-route", "x-route")
 SEMANTIC_WORDS = ("semantic_placement", "semantic")
@@ -168,13 +169,7 @@ def _parse_number(text: str | None) -> float | None:
         return None
 
 
-def parse_count(value: Any) -> int | None:
-    """Return a token count from JSON, or None if it is not a whole number of 0 or more."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < 0:
-        return None
-    return int(value)
-
-
 def convert_to_ms(seconds: Any) -> float | None:
-    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    return 1000.0 * seconds if is_number else None
+    """Convert seconds from JSON to milliseconds; None for anything that is not a number."""
+    number = read_float(seconds)
+    return None if number is None else 1000.0 * number

@@ -13,10 +13,10 @@ from sembench.backends.base import (
     convert_to_ms,
     list_cards,
     measure_times,
-    parse_count,
     read_route,
 )
 from sembench.backends.http_client import Exchange, JsonObject, get_json, post_empty, post_stream
+from sembench.values import read_count
 
 if TYPE_CHECKING:
     import httpx
@@ -94,8 +94,8 @@ def build_answer(exchange: Exchange, call: PromptCall) -> ServerAnswer:
         ttft_ms=ttft,
         latency_ms=exchange.latency_ms,
         inter_token_ms=gaps,
-        prompt_tokens=parse_count(usage.get("prompt_tokens")),
-        output_tokens=parse_count(usage.get("completion_tokens")),
+        prompt_tokens=read_count(usage.get("prompt_tokens")),
+        output_tokens=read_count(usage.get("completion_tokens")),
         tokens=tuple(str(row.get("token")) for row in logprobs),
         token_logprobs=tuple(float(row.get("logprob", 0.0)) for row in logprobs),
         top_logprobs=tuple(
@@ -104,9 +104,9 @@ def build_answer(exchange: Exchange, call: PromptCall) -> ServerAnswer:
         ),
         finish_reason=next((str(one) for one in reversed(finish) if one), None),
         receipt=receipt or None,
-        cached_tokens=parse_count(details.get("cached_tokens")),
-        cached_exact=parse_count(details.get("exact_tokens")),
-        cached_semantic=parse_count(details.get("semantic_tokens", details.get("fuzzy_tokens"))),
+        cached_tokens=read_count(details.get("cached_tokens")),
+        cached_exact=read_count(details.get("exact_tokens")),
+        cached_semantic=read_count(details.get("semantic_tokens", details.get("fuzzy_tokens"))),
         engine_ttft_ms=convert_to_ms(timings.get("time_to_first_token")),
         queue_time_ms=convert_to_ms(timings.get("queue_time")),
         ids=_collect_ids(exchange, call),

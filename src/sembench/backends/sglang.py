@@ -13,10 +13,10 @@ from sembench.backends.base import (
     convert_to_ms,
     list_cards,
     measure_times,
-    parse_count,
     read_route,
 )
 from sembench.backends.http_client import Exchange, JsonObject, get_json, post_empty, post_stream
+from sembench.values import read_count
 
 if TYPE_CHECKING:
     import httpx
@@ -79,8 +79,8 @@ def build_answer(exchange: Exchange, call: PromptCall) -> ServerAnswer:
         ttft_ms=ttft,
         latency_ms=exchange.latency_ms,
         inter_token_ms=gaps,
-        prompt_tokens=parse_count(meta.get("prompt_tokens")),
-        output_tokens=parse_count(meta.get("completion_tokens")),
+        prompt_tokens=read_count(meta.get("prompt_tokens")),
+        output_tokens=read_count(meta.get("completion_tokens")),
         token_ids=_read_ids(last.get("output_ids")) or tuple(int(row[1]) for row in drawn),
         tokens=tuple(_name_token(row) for row in drawn),
         token_logprobs=tuple(float(row[0]) for row in drawn),
@@ -90,9 +90,9 @@ def build_answer(exchange: Exchange, call: PromptCall) -> ServerAnswer:
         ),
         finish_reason=str(finish.get("type")) if isinstance(finish, dict) else finish,
         receipt=receipt if isinstance(receipt, dict) else None,
-        cached_tokens=parse_count(meta.get("cached_tokens")),
-        cached_exact=parse_count(details.get("exact", details.get("device"))),
-        cached_semantic=parse_count(details.get("fuzzy")),
+        cached_tokens=read_count(meta.get("cached_tokens")),
+        cached_exact=read_count(details.get("exact", details.get("device"))),
+        cached_semantic=read_count(details.get("fuzzy")),
         queue_time_ms=convert_to_ms(meta.get("queue_time")),
         ids=_collect_ids(exchange.headers.get("x-request-id"), meta.get("id"), call.request_id),
         route=read_route(exchange.headers),

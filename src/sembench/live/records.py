@@ -10,6 +10,7 @@ from sembench.live.settings import PAIRED_ARMS, LiveSettings
 from sembench.manifests.cases import Case
 from sembench.result import OUTPUT_TEXT_CHARS, RequestRecord
 from sembench.scoring.record_scores import score_against_gold
+from sembench.values import read_count, read_float, read_text
 from sembench.witnesses.confirmation import Confirmation
 
 
@@ -34,12 +35,12 @@ def build_record(
         pair_id=case.item_id if arm in PAIRED_ARMS else None,
         arm=arm,
         tenant=call.tenant or None,
-        traffic_class=_read_text(meta.get("traffic_class")),
+        traffic_class=read_text(meta.get("traffic_class")),
         donor_count=len(donors),
         prompt_tokens=prompt,
         total_blocks=_count_blocks(prompt, settings.block_size),
-        expected_supplied_tokens=_read_int(meta.get("expected_supplied_tokens")),
-        expected_span_target_start=_read_int(meta.get("expected_span_target_start")),
+        expected_supplied_tokens=read_count(meta.get("expected_supplied_tokens")),
+        expected_span_target_start=read_count(meta.get("expected_span_target_start")),
         donor_worker_ids=tuple(donor.route.worker_id for donor in donors if donor.route.worker_id),
         error=answer.error or failed,
         **_build_confirmation_fields(verdict, settings.block_size),
@@ -77,11 +78,11 @@ def _build_answer_fields(answer: ServerAnswer) -> dict[str, Any]:
     donors = receipt.get("donors")
     return {
         "donor_ids": tuple(str(one) for one in donors) if isinstance(donors, list) else (),
-        "rejection_reason": _read_text(receipt.get("reason")),
+        "rejection_reason": read_text(receipt.get("reason")),
         "engine_request_id": answer.ids[0] if answer.ids else None,
         "ttft_ms": answer.ttft_ms,
         "latency_ms": answer.latency_ms,
-        "server_ttft_ms": _read_float(receipt.get("ttft_ms")),
+        "server_ttft_ms": read_float(receipt.get("ttft_ms")),
         "engine_ttft_ms": answer.engine_ttft_ms,
         "queue_time_ms": answer.queue_time_ms,
         "output_text": answer.text[:OUTPUT_TEXT_CHARS],
@@ -106,15 +107,3 @@ def _build_route_fields(route: Route) -> dict[str, Any]:
 
 def _count_blocks(tokens: int | None, block: int) -> int | None:
     return None if tokens is None else tokens // block
-
-
-def _read_text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
-
-
-def _read_int(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _read_float(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

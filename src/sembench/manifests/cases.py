@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sembench.files import open_output, open_text
+from sembench.values import read_text
 from semblend.errors import InputError
 
 BENCHMARK_VERSION = "sembench.2026.11"
@@ -62,12 +63,12 @@ class Case:
     @property
     def planted_fact(self) -> str | None:
         """What only the recipient's own text says."""
-        return _read_text(self.metadata.get("planted_fact"))
+        return read_text(self.metadata.get("planted_fact"))
 
     @property
     def donor_fact(self) -> str | None:
         """What the donor's text says in its place. An answer that contains it used wrong KV."""
-        return _read_text(self.metadata.get("donor_fact"))
+        return read_text(self.metadata.get("donor_fact"))
 
 
 def make_item_id(*parts: object) -> str:
@@ -234,7 +235,3 @@ _KINDS = {str: "a string", bool: "true or false", int: "a number", float: "a num
 
 def _name_kind(value: Any) -> str:
     return "null" if value is None else _KINDS.get(type(value), type(value).__name__)
-
-
-def _read_text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None

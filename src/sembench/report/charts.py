@@ -18,7 +18,7 @@ from sembench.report.words import (
     format_title,
 )
 from sembench.scoring.aggregate import FALSE_SAFE_KL
-from sembench.scoring.statistics import Estimate
+from sembench.scoring.statistics import Estimate, group_by
 
 # -- reuse ---------------------------------------------------------------------------------------------------------
 
@@ -128,9 +128,8 @@ def draw_divergence(view: ReportView) -> Figure | None:
     if not view.kl:
         return None
     floor = 1e-5
-    groups: dict[str, list[tuple[str, float]]] = {}
-    for item, transform, kl in view.kl:
-        groups.setdefault(transform, []).append((item, max(kl, floor)))
+    by_transform = group_by(view.kl, lambda row: row[1])
+    groups = {name: [(item, max(kl, floor)) for item, _, kl in rows] for name, rows in by_transform.items()}
 
     def draw(width: float) -> Drawing:
         frame = RowFrame(tuple(groups), width, row=26.0, right=24.0)

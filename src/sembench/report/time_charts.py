@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from sembench.report.frame import DOTS, Figure, RowFrame, describe_pair, draw_both
 from sembench.report.svg import Drawing, Scale, list_doublings, pad_range, thin_out
-from sembench.report.view import PairPoint, ReportView, compute_quantile, estimate_speedup, group_by_transform
+from sembench.report.view import PairPoint, ReportView, compute_quantile, estimate_speedup
 from sembench.report.words import format_interval, format_milliseconds, format_ratio, format_title, format_tokens
+from sembench.scoring.statistics import group_by
 
 
 def draw_ttft_by_length(view: ReportView) -> Figure | None:
@@ -56,7 +57,7 @@ def draw_ttft_by_length(view: ReportView) -> Figure | None:
 
 def draw_ttft_by_transform(view: ReportView) -> Figure | None:
     """Draw the median TTFT of both arms for each transform, with the speed-up."""
-    groups = group_by_transform(view.points)
+    groups = group_by(view.points, lambda point: point.transform)
     if not groups:
         return None
     stats = {
@@ -100,14 +101,14 @@ def draw_ttft_by_transform(view: ReportView) -> Figure | None:
 
 def _group_by_length(points: Sequence[PairPoint]) -> dict[str, list[PairPoint]]:
     """Group pairs by prompt length, in powers of two of 1,024 tokens."""
-    bands: dict[str, list[PairPoint]] = {}
-    for point in sorted(points, key=lambda p: p.prompt_tokens):
+
+    def name_band(point: PairPoint) -> str:
         low = 1
         while low * 2048 <= point.prompt_tokens:
             low *= 2
-        name = "below 2k" if low == 1 else f"{low}k to {low * 2}k"
-        bands.setdefault(name, []).append(point)
-    return bands
+        return "below 2k" if low == 1 else f"{low}k to {low * 2}k"
+
+    return group_by(sorted(points, key=lambda point: point.prompt_tokens), name_band)
 
 
 def _format_band(name: str, group: Sequence[PairPoint]) -> tuple[str, ...]:

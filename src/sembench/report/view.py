@@ -12,7 +12,14 @@ from typing import Any
 from sembench.result import RequestRecord, Result
 from sembench.scoring.aggregate import FALSE_SAFE_F1, FALSE_SAFE_KL, aggregate, aggregate_by_transform, select_measured
 from sembench.scoring.paired import ArmPair, pair_records, summarize_pairs
-from sembench.scoring.statistics import Estimate, bootstrap_median, compute_median, compute_percentile, estimate_mean
+from sembench.scoring.statistics import (
+    Estimate,
+    bootstrap_median,
+    compute_median,
+    compute_percentile,
+    estimate_mean,
+    group_by,
+)
 
 RUNGS: tuple[tuple[str, str], ...] = (
     ("exact", "exact_block_hit_rate"),
@@ -120,13 +127,6 @@ def find_noise_band(view: ReportView) -> tuple[float, float] | None:
     return None if low is None or high is None else (low, high)
 
 
-def group_by_transform(points: Sequence[PairPoint]) -> dict[str, list[PairPoint]]:
-    groups: dict[str, list[PairPoint]] = {}
-    for point in points:
-        groups.setdefault(point.transform, []).append(point)
-    return groups
-
-
 def compute_quantile(values: Sequence[float], share: float) -> float:
     return compute_percentile(values, share) or 0.0
 
@@ -148,12 +148,8 @@ def _make_points(pair: ArmPair) -> list[PairPoint]:
 
 def _measure_closeness(pairs: Sequence[ArmPair], judged: Sequence[RequestRecord]) -> tuple[Closeness, ...]:
     """Return the closeness by transform; without pairs, only the gold scores."""
-    colds: dict[str, list[RequestRecord]] = {}
-    for pair in pairs:
-        colds.setdefault(pair.cold.transform, []).append(pair.cold)
-    warms: dict[str, list[RequestRecord]] = {}
-    for record in judged:
-        warms.setdefault(record.transform, []).append(record)
+    colds = group_by((pair.cold for pair in pairs), lambda record: record.transform)
+    warms = group_by(judged, lambda record: record.transform)
     found = [
         Closeness(
             name,

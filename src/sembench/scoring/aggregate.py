@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sembench.result import RequestRecord
-from sembench.scoring.statistics import Estimate, bootstrap_ratio, compute_wilson_interval, estimate_mean
+from sembench.scoring.statistics import Estimate, bootstrap_ratio, compute_wilson_interval, estimate_mean, group_by
 
 SEMANTIC_PLACEMENT = "semantic_placement"
 PROPAGATION_PROBE = "propagation_probe"
@@ -74,9 +74,7 @@ def select_measured(records: Iterable[RequestRecord]) -> list[RequestRecord]:
 
 def aggregate_by_transform(records: Iterable[RequestRecord]) -> dict[str, dict[str, Any]]:
     """Return the aggregate of each transform, in the order of first appearance."""
-    groups: dict[str, list[RequestRecord]] = {}
-    for record in records:
-        groups.setdefault(record.transform, []).append(record)
+    groups = group_by(records, lambda record: record.transform)
     return {name: aggregate(group) for name, group in groups.items()}
 
 

@@ -6,7 +6,7 @@ since cases cut from one document move together. A difference whose interval hol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ import numpy as np
 from sembench.result import RequestRecord, Result
 from sembench.scoring.aggregate import select_measured
 from sembench.scoring.paired import pair_records
-from sembench.scoring.statistics import bootstrap_mean
+from sembench.scoring.statistics import bootstrap_mean, group_by
 from semblend.errors import InputError
 
 Kind = Literal["difference", "ratio"]
@@ -90,7 +90,8 @@ def compare_results(base: Result, new: Result) -> dict[str, Any]:
     pairs = [(left[key], right[key]) for key in shared]
     positive = [pair for pair in pairs if not pair[0].negative_control]
     negative = [pair for pair in pairs if pair[0].negative_control]
-    by_transform = {name: _compare_metrics(group) for name, group in _group_by_transform(positive).items()}
+    groups = group_by(positive, lambda pair: pair[0].transform)
+    by_transform = {name: _compare_metrics(group) for name, group in groups.items()}
     return {
         "items_shared": len(shared),
         "items_only_in_base": len(left) - len(shared),
@@ -191,12 +192,3 @@ def _index_by_item(result: Result) -> dict[str, RequestRecord]:
             )
         found[record.item_id] = record
     return found
-
-
-def _group_by_transform(
-    pairs: Sequence[tuple[RequestRecord, RequestRecord]],
-) -> Mapping[str, list[tuple[RequestRecord, RequestRecord]]]:
-    groups: dict[str, list[tuple[RequestRecord, RequestRecord]]] = {}
-    for pair in pairs:
-        groups.setdefault(pair[0].transform, []).append(pair)
-    return groups

@@ -7,9 +7,9 @@ looking tighter than they are. The bootstrap is seeded: the same records give th
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ _SEED = 20261107
 _AT_ONCE = 50  # resamples a step: bounds the memory at 50 x clusters
 _Z95 = 1.959963984540054
 
+T = TypeVar("T")
 Interval = list[float]
 FloatArray = npt.NDArray[np.float64]
 
@@ -34,6 +35,18 @@ class Estimate:
     def to_fields(self, name: str) -> dict[str, Any]:
         """Return the three keys that a result file has for a metric."""
         return {name: self.value, f"{name}_n": self.n, f"{name}_ci": self.ci}
+
+
+def group_by(items: Iterable[T], key: Callable[[T], str]) -> dict[str, list[T]]:
+    """Group items by a name, in the order of first appearance.
+
+    >>> group_by(["ab", "c", "de"], lambda word: str(len(word)))
+    {'2': ['ab', 'de'], '1': ['c']}
+    """
+    groups: dict[str, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def estimate_mean(samples: Iterable[tuple[float | None, Hashable]]) -> Estimate:

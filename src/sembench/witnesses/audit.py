@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sembench.backends.base import parse_count
 from sembench.files import open_text
 from sembench.result import RequestRecord
+from sembench.values import read_count
 from semblend.errors import InputError
 
 _PREFIX = re.compile(r"^(?:chatcmpl-|cmpl-|gen-|req-)+")
@@ -95,8 +95,8 @@ def join_audit(record: RequestRecord, log: AuditLog, block_size: int, ids: Seque
         must_not = record.negative_control or record.cross_tenant
         confirmed = reused if confirmed is None else (max if must_not else min)(confirmed, reused)
     advertised = _find_last(events, _ADVERTISED)
-    target = None if advertised is None else parse_count(advertised.get("target_start"))
-    boundary = None if advertised is None else parse_count(advertised.get("boundary"))
+    target = None if advertised is None else read_count(advertised.get("target_start"))
+    boundary = None if advertised is None else read_count(advertised.get("boundary"))
     sources = record.confirmation_sources
     return replace(
         record,
@@ -109,7 +109,7 @@ def join_audit(record: RequestRecord, log: AuditLog, block_size: int, ids: Seque
         external_confirmed_tokens_source="connector_audit" if reused is not None else None,
         audit_joined=True,
         audit_observed_boundary=boundary,
-        audit_advertised_tokens=None if advertised is None else parse_count(_read_tokens(advertised)),
+        audit_advertised_tokens=None if advertised is None else read_count(_read_tokens(advertised)),
         audit_advertised_target_start=target,
         audit_boundary_at_span_start=None if boundary is None or target is None else boundary == target,
         audit_load_allocated=_has_event(events, "load_allocated") if advertised is not None else None,
@@ -128,11 +128,11 @@ def _count_reused(events: Iterable[Mapping[str, Any]]) -> int | None:
     for event in events:
         receipt = event.get("receipt")
         if isinstance(receipt, dict):
-            found = parse_count(receipt.get("reused_tokens"))
+            found = read_count(receipt.get("reused_tokens"))
         elif event.get("event") in _MATERIALIZED:
             load = (event.get("donor_id"), event.get("kind"), event.get("target_start"), _read_tokens(event))
             moved = (
-                (parse_count(_read_tokens(event)) or 0) if event.get("materialized", True) and load not in seen else 0
+                (read_count(_read_tokens(event)) or 0) if event.get("materialized", True) and load not in seen else 0
             )
             seen.add(load)
             found = (found or 0) + moved

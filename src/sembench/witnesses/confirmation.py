@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sembench.backends.base import ServerAnswer, parse_count
+from sembench.backends.base import ServerAnswer
+from sembench.values import read_count, read_float
 from sembench.witnesses.prometheus import EXACT_TOKENS, EXTERNAL_HITS, REQUESTS, REUSED_TOKENS, CounterDelta
 
 MATERIALIZED = "backend_materialized_reuse"
@@ -59,7 +60,7 @@ class Confirmation:
 def confirm(answer: ServerAnswer, expected: Expectation, delta: CounterDelta | None = None) -> Confirmation:
     """Weigh the witnesses of one answer. The audit stream is joined later, by `audit.join_audit`."""
     receipt = answer.receipt or {}
-    parts = {kind: parse_count(receipt.get(f"{kind}_tokens")) for kind in ("exact", "reused", "recomputed", "prefill")}
+    parts = {kind: read_count(receipt.get(f"{kind}_tokens")) for kind in ("exact", "reused", "recomputed", "prefill")}
     counters = _CounterMovement.from_delta(delta, expected.alone)
     said = {
         "receipt": parts["reused"],
@@ -86,7 +87,7 @@ def confirm(answer: ServerAnswer, expected: Expectation, delta: CounterDelta | N
         reused_tokens=parts["reused"],
         recomputed_tokens=parts["recomputed"],
         prefill_tokens=parts["prefill"],
-        risk=_read_number(receipt.get("risk")),
+        risk=read_float(receipt.get("risk")),
         external_tokens=None if counters.external is None or not counters.believable else int(counters.external),
         fuzzy_tokens=answer.cached_semantic,
         sources=_list_sources(statements, answer),
@@ -223,7 +224,3 @@ def measure_shared_text(recipient: str, donors: Sequence[str]) -> float:
             covered += at + WINDOW_CHARS - max(end, at)
             end = at + WINDOW_CHARS
     return covered / len(recipient)
-
-
-def _read_number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
+from pathlib import Path
 
-from sembench.files import hash_file
-from sembench.manifests.cases import read_manifest
+from sembench.manifests.frozen import describe_manifest
 
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -16,20 +15,5 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 
 def run(args: argparse.Namespace) -> int:
-    items: Counter[str] = Counter()
-    versions: set[str] = set()
-    for case in read_manifest(args.manifest):
-        items[case.transform] += 1
-        versions.add(case.benchmark_version)
-    print(
-        json.dumps(
-            {
-                "manifest": args.manifest,
-                "sha256": hash_file(args.manifest),
-                "items": items.total(),
-                "benchmark_versions": sorted(versions),
-                "by_transform": dict(items),
-            }
-        )
-    )
+    print(json.dumps({"manifest": args.manifest, **describe_manifest(Path(args.manifest))}))
     return 0

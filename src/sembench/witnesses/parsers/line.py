@@ -145,12 +145,6 @@ def parse_object(line: LogLine, where: str, *, audit: bool = True) -> dict[str, 
     return value if isinstance(value, dict) else None
 
 
-def read_text(record: dict[str, Any], name: str) -> str | None:
-    """Return a field of a record if it is a text that is not empty."""
-    value = record.get(name)
-    return value if isinstance(value, str) and value else None
-
-
 def read_level(value: dict[str, Any]) -> Level:
     """Return the level that a JSON log record states."""
     for name in ("level", "levelname", "severity"):

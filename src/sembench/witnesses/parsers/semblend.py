@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from sembench.values import read_text
 from sembench.witnesses.parsers.event import EngineEvent, EngineEventKind, make_key
-from sembench.witnesses.parsers.line import LogLine, parse_object, read_count, read_text
+from sembench.witnesses.parsers.line import LogLine, parse_object, read_count
 from semblend.confirm.events import EventKind
 from semblend.confirm.receipt import Receipt
 from semblend.errors import InputError, SemBlendError
@@ -49,11 +50,11 @@ class SemblendParser:
         donor, tokens = str(record.get("donor_id")), self._read_count(line, record, "tokens")
         key = (donor, record.get("generation"))
         yield EngineEvent(
-            EngineEventKind.DONOR_REGISTERED, line.number, key, read_text(record, "request_id"), tokens, 1
+            EngineEventKind.DONOR_REGISTERED, line.number, key, read_text(record.get("request_id")), tokens, 1
         )
 
     def _read_lookup(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        tokens, request_id = self._read_count(line, record, "reusable_tokens"), read_text(record, "request_id")
+        tokens, request_id = self._read_count(line, record, "reusable_tokens"), read_text(record.get("request_id"))
         if tokens:
             yield EngineEvent(EngineEventKind.SEMANTIC_HIT, line.number, make_key(request_id), request_id, tokens, 1)
         yield from self._read_refusal(line, record)
@@ -62,13 +63,13 @@ class SemblendParser:
         spans = record.get("spans")
         units = len(spans) if isinstance(spans, list) else 1
         tokens = self._read_count(line, record, "reused_tokens")
-        request_id = read_text(record, "request_id")
+        request_id = read_text(record.get("request_id"))
         yield EngineEvent(EngineEventKind.LOAD_ADVERTISED, line.number, make_key(request_id), request_id, tokens, units)
 
     def _read_refusal(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        reason = read_text(record, "reason")
+        reason = read_text(record.get("reason"))
         if reason is not None:
-            request_id = read_text(record, "request_id")
+            request_id = read_text(record.get("request_id"))
             key = make_key(request_id, reason)
             yield EngineEvent(EngineEventKind.REJECTED, line.number, key, request_id, reason=reason)
 
@@ -95,7 +96,7 @@ class SemblendParser:
 
     def _read_error(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
         reason = f"{record.get('where')}: {record.get('message')}"
-        yield EngineEvent(EngineEventKind.ERROR, line.number, None, read_text(record, "request_id"), reason=reason)
+        yield EngineEvent(EngineEventKind.ERROR, line.number, None, read_text(record.get("request_id")), reason=reason)
 
     def _read_count(self, line: LogLine, record: dict[str, Any], name: str) -> int:
         return read_count(record, name, self._where, line.number)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from sembench.values import read_text
 from sembench.witnesses.parsers.event import EngineEvent, EngineEventKind, make_key
-from sembench.witnesses.parsers.line import LogLine, parse_object, read_count, read_text
+from sembench.witnesses.parsers.line import LogLine, parse_object, read_count
 
 
 class TrtllmParser:
@@ -43,12 +44,12 @@ class TrtllmParser:
     def _read_donor(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
         tokens, donor = (
             self._read_count(line, record, "token_count"),
-            read_text(record, "donor_id") or read_text(record, "request_id"),
+            read_text(record.get("donor_id")) or read_text(record.get("request_id")),
         )
         yield EngineEvent(EngineEventKind.DONOR_REGISTERED, line.number, make_key(donor, tokens), donor, tokens, 1)
 
     def _read_lookup(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        request_id, reason = read_text(record, "request_id"), read_text(record, "rejection_reason")
+        request_id, reason = read_text(record.get("request_id")), read_text(record.get("rejection_reason"))
         if record.get("found") is True:
             tokens = self._read_count(line, record, "num_new_matched_tokens")
             yield EngineEvent(EngineEventKind.SEMANTIC_HIT, line.number, make_key(request_id), request_id, tokens, 1)
@@ -57,7 +58,7 @@ class TrtllmParser:
             yield EngineEvent(EngineEventKind.REJECTED, line.number, key, request_id, reason=reason)
 
     def _read_plan(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        request_id, tokens = read_text(record, "request_id"), self._read_count(line, record, "covered_token_count")
+        request_id, tokens = read_text(record.get("request_id")), self._read_count(line, record, "covered_token_count")
         key = make_key(request_id, tokens)
         units = self._read_count(line, record, "segment_count", 1)
         yield EngineEvent(EngineEventKind.LOAD_ADVERTISED, line.number, key, request_id, tokens, units)
@@ -66,7 +67,7 @@ class TrtllmParser:
         units = self._read_count(line, record, "materialized")  # true, or how many segments were written
         if not units:
             return
-        request_id, tokens = read_text(record, "request_id"), self._read_count(line, record, "covered_token_count")
+        request_id, tokens = read_text(record.get("request_id")), self._read_count(line, record, "covered_token_count")
         yield EngineEvent(
             EngineEventKind.MATERIALIZED,
             line.number,

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
+from sembench.values import read_text
 from sembench.witnesses.parsers.event import EngineEvent, EngineEventKind, make_key
-from sembench.witnesses.parsers.line import LogLine, parse_fields, parse_object, read_count, read_number, read_text
+from sembench.witnesses.parsers.line import LogLine, parse_fields, parse_object, read_count, read_number
 
 _HEADS: tuple[tuple[str, EngineEventKind], ...] = (
     ("SemBlend donor registered ", EngineEventKind.DONOR_REGISTERED),
@@ -65,7 +66,7 @@ class VllmParser:
         name = record.get("event")
         if not isinstance(name, str) or record.get("mode") == "exact_prefix":
             return
-        request_id = read_text(record, "request_id")
+        request_id = read_text(record.get("request_id"))
         if _REFUSAL.match(name):
             reason = str(record.get("declined_reason") or record.get("reason") or name)
             yield EngineEvent(

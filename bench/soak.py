@@ -302,12 +302,12 @@ def weather(
     engine: Any, tokenizer: Any, asker: Asker, clients: int, seed: int, *, patience_s: float, **limits: Any
 ) -> tuple[Any, list[str]]:
     """The storm over HTTP, and what was wrong afterwards."""
-    from semblend.engine.server.limits import ServerSettings
+    from semblend.engine.server.config import ServeConfig
     from semblend.engine.server.routes import create_app
     from semblend.engine.server.serving_adapter import LocalEngine
 
     local = LocalEngine(engine, tokenizer)
-    app = create_app(local, ServerSettings(**limits))
+    app = create_app(local, ServeConfig(**limits))
     known = question(sentences(random.Random(5), 3), 12, stream=False, semblend={"reuse": False})
     local.start()
     try:

@@ -133,6 +133,7 @@ from semblend.cli.commands import demo as demo_command  # noqa: E402
 from semblend.demo.runner import Arm, Demo, Outcome, Watched, word_f1  # noqa: E402
 from semblend.engine.model.model import Model  # noqa: E402
 from semblend.engine.model.spec import ModelSpec  # noqa: E402
+from semblend.engine.server.config import ServeConfig  # noqa: E402
 from semblend.engine.server.launch import Launch  # noqa: E402
 from semblend.materialize.gate.thresholds import DEFAULT, Thresholds  # noqa: E402
 
@@ -145,7 +146,7 @@ def tiny() -> Model:
 
 @pytest.fixture(scope="module")
 def arms() -> tuple[Arm, ...]:
-    engine = Launch(model="tiny", pool_tokens=8192).assemble(Watched.of(tiny()), Words(), CONFIG)
+    engine = Launch(ServeConfig(model="tiny", pool_tokens=8192)).assemble(Watched.of(tiny()), Words(), CONFIG)
     found = Demo(engine, Words()).run(made.workloads(), made.dialogue())
     engine.check()
     return found
@@ -214,7 +215,7 @@ def test_the_picture_is_drawn_where_its_package_is_there(arms, tmp_path):
 
 
 def test_an_unwatched_model_is_refused():
-    engine = Launch(model="tiny", pool_tokens=512).assemble(tiny(), Words(), CONFIG)
+    engine = Launch(ServeConfig(model="tiny", pool_tokens=512)).assemble(tiny(), Words(), CONFIG)
     with pytest.raises(SemBlendError, match="first-token logits"):
         Demo(engine, Words())
 
@@ -284,7 +285,7 @@ def test_calibrate_writes_a_file_that_serve_reads_and_goes_on_where_it_ended(loa
     table = Thresholds.read(out)
     assert (table.provenance["model"], table.provenance["prompts"]) == ("tiny", 2)
     assert table.provenance["steps"]["10"]["pairs"] == 2
-    assert Launch(model="tiny", thresholds=str(out)).gate == table
+    assert Launch(ServeConfig(model="tiny", thresholds=str(out))).gate == table
     with pairs.open("a") as stream:
         stream.write('{"key": "half')  # as a killed run leaves it
     assert main([*flags, "--limit", "3"]) == 0
@@ -317,13 +318,13 @@ def test_calibrate_without_shared_text_says_what_it_needs(loads_tiny, tmp_path, 
 
 
 def test_serve_takes_thresholds_from_a_file_or_by_the_models_name(tmp_path):
-    assert Launch(model="unheard-of").gate is DEFAULT
-    assert Launch(model="qwen2.5-coder-1.5b").gate.begin_prefill == 0.045
+    assert Launch(ServeConfig(model="unheard-of")).gate is DEFAULT
+    assert Launch(ServeConfig(model="qwen2.5-coder-1.5b")).gate.begin_prefill == 0.045
     path = tmp_path / "t.json"
     path.write_text(Thresholds(0.1, 0.2, 0.3).to_json())
-    launch = Launch(model="tiny", pool_tokens=512, thresholds=str(path))
+    launch = Launch(ServeConfig(model="tiny", pool_tokens=512, thresholds=str(path)))
     engine = launch.assemble(tiny(), Words(), CONFIG)
     assert engine.reuse._blender.settings.thresholds.kl_40 == 0.3
     path.write_text("{}")
     with pytest.raises(SemBlendError, match="cannot be read"):
-        Launch(model="tiny", thresholds=str(path)).engine(CONFIG)
+        Launch(ServeConfig(model="tiny", thresholds=str(path))).engine(CONFIG)

@@ -26,8 +26,8 @@ from semblend.engine.core.stops import NoText  # noqa: E402
 from semblend.engine.model.model import Model  # noqa: E402
 from semblend.engine.model.sampling import Draw, make_generator, sample  # noqa: E402
 from semblend.engine.model.spec import ModelSpec  # noqa: E402
+from semblend.engine.server.config import ServeConfig  # noqa: E402
 from semblend.engine.server.dashboard import Entry  # noqa: E402
-from semblend.engine.server.limits import ServerSettings  # noqa: E402
 from semblend.engine.server.routes import create_app  # noqa: E402
 from semblend.engine.server.serving_adapter import LocalEngine  # noqa: E402
 from semblend.errors import SemBlendError  # noqa: E402
@@ -75,7 +75,7 @@ class Server:
         config = EngineConfig(model_name="tiny", quality="fast")
         self.inner = assemble(MODEL, pool_tokens=1024, semblend=library, config=config, detokenizer=Characters())
         self.engine = LocalEngine(self.inner, Characters())
-        self.app = create_app(self.engine, ServerSettings(**limits))
+        self.app = create_app(self.engine, ServeConfig(**limits))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
@@ -452,6 +452,6 @@ def test_an_unknown_model_or_a_broken_file_is_one_line_with_a_hint(tmp_path):
     for name in ("no-such-model", "flipped.gguf", "empty.gguf", "folder"):
         given = str(tmp_path / name) if (tmp_path / name).exists() else name
         with pytest.raises(SemBlendError) as caught:
-            Launch(model=given, pool_tokens=256).engine(SemBlendConfig(embedder="none", metrics=False))
+            Launch(ServeConfig(model=given, pool_tokens=256)).engine(SemBlendConfig(embedder="none", metrics=False))
         assert caught.value.hint
         assert "\n" not in str(caught.value)

@@ -22,6 +22,7 @@ from semblend.engine.model.gguf_weights import gguf_name, half_split, read_heade
 from semblend.engine.model.model import Model  # noqa: E402
 from semblend.engine.model.spec import ModelSpec  # noqa: E402
 from semblend.engine.model.weights import SafetensorsFolder  # noqa: E402
+from semblend.engine.server.config import ServeConfig  # noqa: E402
 from semblend.engine.server.launch import Launch  # noqa: E402
 from semblend.errors import InputError  # noqa: E402
 from semblend.materialize.contract import Rows  # noqa: E402
@@ -137,7 +138,9 @@ def test_a_bfloat16_model_is_computed_in_float32_on_a_cpu_unless_bfloat16_is_ask
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).save(str(folder / "tokenizer.json"))
     assert Model.load(folder).dtype == torch.float32
     for asked, got in {"": torch.float32, "bfloat16": torch.bfloat16}.items():
-        model, _ = Launch(model=str(folder), device="cpu", dtype=asked).load()  # what serve, demo and calibrate start
+        model, _ = Launch(
+            ServeConfig(model=str(folder), device="cpu", dtype=asked)
+        ).load()  # what serve, demo and calibrate start
         assert model.dtype == model.weights.layers[1].qkv.dtype == got
 
 

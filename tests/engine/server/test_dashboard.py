@@ -18,8 +18,8 @@ pytest.importorskip("fastapi", reason="the server needs fastapi")
 uvicorn = pytest.importorskip("uvicorn", reason="a real socket needs uvicorn")
 
 from semblend.config import SemBlendConfig  # noqa: E402
+from semblend.engine.server.config import ServeConfig  # noqa: E402
 from semblend.engine.server.fake_engine import FakeEngine  # noqa: E402
-from semblend.engine.server.limits import ServerSettings  # noqa: E402
 from semblend.engine.server.routes import STATIC, create_app  # noqa: E402
 from semblend.engine.server.tenants import Tenants  # noqa: E402
 from semblend.facade import SemBlend  # noqa: E402
@@ -38,7 +38,7 @@ def serve() -> Iterator[Any]:
         fake = FakeEngine(SemBlend(SemBlendConfig(embedder="none")))
         sock = socket.create_server(("127.0.0.1", 0))
         config = uvicorn.Config(
-            create_app(fake, ServerSettings(**limits)), log_level="critical", ws="none", lifespan="off"
+            create_app(fake, ServeConfig(**limits)), log_level="critical", ws="none", lifespan="off"
         )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)

@@ -23,9 +23,10 @@ from hypothesis import strategies as st  # noqa: E402
 from semblend.config import SemBlendConfig  # noqa: E402
 from semblend.confirm.outcome import Outcome  # noqa: E402
 from semblend.confirm.receipt import Receipt  # noqa: E402
+from semblend.engine.server.config import ServeConfig  # noqa: E402
 from semblend.engine.server.dashboard import ColdEstimate, strip  # noqa: E402
 from semblend.engine.server.fake_engine import FakeEngine  # noqa: E402
-from semblend.engine.server.limits import Gate, ServerSettings  # noqa: E402
+from semblend.engine.server.limits import Gate  # noqa: E402
 from semblend.engine.server.routes import create_app, listen  # noqa: E402
 from semblend.engine.server.tenants import Tenants, bearer  # noqa: E402
 from semblend.errors import CapacityError, ConfigError  # noqa: E402
@@ -50,7 +51,7 @@ def engine(**arguments: Any) -> FakeEngine:
 
 @asynccontextmanager
 async def client(fake: FakeEngine, *, address: str = "10.9.9.9", **limits: Any) -> AsyncIterator[Any]:
-    transport = httpx.ASGITransport(create_app(fake, ServerSettings(**limits)), client=(address, 5))
+    transport = httpx.ASGITransport(create_app(fake, ServeConfig(**limits)), client=(address, 5))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         yield http
 
@@ -555,7 +556,7 @@ def test_refusing_sixteen_megabytes_takes_milliseconds():
     from semblend.engine.server.service import Service
     from semblend.wire.completions import CompletionRequest
 
-    service = Service(engine(), ServerSettings(), Gate(1, 1))
+    service = Service(engine(), ServeConfig(), Gate(1, 1))
     asked = CompletionRequest.parse({"prompt": HUGE}, most_n=1)
     started = time.perf_counter()
     with pytest.raises(ApiError, match="characters"):
@@ -772,7 +773,7 @@ def test_a_full_queue_is_429_with_retry_after_and_drains():
         fake = engine()
         fake.hold.clear()
         transport = httpx.ASGITransport(
-            app := create_app(fake, ServerSettings(max_running=2, max_waiting=1, retry_after_s=3))
+            app := create_app(fake, ServeConfig(max_running=2, max_waiting=1, retry_after_s=3))
         )
         gate: Gate = app.state.service.gate
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
@@ -812,13 +813,13 @@ def test_a_gate_gives_back_the_place_of_one_who_left_the_line_even_in_the_moment
 def test_settings_out_of_range_are_refused():
     for name in ("max_running", "max_body_bytes", "request_timeout_s"):
         with pytest.raises(ConfigError):
-            ServerSettings(**{name: 0})
+            ServeConfig(**{name: 0})
 
 
 def test_two_hundred_clients_at_once_are_all_answered_right():
     async def test():
         fake = engine()
-        transport = httpx.ASGITransport(app := create_app(fake, ServerSettings(max_running=16, max_waiting=400)))
+        transport = httpx.ASGITransport(app := create_app(fake, ServeConfig(max_running=16, max_waiting=400)))
         async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=60) as http:
             asked = [f"Passage {n} tells that crew number {n} sails first." for n in range(200)]
             sent = [http.post(CHAT, json=chat(text, stream=n % 3 == 0)) for n, text in enumerate(asked)]
@@ -845,7 +846,7 @@ def _told(text: str) -> Iterator[str]:
 @contextmanager
 def real_server(fake: FakeEngine, **limits: Any) -> Iterator[tuple[str, int, Any]]:
     uvicorn = pytest.importorskip("uvicorn", reason="a real socket needs uvicorn")
-    app = create_app(fake, ServerSettings(**limits))
+    app = create_app(fake, ServeConfig(**limits))
     sock = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", proxy_headers=False, ws="none", lifespan="off"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)

@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with engine_imports():
+        from semblend.engine.server.config import ServeConfig
         from semblend.engine.server.launch import Launch
     if args.limit < 1 or args.max_tokens < 1:
         raise InputError("--limit and --max-tokens are 1 or more", hint="leave them out for the defaults")
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--target-false-safe {args.target_false_safe} is no share", hint="0.02 is two in a hundred")
     for path in filter(None, (args.out, args.pairs)):
         check_target(path)
-    launch = Launch(model=args.model, device=args.device, dtype=args.dtype, threads=args.threads)
+    launch = Launch(ServeConfig(model=args.model, device=args.device, dtype=args.dtype, threads=args.threads))
     say(f"loading {launch.path.name} on {launch.chosen_device}")
     model, tokenizer = launch.load()
     thresholds = measured(model, tokenizer, args)

@@ -30,10 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     with engine_imports():
         from semblend.demo import plot
+        from semblend.engine.server.config import ServeConfig
         from semblend.engine.server.launch import Launch
     for path in filter(None, (args.json, args.plot)):
         check_target(path)
-    launch = Launch(model=args.model, pool_tokens=POOL_TOKENS[args.long], threads=args.threads)
+    launch = Launch(ServeConfig(model=args.model, pool_tokens=POOL_TOKENS[args.long], threads=args.threads))
     outcome = _measured(launch, long=args.long)
     print(table([_row(arm) for arm in outcome.arms], head=HEAD, right=RIGHT))
     print()
@@ -70,7 +71,7 @@ def _measured(launch: Any, *, long: bool) -> Outcome:
     finally:
         progress.clear()
         engine.close()
-    return Outcome(launch.model, _machine(launch, model, long=long), arms)
+    return Outcome(launch.config.model, _machine(launch, model, long=long), arms)
 
 
 def _machine(launch: Any, model: Any, *, long: bool) -> dict[str, Any]:

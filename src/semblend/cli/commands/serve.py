@@ -4,32 +4,38 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
-from typing import TYPE_CHECKING
 
 from semblend.cli.output import say
 from semblend.config import QUALITY_MODES, load_config
+from semblend.engine.server.config import DTYPES, ServeConfig
+from semblend.engine.server.tenants import Tenants
 from semblend.errors import ConfigError, MissingDependencyError
 
-if TYPE_CHECKING:
-    from semblend.engine.server.limits import ServerSettings
-
-GIB = 1 << 30
+DEFAULTS = ServeConfig()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m", help="a pulled model's name, a folder or a GGUF file")
     parser.add_argument("--device", default="", help="cpu or cuda (default: cuda where there is one)")
-    parser.add_argument("--dtype", default="", choices=["", "float32", "bfloat16", "float16"], help="of the weights")
+    parser.add_argument("--dtype", default="", choices=["", *DTYPES], help="of the weights")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port (default: 8000)")
     parser.add_argument("--quality", default="", choices=["", *QUALITY_MODES], help="overrides SEMBLEND_QUALITY")
     parser.add_argument("--thresholds", default="", metavar="FILE", help="of the quality gate, from semblend calibrate")
-    parser.add_argument("--pool-tokens", type=int, default=32_768, help="KV pool, in tokens (default: 32768)")
-    parser.add_argument("--step-tokens", type=int, default=512, help="tokens computed in one step (default: 512)")
-    parser.add_argument("--donor-bytes", type=int, default=2 * GIB, help="host memory for donor KV (default: 2 GiB)")
+    parser.add_argument(
+        "--pool-tokens", type=int, default=DEFAULTS.pool_tokens, help="KV pool, in tokens (default: 32768)"
+    )
+    parser.add_argument(
+        "--step-tokens", type=int, default=DEFAULTS.step_tokens, help="tokens computed in one step (default: 512)"
+    )
+    parser.add_argument(
+        "--donor-bytes", type=int, default=DEFAULTS.donor_host_bytes, help="host memory for donor KV (default: 2 GiB)"
+    )
     parser.add_argument("--donor-device-bytes", type=int, default=0, help="device memory for donor KV (default: 0)")
     parser.add_argument("--donor-dir", default="", metavar="DIR", help="keep donor KV that falls out of memory here")
-    parser.add_argument("--donor-disk-bytes", type=int, default=8 * GIB, help="limit of --donor-dir (default: 8 GiB)")
+    parser.add_argument(
+        "--donor-disk-bytes", type=int, default=DEFAULTS.donor_disk_bytes, help="limit of --donor-dir (default: 8 GiB)"
+    )
     parser.add_argument(
         "--api-key", action="append", default=[], metavar="TENANT=KEY", help="a tenant's key; may be given often"
     )
@@ -37,8 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trusted-front", action="append", default=[], metavar="ADDRESS", help="whose X-Tenant-ID is believed"
     )
-    parser.add_argument("--max-running", type=int, default=32, help="requests answered at once (default: 32)")
-    parser.add_argument("--max-waiting", type=int, default=256, help="requests in line before 429 (default: 256)")
+    parser.add_argument(
+        "--max-running", type=int, default=DEFAULTS.max_running, help="requests answered at once (default: 32)"
+    )
+    parser.add_argument(
+        "--max-waiting", type=int, default=DEFAULTS.max_waiting, help="requests in line before 429 (default: 256)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,10 +59,35 @@ def run(args: argparse.Namespace) -> int:
         raise MissingDependencyError(
             f"the engine needs the package {error.name}", hint="pip install 'semblend-suite[local]'"
         ) from None
-    launch = Launch(
+    config = _make_config(args)
+    library = load_config(**({"quality": args.quality} if args.quality else {}))
+    launch = Launch(config)
+    path = launch.path
+    with listen(args.host, args.port) as sock:  # a port that is taken must not cost the time to load a model
+        say(f"loading {path.name} on {launch.chosen_device}")
+        engine = launch.engine(library)
+        engine.start()
+        try:
+            say(f"{engine.model} is ready; dashboard and API, Ctrl-C stops it")
+            print(f"http://{args.host}:{sock.getsockname()[1]}", flush=True)
+            serve(create_app(engine, config), sock)
+        finally:
+            engine.close()
+    return 0
+
+
+def _make_config(args: argparse.Namespace) -> ServeConfig:
+    keys: dict[str, str] = {}
+    for pair in args.api_key:
+        tenant, separator, key = pair.partition("=")
+        if not separator or not tenant or not key:
+            raise ConfigError(f"--api-key {tenant}… is not TENANT=KEY", hint="for example --api-key acme=secret")
+        keys[key] = tenant
+    return ServeConfig(
         model=args.model,
         device=args.device,
         dtype=args.dtype,
+        thresholds=args.thresholds,
         pool_tokens=args.pool_tokens,
         donor_device_bytes=args.donor_device_bytes,
         donor_host_bytes=args.donor_bytes,
@@ -61,38 +96,7 @@ def run(args: argparse.Namespace) -> int:
         step_tokens=args.step_tokens,
         max_running=args.max_running,
         max_waiting=args.max_waiting,
-        thresholds=args.thresholds,
-    )
-    settings = _server_settings(args)
-    config = load_config(**({"quality": args.quality} if args.quality else {}))
-    path = launch.path
-    with listen(args.host, args.port) as sock:  # a port that is taken must not cost the time to load a model
-        say(f"loading {path.name} on {launch.chosen_device}")
-        engine = launch.engine(config)
-        engine.start()
-        try:
-            say(f"{engine.model} is ready; dashboard and API, Ctrl-C stops it")
-            print(f"http://{args.host}:{sock.getsockname()[1]}", flush=True)
-            serve(create_app(engine, settings), sock)
-        finally:
-            engine.close()
-    return 0
-
-
-def _server_settings(args: argparse.Namespace) -> ServerSettings:
-    from semblend.engine.server.limits import ServerSettings
-    from semblend.engine.server.tenants import Tenants
-
-    keys: dict[str, str] = {}
-    for pair in args.api_key:
-        tenant, separator, key = pair.partition("=")
-        if not separator or not tenant or not key:
-            raise ConfigError(f"--api-key {tenant}… is not TENANT=KEY", hint="for example --api-key acme=secret")
-        keys[key] = tenant
-    return ServerSettings(
         tenants=Tenants(keys, admin_keys=args.admin_key, fronts=args.trusted_front),
-        max_running=args.max_running,
-        max_waiting=args.max_waiting,
         local_only=_on_loopback(args.host),
     )
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from semblend.config import QUALITY_MODES
 from semblend.errors import ConfigError
 
+MAX_RUNNING, MAX_WAITING, STEP_TOKENS = 32, 256, 512
+"""Defaults of the engine, of the server and of the flags of `semblend serve`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -24,9 +27,9 @@ class EngineConfig:
     """
 
     model_name: str = ""
-    max_running: int = 32
-    max_waiting: int = 512
-    step_tokens: int = 512
+    max_running: int = MAX_RUNNING
+    max_waiting: int = MAX_WAITING
+    step_tokens: int = STEP_TOKENS
     max_context: int = 0
     quality: str = "balanced"
     keep_donors: bool = True

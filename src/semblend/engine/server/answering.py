@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from semblend.engine.server.call import Call, Together
-from semblend.engine.server.limits import ServerSettings
+from semblend.engine.server.config import ServeConfig
 from semblend.engine.server.service import ParsedBody, Service
 from semblend.wire.answer import Chunk
 from semblend.wire.chat import ChatRequest
@@ -50,7 +50,7 @@ ENDPOINTS = (
 async def answer(service: Service, request: Request, endpoint: Endpoint) -> Response:
     """The whole answer, or a stream of it. Raises `ApiError` for what ends before the first token."""
     identity = service.identify(request)
-    asked = endpoint.parse(await read_json(request, service.settings), most_n=service.settings.max_n)
+    asked = endpoint.parse(await read_json(request, service.config), most_n=service.config.max_n)
     service.check_model(asked.model)
     service.check_length(asked)
     # Ids are ours, never the caller's: they name donors, and one tenant must not replace another's.
@@ -131,11 +131,11 @@ def _event_message(events: Sequence[Any]) -> Message:
     return {"type": "http.response.body", "body": text.encode(), "more_body": True}
 
 
-async def read_json(request: Request, settings: ServerSettings) -> Any:
-    """The body as JSON, read no further and no longer than the settings allow."""
+async def read_json(request: Request, config: ServeConfig) -> Any:
+    """The body as JSON, read no further and no longer than the configuration allows."""
     try:
-        async with asyncio.timeout(settings.body_timeout_s):
-            body = await _read(request, settings.max_body_bytes)
+        async with asyncio.timeout(config.body_timeout_s):
+            body = await _read(request, config.max_body_bytes)
     except TimeoutError:
         raise ApiError(408, "the body did not come in time", hint="send it in one go", code="timeout") from None
     try:

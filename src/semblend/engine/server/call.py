@@ -138,12 +138,12 @@ class Call:
                 param={ChatRequest: "messages", CompletionRequest: "prompt"}.get(type(self.asked), "text"),
                 code="context_length_exceeded",
             )
-        return min(room, self._service.settings.default_output_tokens) if wanted is None else wanted
+        return min(room, self._service.config.default_output_tokens) if wanted is None else wanted
 
     async def unless_gone(self, work: Awaitable[T]) -> T:
         """The work's result, unless the client hangs up or the time is over first; then the work is stopped."""
         assert self._gone is not None
-        left = self._service.settings.request_timeout_s - (time.perf_counter() - self.started)
+        left = self._service.config.request_timeout_s - (time.perf_counter() - self.started)
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait({task, self._gone}, timeout=max(left, 0), return_when=asyncio.FIRST_COMPLETED)

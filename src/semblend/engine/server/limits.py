@@ -1,4 +1,4 @@
-"""What a server takes on: so many requests at once, so many in line, so large, so long."""
+"""What a server refuses: texts that cannot fit, pages that are not ours, requests beyond the places in line."""
 
 from __future__ import annotations
 
@@ -6,48 +6,10 @@ import asyncio
 import ipaddress
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
 from urllib.parse import urlsplit
 
-from semblend.engine.server.tenants import Tenants
-from semblend.errors import ConfigError
+from semblend.engine.server.config import ServeConfig
 from semblend.wire.errors import ApiError
-
-MIB = 1024**2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSettings:
-    """How the server behaves; the engine has its own settings.
-
-    ``default_output_tokens`` bounds a chat answer whose request names no limit. ``aliases`` are further names
-    under which the model may be asked for. ``max_list_chars`` bounds the characters of a list of prompts together; one
-    prompt is bounded by the context (see `refuse_long_texts`), and a list may always be as long as one prompt.
-    ``origins`` are web pages besides our own that may call from a browser; ``local_only`` answers to names of this
-    machine alone, so that no page can reach it under a name of its own.
-    """
-
-    tenants: Tenants = field(default_factory=Tenants)
-    aliases: tuple[str, ...] = ()
-    max_body_bytes: int = 16 * MIB
-    max_list_chars: int = 2 * MIB
-    max_running: int = 64
-    max_waiting: int = 256
-    max_n: int = 8
-    default_output_tokens: int = 512
-    request_timeout_s: float = 600.0
-    body_timeout_s: float = 30.0
-    retry_after_s: int = 1
-    public_metrics: bool = True
-    origins: tuple[str, ...] = ()
-    local_only: bool = False
-
-    def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            lowest = 0 if f.name == "max_waiting" else 1
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and not value >= lowest:
-                raise ConfigError(f"{f.name}={value!r} is below {lowest}", hint="see docs/guides/serve.md")
 
 
 def refuse_long_texts(lengths: Sequence[int], context_chars: int, list_chars: int, param: str) -> None:
@@ -70,14 +32,14 @@ def refuse_long_texts(lengths: Sequence[int], context_chars: int, list_chars: in
     raise ApiError(400, f"{param} {problem}", hint=hint, param=param, code="context_length_exceeded")
 
 
-def refuse_foreign_page(host: str, origin: str | None, settings: ServerSettings) -> None:
+def refuse_foreign_page(host: str, origin: str | None, config: ServeConfig) -> None:
     """403 where a browser calls on behalf of a page that is not ours, or under a name that is not this machine's.
 
     Without this, any page that a person opens could read their donors or flush their cache.
     """
-    if settings.local_only and not _is_local(_name_of(f"//{host}")):
+    if config.local_only and not _is_local(_name_of(f"//{host}")):
         raise ApiError(403, f"this server does not answer to the name {host[:100]!r}", hint="call it as localhost")
-    if origin is None or origin in settings.origins or _part(origin, "netloc") == host:
+    if origin is None or origin in config.origins or _part(origin, "netloc") == host:
         return
     raise ApiError(403, f"the page {origin[:100]!r} may not call this server", hint="add it to the allowed origins")
 

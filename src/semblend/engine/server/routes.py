@@ -34,8 +34,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from semblend._version import __version__
 from semblend.discover.donor import Donor
 from semblend.engine.server.answering import CLIENT_LEFT, ENDPOINTS, Endpoint, answer, error_response
+from semblend.engine.server.config import ServeConfig
 from semblend.engine.server.exposition import CONTENT_TYPE, exposition
-from semblend.engine.server.limits import Gate, ServerSettings
+from semblend.engine.server.limits import Gate
 from semblend.engine.server.service import Service
 from semblend.engine.server.serving import ServingEngine
 from semblend.engine.server.tenants import Identity
@@ -58,11 +59,11 @@ PAGE_HEADERS = {
 MOST_DONORS_SHOWN = 200
 
 
-def create_app(engine: ServingEngine, settings: ServerSettings | None = None) -> FastAPI:
+def create_app(engine: ServingEngine, config: ServeConfig | None = None) -> FastAPI:
     """The application around an engine. It starts and stops nothing: whoever made the engine owns it."""
-    settings = ServerSettings() if settings is None else settings
-    gate = Gate(settings.max_running, settings.max_waiting, settings.retry_after_s)
-    routes = Routes(Service(engine, settings, gate))
+    config = ServeConfig() if config is None else config
+    gate = Gate(config.max_running, config.max_waiting, config.retry_after_s)
+    routes = Routes(Service(engine, config, gate))
     app = FastAPI(title="SemBlend", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False  # a redirect would be the one answer that is not JSON
     for endpoint in ENDPOINTS:
@@ -132,7 +133,7 @@ class Routes:
 
     async def models(self, request: Request) -> Response:
         self.service.identify(request)
-        names = (self.service.engine.model, *self.service.settings.aliases)
+        names = (self.service.engine.model, *self.service.config.aliases)
         return JSONResponse({"object": "list", "data": [self._card(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
@@ -144,10 +145,10 @@ class Routes:
     async def health(self, request: Request) -> Response:
         del request
         body = {"status": "ok", "model": self.service.engine.model, "version": __version__}
-        return JSONResponse(body | {"needs_key": self.service.settings.tenants.need_key})
+        return JSONResponse(body | {"needs_key": self.service.config.tenants.need_key})
 
     async def metrics(self, request: Request) -> Response:
-        if not self.service.settings.public_metrics:
+        if not self.service.config.public_metrics:
             self._admin(request)
         everyone = Identity(admin=True)
         text = exposition(self.service.gate, self.service.board.tally(everyone), self.responses)
@@ -281,4 +282,4 @@ def _donor(donor: Donor) -> dict[str, Any]:
     }
 
 
-__all__ = ["ServerSettings", "ServingEngine", "create_app", "listen", "serve"]
+__all__ = ["ServeConfig", "ServingEngine", "create_app", "listen", "serve"]

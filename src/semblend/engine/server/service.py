@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
+from semblend.engine.server.config import ServeConfig
 from semblend.engine.server.dashboard import LiveBoard
-from semblend.engine.server.limits import Gate, ServerSettings, refuse_foreign_page, refuse_long_texts
+from semblend.engine.server.limits import Gate, refuse_foreign_page, refuse_long_texts
 from semblend.engine.server.serving import ServingEngine
 from semblend.engine.server.tenants import Identity, bearer
 from semblend.wire.chat import ChatRequest
@@ -23,14 +24,14 @@ class Service:
     """What all requests share."""
 
     engine: ServingEngine
-    settings: ServerSettings
+    config: ServeConfig
     gate: Gate
     board: LiveBoard = field(default_factory=LiveBoard)
 
     def identify(self, request: Request) -> Identity:
         headers = request.headers
-        refuse_foreign_page(headers.get("host", ""), headers.get("origin"), self.settings)
-        return self.settings.tenants.identify(
+        refuse_foreign_page(headers.get("host", ""), headers.get("origin"), self.config)
+        return self.config.tenants.identify(
             bearer(headers.get("authorization"), headers.get("x-api-key")),
             address=request.client.host if request.client else "",
             claimed=headers.get("x-tenant-id"),
@@ -45,10 +46,10 @@ class Service:
             param, lengths = "prompt", [len(prompt) for prompt in asked.prompts if isinstance(prompt, str)]
         else:
             param, lengths = "text", [len(asked.prompt)] if isinstance(asked.prompt, str) else []
-        refuse_long_texts(lengths, context_chars, self.settings.max_list_chars, param)
+        refuse_long_texts(lengths, context_chars, self.config.max_list_chars, param)
 
     def check_model(self, model: str) -> None:
-        names = (self.engine.model, *self.settings.aliases)
+        names = (self.engine.model, *self.config.aliases)
         if model and model not in names:
             raise ApiError(
                 404,

@@ -1,0 +1,89 @@
+"""How a server behaves: the model and its room, who may ask, how many wait. Made once, at the edge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from semblend.engine.core.config import MAX_RUNNING, MAX_WAITING, STEP_TOKENS, EngineConfig
+from semblend.engine.server.tenants import Tenants
+from semblend.errors import ConfigError
+
+GIB = 1 << 30
+MIB = 1 << 20
+DTYPES = ("float32", "bfloat16", "float16")
+_MAY_BE_ZERO = ("max_waiting", "threads", "donor_device_bytes", "donor_host_bytes", "donor_disk_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """Everything about serving that is not the library's own (`SemBlendConfig`).
+
+    *The model.* Empty ``device`` and ``dtype``: the best this machine has. ``threads`` of the CPU compute; 0 leaves it
+    to torch. ``thresholds`` names a file of `semblend calibrate`; empty takes what is known of the model. ``aliases``
+    are further names under which the model may be asked for.
+
+    *Room.* ``pool_tokens`` of KV; bytes for donors on the device, in memory and in ``donor_dir``. ``step_tokens`` are
+    computed in one step.
+
+    *Admission.* ``max_running`` requests are answered at once, ``max_waiting`` wait in line, the rest are refused with
+    429. ``max_n`` answers may be asked for in one request.
+
+    *Limits.* ``default_output_tokens`` bounds a chat answer whose request names no limit. ``max_list_chars`` bounds the
+    characters of a list of prompts together; one prompt is bounded by the context (see `refuse_long_texts`), and a list
+    may always be as long as one prompt.
+
+    *Who may ask.* ``origins`` are web pages besides our own that may call from a browser; ``local_only`` answers to
+    names of this machine alone, so that no page can reach it under a name of its own.
+
+    >>> ServeConfig(max_running=4, max_n=2).engine_config(quality="fast").max_waiting
+    8
+    """
+
+    model: str = ""
+    device: str = ""
+    dtype: str = ""
+    threads: int = 0
+    thresholds: str = ""
+    aliases: tuple[str, ...] = ()
+
+    pool_tokens: int = 32_768
+    donor_device_bytes: int = 0
+    donor_host_bytes: int = 2 * GIB
+    donor_disk_bytes: int = 8 * GIB
+    donor_dir: str = ""
+    step_tokens: int = STEP_TOKENS
+
+    max_running: int = MAX_RUNNING
+    max_waiting: int = MAX_WAITING
+    max_n: int = 8
+    retry_after_s: int = 1
+
+    default_output_tokens: int = 512
+    max_body_bytes: int = 16 * MIB
+    max_list_chars: int = 2 * MIB
+    request_timeout_s: float = 600.0
+    body_timeout_s: float = 30.0
+
+    tenants: Tenants = field(default_factory=Tenants)
+    public_metrics: bool = True
+    origins: tuple[str, ...] = ()
+    local_only: bool = False
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            lowest = 0 if f.name in _MAY_BE_ZERO else 1
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and not value >= lowest:
+                raise ConfigError(f"{f.name}={value!r} is below {lowest}", hint="see docs/guides/serve.md")
+        if self.dtype and self.dtype not in DTYPES:
+            raise ConfigError(f"dtype={self.dtype!r} is unknown", hint="one of " + ", ".join(DTYPES))
+
+    def engine_config(self, *, quality: str) -> EngineConfig:
+        """The engine's part. Requests are admitted once, at the gate: the engine takes every answer of those."""
+        return EngineConfig(
+            model_name=self.model,
+            quality=quality,
+            step_tokens=self.step_tokens,
+            max_running=self.max_running,
+            max_waiting=self.max_running * self.max_n,
+        )

@@ -38,7 +38,7 @@ class RequestRecord:
     donor_count: int | None = None
     prompt_tokens: int | None = None
     total_blocks: int | None = None
-    # offline: what an exact cache has, what a planner proposes, what of it holds
+    # offline: what an exact cache has, what a planner proposes, how much of that is right
     exact_hit_blocks: int | None = None
     exact_hit_tokens: int | None = None
     exact_prefix_hit_blocks: int | None = None

@@ -122,7 +122,7 @@ async def post_stream(client: httpx.AsyncClient, url: str, body: JsonObject, hea
                 _take_event(exchange, (await response.aread()).decode("utf-8", "replace"), started)
     except httpx.TimeoutException as error:
         exchange.error = f"no answer in time ({type(error).__name__})"
-        exchange.connection_failed = not exchange.events  # a server that hangs is as gone as one that left
+        exchange.connection_failed = not exchange.events  # a server that hangs counts as gone
     except httpx.RemoteProtocolError as error:
         exchange.error = f"the connection broke in the middle of the answer: {error}"[:LONGEST_ERROR]
         exchange.connection_failed = not exchange.events

@@ -52,7 +52,7 @@ def observe(
     _derive_confirmed(seen, result)
     _derive_engine(seen, summaries)
     if not any(record.confirmation_sources for record in result.requests) and result.requests:
-        seen.put("contradiction_count", None)  # nobody spoke, so nobody agreed
+        seen.put("contradiction_count", None)  # without a witness, zero contradictions prove nothing
     return seen
 
 
@@ -94,7 +94,7 @@ def _derive_confirmed(seen: MetricObservations, result: Result) -> None:
 
 
 def _derive_engine(seen: MetricObservations, summaries: Sequence[Mapping[str, Any]]) -> None:
-    # An empty log shows no error because it shows nothing.
+    # An empty log proves nothing, not even the absence of errors.
     spoken = [summary for summary in summaries if summary.get("lines", 1)]
     for name in ("materialization_events", "materialized_tokens", "materialized_units"):
         seen.put(name, sum(_read_count(summary, name) for summary in spoken) if spoken else None)

@@ -29,10 +29,10 @@ class ResumeLog:
         make_folder_of(self.path)
         if resume and self.path.exists():
             self.done = self._read(what)
-        elif self.path.exists():  # hours of measuring may lie in it: a forgotten --resume must not delete them
+        elif self.path.exists():  # keep it: it may hold hours of measuring, and --resume may have been forgotten
             self.path.replace(f"{self.path}.old")
             say(f"note: an interrupted run was found and kept as {self.path}.old; --resume would have gone on with it")
-        # Written beside it and put in its place: what was measured earlier is never missing, not for a moment.
+        # The new file replaces the old one in one step, so that earlier measurements are never missing.
         with open_output(self.path) as stream:
             stream.write(_format_line({"partial_version": FORMAT, "sembench_version": __version__, "what": dict(what)}))
             stream.writelines(_format_item(item_id, records) for item_id, records in self.done.items())

@@ -70,7 +70,9 @@ def hash_every_offset(tokens: TokenArray, block_size: int) -> HashArray:
         return np.empty(0, dtype=np.uint64)
     windows = np.lib.stride_tricks.sliding_window_view(_salt(tokens), block_size)
     total = np.zeros(len(windows), dtype=np.uint64)
-    for at, power in enumerate(_compute_powers(block_size)):  # one column at a time: the windows are never written out
+    for at, power in enumerate(
+        _compute_powers(block_size)
+    ):  # one column at a time, so that the windows are never copied
         total += windows[:, at] * power
     return _mix(total)
 

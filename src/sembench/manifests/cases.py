@@ -1,8 +1,8 @@
 """The cases of a manifest: a recipient prompt, the donors before it, and the answer it should get.
 
-A manifest is JSON Lines, one case a line, keys sorted (``sembench.manifest.v1``). Reading streams: a manifest of
-any size costs the memory of one case. Two metadata keys make wrong KV visible in an answer: ``planted_fact`` is what
-only the recipient's own text says, ``donor_fact`` is what the donor's text says in its place.
+A manifest is JSON Lines, one case a line, keys sorted (``sembench.manifest.v1``). Only one case is in memory at a time.
+Two metadata keys make wrong KV visible in an answer: ``planted_fact`` is what only the recipient's own text says,
+``donor_fact`` is what the donor's text says in its place.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 _WRITTEN_HELD_OUT = 5
 _SYNTHETIC_WORDS = (500, 900, 1600)
 
-# What is asked where a dataset has no question of its own.
+# The question for datasets that have none of their own.
 _TASKS = {
     "gov_report": "Summarise the report in one page.",
     "multi_news": "Write one summary of all the articles.",
@@ -246,7 +246,7 @@ def _fetch_archive(choice: SourceSelection) -> Path:
                         local_files_only=offline,
                     )
                 )  # fmt: skip
-            except (OSError, ValueError) as error:  # not cached, no network, no such file: all are these
+            except (OSError, ValueError) as error:  # not cached, no network, no such file
                 why = str(error).partition("\n")[0]
             except Exception as error:  # the http client's own errors share no base with anything above
                 why = f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -42,9 +42,9 @@ _SEGMENT = "Summarise this passage in one sentence.\n\n{segment}\n\nSummary:"
 _COMPOSITE = "Passages from several requests are joined here.\n\n{records}\n\nTaken together: {question}\nAnswer:"
 _FUZZY = "Document {number}, revision {revision}, converted from print.\n\n{context}\n\nQuestion: {question}\nAnswer:"
 _REWORDED = "A colleague retold the material in other words.\n\n{context}\n\nQuestion: {question}\nAnswer:"
-# An unrelated recipient must share no run of tokens with any donor, so it has a frame of its own.
+# A negative control must share no run of tokens with any donor, so it has a template of its own.
 _NEGATIVE = "Here is a text nobody has sent before:\n\n{context}\n\nFrom it alone: {question}\nReply:"
-# Heads of several lengths: one length for all would put every document on the same phase of the block grid.
+# Heads of several lengths, so that documents start at different offsets within a block.
 _CLERKS = (
     "opened today",
     "opened by the night desk",

@@ -82,7 +82,7 @@ def check_proposal(tokens: TokenArray, proposal: Proposal, donors: TokenSpool, b
     wrong = 0
     for span in proposal.spans:
         low, high = max(span.target_start, 0), min(span.target_end, len(tokens))
-        wrong += max(0, span.length) - max(0, high - low)  # proposed for places that do not exist
+        wrong += max(0, span.length) - max(0, high - low)  # proposed for positions outside the prompt
         if high <= low:
             continue
         proposed[low:high], equal[low:high] = True, False

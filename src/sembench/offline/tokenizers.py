@@ -23,8 +23,8 @@ from semblend.text.tokenization import STABLE, TOKENIZER_FILE, FileTokenizer, St
 TIKTOKEN = "tiktoken"
 _HUB = "hub:"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-# Pulled models whose tokenizer may stand in, nearest kin first. All of Qwen2.5 shares one vocabulary and one list of
-# merges, so the coder's gives the same ids for plain text; SmolLM2's is another vocabulary of the same kind.
+# Pulled models whose tokenizer may stand in, the most similar first. All Qwen2.5 models share one vocabulary and one
+# list of merges, so the coder's gives the same ids for plain text; SmolLM2 has another vocabulary of the same kind.
 _KIN = (
     (re.compile(r"qwen", re.IGNORECASE), ("qwen2.5-coder-1.5b", "smollm2-135m")),
     (re.compile(r""), ("smollm2-135m", "qwen2.5-coder-1.5b")),

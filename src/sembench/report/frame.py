@@ -10,7 +10,7 @@ from sembench.report.view import PairPoint
 from sembench.report.words import format_milliseconds, format_ratio, format_title
 
 WIDE, NARROW = 900.0, 360.0
-DOTS = 600  # more than that is a smear, and a heavy page
+DOTS = 600  # more dots cover each other and make a large page
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ def choose_even_ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def _choose_log_ticks(low: float, high: float, about: int) -> list[float]:
-    if high / low < 4:  # over so little the ratio is nearly even, and round numbers read better
+    if high / low < 4:  # a short range: round numbers read better than powers
         return choose_even_ticks(low, high, about)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):

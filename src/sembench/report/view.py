@@ -1,6 +1,6 @@
 """What a report shows, computed from a result: plain numbers for the plots and pages.
 
-Everything is computed again from the requests, as the gates do; a result without requests shows its own aggregate.
+Everything is computed again from the requests, as for the gates; without requests, the file's own aggregate is shown.
 """
 
 from __future__ import annotations

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 UNKNOWN = "not measured"
 DASH = "–"
 
 
 def format_percent(value: float | None, digits: int = 0) -> str:
-    """
+    """Format a share as a percentage.
+
     >>> format_percent(0.615), format_percent(None)
     ('62 %', 'not measured')
     """
@@ -17,11 +18,13 @@ def format_percent(value: float | None, digits: int = 0) -> str:
 
 
 def format_ratio(value: float | None) -> str:
+    """Format a ratio, such as a speed-up."""
     return UNKNOWN if value is None else f"{value:.2f}×" if value < 10 else f"{value:.0f}×"
 
 
 def format_milliseconds(value: float | None) -> str:
-    """
+    """Format a time in milliseconds; from a second on, in seconds.
+
     >>> format_milliseconds(3.25), format_milliseconds(1234.0)
     ('3.2 ms', '1.23 s')
     """
@@ -33,13 +36,15 @@ def format_milliseconds(value: float | None) -> str:
 
 
 def format_number(value: float | int | None, digits: int = 3) -> str:
+    """Format a number; whole numbers get thousands separators."""
     if value is None:
         return DASH
     return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}f}"
 
 
 def format_tokens(value: float) -> str:
-    """
+    """Format a number of tokens for an axis.
+
     >>> format_tokens(1024), format_tokens(16384), format_tokens(300), format_tokens(1500)
     ('1k', '16k', '300', '1.5k')
     """
@@ -48,16 +53,17 @@ def format_tokens(value: float) -> str:
     return f"{value / 1024:.0f}k" if value % 1024 == 0 else f"{value / 1000:.3g}k"
 
 
-def format_interval(ci: Sequence[float] | None, show: object = None) -> str:
+def format_interval(ci: Sequence[float] | None, show: Callable[[float], str] | None = None) -> str:
     """Format an interval with the formatter of its value."""
     if not ci:
         return "no interval"
-    write = show if callable(show) else format_number
+    write = show or format_number
     return f"{write(ci[0])} to {write(ci[1])}"
 
 
 def format_plural(count: int, word: str) -> str:
-    """
+    """Format a count with its noun.
+
     >>> format_plural(1, "request"), format_plural(3, "reply")
     ('1 request', '3 replies')
     """

@@ -1,8 +1,8 @@
 """Aggregates records into rates. Every rate X has ``X_n`` (requests that observed it) and ``X_ci`` (95 % interval).
 
 None means that no record observed the metric; it is never written as 0. Rates over blocks and tokens are ratios of
-sums with a bootstrap over documents, shares of requests have Wilson's interval. Cold and rerun arms are there to be
-compared with: where a result holds other arms too, only those are aggregated. Pairs across tenants stand apart in
+sums with a bootstrap over documents, shares of requests have Wilson's interval. Cold and rerun arms are
+references: if a result has other arms too, only those are aggregated. Pairs across tenants are counted apart, in
 ``cross_tenant_*``.
 """
 
@@ -66,7 +66,7 @@ MEANS = {
 def select_measured(records: Iterable[RequestRecord]) -> list[RequestRecord]:
     """Return the requests that are judged: all arms but cold and rerun, or those if there are no others.
 
-    Pairs across tenants are no part of it: reuse there is a leak, and their answers are nobody's quality.
+    Pairs across tenants are left out: reuse there is a leak, and their answers say nothing about quality.
     """
     kept = [record for record in records if not record.cross_tenant]
     return [record for record in kept if record.arm not in REFERENCE_ARMS] or kept
@@ -84,7 +84,7 @@ def aggregate(records: Iterable[RequestRecord]) -> dict[str, Any]:
     kept = select_measured(everyone)
     found: dict[str, Any] = {"request_count": len(kept), "source_count": len({r.cluster for r in kept})}
     found |= {name: sum_known(kept, name) for name in SUMS}
-    # A cold arm that failed, or that contradicts itself, makes the comparison worthless: these count every request.
+    # These count every arm, since a cold arm that failed or contradicts itself makes the comparison worthless.
     found["error_count"] = sum(record.error is not None for record in everyone)
     found["contradiction_count"] = sum(len(record.contradictions) for record in everyone)
     found |= _compute_share("error_rate", everyone, lambda r: r.error is not None)

@@ -24,7 +24,7 @@ _STOP_WORDS = (
     )
     | frozenset(("been", "it", "its", "this", "that", "these", "those"))
 )
-# Scripts that write no spaces count by character: a whole sentence would be one word otherwise.
+# Scripts without spaces are split by character; otherwise a whole sentence would be one word.
 _WORD = re.compile(r"[぀-ヿ㐀-䶿一-鿿가-힣]|[^\W_぀-ヿ㐀-䶿一-鿿가-힣]+")
 _SUFFIXES = ("ingly", "edly", "ing", "ies", "ed", "es", "ly", "s")
 _SHORTEST_STEM = 3
@@ -203,7 +203,7 @@ def _compute_kl(cold: Mapping[str, float], warm: Mapping[str, float]) -> float:
     rest_cold = max(1.0 - sum(math.exp(value) for value in cold.values()), 0.0)
     shared = {token: math.exp(warm[token]) for token in cold if token in warm}
     rest_warm = max(1.0 - sum(math.exp(value) for value in warm.values()), floor)
-    # What warm's list does not name is at most as likely as its last entry, and no likelier than what is left.
+    # A token that is not in warm's list is at most as likely as the last one in it, and as the rest of the mass.
     unknown = min(min((math.exp(value) for value in warm.values()), default=floor), rest_warm)
     total, rest = 0.0, max(1.0 - sum(shared.values()), floor)
     for token, value in cold.items():

@@ -1,7 +1,7 @@
 """Compares two results item by item: what changed, and whether it is more than noise.
 
-Only items that both results hold are compared, each with itself. The interval of a difference draws whole documents,
-since cases cut from one document move together. A difference whose interval holds "no change" is within noise.
+Only items that both results hold are compared. The bootstrap of a difference draws whole documents, since cases cut
+from one document are not independent. A difference whose interval contains "no change" is within noise.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("wrong_tokens", _make_field_reader("wrong_tokens"), "lower"),
     Metric("error_rate", lambda record: float(record.error is not None), "lower"),
 )
-# On unrelated pairs reuse is harm, so "more" is worse there.
+# Reuse on unrelated pairs is harmful, so a higher rate is worse there.
 _HARM_ON_NEGATIVES = {
     "semantic_eligible_block_rate",
     "backend_confirmed_block_rate",

@@ -115,7 +115,7 @@ def _count_mechanisms(pairs: Sequence[ArmPair]) -> dict[str, Any]:
     fuzzy = _drop_unknown(pair.warm.fuzzy_confirmed_tokens for pair in pairs)
     sources = {pair.warm.external_confirmed_tokens_source for pair in pairs} - {None}
     return {
-        # "head" is reuse that begins at the first token; a receipt's short form does not tell positions
+        # "head" is reuse from the first token on; a receipt in its short form has no positions, so it is unknown
         "reuse_mechanisms": {name: counts[name] for name in ("scatter", "external", "exact", "none")} | {"head": None},
         "semantic_mechanisms": list(SEMANTIC_MECHANISMS),
         "fuzzy_confirmed_tokens_warm": int(sum(fuzzy)) if fuzzy else None,
@@ -224,7 +224,7 @@ def _count_doubts(
     timed_hits = [pair for pair in hits if pair.speedup is not None]
     misses = [pair for pair in both if pair.mechanism == "none" and pair.speedup is not None]
     return {
-        # reuse that saves no time was perhaps none: the claim is doubted, the time still confirms nothing
+        # a claim of reuse that saves no time is doubtful
         "hits_without_saving": None if noise is None else sum((p.speedup or 0) <= noise for p in timed_hits),
         "faster_without_reuse": None if noise is None else sum((p.speedup or 0) > noise for p in misses),
         "wrong_kv_pairs": sum(bool(p.warm.donor_fact_answered and not p.cold.donor_fact_answered) for p in both),

@@ -56,7 +56,7 @@ class AuditLog:
                     event = json.loads(line)
                 except ValueError:
                     if not line.endswith("\n"):
-                        continue  # the writer is still at it
+                        continue  # the last line is still being written
                     raise InputError(
                         f"{path} line {number} is not JSON", hint="pass the audit stream, one JSON object a line"
                     ) from None

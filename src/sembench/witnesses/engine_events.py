@@ -36,7 +36,7 @@ class ErrorCounter:
 
     def feed(self, line: LogLine) -> None:
         suspect, self._suspect = self._suspect, None
-        # A traceback is one only if a frame follows: anybody can write its first line into a prompt.
+        # A traceback counts only if a frame follows: its first line may also stand in a prompt.
         if suspect is not None and _FRAME.match(line.message) and self._record[1] is not Level.ERROR:
             self.add_error(suspect.number, suspect.text)
             self._record = (self._record[0], Level.ERROR)

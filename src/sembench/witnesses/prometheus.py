@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Labels = tuple[tuple[str, str], ...]
 Snapshot = Mapping[tuple[str, Labels], float]
 
-# What the three families of servers call the same things. Names are tried with and without "_total".
+# The names that the servers have for the same counter. Each is tried with and without "_total".
 REUSED_TOKENS = (("semblend_tokens_total", ("kind", "reused")),)
 EXACT_TOKENS = (("semblend_tokens_total", ("kind", "exact")),)
 EXTERNAL_QUERIES = ("vllm:external_prefix_cache_queries",)
@@ -48,7 +48,7 @@ def parse_samples(text: str) -> dict[tuple[str, Labels], float]:
             for family in text_string_to_metric_families(text)
             for sample in family.samples
         }
-    except (ValueError, IndexError, KeyError, TypeError) as error:  # the parser's own, by the kind of damage
+    except (ValueError, IndexError, KeyError, TypeError) as error:  # which of them depends on the damage
         why = " ".join(str(error).split())[:LONGEST_ERROR] or type(error).__name__
         raise InputError(
             f"the metrics are not Prometheus text: {why}", hint="the URL must answer with Prometheus text"

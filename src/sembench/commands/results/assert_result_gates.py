@@ -47,7 +47,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 def run(args: argparse.Namespace) -> int:
     given = ((gate.name, getattr(args, gate.name)) for gate in GATES)
-    # A bound of 0 is a bound: only an absent flag is none.
+    # 0 is a bound; only a flag that is not given is none.
     requested = {name: value for name, value in given if value is not None and value is not False}
     if not requested:
         raise InputError("no gate was requested", hint="sembench assert-result-gates --help lists them")

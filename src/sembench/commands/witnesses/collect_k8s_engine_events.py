@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         say("hint: no line in this range; check --since-time, --container and the clock")
     if query.tail is not None and lines >= query.tail:
         say(f"hint: exactly {lines} lines came, so older ones may be cut; raise --tail, or --tail -1 for all")
-    # A pod's log mixes streams, and its first line may be half a record: broken lines are counted, not fatal.
+    # A pod's log mixes streams, and its first line may be half a record, so bad lines are counted and skipped.
     write_summary(summarize_file(args.engine, args.output_log, skip_bad=True), args.output_summary)
     return 0
 

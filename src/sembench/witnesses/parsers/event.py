@@ -49,7 +49,7 @@ class LogParser(Protocol):
 
     # Why two lines of this engine are one event, for the summary and the docs.
     counted_once: str
-    # What the lines can not prove; empty where nothing is left open.
+    # What the lines cannot prove; empty if there is no such thing.
     caveat: str
     # Whether a materialized event is semantic by itself, or needs a semantic hit beside it.
     receipt_suffices: bool

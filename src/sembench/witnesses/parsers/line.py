@@ -100,7 +100,7 @@ def read_line(number: int, text: str) -> LogLine:
     at = 0
     while (prefix := _PREFIX.match(text, at)) is not None:
         at = prefix.end()
-    # A word and a space are a level only behind a time; at the start of a line they may be anyone's sentence.
+    # A word and a space are a level only after a time; at the start of a line they may be the start of a sentence.
     timed = _TIMED.search(text[:at]) is not None
     found = _LEVEL.match(text, at) or (_SPACED_WORD.match(text, at) if timed else None)
     word = next((value for value in found.groupdict().values() if value), "") if found else ""

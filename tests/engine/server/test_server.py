@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import socket
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -221,6 +222,8 @@ def test_generate_speaks_sglangs_shape_whole_and_streamed():
 
 
 def test_models_health_metrics_and_stats_answer():
+    from prometheus_client.parser import text_string_to_metric_families
+
     async def test():
         async with client(engine(), aliases=("gpt-4o",)) as http:
             await http.post(CHAT, json=chat())
@@ -237,11 +240,26 @@ def test_models_health_metrics_and_stats_answer():
         assert health["status"] == "ok"
         assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
         assert 'semblend_server_responses_total{path="/v1/chat/completions",status="200"} 1' in metrics.text
+        families = {family.name: family for family in text_string_to_metric_families(metrics.text)}
+        for name in ("running", "waiting", "refused"):
+            assert [sample.value for sample in families[f"semblend_server_{name}"].samples] == [0]
         assert "semblend_requests_total" in metrics.text
         assert stats["totals"]["outcomes"] == {"cold_fallback": 1}
         assert len(live["requests"]) == 1
         assert news["requests"] == []
         assert lost.status_code == 404
+
+    run(test)
+
+
+def test_metrics_without_their_package_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+
+    async def test():
+        async with client(engine()) as http:
+            answer = await http.get("/metrics")
+        assert answer.status_code == 500
+        assert "semblend-suite[local]" in answer.json()["error"]["hint"]
 
     run(test)
 

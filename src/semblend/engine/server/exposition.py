@@ -1,64 +1,46 @@
-"""/metrics: the server's own gauges, and the library's collectors where prometheus_client is installed."""
+"""/metrics: the server's own gauges and counters, and the library's collectors, written by prometheus_client."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from semblend.engine.server.dashboard import Tally
 from semblend.engine.server.limits import Gate
+from semblend.errors import MissingDependencyError
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def exposition(gate: Gate, tally: Tally, responses: Mapping[tuple[str, int], int]) -> str:
-    """Prometheus text. Without prometheus_client the library's counters are told from the receipts the server saw."""
-    parts = [
-        _family("semblend_server_running", "gauge", "Requests that hold a place.", [("", gate.running)]),
-        _family("semblend_server_waiting", "gauge", "Requests in line.", [("", gate.waiting)]),
-        _family("semblend_server_refused_total", "counter", "Requests turned away with 429.", [("", gate.refused)]),
-        _family(
-            "semblend_server_responses_total",
-            "counter",
-            "Responses by path and status; 499 means that the client left.",
-            ((_labels(path=path, status=status), count) for (path, status), count in sorted(responses.items())),
-        ),
-    ]
-    return "".join(parts) + (_library() or _from_receipts(tally))
-
-
-def _library() -> str:
+def write_metrics(gate: Gate, responses: Mapping[tuple[str, int], int]) -> str:
+    """Prometheus text of the server (places at the gate; responses by path and status) and of the library."""
     try:
         import prometheus_client
     except ImportError:
-        return ""
-    text: str = prometheus_client.generate_latest().decode()
-    return text
+        raise MissingDependencyError(
+            "/metrics needs prometheus_client", hint="pip install 'semblend-suite[local]'"
+        ) from None
+    own = prometheus_client.CollectorRegistry(auto_describe=False)
+    own.register(_ServerMetrics(gate, responses))
+    texts = (prometheus_client.generate_latest(registry) for registry in (own, prometheus_client.REGISTRY))
+    return "".join(text.decode() for text in texts)
 
 
-def _from_receipts(tally: Tally) -> str:
-    families = (
-        ("semblend_requests_total", "Requests by what became of them.", "outcome", tally.outcomes),
-        ("semblend_declines_total", "Requests that reused nothing, by reason.", "reason", tally.declines),
-        ("semblend_tokens_total", "Prompt tokens by what a receipt says of them.", "kind", tally.tokens),
-    )
-    return "".join(
-        _family(name, "counter", help, ((_labels(**{label: key}), count) for key, count in sorted(counts.items())))
-        for name, help, label, counts in families
-    )
+class _ServerMetrics:
+    """What a registry of prometheus_client collects; of the numbers as they are at that moment."""
 
+    def __init__(self, gate: Gate, responses: Mapping[tuple[str, int], int]) -> None:
+        self._gate = gate
+        self._responses = responses
 
-def _family(name: str, kind: str, help: str, samples: Iterable[tuple[str, float]]) -> str:
-    lines = [
-        f"# HELP {name} {help}",
-        f"# TYPE {name} {kind}",
-        *(f"{name}{labels} {value}" for labels, value in samples),
-    ]
-    return "\n".join(lines) + "\n"
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-
-def _labels(**values: object) -> str:
-    escaped = (
-        (name, str(value).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n"))
-        for name, value in values.items()
-    )
-    return "{" + ",".join(f'{name}="{value}"' for name, value in escaped) + "}"
+        gate = self._gate
+        yield GaugeMetricFamily("semblend_server_running", "Requests that hold a place.", value=gate.running)
+        yield GaugeMetricFamily("semblend_server_waiting", "Requests in line.", value=gate.waiting)
+        yield CounterMetricFamily("semblend_server_refused", "Requests turned away with 429.", value=gate.refused)
+        text = "Responses by path and status; 499 means that the client left."
+        responses = CounterMetricFamily("semblend_server_responses", text, labels=("path", "status"))
+        for (path, status), count in sorted(self._responses.items()):
+            responses.add_metric((path, str(status)), count)
+        yield responses

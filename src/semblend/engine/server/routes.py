@@ -35,7 +35,7 @@ from semblend._version import __version__
 from semblend.discover.donor import Donor
 from semblend.engine.server.answering import CLIENT_LEFT, ENDPOINTS, Endpoint, answer, error_response
 from semblend.engine.server.config import ServeConfig
-from semblend.engine.server.exposition import CONTENT_TYPE, exposition
+from semblend.engine.server.exposition import CONTENT_TYPE, write_metrics
 from semblend.engine.server.limits import Gate
 from semblend.engine.server.service import Service
 from semblend.engine.server.serving import ServingEngine
@@ -150,9 +150,7 @@ class Routes:
     async def metrics(self, request: Request) -> Response:
         if not self.service.config.public_metrics:
             self._admin(request)
-        everyone = Identity(admin=True)
-        text = exposition(self.service.gate, self.service.board.tally(everyone), self.responses)
-        return PlainTextResponse(text, media_type=CONTENT_TYPE)
+        return PlainTextResponse(write_metrics(self.service.gate, self.responses), media_type=CONTENT_TYPE)
 
     async def flush(self, request: Request) -> Response:
         """Everyone's cache goes, so that only an admin may ask for it."""

@@ -28,7 +28,7 @@ from semblend.materialize.gate.thresholds import Thresholds
 from semblend.materialize.kv.moves import Move
 from semblend.materialize.kv.splice import splice
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
-from semblend.plan.selection import reused_positions
+from semblend.plan.selection import list_reused_positions
 
 NEVER = Thresholds(0.0, 0.0, 0.0)
 LOOKS = ("glance", "deviation")
@@ -226,7 +226,7 @@ class Lab:
             move = Move(held, span.donor_start, span.length, slots[span.target_start : span.target_end], 0)
             splice([move], self.pool.layout, self.model.spec.rope)
             kv.release(held)
-        computed = np.setdiff1d(np.arange(len(case.tokens)), reused_positions(plan.spans))
+        computed = np.setdiff1d(np.arange(len(case.tokens)), list_reused_positions(plan.spans))
         computed = np.union1d(computed, [len(case.tokens) - 1])
         at = torch.from_numpy(computed).to(slots.device)
         tokens = torch.tensor(case.tokens, device=slots.device)[at]

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure_gain(report: _report.Report, forest: Any, *, judged: bool) -> list[str]:
-    """Block hit rates of all policies, and how much of the gap between lru and Belady adaptive closes."""
+    """Measure block hit rates of all policies, and how much of the gap between lru and Belady adaptive closes."""
     from semantickv.simulator.capacity import Capacity
     from semantickv.simulator.policies import POLICIES
     from semantickv.simulator.simulate import simulate
@@ -106,7 +106,7 @@ def measure_gain(report: _report.Report, forest: Any, *, judged: bool) -> list[s
 
 
 def measure_held_out(report: _report.Report, trace: Any, args: argparse.Namespace) -> None:
-    """lru, the best classic, adaptive and Belady on what adaptive was tuned on and on what it was not."""
+    """Compare lru, the best classic, adaptive and Belady on what adaptive was tuned on and on what it was not."""
     from semantickv.simulator.capacity import Capacity
     from semantickv.simulator.simulate import build_forest, simulate
 
@@ -138,6 +138,7 @@ def measure_held_out(report: _report.Report, trace: Any, args: argparse.Namespac
 
 
 def build_held_out_traces(trace: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Build the traces by name: both parts of the Mooncake trace, real text, hard cases, and those of --trace."""
     from semantickv.traces.trace import Trace
     from semantickv.workloads.arrivals import Arrivals
     from semantickv.workloads.from_text import TextSource, generate_text_workload
@@ -156,7 +157,7 @@ def build_held_out_traces(trace: Any, args: argparse.Namespace) -> dict[str, Any
 
 
 def build_made_up_trace(name: str, requests: int, seed: int) -> Any:
-    """Documents of six blocks, each with two blocks of its own behind it: hard cases for one policy or the other."""
+    """Build documents of six blocks, each followed by two blocks of its own: a hard case for some policy."""
     import numpy as np
 
     from semantickv.traces.trace import Trace, TraceRequest
@@ -177,7 +178,7 @@ def build_made_up_trace(name: str, requests: int, seed: int) -> Any:
 
 
 def measure_bounds(report: _report.Report, forest: Any) -> None:
-    """Capacity in tokens beside its own upper bound."""
+    """Measure hit rates for capacities in tokens beside their upper bound."""
     from semantickv.analysis.bounds import compute_upper_bound
     from semantickv.simulator.capacity import Capacity
     from semantickv.simulator.simulate import simulate
@@ -193,7 +194,7 @@ def measure_bounds(report: _report.Report, forest: Any) -> None:
 
 
 def measure_curves(report: _report.Report, forest: Any) -> None:
-    """Sampled curves against full ones."""
+    """Compare sampled curves with full ones."""
     import numpy as np
 
     from semantickv.analysis.mrc import simulate_curve
@@ -211,6 +212,7 @@ def measure_curves(report: _report.Report, forest: Any) -> None:
 
 
 def measure_speed(report: _report.Report, forest: Any) -> None:
+    """Measure million block accesses per CPU second for every policy and size, best of three."""
     from semantickv.simulator.capacity import Capacity
     from semantickv.simulator.policies import POLICIES
     from semantickv.simulator.simulate import simulate
@@ -229,13 +231,14 @@ def measure_speed(report: _report.Report, forest: Any) -> None:
 
 
 def time_cpu(call: Any) -> float:
+    """Return the CPU seconds of one call."""
     begin = time.process_time()
     call()
     return time.process_time() - begin
 
 
 def measure_long_trace(report: _report.Report, accesses: int, seed: int) -> None:
-    """Ten million accesses in bounded memory: 20-block conversations over Zipf-popular beginnings."""
+    """Replay ten million accesses in bounded memory: 20-block conversations over Zipf-popular beginnings."""
     import resource
 
     import numpy as np
@@ -264,17 +267,17 @@ def measure_long_trace(report: _report.Report, accesses: int, seed: int) -> None
     rows, forest = [], None
     begin = time.process_time()
     forest = build_forest(trace)
-    planted = time.process_time() - begin
+    took_s = time.process_time() - begin
     for name in FAST:
         seconds = time_cpu(lambda name=name: rows.append([name, simulate(forest, name, Capacity.blocks(50_000))]))
         rows[-1] = [name, f"{100 * rows[-1][1].block_hit_rate:.2f}", f"{accesses / seconds / 1e6:.2f}"]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     report.table(f"Synthetic trace, {accesses:,} accesses, 50,000 blocks", ["policy", "hit %", "M accesses/s"], rows)
-    report.note(f"numbering {forest.nodes:,} nodes took {planted:.1f} CPU s; peak memory of the process {peak:.0f} MiB")
+    report.note(f"numbering {forest.nodes:,} nodes took {took_s:.1f} CPU s; peak memory of the process {peak:.0f} MiB")
 
 
 def compare_with_libcachesim(report: _report.Report, trace: Any, python: str) -> list[str]:
-    """The same block ids, one at a time, through libCacheSim and through us in block mode."""
+    """Replay the same block ids, one at a time, in libCacheSim and here in block mode; return the differences."""
     if not python:
         report.note("libcachesim: not compared (no interpreter given with --libcachesim)")
         return []

@@ -31,7 +31,7 @@ import numpy as np
 
 from semblend.config import load_config
 from semblend.fingerprint.embedder import Embedder, describe_embedders, make_embedder
-from semblend.fingerprint.simhash import overlap, sketch
+from semblend.fingerprint.simhash import estimate_overlap, make_sketch
 from semblend.prompt import Prompt
 
 HEAD_CHARACTERS = 4000
@@ -165,12 +165,12 @@ class SketchScorer:
 
     def score(self, query: str) -> np.ndarray:
         mine = self.sketch(query)
-        return np.array([overlap(mine, other) for other in self.sketches])
+        return np.array([estimate_overlap(mine, other) for other in self.sketches])
 
     def sketch(self, text: str) -> Any:
         tokens = as_prompt(text).token_ids
         start = time.process_time()
-        made = sketch(tokens)
+        made = make_sketch(tokens)
         self.cpu_ms.append((time.process_time() - start) * 1000.0)
         return made
 

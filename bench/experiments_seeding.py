@@ -18,7 +18,7 @@ import numpy as np
 
 from semblend.discover.flat_index import FlatIndex
 from semblend.fingerprint import kernels
-from semblend.fingerprint.hashes import DEFAULT_SCHEME, HashArray, PositionArray, kgram_hashes
+from semblend.fingerprint.hashes import DEFAULT_SCHEME, HashArray, PositionArray, hash_kgrams
 from semblend.prompt import as_token_array
 
 LENGTH, RUN, STRIDE, VOCABULARY, TRIALS = 8192, 32, DEFAULT_SCHEME.window, 150_000, 500
@@ -28,7 +28,7 @@ Seeds = tuple[PositionArray, HashArray]
 
 def every(step: int) -> Callable[[np.ndarray], Seeds]:
     def chosen(tokens: np.ndarray) -> Seeds:
-        hashes = kgram_hashes(tokens, DEFAULT_SCHEME)
+        hashes = hash_kgrams(tokens, DEFAULT_SCHEME)
         at = np.arange(0, len(hashes), step)
         return at, hashes[at]
 
@@ -36,7 +36,7 @@ def every(step: int) -> Callable[[np.ndarray], Seeds]:
 
 
 def minimizers(tokens: np.ndarray) -> Seeds:
-    return kernels.minimizers(tokens, DEFAULT_SCHEME)
+    return kernels.select_minimizers(tokens, DEFAULT_SCHEME)
 
 
 WAYS = {

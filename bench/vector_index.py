@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from semblend.discover.vector_index import BruteForceIndex, UsearchIndex, VectorIndex, fill
+from semblend.discover.vector_index import BruteForceIndex, UsearchIndex, VectorIndex, add_all
 
 QUERIES = 200
 
@@ -57,7 +57,7 @@ def measure(
 ) -> dict[str, Any]:
     print(f"{name}: {len(vectors)} vectors", file=sys.stderr)
     start = time.process_time()
-    fill(index, range(len(vectors)), vectors)
+    add_all(index, range(len(vectors)), vectors)
     filled = time.process_time()
     found = [index.search(query, 5) for query in queries]
     searched = time.process_time()

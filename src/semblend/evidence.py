@@ -33,10 +33,10 @@ class EvidenceDesk:
         """Evidence for a decision: only where tokens decided nothing, and only within the evidence budget."""
         if not isinstance(decision, Decline) or decision.reason not in _WORTH_ASKING:
             return ()
-        return tuple(Similar(*likeness) for likeness in self._evidence.similar(prompt, budget_ms=self._budget_ms))
+        return tuple(Similar(*likeness) for likeness in self._evidence.find_similar(prompt, budget_ms=self._budget_ms))
 
     def similar(self, prompt: Prompt, limit: int) -> tuple[Similar, ...]:
-        return tuple(Similar(*likeness) for likeness in self._evidence.similar(prompt, limit))
+        return tuple(Similar(*likeness) for likeness in self._evidence.find_similar(prompt, limit))
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every registered donor can be found by likeness."""

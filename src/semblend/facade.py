@@ -20,7 +20,7 @@ from semblend.confirm.metrics import Metrics, make_metrics
 from semblend.confirm.receipt import Receipt
 from semblend.confirm.sinks import Sink, open_stream
 from semblend.confirm.tracing import tracer
-from semblend.discover.donor import Donor, Eviction, EvictionReason, check_donor_id, checked_ttl
+from semblend.discover.donor import Donor, Eviction, EvictionReason, check_donor_id, check_ttl
 from semblend.discover.journal import SqliteJournal, write_snapshot
 from semblend.discover.store import DonorStore, StoreStats
 from semblend.errors import InputError, SemBlendError, StoreError
@@ -102,13 +102,13 @@ class SemBlend:
         """Make a prompt a donor; one of the same id is replaced. Evicts the least recently used when full."""
         _check_prompt(prompt)
         check_donor_id(donor_id)
-        ttl_s = self.config.donor_ttl_s if ttl_s is None else checked_ttl(ttl_s)
+        ttl_s = self.config.donor_ttl_s if ttl_s is None else check_ttl(ttl_s)
         fingerprint = self._fingerprinter.fingerprint(prompt)
         donor, evictions = self._store.add(prompt, fingerprint, donor_id, ttl_s=ttl_s)
         self._gone(evictions)
         self._evidence.add(donor_id, prompt)
         self._report.registered(donor)
-        self._report.holding(self._store.stats())
+        self._report.holding(self._store.compute_stats())
         return donor
 
     def forget(self, donor_id: str, *, reason: EvictionReason = "forgotten") -> bool:
@@ -122,14 +122,14 @@ class SemBlend:
         born_before = self._clock() - older_than_s if older_than_s is not None else float("inf")
         chosen = [
             donor.donor_id
-            for donor in self._store.donors(expired=True)
+            for donor in self._store.list_donors(expired=True)
             if donor.created_unix_s <= born_before and (tenant is None or donor.namespace.tenant == tenant)
         ]
         return self._forget(chosen, "forgotten")
 
     def clear(self) -> int:
         """Drop every donor; returns how many."""
-        return self._forget([donor.donor_id for donor in self._store.donors(expired=True)], "forgotten")
+        return self._forget([donor.donor_id for donor in self._store.list_donors(expired=True)], "forgotten")
 
     def on_evicted(self, listener: Callable[[Eviction], None]) -> None:
         """Call ``listener`` for every donor that goes, whatever the reason: whoever keeps its KV can let it go too."""
@@ -137,10 +137,10 @@ class SemBlend:
 
     def donors(self) -> tuple[Donor, ...]:
         """All donors, least recently used first."""
-        return self._store.donors()
+        return self._store.list_donors()
 
     def donor_tokens(self, donor_id: str) -> np.ndarray[Any, np.dtype[np.int32]] | None:
-        return self._store.tokens(donor_id)
+        return self._store.copy_tokens(donor_id)
 
     def pin(self, donor_id: str) -> bool:
         """Keep a donor from eviction until `unpin`; False when it is not there."""
@@ -150,7 +150,7 @@ class SemBlend:
         self._store.unpin(donor_id)
 
     def stats(self) -> StoreStats:
-        return self._store.stats()
+        return self._store.compute_stats()
 
     # -- a request -------------------------------------------------------------------------------------------------
 
@@ -262,7 +262,8 @@ class SemBlend:
 
         Requests go on meanwhile: the store is locked for one donor at a time, and each donor is whole.
         """
-        copies = ((donor, self._store.tokens(donor.donor_id, donor.generation)) for donor in self._store.donors())
+        donors = self._store.list_donors()
+        copies = ((donor, self._store.copy_tokens(donor.donor_id, donor.generation)) for donor in donors)
         return write_snapshot(path, ((donor, tokens) for donor, tokens in copies if tokens is not None))
 
     def refresh(self) -> int:
@@ -271,8 +272,8 @@ class SemBlend:
             return 0
         with self._store.lock:
             self._gone(self._store.expire())
-            theirs = self._journal.generations()
-            ours = {donor.generation: donor.donor_id for donor in self._store.donors()}
+            theirs = self._journal.list_generations()
+            ours = {donor.generation: donor.donor_id for donor in self._store.list_donors()}
             gone = [donor_id for generation, donor_id in ours.items() if generation not in theirs]
             evictions = self._store.remove(gone, "forgotten", journal=False)
             fresh = sum(self._take_in(self._journal.fetch(generation)) for generation in sorted(theirs - ours.keys()))
@@ -349,7 +350,7 @@ class SemBlend:
             with self._store.lock:
                 self._journal.scrub()
         self._gone(evictions)
-        self._report.holding(self._store.stats())
+        self._report.holding(self._store.compute_stats())
         return len(evictions)
 
     def _gone(self, evictions: tuple[Eviction, ...]) -> None:

@@ -71,7 +71,7 @@ class Pipeline:
         fingerprint = self._fingerprinter.fingerprint(prompt)
         fingerprinted = time.perf_counter()
         with self._store.lock:
-            candidates = self._search.candidates(fingerprint, within=prompt.namespace)
+            candidates = self._search.find_candidates(fingerprint, within=prompt.namespace)
             searched = time.perf_counter()
             alignment = self._aligner.align(prompt, candidates, exact_tokens=exact_tokens, deadline=deadline)
         aligned = time.perf_counter()

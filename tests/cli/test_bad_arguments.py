@@ -11,7 +11,7 @@ import pytest
 from worlds import tokens
 
 from semblend import ConfigError, InputError, Prompt, SemBlend, SemBlendConfig, StoreError
-from semblend.discover.slots import NEVER, microseconds
+from semblend.discover.slots import NEVER, to_microseconds
 
 DOCUMENT = tokens(1, 200)
 
@@ -32,7 +32,7 @@ def test_a_time_to_live_that_is_none_registers_nothing(tmp_path, ttl_s):
 
 
 def test_an_expiry_beyond_all_clocks_is_never():
-    assert microseconds(float("inf")) == microseconds(None) == NEVER
+    assert to_microseconds(float("inf")) == to_microseconds(None) == NEVER
 
 
 @pytest.mark.parametrize("exact_tokens", ["5", 3.5, None, -1, 201])

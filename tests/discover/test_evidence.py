@@ -69,7 +69,7 @@ def ids(found: tuple[Likeness, ...]) -> list[str]:
 def test_similar_donors_come_best_first_with_their_source() -> None:
     with evidence_of(FakeEmbedder()) as evidence:
         added(evidence, near=[10, 1, 0], same=[10, 0, 0], far=[0, 0, 10])
-        found = evidence.similar(Prompt([5, 0, 0]))
+        found = evidence.find_similar(Prompt([5, 0, 0]))
         assert ids(found) == ["same", "near"]
         assert found[0] == Likeness("same", 1.0, "fake")
         assert found[1].similarity == pytest.approx(10 / 101**0.5)
@@ -78,15 +78,15 @@ def test_similar_donors_come_best_first_with_their_source() -> None:
 def test_equally_similar_donors_come_in_the_order_of_their_ids() -> None:
     with evidence_of(FakeEmbedder()) as evidence:
         added(evidence, c=[1, 0, 0], a=[2, 0, 0], b=[3, 0, 0])
-        assert ids(evidence.similar(Prompt([4, 0, 0]))) == ["a", "b", "c"]
-        assert len(evidence.similar(Prompt([4, 0, 0]), limit=2)) == 2
-        assert evidence.similar(Prompt([4, 0, 0]), limit=0) == ()
+        assert ids(evidence.find_similar(Prompt([4, 0, 0]))) == ["a", "b", "c"]
+        assert len(evidence.find_similar(Prompt([4, 0, 0]), limit=2)) == 2
+        assert evidence.find_similar(Prompt([4, 0, 0]), limit=0) == ()
 
 
 def test_below_the_minimum_nothing_is_evidence() -> None:
     with evidence_of(FakeEmbedder(), min_similarity=0.9) as evidence:
         added(evidence, half=[1, 1, 0])
-        assert evidence.similar(Prompt([1, 0, 0])) == ()
+        assert evidence.find_similar(Prompt([1, 0, 0])) == ()
 
 
 def test_evidence_never_crosses_a_namespace() -> None:
@@ -96,18 +96,18 @@ def test_evidence_never_crosses_a_namespace() -> None:
         evidence.add("theirs", Prompt([1, 2, 3], namespace=theirs))
         evidence.add("nobody's", Prompt([1, 2, 3]))
         assert evidence.flush(WAIT_S)
-        assert ids(evidence.similar(Prompt([1, 2, 3], namespace=ours))) == ["ours"]
-        assert ids(evidence.similar(Prompt([1, 2, 3], namespace=theirs))) == ["theirs"]
-        assert ids(evidence.similar(Prompt([1, 2, 3]))) == ["nobody's"]
-        assert evidence.similar(Prompt([1, 2, 3], namespace=Namespace(tenant="c"))) == ()
+        assert ids(evidence.find_similar(Prompt([1, 2, 3], namespace=ours))) == ["ours"]
+        assert ids(evidence.find_similar(Prompt([1, 2, 3], namespace=theirs))) == ["theirs"]
+        assert ids(evidence.find_similar(Prompt([1, 2, 3]))) == ["nobody's"]
+        assert evidence.find_similar(Prompt([1, 2, 3], namespace=Namespace(tenant="c"))) == ()
 
 
 def test_a_donor_registered_again_elsewhere_leaves_its_old_namespace() -> None:
     with evidence_of(FakeEmbedder()) as evidence:
         evidence.add("d", Prompt([1, 0, 0], namespace=Namespace(tenant="a")))
         added(evidence, d=[1, 0, 0])
-        assert evidence.similar(Prompt([1, 0, 0], namespace=Namespace(tenant="a"))) == ()
-        assert ids(evidence.similar(Prompt([1, 0, 0]))) == ["d"]
+        assert evidence.find_similar(Prompt([1, 0, 0], namespace=Namespace(tenant="a"))) == ()
+        assert ids(evidence.find_similar(Prompt([1, 0, 0]))) == ["d"]
 
 
 def test_a_removed_donor_is_gone() -> None:
@@ -115,9 +115,9 @@ def test_a_removed_donor_is_gone() -> None:
         added(evidence, a=[1, 0, 0], b=[1, 0, 0])
         evidence.remove("a")
         evidence.remove("never there")
-        assert ids(evidence.similar(Prompt([1, 0, 0]))) == ["b"]
+        assert ids(evidence.find_similar(Prompt([1, 0, 0]))) == ["b"]
         evidence.remove("b")
-        assert evidence.similar(Prompt([1, 0, 0])) == ()
+        assert evidence.find_similar(Prompt([1, 0, 0])) == ()
         assert evidence.stats.donors == 0
 
 
@@ -133,7 +133,7 @@ def test_a_removal_that_overtakes_a_queued_add_wins() -> None:
         evidence.remove("still queued")
         embedder.gate.set()
         assert evidence.flush(WAIT_S)
-        assert ids(evidence.similar(Prompt([1, 0, 0]))) == ["kept"]
+        assert ids(evidence.find_similar(Prompt([1, 0, 0]))) == ["kept"]
 
 
 def test_a_donor_registered_again_while_queued_shows_only_its_latest_prompt() -> None:
@@ -145,8 +145,8 @@ def test_a_donor_registered_again_while_queued_shows_only_its_latest_prompt() ->
         evidence.add("d", Prompt([0, 1, 0]))
         embedder.gate.set()
         assert evidence.flush(WAIT_S)
-        assert evidence.similar(Prompt([1, 0, 0])) == ()
-        assert ids(evidence.similar(Prompt([0, 1, 0]))) == ["d"]
+        assert evidence.find_similar(Prompt([1, 0, 0])) == ()
+        assert ids(evidence.find_similar(Prompt([0, 1, 0]))) == ["d"]
 
 
 def test_registering_again_hides_the_old_prompt_at_once() -> None:
@@ -157,7 +157,7 @@ def test_registering_again_hides_the_old_prompt_at_once() -> None:
         evidence.add("d", Prompt([0, 1, 0]))
         query = threading.Timer(0, embedder.gate.set)
         query.start()
-        assert ids(evidence.similar(Prompt([1, 0, 0]))) == ["other"]
+        assert ids(evidence.find_similar(Prompt([1, 0, 0]))) == ["other"]
         query.join()
 
 
@@ -173,7 +173,7 @@ def test_a_full_queue_drops_the_newcomer_and_never_blocks() -> None:
         assert evidence.stats.queued == 3
         embedder.gate.set()
         assert evidence.flush(WAIT_S)
-        assert ids(evidence.similar(Prompt([1, 0, 0]))) == ["first", "second", "third"]
+        assert ids(evidence.find_similar(Prompt([1, 0, 0]))) == ["first", "second", "third"]
 
 
 def test_a_donor_whose_newest_prompt_was_dropped_does_not_show_the_old_one() -> None:
@@ -188,7 +188,7 @@ def test_a_donor_whose_newest_prompt_was_dropped_does_not_show_the_old_one() -> 
         evidence.add("d", Prompt([0, 1, 0]))
         embedder.gate.set()
         assert evidence.flush(WAIT_S)
-        assert evidence.similar(Prompt([1, 0, 0])) == ()
+        assert evidence.find_similar(Prompt([1, 0, 0])) == ()
 
 
 def test_adding_costs_microseconds_even_when_embedding_hangs() -> None:
@@ -207,10 +207,10 @@ def test_an_embedder_that_fails_costs_only_its_own_donor() -> None:
         evidence.add("bad", Prompt([1, 0, 0], text="fails"))
         evidence.add("worse", Prompt([1, 0, 0], text="wrong shape"))
         added(evidence, good=[1, 0, 0])
-        assert ids(evidence.similar(Prompt([1, 0, 0]))) == ["good"]
+        assert ids(evidence.find_similar(Prompt([1, 0, 0]))) == ["good"]
         assert evidence.stats.errors == 2
         assert isinstance(evidence.last_error, ValueError)
-        assert evidence.similar(Prompt([1, 0, 0], text="fails")) == ()
+        assert evidence.find_similar(Prompt([1, 0, 0], text="fails")) == ()
         assert evidence.stats.errors == 3
         assert str(evidence.last_error) == "the model fell over"
 
@@ -222,7 +222,7 @@ def test_an_index_that_fails_costs_only_the_evidence(monkeypatch: pytest.MonkeyP
     with evidence_of(FakeEmbedder()) as evidence:
         added(evidence, d=[1, 0, 0])
         monkeypatch.setattr(BruteForceIndex, "search", fall_over)
-        assert evidence.similar(Prompt([1, 0, 0])) == ()
+        assert evidence.find_similar(Prompt([1, 0, 0])) == ()
         assert str(evidence.last_error) == "the index fell over"
 
 
@@ -233,14 +233,14 @@ def test_a_prompt_that_cannot_be_embedded_is_counted_and_left_out() -> None:
         assert evidence.stats == EvidenceStats(
             donors=1, embedded=1, without_vector=1, mean_embed_ms=evidence.stats.mean_embed_ms
         )
-        assert evidence.similar(Prompt([1, 0, 0], text="nothing")) == ()
+        assert evidence.find_similar(Prompt([1, 0, 0], text="nothing")) == ()
 
 
 def test_a_vector_of_nan_is_no_evidence() -> None:
     with evidence_of(FakeEmbedder()) as evidence:
         added(evidence, d=[1, 0, 0])
         with np.errstate(invalid="ignore"):
-            assert evidence.similar(Prompt([0, 0, 0])) == ()
+            assert evidence.find_similar(Prompt([0, 0, 0])) == ()
 
 
 def test_an_embedder_over_budget_is_not_asked() -> None:
@@ -249,18 +249,18 @@ def test_an_embedder_over_budget_is_not_asked() -> None:
         added(evidence, d=[1, 0, 0])
         evidence._clock.mean_ms = 50.0
         asked = embedder.calls
-        assert evidence.similar(Prompt([1, 0, 0]), budget_ms=10.0) == ()
+        assert evidence.find_similar(Prompt([1, 0, 0]), budget_ms=10.0) == ()
         assert embedder.calls == asked
         assert evidence.stats.over_budget == 1
-        assert ids(evidence.similar(Prompt([1, 0, 0]), budget_ms=100.0)) == ["d"]
-        assert ids(evidence.similar(Prompt([1, 0, 0]))) == ["d"]
+        assert ids(evidence.find_similar(Prompt([1, 0, 0]), budget_ms=100.0)) == ["d"]
+        assert ids(evidence.find_similar(Prompt([1, 0, 0]))) == ["d"]
 
 
 def test_sketches_still_answer_when_the_embedder_is_over_budget() -> None:
     with evidence_of(FakeEmbedder(), fuzzy=True) as evidence:
         added(evidence, d=list(range(1, 200)))
         evidence._clock.mean_ms = 50.0
-        assert evidence.similar(Prompt(range(1, 200)), budget_ms=1.0) == (Likeness("d", 1.0, "simhash"),)
+        assert evidence.find_similar(Prompt(range(1, 200)), budget_ms=1.0) == (Likeness("d", 1.0, "simhash"),)
 
 
 def test_the_first_embedding_includes_loading_and_is_forgotten() -> None:
@@ -280,7 +280,7 @@ def test_near_duplicates_are_evidence_only_when_fuzzy() -> None:
     for fuzzy, expected in ((True, [("d", "simhash")]), (False, [])):
         with evidence_of(NullEmbedder(), fuzzy=fuzzy) as evidence:
             added(evidence, d=tokens.tolist())
-            assert [(found.donor_id, found.source) for found in evidence.similar(Prompt(edited))] == expected
+            assert [(found.donor_id, found.source) for found in evidence.find_similar(Prompt(edited))] == expected
 
 
 def test_a_donor_found_by_both_is_named_once_with_the_higher_figure() -> None:
@@ -289,7 +289,7 @@ def test_a_donor_found_by_both_is_named_once_with_the_higher_figure() -> None:
     edited[::20] = 3
     with evidence_of(LexicalEmbedder(), fuzzy=True) as evidence:
         added(evidence, d=tokens.tolist())
-        (found,) = evidence.similar(Prompt(edited))
+        (found,) = evidence.find_similar(Prompt(edited))
         assert found.source == "lexical"
         assert found.similarity > 0.9
 
@@ -298,7 +298,7 @@ def test_without_an_embedder_no_thread_is_started() -> None:
     with evidence_of(NullEmbedder()) as evidence:
         evidence.add("d", Prompt([1, 2, 3]))
         assert evidence._worker is None
-        assert evidence.similar(Prompt([1, 2, 3])) == ()
+        assert evidence.find_similar(Prompt([1, 2, 3])) == ()
         assert evidence.flush(0)
 
 
@@ -311,7 +311,7 @@ def test_an_idle_thread_goes_home_and_comes_back(monkeypatch: pytest.MonkeyPatch
             first.join(WAIT_S)
         assert evidence._worker is None
         added(evidence, b=[1, 0, 0])
-        assert ids(evidence.similar(Prompt([1, 0, 0]))) == ["a", "b"]
+        assert ids(evidence.find_similar(Prompt([1, 0, 0]))) == ["a", "b"]
 
 
 def test_a_closed_evidence_is_silent() -> None:
@@ -321,7 +321,7 @@ def test_a_closed_evidence_is_silent() -> None:
     evidence.add("late", Prompt([1, 0, 0]))
     evidence.remove("d")
     evidence.close()
-    assert evidence.similar(Prompt([1, 0, 0])) == ()
+    assert evidence.find_similar(Prompt([1, 0, 0])) == ()
     assert evidence.flush(0)
 
 
@@ -355,9 +355,9 @@ def test_a_large_shelf_moves_to_usearch_and_finds_the_same() -> None:
             exact.remove(f"d{i}")
         same = 0
         for query in prompts:
-            found = ids(graph.similar(query))
+            found = ids(graph.find_similar(query))
             assert all(int(donor_id[1:]) % 2 for donor_id in found)
-            same += len(set(found) & set(ids(exact.similar(query))))
+            same += len(set(found) & set(ids(exact.find_similar(query))))
         assert same >= 0.95 * 5 * len(prompts)
 
 
@@ -365,16 +365,16 @@ def test_a_donor_removed_while_the_graph_is_built_stays_removed(monkeypatch: pyt
     pytest.importorskip("usearch")
     with evidence_of(FakeEmbedder(), use_usearch_from=3) as evidence:
 
-        def fill_and_remove(index: Any, keys: list[int], vectors: Any) -> None:
-            real_fill(index, keys, vectors)
+        def add_and_remove(index: Any, keys: list[int], vectors: Any) -> None:
+            add_really(index, keys, vectors)
             evidence.remove("a")
 
-        real_fill = module.fill
-        monkeypatch.setattr(module, "fill", fill_and_remove)
+        add_really = module.add_all
+        monkeypatch.setattr(module, "add_all", add_and_remove)
         added(evidence, a=[1, 0, 0], b=[2, 0, 0], c=[3, 0, 0])
         (shelf,) = evidence._shelves.values()
         assert len(shelf.vectors) == 2
-        assert ids(evidence.similar(Prompt([1, 0, 0]))) == ["b", "c"]
+        assert ids(evidence.find_similar(Prompt([1, 0, 0]))) == ["b", "c"]
 
 
 def test_without_usearch_a_large_shelf_stays_exact(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,7 +384,7 @@ def test_without_usearch_a_large_shelf_stays_exact(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "UsearchIndex", absent)
     with evidence_of(FakeEmbedder(), use_usearch_from=2) as evidence:
         added(evidence, a=[1, 0, 0], b=[1, 0, 0], c=[1, 0, 0])
-        assert ids(evidence.similar(Prompt([1, 0, 0]))) == ["a", "b", "c"]
+        assert ids(evidence.find_similar(Prompt([1, 0, 0]))) == ["a", "b", "c"]
         assert evidence.stats.errors == 0
 
 
@@ -397,7 +397,7 @@ def test_many_threads_may_add_remove_and_search_at_once() -> None:
             try:
                 for i, prompt in enumerate(prompts):
                     evidence.add(f"w{worker}-{i}", prompt)
-                    evidence.similar(prompt)
+                    evidence.find_similar(prompt)
                     if i % 2:
                         evidence.remove(f"w{worker}-{i}")
             except BaseException as fault:
@@ -412,6 +412,6 @@ def test_many_threads_may_add_remove_and_search_at_once() -> None:
         assert faults == []
         assert evidence.last_error is None
         assert evidence.stats.donors == 4 * 25
-        found = {donor_id for prompt in prompts for donor_id in ids(evidence.similar(prompt, limit=100))}
+        found = {donor_id for prompt in prompts for donor_id in ids(evidence.find_similar(prompt, limit=100))}
         assert found
         assert all(int(donor_id.split("-")[1]) % 2 == 0 for donor_id in found)

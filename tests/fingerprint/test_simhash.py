@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from semblend.fingerprint import simhash as module
 from semblend.fingerprint.hashes import mix64
-from semblend.fingerprint.simhash import Sketch, gram_hashes, hamming, overlap, sketch
+from semblend.fingerprint.simhash import Sketch, count_differing_bits, estimate_overlap, hash_grams, make_sketch
 from semblend.prompt import as_token_array
 
 tokens = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=80)
@@ -17,7 +17,7 @@ tokens = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=80)
 
 def plain_simhash(token_ids: list[int]) -> int:
     """The definition, one gram and one bit at a time, in Python integers."""
-    grams = {int(h) for h in gram_hashes(as_token_array(token_ids))}
+    grams = {int(h) for h in hash_grams(as_token_array(token_ids))}
     return sum(1 << bit for bit in range(64) if 2 * sum(gram >> bit & 1 for gram in grams) > len(grams))
 
 
@@ -38,31 +38,31 @@ def random_tokens(count: int, seed: int = 0) -> np.ndarray:
 def test_hashes_agree_with_plain_integer_arithmetic(token_ids: list[int]) -> None:
     size = min(3, len(token_ids))
     expected = [plain_gram_hash(token_ids[i : i + size]) for i in range(len(token_ids) - size + 1)]
-    assert gram_hashes(as_token_array(token_ids)).tolist() == expected
+    assert hash_grams(as_token_array(token_ids)).tolist() == expected
 
 
 @given(tokens)
 def test_the_simhash_is_the_majority_of_each_bit(token_ids: list[int]) -> None:
-    assert sketch(as_token_array(token_ids)).simhash == plain_simhash(token_ids)
+    assert make_sketch(as_token_array(token_ids)).simhash == plain_simhash(token_ids)
 
 
 def test_sketches_are_the_same_on_every_platform() -> None:
-    made = sketch(as_token_array(range(1000)))
+    made = make_sketch(as_token_array(range(1000)))
     assert (made.simhash, made.grams, int(made.smallest[0])) == (0xE73D41CC43B8D81D, 998, 0x2999086404FADD)
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=50), st.integers(0, 2**64 - 1))
 def test_both_ways_of_counting_bits_agree_with_python(values: list[int], one: int) -> None:
     array = np.array(values, dtype=np.uint64)
-    assert hamming(one, array).tolist() == [(value ^ one).bit_count() for value in values]
-    assert module._popcount_by_halves(array).tolist() == [value.bit_count() for value in values]
+    assert count_differing_bits(one, array).tolist() == [(value ^ one).bit_count() for value in values]
+    assert module._count_bits_by_halves(array).tolist() == [value.bit_count() for value in values]
 
 
 def test_without_bitwise_count_the_distances_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     array = mix64(np.arange(100, dtype=np.uint64))
-    expected = hamming(12345, array)
+    expected = count_differing_bits(12345, array)
     monkeypatch.delattr(np, "bitwise_count", raising=False)
-    assert np.array_equal(hamming(12345, array), expected)
+    assert np.array_equal(count_differing_bits(12345, array), expected)
 
 
 def test_mixing_loses_nothing() -> None:
@@ -71,22 +71,22 @@ def test_mixing_loses_nothing() -> None:
 
 @given(tokens)
 def test_a_prompt_overlaps_itself_completely(token_ids: list[int]) -> None:
-    made = sketch(as_token_array(token_ids))
-    assert overlap(made, made) == 1.0
+    made = make_sketch(as_token_array(token_ids))
+    assert estimate_overlap(made, made) == 1.0
 
 
 @given(tokens, tokens)
 def test_overlap_is_symmetric_and_a_share(a: list[int], b: list[int]) -> None:
-    one, other = sketch(as_token_array(a)), sketch(as_token_array(b))
-    assert overlap(one, other) == overlap(other, one)
-    assert 0.0 <= overlap(one, other) <= 1.0
+    one, other = make_sketch(as_token_array(a)), make_sketch(as_token_array(b))
+    assert estimate_overlap(one, other) == estimate_overlap(other, one)
+    assert 0.0 <= estimate_overlap(one, other) <= 1.0
 
 
 @given(st.lists(st.integers(0, 5), min_size=3, max_size=40), st.lists(st.integers(0, 5), min_size=3, max_size=40))
 def test_overlap_of_short_prompts_is_exact(a: list[int], b: list[int]) -> None:
     grams_a, grams_b = ({tuple(x[i : i + 3]) for i in range(len(x) - 2)} for x in (a, b))
     expected = 2 * len(grams_a & grams_b) / (len(grams_a) + len(grams_b))
-    assert overlap(sketch(as_token_array(a)), sketch(as_token_array(b))) == pytest.approx(expected)
+    assert estimate_overlap(make_sketch(as_token_array(a)), make_sketch(as_token_array(b))) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("every", [10, 20, 40])
@@ -95,15 +95,17 @@ def test_the_overlap_of_edited_prompts_is_estimated(every: int) -> None:
     edited = original.copy()
     edited[::every] = 7
     true = 1 - 3 / every  # each edit changes three 3-grams
-    estimates = overlap(sketch(original), sketch(edited))
+    estimates = estimate_overlap(make_sketch(original), make_sketch(edited))
     assert estimates == pytest.approx(true, abs=0.15)
-    distance = int(hamming(sketch(original).simhash, np.array([sketch(edited).simhash], dtype=np.uint64))[0])
+    distance = int(
+        count_differing_bits(make_sketch(original).simhash, np.array([make_sketch(edited).simhash], dtype=np.uint64))[0]
+    )
     assert np.cos(np.pi * distance / 64) == pytest.approx(true, abs=0.3)  # the angle that differing bits stand for
 
 
 def test_unrelated_prompts_differ_in_about_half_of_the_bits() -> None:
-    simhashes = np.array([sketch(random_tokens(500, seed)).simhash for seed in range(1, 100)], dtype=np.uint64)
-    distances = hamming(sketch(random_tokens(500)).simhash, simhashes)
+    simhashes = np.array([make_sketch(random_tokens(500, seed)).simhash for seed in range(1, 100)], dtype=np.uint64)
+    distances = count_differing_bits(make_sketch(random_tokens(500)).simhash, simhashes)
     assert 30 < distances.mean() < 34
     assert distances.min() > 15
 
@@ -111,11 +113,11 @@ def test_unrelated_prompts_differ_in_about_half_of_the_bits() -> None:
 def test_repeating_a_paragraph_changes_little() -> None:
     once = random_tokens(500)
     thrice = np.concatenate([once, once, once])
-    assert overlap(sketch(once), sketch(thrice)) > 0.95
+    assert estimate_overlap(make_sketch(once), make_sketch(thrice)) > 0.95
 
 
 def test_token_zero_and_order_count() -> None:
-    made = [sketch(as_token_array(ids)) for ids in ([0, 0, 0], [0, 0], [0], [1, 2, 3], [3, 2, 1])]
+    made = [make_sketch(as_token_array(ids)) for ids in ([0, 0, 0], [0, 0], [0], [1, 2, 3], [3, 2, 1])]
     assert len({one.simhash for one in made}) == 5
 
 
@@ -127,6 +129,6 @@ def test_eight_thousand_tokens_are_sketched_in_milliseconds() -> None:
 
 def _cpu_ms(prompt: np.ndarray) -> float:
     start = time.process_time()
-    made = sketch(prompt)
+    made = make_sketch(prompt)
     assert isinstance(made, Sketch)
     return (time.process_time() - start) * 1000.0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from semblend import Decline, DeclineReason, InputError, ReusePlan, Span
 from semblend.plan.cost import CostModel
 from semblend.plan.layers import LayerSchedule
-from semblend.plan.selection import highest, reused_positions, seams
+from semblend.plan.selection import list_reused_positions, select_seams, select_share
 
 
 def test_a_plan_adds_up():
@@ -31,14 +31,14 @@ def test_a_decline_can_be_taken_apart():
 @given(st.integers(1, 5000), st.integers(0, 200), st.floats(100, 1e6), st.floats(100, 1e7))
 def test_a_longer_span_never_saves_less_when_loading_is_faster_than_prefill(length, seam, prefill, load):
     cost = CostModel(prefill, prefill + load, seam_tokens=seam)
-    short, long = (cost.span_saving_ms(n) for n in (length + seam, length + seam + 100))
+    short, long = (cost.estimate_span_saving_ms(n) for n in (length + seam, length + seam + 100))
     assert long >= short - 1e-5
 
 
 def test_spans_that_do_not_pay_are_left_out():
     cost = CostModel(10_000, 20_000, seam_tokens=16)
     spans = (Span("a", 0, 0, 20), Span("a", 0, 50, 400))
-    assert cost.worthwhile(spans) == spans[1:]
+    assert cost.keep_worthwhile(spans) == spans[1:]
 
 
 def test_layers_are_counted_once_and_in_order():
@@ -63,14 +63,14 @@ def test_a_profile_needs_finite_numbers():
 
 def test_a_span_that_goes_on_where_the_last_ended_has_no_seam():
     spans = [Span("a", 0, 0, 50), Span("a", 50, 50, 50), Span("a", 150, 100, 50)]
-    assert seams(spans, 2).tolist() == [0, 1, 100, 101]
-    assert seams([], 2).tolist() == []
+    assert select_seams(spans, 2).tolist() == [0, 1, 100, 101]
+    assert select_seams([], 2).tolist() == []
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=50), st.floats(0, 1))
 def test_the_highest_scores_are_chosen(scores, share):
     positions = np.arange(100, 100 + len(scores))
-    chosen = highest(positions, np.array(scores), share)
+    chosen = select_share(positions, np.array(scores), share)
     assert len(chosen) == round(share * len(scores))
     left = np.setdiff1d(positions, chosen)
     if len(chosen) and len(left):
@@ -78,4 +78,4 @@ def test_the_highest_scores_are_chosen(scores, share):
 
 
 def test_reused_positions_are_those_of_the_spans():
-    assert reused_positions([Span("a", 0, 3, 2), Span("a", 0, 9, 1)]).tolist() == [3, 4, 9]
+    assert list_reused_positions([Span("a", 0, 3, 2), Span("a", 0, 9, 1)]).tolist() == [3, 4, 9]

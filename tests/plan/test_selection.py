@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend import InputError
-from semblend.plan.selection import SELECTIONS, Scores, attended, attended_and_deviating, cacheblend, largest
+from semblend.plan.selection import (
+    SELECTIONS,
+    Scores,
+    select_attended,
+    select_attended_and_deviating,
+    select_by_deviation,
+    select_largest,
+)
 
 
 def scores_of(reused, seed=0, share=0.1):
@@ -47,7 +54,9 @@ def test_a_larger_share_keeps_what_a_smaller_one_chose(reused, seed, less, more)
 def test_attention_says_what_matters_deviation_what_changed_and_the_product_both():
     reused = np.array([10, 11, 12])
     scores = Scores(reused, np.array([0.9, 0.5, 0.0]), np.array([0.0, 0.5, 0.9]), share=1 / 3)
-    assert [rule(scores).tolist() for rule in (attended, cacheblend, attended_and_deviating)] == [[10], [12], [11]]
+    assert [
+        rule(scores).tolist() for rule in (select_attended, select_by_deviation, select_attended_and_deviating)
+    ] == [[10], [12], [11]]
 
 
 def test_scores_that_do_not_fit_together_are_refused():
@@ -65,4 +74,4 @@ def test_scores_that_do_not_fit_together_are_refused():
 def test_the_largest_are_those_that_sorting_everything_would_choose(scores, count):
     positions, values = np.arange(len(scores)) * 3, np.array(scores)
     by_score = np.lexsort((positions, -np.nan_to_num(values, nan=-np.inf)))
-    assert largest(positions, values, count).tolist() == sorted(positions[by_score[: max(0, count)]].tolist())
+    assert select_largest(positions, values, count).tolist() == sorted(positions[by_score[: max(0, count)]].tolist())

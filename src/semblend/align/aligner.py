@@ -1,4 +1,4 @@
-"""Candidates → Alignment: token-equal spans, the best cover of the prompt that donors can give."""
+"""Candidates → Alignment: token-equal spans, and of them the best cover of the prompt."""
 
 from __future__ import annotations
 
@@ -45,21 +45,24 @@ class Aligner:
     def align(
         self, prompt: Prompt, candidates: Candidates, *, exact_tokens: int = 0, deadline: float = 0.0
     ) -> Alignment:
-        """``exact_tokens`` are held by the engine already; ``deadline`` is on `time.perf_counter`, 0 = none."""
+        """Find the spans of the prompt that donors hold.
+
+        The engine holds the first ``exact_tokens`` already; ``deadline`` is a time of `time.perf_counter`, 0 for none.
+        """
         tokens = prompt.token_ids
         scan = self._backend.scan(tokens, candidates, exact_tokens)
         total = len(candidates.fingerprint)
-        seeds_done = _run(scan, total, deadline)
-        found, examined = scan.found()
+        seeds_done = _extend_seeds(scan, total, deadline)
+        found, examined = scan.get_matches()
         matches, pieces = self._backend.compose(found)
         if self._bridges_edits and len(pieces):
             pieces = self._backend.bridge(tokens, pieces, self._min_span, exact_tokens)
         guards.check_pieces(tokens, pieces, self._store, candidates.namespace_id, candidates.now)
-        if (wrong := self._backend.first_unequal(tokens, pieces)) >= 0:
+        if (wrong := self._backend.find_first_unequal(tokens, pieces)) >= 0:
             raise guards.GuardError(f"span at {pieces[wrong, 0]} is not token-equal to its donor")
         complete = seeds_done == total
         return Alignment(
-            spans=tuple(self._span(*piece) for piece in pieces.tolist()),
+            spans=tuple(self._build_span(*piece) for piece in pieces.tolist()),
             seeds=total,
             seeds_held=len(candidates),
             runs_examined=examined,
@@ -68,13 +71,14 @@ class Aligner:
             complete=complete,
         )
 
-    def _span(self, start: int, end: int, slot: int, donor_start: int) -> Span:
-        donor = self._store.at(slot)
+    def _build_span(self, start: int, end: int, slot: int, donor_start: int) -> Span:
+        """Build the span of one piece."""
+        donor = self._store.get_at(slot)
         return Span(donor.donor_id, donor_start, start, end - start, donor.generation)
 
 
-def _run(scan: Scan, seeds: int, deadline: float) -> int:
-    """Extend all seeds, or as many as the deadline allows; returns how many."""
+def _extend_seeds(scan: Scan, seeds: int, deadline: float) -> int:
+    """Extend all seeds, or as many as the deadline allows; return how many."""
     if not deadline:
         scan.extend(0, seeds)
         return seeds

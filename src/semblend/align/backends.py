@@ -1,4 +1,4 @@
-"""The heavy steps of alignment, compiled or in plain Python, behind one face."""
+"""The heavy steps of alignment, compiled or in plain Python, behind one interface."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from semblend.prompt import TokenArray
 
 
 class Scan(Protocol):
-    """One prompt's seeds being grown into matches; can stop between any two seeds."""
+    """The seeds of one prompt being extended to matches; can stop between any two seeds."""
 
     def extend(self, seed_from: int, seed_to: int) -> None: ...
 
-    def found(self) -> tuple[MatchArray, int]:
-        """Maximal matches so far, and how many runs were looked at."""
+    def get_matches(self) -> tuple[MatchArray, int]:
+        """Return the maximal matches so far, and how many runs were examined."""
 
 
 class Backend(Protocol):
-    """What an aligner needs done fast."""
+    """The steps of alignment that must be fast."""
 
     def scan(self, tokens: TokenArray, candidates: Candidates, floor: int) -> Scan: ...
 
     def compose(self, found: MatchArray) -> tuple[int, MatchArray]:
-        """How many matches stand beside each other, and the pieces of them that cover most."""
+        """Return the number of matches not inside another, and the pieces of them that cover most."""
 
     def bridge(self, tokens: TokenArray, pieces: MatchArray, shortest: int, floor: int) -> MatchArray:
-        """The pieces with the short runs beside them, see `semblend.align.chain`."""
+        """Return the pieces with the short runs beside them, see `semblend.align.chain`."""
 
-    def first_unequal(self, tokens: TokenArray, pieces: MatchArray) -> int:
-        """Index of the first piece whose tokens are not the donor's, -1 when all are equal."""
+    def find_first_unequal(self, tokens: TokenArray, pieces: MatchArray) -> int:
+        """Return the index of the first piece whose tokens are not the donor's, -1 if all are equal."""
 
 
 def make_backend(store: DonorStore, scheme: HashScheme, shortest: int) -> Backend:
-    """Compiled when the store's index is."""
+    """Make the compiled backend if the store's index is compiled, else the plain one."""
     if isinstance(store.index, FlatIndex):
         return CompiledBackend(store, store.index, scheme, shortest)
     return PlainBackend(store, scheme, shortest)
@@ -58,16 +58,16 @@ class CompiledBackend:
         return _CompiledScan(self, tokens, candidates, floor)
 
     def compose(self, found: MatchArray) -> tuple[int, MatchArray]:
-        matches = self.kernels.undominated(found)
-        return len(matches), self.kernels.cover(matches, self.shortest, compose.SEAM, compose.LOOK_BACK)
+        matches = self.kernels.drop_dominated(found)
+        return len(matches), self.kernels.choose_cover(matches, self.shortest, compose.SEAM, compose.LOOK_BACK)
 
     def bridge(self, tokens: TokenArray, pieces: MatchArray, shortest: int, floor: int) -> MatchArray:
         log, rows = self.store.log.tokens, self.store.slots.rows
         bridged: MatchArray = self.kernels.bridge(tokens, pieces, log, rows, shortest, floor, chain.MAX_EDIT)
         return bridged
 
-    def first_unequal(self, tokens: TokenArray, pieces: MatchArray) -> int:
-        return int(self.kernels.first_unequal(tokens, pieces, self.store.log.tokens, self.store.slots.rows))
+    def find_first_unequal(self, tokens: TokenArray, pieces: MatchArray) -> int:
+        return int(self.kernels.find_first_unequal(tokens, pieces, self.store.log.tokens, self.store.slots.rows))
 
 
 class _CompiledScan:
@@ -85,7 +85,7 @@ class _CompiledScan:
             store.log.tokens, store.slots.rows, candidates.namespace_id, candidates.now, self._state, self._out,
         )  # fmt: skip
 
-    def found(self) -> tuple[MatchArray, int]:
+    def get_matches(self) -> tuple[MatchArray, int]:
         kernels = self._backend.kernels
         return self._out[: self._state[kernels.MATCHES]], int(self._state[kernels.EXAMINED])
 
@@ -102,13 +102,13 @@ class PlainBackend:
         )
 
     def compose(self, found: MatchArray) -> tuple[int, MatchArray]:
-        matches = compose.undominated(found)
-        return len(matches), compose.cover(matches, self.shortest)
+        matches = compose.drop_dominated(found)
+        return len(matches), compose.choose_cover(matches, self.shortest)
 
     def bridge(self, tokens: TokenArray, pieces: MatchArray, shortest: int, floor: int) -> MatchArray:
         known = [chain.Piece(*piece) for piece in pieces.tolist()]
         donors = {piece.slot: self.store.log.view(piece.slot) for piece in known}
-        return np.array(chain.chain(tokens, known, donors, shortest, floor), np.int64)
+        return np.array(chain.chain_pieces(tokens, known, donors, shortest, floor), np.int64)
 
-    def first_unequal(self, tokens: TokenArray, pieces: MatchArray) -> int:
-        return guards.first_unequal(tokens, pieces, self.store)
+    def find_first_unequal(self, tokens: TokenArray, pieces: MatchArray) -> int:
+        return guards.find_first_unequal(tokens, pieces, self.store)

@@ -1,15 +1,15 @@
-"""Across small edits: the short runs between two changes, which no seed guarantees.
+"""Matches across small edits: the short runs between two changes, which no seed guarantees.
 
 From the end of a piece we look a few tokens ahead in prompt and donor for the place where they agree again, as a
-genome aligner does between its anchors. Only runs beside a found piece of the same donor are taken, so a short run
-never stands alone. With ``min_span_tokens`` at or above the seed guarantee nothing here runs.
+genome aligner does between its anchors. Only runs beside a found piece of the same donor are taken, so there is
+never a short run alone. With ``min_span_tokens`` at or above the seed guarantee nothing here runs.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from semblend.align.exact import agree
+from semblend.align.exact import count_equal
 from semblend.prompt import TokenArray
 
 MAX_EDIT = 12  # tokens replaced, inserted or deleted between two runs
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
 
 def resync(target: TokenArray, donor: TokenArray, shortest: int) -> tuple[int, int, int] | None:
-    """The nearest (skipped in target, skipped in donor, run) after which at least ``shortest`` tokens agree.
+    """Find the nearest (skipped in target, skipped in donor, run) after which at least ``shortest`` tokens agree.
 
     >>> import numpy as np
     >>> a = np.array([9, 1, 2, 3, 4], np.int32); b = np.array([7, 8, 1, 2, 3, 4], np.int32)
@@ -43,14 +43,14 @@ def resync(target: TokenArray, donor: TokenArray, shortest: int) -> tuple[int, i
                 continue
             if target[in_target] != donor[in_donor]:
                 continue
-            run = agree(target[in_target:], donor[in_donor:])
+            run = count_equal(target[in_target:], donor[in_donor:])
             if run >= shortest:
                 return in_target, in_donor, run
     return None
 
 
-def _onward(tokens: TokenArray, donor: TokenArray, piece: Piece, limit: int, shortest: int) -> list[Piece]:
-    """Short runs to the right of a piece, up to ``limit``."""
+def _extend_right(tokens: TokenArray, donor: TokenArray, piece: Piece, limit: int, shortest: int) -> list[Piece]:
+    """Find the short runs to the right of a piece, up to ``limit``."""
     found: list[Piece] = []
     while (step := resync(tokens[piece.end : limit], donor[piece.donor_end :], shortest)) is not None:
         skipped, skipped_donor, run = step
@@ -60,25 +60,25 @@ def _onward(tokens: TokenArray, donor: TokenArray, piece: Piece, limit: int, sho
     return found
 
 
-def _backward(tokens: TokenArray, donor: TokenArray, piece: Piece, floor: int, shortest: int) -> list[Piece]:
-    """Short runs to the left of a piece, down to ``floor``: the same walk on reversed tokens."""
+def _extend_left(tokens: TokenArray, donor: TokenArray, piece: Piece, floor: int, shortest: int) -> list[Piece]:
+    """Find the short runs to the left of a piece, down to ``floor``: the same walk on reversed tokens."""
     size, donor_size = len(tokens), len(donor)
     mirrored = Piece(size - piece.end, size - piece.start, piece.slot, donor_size - piece.donor_end)
-    found = _onward(tokens[::-1], donor[::-1], mirrored, size - floor, shortest)
+    found = _extend_right(tokens[::-1], donor[::-1], mirrored, size - floor, shortest)
     return [Piece(size - run.end, size - run.start, run.slot, donor_size - run.donor_end) for run in reversed(found)]
 
 
-def chain(
+def chain_pieces(
     tokens: TokenArray, pieces: list[Piece], donors: dict[int, TokenArray], shortest: int, floor: int
 ) -> list[Piece]:
-    """The pieces with the short runs between and beside them, in target order."""
+    """Return the pieces with the short runs between and beside them, in target order."""
     chained: list[Piece] = []
     end = floor
     for i, piece in enumerate(pieces):
         donor = donors[piece.slot]
-        chained += _backward(tokens, donor, piece, end, shortest)
+        chained += _extend_left(tokens, donor, piece, end, shortest)
         limit = pieces[i + 1].start if i + 1 < len(pieces) else len(tokens)
-        onward = _onward(tokens, donor, piece, limit, shortest)
+        onward = _extend_right(tokens, donor, piece, limit, shortest)
         chained += [piece, *onward]
         end = chained[-1].end
     return chained

@@ -1,4 +1,4 @@
-"""Matches → cover: which pieces of overlapping matches together save most prefill. The readable twin."""
+"""Matches → cover: the pieces of overlapping matches that together save most prefill. The readable twin."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class _Cover:
     previous: int
 
 
-def undominated(matches: MatchArray) -> MatchArray:
-    """Matches in target order without those that lie inside another; of equal ones the first found stays.
+def drop_dominated(matches: MatchArray) -> MatchArray:
+    """Return matches in target order without those inside another; of equal ones the first found stays.
 
-    >>> undominated(np.array([[0, 50, 1, 0], [10, 40, 2, 0], [40, 90, 3, 0]]))[:, :2].tolist()
+    >>> drop_dominated(np.array([[0, 50, 1, 0], [10, 40, 2, 0], [40, 90, 3, 0]]))[:, :2].tolist()
     [[0, 50], [40, 90]]
     """
     if len(matches) < 2:
@@ -35,8 +35,8 @@ def undominated(matches: MatchArray) -> MatchArray:
     return ordered[keep]
 
 
-def cover(matches: MatchArray, shortest: int, seam: int = SEAM) -> MatchArray:
-    """Pieces in target order, rows like matches; see `semblend.align.kernels.cover`."""
+def choose_cover(matches: MatchArray, shortest: int, seam: int = SEAM) -> MatchArray:
+    """Choose the pieces of a cover, in target order; see `semblend.align.kernels.choose_cover`."""
     best: list[_Cover] = []
     leader: list[int] = []
     for i, (start, end) in enumerate(matches[:, :2].tolist()):

@@ -1,6 +1,6 @@
-"""Candidates → maximal matches: runs of equal tokens that can't be made longer. The readable twin.
+"""Candidates → maximal matches: runs of equal tokens that cannot be extended. The readable twin.
 
-`semblend.align.kernels.extend` is the compiled one of the same meaning.
+`semblend.align.kernels.extend` is the compiled one; it explains which seeds are skipped and why.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ class Run:
     def shift(self) -> int:
         return self.start - self.donor_start
 
-    def row(self) -> tuple[int, int, int, int]:
+    def to_row(self) -> tuple[int, int, int, int]:
+        """Return the run as one row of a match array."""
         return (self.start, self.end, self.slot, self.donor_start)
 
 
-def agree(left: TokenArray, right: TokenArray) -> int:
-    """How many leading tokens are equal.
+def count_equal(left: TokenArray, right: TokenArray) -> int:
+    """Count the leading tokens that are equal.
 
-    >>> agree(np.array([1, 2, 3], np.int32), np.array([1, 2, 9, 9], np.int32))
+    >>> count_equal(np.array([1, 2, 3], np.int32), np.array([1, 2, 9, 9], np.int32))
     2
     """
     room = min(len(left), len(right))
@@ -53,7 +54,7 @@ def agree(left: TokenArray, right: TokenArray) -> int:
 
 @dataclass(slots=True)
 class PlainScan:
-    """Grows seeds into maximal matches; `semblend.align.kernels.extend` says what is passed over and why."""
+    """Extends seeds to maximal matches; `semblend.align.kernels.extend` says which are skipped and why."""
 
     tokens: TokenArray
     candidates: Candidates
@@ -71,7 +72,7 @@ class PlainScan:
     def __post_init__(self) -> None:
         self.covered = self.floor
 
-    def found(self) -> tuple[MatchArray, int]:
+    def get_matches(self) -> tuple[MatchArray, int]:
         return np.array(self.matches, np.int64).reshape(-1, 4), self.examined
 
     def extend(self, seed_from: int, seed_to: int) -> None:
@@ -84,8 +85,10 @@ class PlainScan:
                 self._extend_seed(at, posting, now)
 
     def _extend_seed(self, at: int, posting: int, now: int) -> None:
-        """Grow one seed on the donors that have it; keep the run that reaches furthest right and, if it adds tokens,
-        the one that begins furthest left."""
+        """Extend one seed on the donors that have it; keep one run or two.
+
+        It keeps the run that reaches furthest right and, if it adds tokens, the one that begins furthest left.
+        """
         right: Run | None = None
         left: Run | None = None
         looked = 0
@@ -115,12 +118,12 @@ class PlainScan:
         if right is None or left is None:
             return
         if left.start < right.start and right.start > self.covered:
-            self.matches.append(left.row())
-        self.matches.append(right.row())
+            self.matches.append(left.to_row())
+        self.matches.append(right.to_row())
         self.covered, self.last = right.end, right
 
     def _promises(self, at: int, slot: int, offset: int, right: Run | None, left: Run | None) -> bool:
-        """Whether one token says that the candidate could reach further right or begin further left."""
+        """Whether one token shows that the candidate could reach further right or begin further left."""
         donor = self.store.log.view(slot)
         reach = right.end if right else self.covered
         beyond = offset + reach - at
@@ -134,12 +137,12 @@ class PlainScan:
         return bool(before >= 0 and self.tokens[left.start - 1] == donor[before])
 
     def _grow(self, at: int, slot: int, offset: int) -> Run | None:
-        """The maximal run through a seed; None when it is no match at all or too short."""
+        """Return the maximal run through a seed; None if it is no match or too short."""
         donor = self.store.log.view(slot)
-        end = at + agree(self.tokens[at:], donor[offset:])
+        end = at + count_equal(self.tokens[at:], donor[offset:])
         if end - at < self.k:
             return None
-        start = at - agree(self.tokens[self.floor : at][::-1], donor[:offset][::-1])
+        start = at - count_equal(self.tokens[self.floor : at][::-1], donor[:offset][::-1])
         self.spent += end - start
         if end - start < self.shortest:
             return None

@@ -1,4 +1,4 @@
-"""The last look before a plan leaves: every span is checked again, by other code than found it."""
+"""The last check before a plan leaves: every span is checked again, by other code than the code that found it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from semblend.prompt import TokenArray
 
 
 class GuardError(Exception):
-    """Our own mistake: a span that must not be served. The request runs cold and an event says why."""
+    """A mistake of ours: a span that must not be served. The request runs cold and an event says why."""
 
 
 def check_pieces(tokens: TokenArray, pieces: MatchArray, store: DonorStore, namespace_id: int, now: int) -> None:
-    """Target order, no overlap, inside prompt and donor, of the right namespace and alive."""
+    """Raise GuardError unless pieces are ordered, apart, inside prompt and donor, of the namespace and not expired."""
     if len(pieces) == 0:
         return
     starts, ends, slots, donor_starts = pieces.T
@@ -28,8 +28,8 @@ def check_pieces(tokens: TokenArray, pieces: MatchArray, store: DonorStore, name
         raise GuardError("a span of a donor that has expired or belongs to another namespace")
 
 
-def first_unequal(tokens: TokenArray, pieces: MatchArray, store: DonorStore) -> int:
-    """Index of the first piece whose tokens are not the donor's, -1 when all are equal."""
+def find_first_unequal(tokens: TokenArray, pieces: MatchArray, store: DonorStore) -> int:
+    """Return the index of the first piece whose tokens are not the donor's, -1 if all are equal."""
     for i, (start, stop, slot, donor_start) in enumerate(pieces.tolist()):
         donor = store.log.view(slot)[donor_start : donor_start + stop - start]
         if not np.array_equal(tokens[start:stop], donor):

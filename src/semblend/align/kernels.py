@@ -1,6 +1,6 @@
 """Compiled alignment: seeds become maximal matches, matches become a cover. Importing imports numba.
 
-`semblend.align.exact` and `compose` are the readable twins; the tests hold them equal. Limits come as arguments:
+`semblend.align.exact` and `compose` are the readable twins; the tests compare them. Limits come as arguments:
 numba's on-disk cache does not notice when a constant imported from another module changes.
 """
 
@@ -16,8 +16,8 @@ COVERED, LAST_SLOT, LAST_SHIFT, SPENT, MATCHES, EXAMINED = 0, 1, 2, 3, 4, 5
 
 
 @njit(inline="always")
-def _run_right(tokens, at, donor, donor_at, donor_end):
-    """First target position >= at where prompt and donor part."""
+def _extend_right(tokens, at, donor, donor_at, donor_end):
+    """Return the first target position >= at where prompt and donor differ."""
     room = min(len(tokens) - at, donor_end - donor_at)
     i = 0
     while i < room and tokens[at + i] == donor[donor_at + i]:
@@ -26,8 +26,8 @@ def _run_right(tokens, at, donor, donor_at, donor_end):
 
 
 @njit(inline="always")
-def _run_left(tokens, at, floor, donor, donor_at, donor_begin):
-    """Smallest target position <= at down to which prompt and donor agree."""
+def _extend_left(tokens, at, floor, donor, donor_at, donor_begin):
+    """Return the smallest target position <= at down to which prompt and donor agree."""
     room = min(at - floor, donor_at - donor_begin)
     i = 0
     while i < room and tokens[at - 1 - i] == donor[donor_at - 1 - i]:
@@ -37,8 +37,10 @@ def _run_left(tokens, at, floor, donor, donor_at, donor_begin):
 
 @njit(inline="always")
 def _promises(tokens, at, covered, floor, right, left, log, log_at, begin, end):
-    """Whether one token says that a candidate could reach further right, or begin further left in uncovered text:
-    the cheap question first, as in a compressor's match finder."""
+    """Whether one token shows that a candidate could reach further right, or begin further left in uncovered text.
+
+    This cheap check comes before the full comparison, as in a compressor's match finder.
+    """
     reach = right[1]
     beyond = log_at + (reach - at)
     if reach < at or (reach < len(tokens) and beyond < end and tokens[reach] == log[beyond]):
@@ -50,11 +52,13 @@ def _promises(tokens, at, covered, floor, right, left, log, log_at, begin, end):
 
 
 @njit()
-def _best_runs(
+def _find_best_runs(
     tokens, at, posting, floor, shortest, k, limits, postings, log, slots, namespace_id, now, state, right, left,
 ):  # fmt: skip
-    """Grow one seed on the donors that have it; fills the match that reaches furthest right and the one that begins
-    furthest left. False when none reaches beyond what is covered."""
+    """Extend one seed on the donors that have it; return whether a match reaches beyond what is covered.
+
+    Fills ``right`` with the match that reaches furthest right and ``left`` with the one that begins furthest left.
+    """
     max_candidates, _, _, cost_of_a_look = limits
     covered = state[COVERED]
     right[0], right[1], right[2] = len(tokens), covered, -1
@@ -80,10 +84,10 @@ def _best_runs(
         goes_on = right[2] >= 0 and slot == state[LAST_SLOT] and slot != right[2]
         if not (goes_on or _promises(tokens, at, covered, floor, right, left, log, log_at, begin, end)):
             continue
-        match_end = _run_right(tokens, at, log, log_at, end)
+        match_end = _extend_right(tokens, at, log, log_at, end)
         if match_end - at < k:
             continue
-        match_start = _run_left(tokens, at, floor, log, log_at, begin)
+        match_start = _extend_left(tokens, at, floor, log, log_at, begin)
         state[SPENT] += match_end - match_start
         if match_end - match_start < shortest:
             continue
@@ -102,12 +106,12 @@ def extend(
     tokens, positions, first, seed_from, seed_to, floor, shortest, k, guaranteed,
     limits, postings, log, slots, namespace_id, now, state, out,
 ):  # fmt: skip
-    """Grow seeds [seed_from, seed_to) into maximal token-equal matches.
+    """Extend the seeds [seed_from, seed_to) to maximal token-equal matches, into ``out``.
 
-    A match row is (start, end, slot, donor_start). Seeds that lie deeper than ``guaranteed - 1`` tokens inside what
-    the last match covers are passed over: whatever they could show either ends inside that match or has another
-    seed nearer to its end. Of one seed's matches two are kept: the one that reaches furthest right, and the one that
-    begins before it, if what lies between was not covered.
+    A match row is (start, end, slot, donor_start). Seeds deeper than ``guaranteed - 1`` tokens inside the last match
+    are skipped: a match through such a seed either ends inside the last match or has another seed nearer to its end.
+    Two matches of one seed are kept: the one that reaches furthest right, and the one that begins before it, if the
+    tokens between them were not covered.
     """
     _, free_work, work_per_token, _ = limits
     right = np.zeros(4, np.int64)
@@ -120,7 +124,7 @@ def extend(
             continue
         if state[SPENT] > free_work + work_per_token * at:
             continue
-        found = _best_runs(
+        found = _find_best_runs(
             tokens, at, posting, floor, shortest, k, limits, postings, log, slots, namespace_id, now,
             state, right, left,
         )  # fmt: skip
@@ -135,8 +139,8 @@ def extend(
 
 
 @njit(nogil=True)
-def undominated(found):
-    """Matches in target order without those that lie inside another; of equal ones the first found stays."""
+def drop_dominated(found):
+    """Return matches in target order without those inside another; of equal ones the first found stays."""
     order = np.argsort(found[:, 0] * (1 << 32) - found[:, 1], kind="mergesort")
     kept = np.empty_like(found)
     count = 0
@@ -150,8 +154,8 @@ def undominated(found):
 
 
 @njit(nogil=True)
-def cover(matches, shortest, seam, look_back):
-    """Choose non-overlapping pieces of matches that hold most tokens, less ``seam`` for every piece.
+def choose_cover(matches, shortest, seam, look_back):
+    """Choose pieces of matches that do not overlap and hold most tokens, less ``seam`` for every piece.
 
     ``matches`` ascend by start and end. Where two chosen matches overlap, the earlier keeps the tokens (more of its
     left context is equal), unless the later one would fall below ``shortest``. Pieces are rows like matches.
@@ -190,8 +194,8 @@ def cover(matches, shortest, seam, look_back):
 
 
 @njit(nogil=True)
-def first_unequal(tokens, pieces, log, slots):
-    """Index of the first piece whose tokens are not the donor's, -1 when all are equal."""
+def find_first_unequal(tokens, pieces, log, slots):
+    """Return the index of the first piece whose tokens are not the donor's, -1 if all are equal."""
     for i in range(len(pieces)):
         at = slots[pieces[i, 2], START] + pieces[i, 3] - pieces[i, 0]
         for t in range(pieces[i, 0], pieces[i, 1]):
@@ -217,7 +221,7 @@ def _resync(tokens, at, room, log, log_at, log_room, step, shortest, max_edit):
 
 @njit(nogil=True)
 def bridge(tokens, pieces, log, slots, shortest, floor, max_edit):
-    """`semblend.align.chain.chain`: the pieces with the short runs between and beside them, in target order."""
+    """Return the pieces with the short runs between and beside them, as `semblend.align.chain.chain_pieces` does."""
     out = np.empty((len(pieces) + len(tokens) // shortest + 1, 4), np.int64)
     count = 0
     for i in range(len(pieces)):

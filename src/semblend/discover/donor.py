@@ -28,13 +28,14 @@ EvictionReason = Literal["capacity", "expired", "forgotten", "replaced", "engine
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """A donor that is gone, and why."""
+    """A donor that was removed, and the reason."""
 
     donor: Donor
     reason: EvictionReason
 
 
 def check_donor_id(donor_id: str) -> None:
+    """Raise InputError unless the id is a non-empty string of valid Unicode."""
     if not isinstance(donor_id, str) or not donor_id:
         raise InputError("a donor id must be a non-empty string", hint="use the request id")
     try:
@@ -43,7 +44,8 @@ def check_donor_id(donor_id: str) -> None:
         raise InputError(f"donor id {donor_id!r} is not valid Unicode", hint="use the request id") from None
 
 
-def checked_ttl(ttl_s: float) -> float:
+def check_ttl(ttl_s: float) -> float:
+    """Return the time to live in seconds; raise InputError unless it is a number from 0 on."""
     if isinstance(ttl_s, bool) or not isinstance(ttl_s, (int, float)) or not 0 <= ttl_s <= LARGEST:
         raise InputError(f"ttl_s={ttl_s!r} is not a number of seconds", hint="pass 0 for a donor that never expires")
     return float(ttl_s)

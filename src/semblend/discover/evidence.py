@@ -1,8 +1,8 @@
-"""Which donors *look* like this prompt. Evidence for placement and telemetry; never permission to reuse.
+"""Finds donors that *look* like a prompt: evidence for placement and telemetry, never permission to reuse.
 
-Embedding takes milliseconds to seconds, so donors are embedded by one background thread: `Evidence.add` only queues.
-A full queue drops the newcomer and counts it, because a slow embedder may cost evidence and must never cost a request.
-Each namespace has indexes of its own: a search cannot see across, however alike two tenants' prompts are.
+Embedding takes milliseconds to seconds, so one background thread embeds the donors: `Evidence.add` only queues. A full
+queue drops the new donor and counts it, because a slow embedder may cost evidence and must never cost a request. Each
+namespace has indexes of its own: a search cannot see another namespace, however similar two tenants' prompts are.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from semblend.discover.sketch_index import SketchIndex
-from semblend.discover.vector_index import BruteForceIndex, UsearchIndex, Vector, VectorIndex, fill
+from semblend.discover.vector_index import BruteForceIndex, UsearchIndex, Vector, VectorIndex, add_all
 from semblend.errors import MissingDependencyError
 from semblend.fingerprint.embedder import Embedder
-from semblend.fingerprint.simhash import Sketch, sketch
+from semblend.fingerprint.simhash import Sketch, make_sketch
 from semblend.prompt import Namespace, Prompt
 
 SIMHASH = "simhash"
@@ -25,7 +25,7 @@ IDLE_S = 5.0
 
 
 class Likeness(NamedTuple):
-    """A donor that looks alike: a cosine (``source`` names the embedder) or a share of 3-grams (``simhash``)."""
+    """A donor that looks similar: a cosine (``source`` names the embedder) or a share of 3-grams (``simhash``)."""
 
     donor_id: str
     similarity: float
@@ -48,7 +48,7 @@ class EvidenceStats:
 
 @dataclass(slots=True)
 class _Shelf:
-    """All that is kept of one namespace. A key is the ticket number under which a donor was added."""
+    """All that is kept for one namespace. A key is the ticket number under which a donor was added."""
 
     vectors: VectorIndex
     sketches: SketchIndex = field(default_factory=SketchIndex)
@@ -62,14 +62,14 @@ class _Job(NamedTuple):
 
 
 class Evidence:
-    """Similar donors, within a namespace, at ``min_similarity`` or above.
+    """Finds similar donors within a namespace, at ``min_similarity`` or above.
 
     >>> from semblend.fingerprint.embedder import LexicalEmbedder
     >>> evidence = Evidence(LexicalEmbedder(), min_similarity=0.6)
     >>> evidence.add("req-1", Prompt(range(100)))
     >>> evidence.flush(timeout=10)
     True
-    >>> [(found.donor_id, found.source) for found in evidence.similar(Prompt(range(5, 100)))]
+    >>> [(found.donor_id, found.source) for found in evidence.find_similar(Prompt(range(5, 100)))]
     [('req-1', 'lexical')]
     >>> evidence.close()
     """
@@ -103,13 +103,14 @@ class Evidence:
 
     @property
     def stats(self) -> EvidenceStats:
+        """Counters and sizes at this moment."""
         with self._changed:
             donors = sum(len(shelf.donor_of) for shelf in self._shelves.values())
             queued = len(self._queue) + self._working
             return replace(self._counts, donors=donors, queued=queued, mean_embed_ms=self._clock.mean_ms)
 
     def add(self, donor_id: str, prompt: Prompt) -> None:
-        """Queue a donor; what was known under the same id is gone at once. Returns without waiting."""
+        """Queue a donor; what was known under the same id is removed at once. Returns without waiting."""
         if self._idle:
             return
         with self._changed:
@@ -129,23 +130,23 @@ class Evidence:
             self._changed.notify_all()
 
     def remove(self, donor_id: str) -> None:
-        """Forget a donor, also one that is still queued or being embedded right now."""
+        """Forget a donor, also one that is queued or being embedded right now."""
         with self._changed:
             self._forget(donor_id)
 
-    def similar(self, prompt: Prompt, limit: int = 5, *, budget_ms: float | None = None) -> tuple[Likeness, ...]:
-        """The most similar donors of the prompt's namespace, best first, equal ones by donor id.
+    def find_similar(self, prompt: Prompt, limit: int = 5, *, budget_ms: float | None = None) -> tuple[Likeness, ...]:
+        """Find the most similar donors of the prompt's namespace, best first, equal ones by donor id.
 
-        With ``budget_ms``, an embedder whose mean time exceeds it is not asked. Never raises for what an embedder
-        does: a failure is counted, kept in ``last_error``, and there is less evidence.
+        An embedder whose mean time exceeds ``budget_ms`` is not called. Never raises for an embedder's fault: it is
+        counted, kept in ``last_error``, and there is less evidence.
         """
         with self._changed:
             shelf = self._shelves.get(prompt.namespace)
-            wants_vector = shelf is not None and len(shelf.vectors) > 0 and self._affordable(budget_ms)
+            wants_vector = shelf is not None and len(shelf.vectors) > 0 and self._can_afford(budget_ms)
         if shelf is None or limit < 1:
             return ()
         vector = self._try_embed(prompt) if wants_vector else None
-        query_sketch = sketch(prompt.token_ids) if self._fuzzy else None
+        query_sketch = make_sketch(prompt.token_ids) if self._fuzzy else None
         with self._changed:  # a shelf that was emptied meanwhile finds nothing, and that is right
             try:
                 found = self._search(shelf, vector, query_sketch, limit)
@@ -156,7 +157,7 @@ class Evidence:
         return tuple(found[:limit])
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all that was queued is done; False if ``timeout`` seconds were not enough."""
+        """Wait until the queue is empty; False if ``timeout`` seconds were not enough."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._queue and not self._working, timeout)
 
@@ -175,7 +176,8 @@ class Evidence:
     # The background thread.
 
     def _work(self) -> None:
-        while (job := self._next_job()) is not None:
+        """Take jobs until none is left: the loop of the background thread."""
+        while (job := self._take_job()) is not None:
             try:
                 self._take_in(job)
             except Exception as error:  # a fault of an embedder or an index costs this donor's evidence, no more
@@ -188,7 +190,8 @@ class Evidence:
                     self._working = False
                     self._changed.notify_all()
 
-    def _next_job(self) -> _Job | None:
+    def _take_job(self) -> _Job | None:
+        """Wait for the next job; None if the thread should end."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed, IDLE_S)
             if self._closed or not self._queue:
@@ -198,9 +201,10 @@ class Evidence:
             return self._queue.popleft()
 
     def _take_in(self, job: _Job) -> None:
+        """Embed one donor and add it to its namespace, unless it was removed meanwhile."""
         if not self._is_wanted(job):
             return
-        job_sketch = sketch(job.prompt.token_ids) if self._fuzzy else None
+        job_sketch = make_sketch(job.prompt.token_ids) if self._fuzzy else None
         vector = self._try_embed(job.prompt) if self._embedder.dimension else None
         with self._changed:
             if not self._is_wanted(job):  # removed or replaced while it was embedded
@@ -209,13 +213,15 @@ class Evidence:
                 del self._wanted[job.donor_id]
                 return
             self._shelve(job, vector, job_sketch)
-        self._maybe_use_usearch(job.prompt.namespace)
+        self._move_to_usearch_if_large(job.prompt.namespace)
 
     def _is_wanted(self, job: _Job) -> bool:
+        """Whether a job's donor has been neither removed nor replaced."""
         with self._changed:
             return self._wanted.get(job.donor_id) == (job.ticket, job.prompt.namespace)
 
     def _shelve(self, job: _Job, vector: Vector | None, job_sketch: Sketch | None) -> None:
+        """Add a donor's vector and sketch to its namespace."""
         shelf = self._shelves.get(job.prompt.namespace)
         if shelf is None:
             shelf = self._shelves[job.prompt.namespace] = _Shelf(BruteForceIndex(self._embedder.dimension))
@@ -225,21 +231,21 @@ class Evidence:
             shelf.sketches.add(job.ticket, job_sketch)
         shelf.donor_of[job.ticket] = job.donor_id  # last: a search shows only donors that are on this list
 
-    def _maybe_use_usearch(self, namespace: Namespace) -> None:
-        """Move a large shelf to usearch. Only this thread adds, so the slow building needs no lock."""
+    def _move_to_usearch_if_large(self, namespace: Namespace) -> None:
+        """Move a large namespace to usearch. Only this thread adds, so the slow building needs no lock."""
         with self._changed:
             shelf = self._shelves.get(namespace)
             if shelf is None or len(shelf.vectors) < self._use_usearch_from:
                 return
             if not isinstance(shelf.vectors, BruteForceIndex):
                 return
-            keys, vectors = shelf.vectors.items()
+            keys, vectors = shelf.vectors.copy_items()
         try:
             index = UsearchIndex(self._embedder.dimension)
         except MissingDependencyError:
             self._use_usearch_from = 2**63  # the exact search stays: slower with many donors, never wrong
             return
-        fill(index, keys.tolist(), vectors)
+        add_all(index, keys.tolist(), vectors)
         with self._changed:
             for key in keys.tolist():
                 if key not in shelf.donor_of:  # removed while the graph was built
@@ -249,6 +255,7 @@ class Evidence:
     # Shared; those without a lock of their own are called with `_changed` held.
 
     def _search(self, shelf: _Shelf, vector: Vector | None, query_sketch: Sketch | None, limit: int) -> list[Likeness]:
+        """Search both indexes of a namespace; return the better result of each donor."""
         best: dict[str, Likeness] = {}
         offers: list[tuple[int, float, str]] = []
         if query_sketch is not None:
@@ -265,6 +272,7 @@ class Evidence:
         return list(best.values())
 
     def _forget(self, donor_id: str) -> None:
+        """Remove a donor from the queue's list and from its namespace."""
         ticket, namespace = self._wanted.pop(donor_id, (0, None))
         shelf = self._shelves.get(namespace) if namespace is not None else None
         if shelf is None or shelf.donor_of.pop(ticket, None) is None:
@@ -274,7 +282,8 @@ class Evidence:
         if not shelf.donor_of and namespace is not None:
             del self._shelves[namespace]
 
-    def _affordable(self, budget_ms: float | None) -> bool:
+    def _can_afford(self, budget_ms: float | None) -> bool:
+        """Whether embedding fits into the time budget; counts a search that does not."""
         mean_ms = self._clock.mean_ms
         if budget_ms is None or mean_ms is None or mean_ms <= budget_ms:
             return True
@@ -282,6 +291,7 @@ class Evidence:
         return False
 
     def _try_embed(self, prompt: Prompt) -> Vector | None:
+        """Embed a prompt; None if the embedder fails or has nothing to embed."""
         start = time.perf_counter()
         try:
             vector = self._embedder.embed(prompt)
@@ -295,16 +305,18 @@ class Evidence:
         return vector
 
     def _record_error(self, error: BaseException) -> None:
+        """Count a fault and keep it."""
         with self._changed:
             self._count("errors")
             self.last_error = error
 
     def _count(self, name: str) -> None:
+        """Add one to a counter."""
         self._counts = replace(self._counts, **{name: getattr(self._counts, name) + 1})
 
 
 class _EmbedClock:
-    """A moving mean of embedding times. The first one includes loading the model and is forgotten."""
+    """A moving mean of embedding times. The first one includes loading the model and is dropped."""
 
     weight = 0.2
 
@@ -313,6 +325,7 @@ class _EmbedClock:
         self._seen = 0
 
     def record(self, ms: float) -> None:
+        """Add one embedding time in ms."""
         self._seen += 1
         if self.mean_ms is None or self._seen == 2:
             self.mean_ms = ms

@@ -32,7 +32,7 @@ class FlatIndex:
         return int(self.state[self._kernels.USED])
 
     def add(self, slot: int, positions: PositionArray, hashes: HashArray, namespace_key: np.uint64) -> int:
-        """Index a donor's seeds; returns how many postings they took."""
+        """Index a donor's seeds; return how many postings they took."""
         if self.used + len(positions) > self.capacity:
             raise CapacityError("the fingerprint index is full", hint="evict a donor first, or raise max_bytes")
         if slot >= len(self.first_of_slot):
@@ -52,7 +52,7 @@ class FlatIndex:
         )
 
     def walk(self, posting: int) -> Iterator[tuple[int, int]]:
-        """(slot, offset) of a posting and of the older ones with the same tag."""
+        """Yield (slot, offset) of a posting and of the older ones with the same tag."""
         k = self._kernels
         tag = self.postings[posting, k.TAG]
         steps = 0
@@ -63,10 +63,11 @@ class FlatIndex:
             steps += 1
 
     def remove(self, slot: int) -> None:
+        """Remove a donor's seeds."""
         self._kernels.remove(slot, self.heads, self.postings, self.state, self.first_of_slot)
 
     def probe(self, hashes: HashArray, namespace_key: np.uint64) -> npt.NDArray[np.uint32]:
-        """The newest posting for every seed, 0 where there is none."""
+        """Return the newest posting of every seed, 0 if there is none."""
         first = np.empty(len(hashes), np.uint32)
         self._kernels.probe(hashes, namespace_key, self.heads, self.postings, self.state, first)
         return first

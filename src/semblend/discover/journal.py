@@ -1,7 +1,7 @@
-"""Donors on disk: one SQLite file, a transaction for each change.
+"""Donors on disk: one SQLite file, one transaction for each change.
 
-SQLite gives what a hand-made log would have to earn: a change is whole or absent after a kill at any moment, a full
-disk leaves the file as it was, several processes may share it. Each row carries a checksum of all it says; a row
+SQLite gives what a log of our own would have to prove: after a kill at any moment a change is whole or absent, a full
+disk leaves the file as it was, several processes may share it. Each row carries a checksum of all its columns; a row
 that fails it is never served. The file holds token ids, so only its owner may read it (mode 0600).
 """
 
@@ -55,7 +55,7 @@ class SqliteJournal:
         if not create and not os.path.exists(self.path):
             raise StoreError(f"{self.path} does not exist", hint="check the path, or register a donor first")
         self._make_private()
-        with self._reporting("open"):
+        with self._report_errors("open"):
             self._db = sqlite3.connect(self.path, timeout=10.0, isolation_level=None, check_same_thread=False)
             # A damaged name must fail its row's checksum, not stop the reading of all others.
             self._db.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
@@ -66,7 +66,7 @@ class SqliteJournal:
                 raise
 
     def _make_private(self) -> None:
-        """An empty file is ours to be: only its owner may read it from now on."""
+        """Create the file, or take an empty one, so that only its owner may read it."""
         try:
             if not os.path.exists(self.path):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,6 +79,7 @@ class SqliteJournal:
             ) from None
 
     def _prepare(self, single_file: bool) -> None:
+        """Check that the file is a donor store of this version, or make an empty one into it."""
         (application,) = self._db.execute("PRAGMA application_id").fetchone()
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         (tables,) = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()
@@ -98,9 +99,9 @@ class SqliteJournal:
             self._db.executescript(_SCHEMA)
 
     def load(self, max_donors: int = 1 << 62, max_tokens: int = 1 << 62) -> Iterator[tuple[Donor, TokenArray]]:
-        """The most recently used donors that fit, oldest of them first; damaged rows are counted and left out."""
+        """Yield the most recently used donors that fit, oldest of them first; damaged rows are counted and left out."""
         chosen: list[int] = []
-        with self._reporting("read"):
+        with self._report_errors("read"):
             rows = "SELECT generation, ifnull(length(tokens), 0) / 4 FROM donors ORDER BY used DESC, generation DESC"
             for generation, tokens in self._db.execute(rows):
                 max_tokens -= tokens
@@ -113,34 +114,34 @@ class SqliteJournal:
                 yield donor
 
     def drop_expired(self, unix_s: float) -> None:
-        """Take out of the file whose time is over, in this process or while none ran."""
-        with self._reporting("write"), self._transaction():
+        """Delete the donors that expired by ``unix_s``, in this process or while none ran."""
+        with self._report_errors("write"), self._begin_transaction():
             self._db.execute("DELETE FROM donors WHERE expires <= ?", (unix_s,))
 
     def scrub(self) -> None:
         """Fold the write-ahead log into the file and empty it: until then it still holds forgotten tokens."""
-        with self._reporting("write"):
+        with self._report_errors("write"):
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
     def fetch(self, generation: int) -> tuple[Donor, TokenArray] | None:
-        """One donor; None when it is gone or its row fails the checksum."""
+        """Read one donor; None if it is gone or its row fails the checksum."""
         columns = "generation, donor_id, namespace, tokens, checksum, created, expires"
-        with self._reporting("read"):
+        with self._report_errors("read"):
             row = self._db.execute(f"SELECT {columns} FROM donors WHERE generation = ?", (generation,)).fetchone()
-        donor = None if row is None else _from_row(row)
+        donor = None if row is None else _parse_row(row)
         self.bad_rows += row is not None and donor is None
         return donor
 
-    def generations(self) -> set[int]:
-        """What the file holds now, other processes' changes included."""
-        with self._reporting("read"):
+    def list_generations(self) -> set[int]:
+        """Return the generations in the file, with other processes' changes."""
+        with self._report_errors("read"):
             return {generation for (generation,) in self._db.execute("SELECT generation FROM donors")}
 
-    def next_generation(self) -> int:
-        """Never the same twice, in any process that shares the file; taken from it in blocks."""
+    def take_generation(self) -> int:
+        """Take a generation that no process sharing the file has used; read from the file in blocks."""
         generation = next(self._generations, None)
         if generation is None:
-            with self._reporting("write"):
+            with self._report_errors("write"):
                 row = self._db.execute(_TAKE_GENERATIONS, (GENERATIONS_AT_ONCE,)).fetchone()
                 if row is None or not isinstance(row[0], int):
                     raise sqlite3.DatabaseError("the counter of generations is malformed")
@@ -149,37 +150,40 @@ class SqliteJournal:
         return generation
 
     def record(self, added: tuple[Donor, TokenArray] | None, removed: list[Donor]) -> None:
-        """One transaction: all of it is in the file, or none."""
-        with self._reporting("write"), self._transaction():
+        """Add and remove donors in one transaction: all of it is in the file, or none."""
+        with self._report_errors("write"), self._begin_transaction():
             self._flush_touches()
             self._db.executemany("DELETE FROM donors WHERE generation = ?", [(d.generation,) for d in removed])
             if added is not None:
-                self._db.execute("INSERT OR REPLACE INTO donors VALUES (?,?,?,?,?,?,?,?)", _to_row(*added))
+                self._db.execute("INSERT OR REPLACE INTO donors VALUES (?,?,?,?,?,?,?,?)", _build_row(*added))
 
     def touch(self, generations: list[int], unix_s: float) -> None:
-        """Recency is written with the next change, or when enough of it is waiting."""
+        """Note a use of donors; written with the next change, or when enough of them wait."""
         self._touched.update(dict.fromkeys(generations, unix_s))
         if len(self._touched) >= TOUCHES_KEPT:
-            with self._reporting("write"), self._transaction():
+            with self._report_errors("write"), self._begin_transaction():
                 self._flush_touches()
 
     def close(self) -> None:
+        """Write the waiting uses and close the file."""
         if os.getpid() != self._process:
             return  # the parent's connection: closing it here could end the parent's work on the file
         try:
             if self._touched:
-                with self._reporting("write"), self._transaction():
+                with self._report_errors("write"), self._begin_transaction():
                     self._flush_touches()
         finally:
             self._db.close()
 
     def _flush_touches(self) -> None:
+        """Write the waiting uses."""
         updates = [(unix_s, generation) for generation, unix_s in self._touched.items()]
         self._db.executemany("UPDATE donors SET used = ? WHERE generation = ?", updates)
         self._touched.clear()
 
     @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def _begin_transaction(self) -> Iterator[None]:
+        """Begin a transaction; commit it at the end, roll it back on an error."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -190,7 +194,8 @@ class SqliteJournal:
             raise
 
     @contextlib.contextmanager
-    def _reporting(self, doing: str) -> Iterator[None]:
+    def _report_errors(self, doing: str) -> Iterator[None]:
+        """Turn SQLite's errors into `StoreError`; refuse a connection from before a fork."""
         if os.getpid() != self._process:  # its locks and its block of generations belong to the parent
             raise StoreError(
                 f"{self.path} was opened before this process was forked", hint="make a SemBlend in each process"
@@ -198,11 +203,11 @@ class SqliteJournal:
         try:
             yield
         except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter from a damaged name in SQLite's own tables
-            raise StoreError(f"cannot {doing} {self.path}: {error}", hint=_next_step(str(error))) from error
+            raise StoreError(f"cannot {doing} {self.path}: {error}", hint=_suggest_next_step(str(error))) from error
 
 
 def write_snapshot(path: str | Path, donors: Iterable[tuple[Donor, TokenArray]]) -> int:
-    """A new store file with these donors; the old file at ``path`` stays until the new one is whole."""
+    """Write a new store file with these donors; the old file at ``path`` stays until the new one is whole."""
     path = Path(os.path.realpath(path))
     _check_replaceable(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{next(_SNAPSHOTS)}.tmp")
@@ -211,10 +216,10 @@ def write_snapshot(path: str | Path, donors: Iterable[tuple[Donor, TokenArray]])
     try:
         journal = SqliteJournal(temporary, single_file=True)
         try:
-            with journal._reporting("write"), journal._transaction():
+            with journal._report_errors("write"), journal._begin_transaction():
                 highest = 0
                 for donor, tokens in donors:
-                    journal._db.execute("INSERT INTO donors VALUES (?,?,?,?,?,?,?,?)", _to_row(donor, tokens))
+                    journal._db.execute("INSERT INTO donors VALUES (?,?,?,?,?,?,?,?)", _build_row(donor, tokens))
                     highest = max(highest, donor.generation + 1)
                     count += 1
                 journal._db.execute("UPDATE counters SET value = ?", (highest,))
@@ -234,6 +239,7 @@ def write_snapshot(path: str | Path, donors: Iterable[tuple[Donor, TokenArray]])
 
 
 def _check_replaceable(path: Path) -> None:
+    """Raise StoreError if ``path`` is no file or a store that is in use."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise StoreError(f"cannot write {path}: it is not a file", hint="name a file")
     # SQLite would play the old file's log into the new file and ruin it.
@@ -244,18 +250,22 @@ def _check_replaceable(path: Path) -> None:
         )
 
 
-def _to_row(donor: Donor, tokens: TokenArray) -> tuple[object, ...]:
+def _build_row(donor: Donor, tokens: TokenArray) -> tuple[object, ...]:
+    """Build the row of a donor, with its checksum."""
     namespace = json.dumps(astuple(donor.namespace))
     blob = tokens.astype("<i4").tobytes()
-    checksum = _checksum(donor.generation, donor.donor_id, namespace, blob, donor.created_unix_s, donor.expires_unix_s)
+    checksum = _compute_checksum(
+        donor.generation, donor.donor_id, namespace, blob, donor.created_unix_s, donor.expires_unix_s
+    )
     return (donor.generation, donor.donor_id, namespace, blob, checksum, donor.created_unix_s, donor.expires_unix_s,
             donor.created_unix_s)  # fmt: skip
 
 
-def _from_row(row: tuple[int, str, str, bytes, int, float, float | None]) -> tuple[Donor, TokenArray] | None:
+def _parse_row(row: tuple[int, str, str, bytes, int, float, float | None]) -> tuple[Donor, TokenArray] | None:
+    """Build the donor of a row; None if the row is damaged."""
     generation, donor_id, namespace, blob, checksum, created, expires = row
     try:  # damage may have changed the type of a column, too
-        if _checksum(generation, donor_id, namespace, blob, created, expires) != checksum:
+        if _compute_checksum(generation, donor_id, namespace, blob, created, expires) != checksum:
             return None
         parsed = Namespace(*json.loads(namespace))
         tokens = np.frombuffer(blob, "<i4").astype(np.int32)
@@ -264,14 +274,16 @@ def _from_row(row: tuple[int, str, str, bytes, int, float, float | None]) -> tup
     return Donor(donor_id, parsed, generation, len(tokens), created, expires), tokens
 
 
-def _checksum(
+def _compute_checksum(
     generation: int, donor_id: str, namespace: str, blob: bytes, created: float, expires: float | None
 ) -> int:
+    """Compute the checksum of all that a row says."""
     head = json.dumps([generation, donor_id, namespace, created, expires]).encode()
     return zlib.crc32(blob, zlib.crc32(head))
 
 
-def _next_step(message: str) -> str:
+def _suggest_next_step(message: str) -> str:
+    """Choose the hint for an error message of SQLite."""
     if "full" in message or "I/O error" in message:
         return "free disk space; nothing that was saved before is lost"
     if "locked" in message:

@@ -26,13 +26,14 @@ MAX_STEPS = 64  # links followed before a chain is given up
 
 
 @njit(inline="always")
-def _tag(key_hash, namespace_key):
+def _compute_tag(key_hash, namespace_key):
+    """Compute the 32-bit tag of a seed in a namespace."""
     return np.uint32(mix64(key_hash ^ namespace_key) & np.uint64(0xFFFFFFFF))
 
 
 @njit(inline="always")
-def _bucket(tag, buckets, reach):
-    """Linear hashing: the low bits of the tag, one bit fewer where that bucket does not exist yet."""
+def _find_bucket(tag, buckets, reach):
+    """Find the bucket of a tag by linear hashing: its low bits, one bit fewer if that bucket does not exist yet."""
     bucket = np.int64(tag) & (reach - 1)
     return bucket if bucket < buckets else bucket & ((reach >> 1) - 1)
 
@@ -71,11 +72,11 @@ def _split_one(heads, postings, state):
 
 @njit(nogil=True)
 def insert(slot, positions, hashes, namespace_key, max_repeats, heads, postings, state, first_of_slot):
-    """Add one donor's seeds; returns how many postings were made. The caller has checked that they fit."""
+    """Add one donor's seeds; return how many postings were made. The caller has checked that they fit."""
     made = 0
     for i in range(len(positions)):
-        tag = _tag(hashes[i], namespace_key)
-        bucket = _bucket(tag, state[BUCKETS], state[REACH])
+        tag = _compute_tag(hashes[i], namespace_key)
+        bucket = _find_bucket(tag, state[BUCKETS], state[REACH])
         head = np.int64(heads[bucket])
         repeats = 0
         p = head
@@ -110,7 +111,7 @@ def insert(slot, positions, hashes, namespace_key, max_repeats, heads, postings,
 
 @njit(nogil=True)
 def remove(slot, heads, postings, state, first_of_slot):
-    """Take one donor's postings out of their chains; work is proportional to the donor alone."""
+    """Remove one donor's postings from their chains; the work is proportional to this donor alone."""
     p = np.int64(first_of_slot[slot])
     first_of_slot[slot] = 0
     while p != 0:
@@ -119,7 +120,7 @@ def remove(slot, heads, postings, state, first_of_slot):
         if before != 0:
             postings[before, NEXT] = following
         else:
-            heads[_bucket(postings[p, TAG], state[BUCKETS], state[REACH])] = following
+            heads[_find_bucket(postings[p, TAG], state[BUCKETS], state[REACH])] = following
         if following != 0:
             postings[following, PREV] = before
         sibling = np.int64(postings[p, SIBLING])
@@ -131,11 +132,11 @@ def remove(slot, heads, postings, state, first_of_slot):
 
 @njit(nogil=True)
 def probe(hashes, namespace_key, heads, postings, state, first):
-    """For every seed the newest posting with its tag, or 0."""
+    """Find for every seed the newest posting with its tag, into ``first``; 0 if there is none."""
     buckets, reach = state[BUCKETS], state[REACH]
     for i in range(len(hashes)):
-        tag = _tag(hashes[i], namespace_key)
-        p = np.int64(heads[_bucket(tag, buckets, reach)])
+        tag = _compute_tag(hashes[i], namespace_key)
+        p = np.int64(heads[_find_bucket(tag, buckets, reach)])
         steps = 0
         while p != 0 and postings[p, TAG] != tag:
             p = np.int64(postings[p, NEXT])

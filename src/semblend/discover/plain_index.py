@@ -1,4 +1,4 @@
-"""The fingerprint index as a dictionary: the readable twin, and what runs where numba is absent."""
+"""The fingerprint index as a dictionary: the readable twin, used where numba is not installed."""
 
 from __future__ import annotations
 

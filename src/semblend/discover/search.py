@@ -1,4 +1,4 @@
-"""Fingerprint → Candidates: which seeds of the prompt any donor of its namespace holds."""
+"""Fingerprint → Candidates: which seeds of the prompt the donors of its namespace hold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from semblend.discover.store import DonorStore, namespace_key
+from semblend.discover.store import DonorStore, compute_namespace_key
 from semblend.fingerprint.fingerprinter import Fingerprint
 from semblend.prompt import Namespace
 
@@ -34,14 +34,15 @@ _NO_FINGERPRINT = Fingerprint(np.empty(0, np.int64), np.empty(0, np.uint64))
 
 
 class Search:
-    """Asks the index. The caller holds the store's lock for as long as it uses the candidates."""
+    """Searches the index. The caller holds the store's lock for as long as it uses the candidates."""
 
     def __init__(self, store: DonorStore) -> None:
         self._store = store
 
-    def candidates(self, fingerprint: Fingerprint, within: Namespace) -> Candidates:
-        namespace_id = self._store.namespace_id(within)
+    def find_candidates(self, fingerprint: Fingerprint, within: Namespace) -> Candidates:
+        """Find the seeds of a fingerprint that donors of the namespace ``within`` hold."""
+        namespace_id = self._store.find_namespace_id(within)
         if namespace_id is None:
-            return Candidates(_NO_FINGERPRINT, _NO_POSTINGS, -2, self._store.now())
-        first = self._store.index.probe(fingerprint.hashes, namespace_key(namespace_id))
-        return Candidates(fingerprint, first, namespace_id, self._store.now())
+            return Candidates(_NO_FINGERPRINT, _NO_POSTINGS, -2, self._store.read_clock())
+        first = self._store.index.probe(fingerprint.hashes, compute_namespace_key(namespace_id))
+        return Candidates(fingerprint, first, namespace_id, self._store.read_clock())

@@ -1,4 +1,4 @@
-"""The donors we know: their tokens, their seeds, who goes first when room is needed."""
+"""The store of donors: their tokens, their seeds, and the order in which they leave when room is needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from semblend.discover.donor import Donor, Eviction, EvictionReason
 from semblend.discover.flat_index import BYTES_PER_POSTING, FlatIndex
 from semblend.discover.plain_index import PlainIndex
-from semblend.discover.slots import EXPIRES, NAMESPACE, SlotTable, microseconds
+from semblend.discover.slots import EXPIRES, NAMESPACE, SlotTable, to_microseconds
 from semblend.discover.token_log import FILL, TokenLog
 from semblend.errors import CapacityError
 from semblend.fingerprint.fingerprinter import Fingerprint
@@ -27,9 +27,9 @@ BYTES_PER_DONOR = 640  # the Donor value, its id, dictionary entries and slot co
 
 
 class Journal(Protocol):
-    """Where changes are made to last; see `semblend.discover.journal`."""
+    """Where changes are written to disk; see `semblend.discover.journal`."""
 
-    def next_generation(self) -> int: ...
+    def take_generation(self) -> int: ...
 
     def record(self, added: tuple[Donor, TokenArray] | None, removed: list[Donor]) -> None: ...
 
@@ -38,7 +38,7 @@ class Journal(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """How full the store is. ``used_bytes`` counts what live donors occupy, ``budget_bytes`` what they may."""
+    """How full the store is. ``used_bytes`` is what live donors occupy, ``budget_bytes`` what they may occupy."""
 
     donors: int
     tokens: int
@@ -96,45 +96,48 @@ class DonorStore:
         return len(self._slot_of)
 
     def get(self, donor_id: str) -> Donor | None:
+        """Return a donor by its id; None if it is gone."""
         with self.lock:
             slot = self._slot_of.get(donor_id)
-            return None if slot is None else self._as_seen(slot)
+            return None if slot is None else self._describe(slot)
 
-    def donors(self, *, expired: bool = False) -> tuple[Donor, ...]:
-        """All donors that may be served now, least recently used first; with ``expired`` also those not swept yet."""
+    def list_donors(self, *, expired: bool = False) -> tuple[Donor, ...]:
+        """List the donors that may be served now, least recently used first; with ``expired`` also expired ones."""
         with self.lock:
-            after = -1 if expired else self.now()
-            return tuple(self._as_seen(slot) for slot in self._recency if self.slots.rows[slot, EXPIRES] > after)
+            after = -1 if expired else self.read_clock()
+            return tuple(self._describe(slot) for slot in self._recency if self.slots.rows[slot, EXPIRES] > after)
 
-    def at(self, slot: int) -> Donor:
+    def get_at(self, slot: int) -> Donor:
+        """Return the donor in a slot; raise LookupError if the slot is empty."""
         donor = self._donors[slot]
         if donor is None:
             raise LookupError(f"slot {slot} is empty")
         return donor
 
-    def tokens(self, donor_id: str, generation: int | None = None) -> TokenArray | None:
-        """A copy of a donor's tokens; None when it is gone, or not of this generation."""
+    def copy_tokens(self, donor_id: str, generation: int | None = None) -> TokenArray | None:
+        """Return a copy of a donor's tokens; None if it is gone, or not of this generation."""
         with self.lock:
             slot = self._slot_of.get(donor_id)
-            if slot is None or (generation is not None and self.at(slot).generation != generation):
+            if slot is None or (generation is not None and self.get_at(slot).generation != generation):
                 return None
             return self.log.view(slot).copy()
 
-    def namespace_id(self, namespace: Namespace) -> int | None:
-        """None when no donor lives in the namespace."""
+    def find_namespace_id(self, namespace: Namespace) -> int | None:
+        """Return the number of a namespace; None if it has no donor."""
         known = self._namespaces.get(namespace)
         return None if known is None else known[0]
 
-    def now(self) -> int:
-        """In microseconds, as slots keep their expiry."""
-        return microseconds(self._clock())
+    def read_clock(self) -> int:
+        """Return the time in microseconds, as slots keep their expiry."""
+        return to_microseconds(self._clock())
 
     def is_served(self, slot: int, namespace_id: int, now: int) -> bool:
         """Whether a prompt of this namespace may see the slot's donor."""
         row = self.slots.rows[slot]
         return bool(row[NAMESPACE] == namespace_id and row[EXPIRES] > now)
 
-    def stats(self) -> StoreStats:
+    def compute_stats(self) -> StoreStats:
+        """Count donors, tokens, postings and bytes."""
         with self.lock:
             used = self.log.live_tokens * 4 / FILL + self.index.used * BYTES_PER_POSTING
             return StoreStats(
@@ -151,14 +154,14 @@ class DonorStore:
     def add(
         self, prompt: Prompt, fingerprint: Fingerprint, donor_id: str, *, ttl_s: float = 0.0
     ) -> tuple[Donor, tuple[Eviction, ...]]:
-        """Register a donor, replacing one of the same id; evicts what must go. All or nothing."""
+        """Register a donor, replacing one of the same id; return it and the donors evicted for it. All or nothing."""
         with self.lock:
             evictions = self._make_room(len(prompt), len(fingerprint), donor_id)
             now = self._clock()
             donor = Donor(
                 donor_id,
                 prompt.namespace,
-                self._generation(),
+                self._take_generation(),
                 len(prompt),
                 created_unix_s=now,
                 expires_unix_s=now + ttl_s if ttl_s > 0 else None,
@@ -171,7 +174,7 @@ class DonorStore:
             return donor, tuple(evictions)
 
     def restore(self, donor: Donor, prompt: Prompt, fingerprint: Fingerprint) -> bool:
-        """Take in a donor that the journal already holds; False when there is no room for it."""
+        """Add a donor that the journal already holds; False if there is no room for it."""
         with self.lock:
             try:
                 if self._make_room(len(prompt), len(fingerprint), donor.donor_id):
@@ -183,10 +186,10 @@ class DonorStore:
             return True
 
     def remove(self, donor_ids: list[str], reason: EvictionReason, *, journal: bool = True) -> tuple[Eviction, ...]:
-        """Forget donors; unknown ids are passed over."""
+        """Remove donors and return their evictions; unknown ids are ignored."""
         with self.lock:
             slots = [self._slot_of[donor_id] for donor_id in dict.fromkeys(donor_ids) if donor_id in self._slot_of]
-            evictions = tuple(Eviction(self.at(slot), reason) for slot in slots)
+            evictions = tuple(Eviction(self.get_at(slot), reason) for slot in slots)
             if journal and self._journal is not None and evictions:
                 self._journal.record(None, [eviction.donor for eviction in evictions])
             for slot in slots:
@@ -194,36 +197,37 @@ class DonorStore:
             return evictions
 
     def expire(self) -> tuple[Eviction, ...]:
-        """Drop donors whose time is over. (They are never served, swept or not.)"""
+        """Remove expired donors. (They are never served, removed or not.)"""
         with self.lock:
-            return self.remove([donor.donor_id for donor in self._expired()], "expired")
+            return self.remove([donor.donor_id for donor in self._find_expired()], "expired")
 
     def touch(self, donor_ids: tuple[str, ...]) -> None:
-        """Donors were claimed or confirmed: they move to the recent end."""
+        """Move donors to the recent end, because they were claimed or confirmed."""
         with self.lock:
             slots = [self._slot_of[donor_id] for donor_id in donor_ids if donor_id in self._slot_of]
             for slot in slots:
                 self._recency.move_to_end(slot)
             if self._journal is not None and slots:
-                self._journal.touch([self.at(slot).generation for slot in slots], self._clock())
+                self._journal.touch([self.get_at(slot).generation for slot in slots], self._clock())
 
     def pin(self, donor_id: str, generation: int | None = None) -> bool:
-        """Keep a donor from being evicted for room; pins are counted. False when it is gone or replaced."""
+        """Keep a donor from being evicted for room; pins are counted. False if it is gone or replaced."""
         with self.lock:
             slot = self._slot_of.get(donor_id)
-            if slot is None or self.slots.rows[slot, EXPIRES] <= self.now():
+            if slot is None or self.slots.rows[slot, EXPIRES] <= self.read_clock():
                 return False
-            if generation is not None and self.at(slot).generation != generation:
+            if generation is not None and self.get_at(slot).generation != generation:
                 return False
             self._pins[slot] = self._pins.get(slot, 0) + 1
             return True
 
     def unpin(self, donor_id: str, generation: int | None = None) -> None:
+        """Take back one pin of a donor."""
         with self.lock:
             slot = self._slot_of.get(donor_id)
             if slot is None or slot not in self._pins:
                 return
-            if generation is not None and self.at(slot).generation != generation:
+            if generation is not None and self.get_at(slot).generation != generation:
                 return
             self._pins[slot] -= 1
             if self._pins[slot] == 0:
@@ -232,7 +236,7 @@ class DonorStore:
     # -- the parts of a change -------------------------------------------------------------------------------------
 
     def _make_room(self, tokens: int, postings: int, donor_id: str) -> list[Eviction]:
-        """Which donors must go; changes nothing."""
+        """Choose the donors that must leave; changes nothing."""
         evictions: dict[int, Eviction] = {}
         need_tokens = self.log.live_tokens + tokens - self.log.capacity
         need_postings = self.index.used + postings - self.index.capacity
@@ -242,14 +246,14 @@ class DonorStore:
                 f"a prompt of {tokens} tokens does not fit in a store of {self.max_bytes} bytes",
                 hint=f"raise max_bytes (SEMBLEND_MAX_BYTES) to at least {int(tokens * BYTES_PER_TOKEN * 1.2) + 1}",
             )
-        for slot, reason in self._going(donor_id):
+        for slot, reason in self._order_leavers(donor_id):
             required = reason in ("replaced", "expired")
             if not required and need_tokens <= 0 and need_postings <= 0 and need_donors <= 0:
                 break
             if slot in evictions:
                 continue
-            evictions[slot] = Eviction(self.at(slot), reason)
-            need_tokens -= self.at(slot).token_count
+            evictions[slot] = Eviction(self.get_at(slot), reason)
+            need_tokens -= self.get_at(slot).token_count
             need_postings -= self._postings_of[slot]
             need_donors -= 1
         if need_tokens > 0 or need_postings > 0 or need_donors > 0:
@@ -259,28 +263,30 @@ class DonorStore:
             )
         return list(evictions.values())
 
-    def _going(self, donor_id: str) -> Iterator[tuple[int, EvictionReason]]:
-        """Slots in the order in which they leave: the one replaced, the expired, then the least recently used."""
+    def _order_leavers(self, donor_id: str) -> Iterator[tuple[int, EvictionReason]]:
+        """Yield slots in the order in which they leave: the one replaced, the expired, then the least recently used."""
         if donor_id in self._slot_of:
             yield self._slot_of[donor_id], "replaced"
-        for donor in self._expired():
+        for donor in self._find_expired():
             yield self._slot_of[donor.donor_id], "expired"
         for slot in self._recency:
             if slot not in self._pins:
                 yield slot, "capacity"
 
-    def _expired(self) -> list[Donor]:
+    def _find_expired(self) -> list[Donor]:
+        """List the donors whose time is over."""
         now = self._clock()
         expired: list[Donor] = []
         while self._expiry and self._expiry[0][0] <= now:
             entry = heapq.heappop(self._expiry)
             if self._is_current(entry):
-                expired.append(self.at(entry[2]))
+                expired.append(self.get_at(entry[2]))
         for donor in expired:  # put back: the caller may fail before it drops them
             heapq.heappush(self._expiry, (donor.expires_unix_s or 0.0, donor.generation, self._slot_of[donor.donor_id]))
         return expired
 
     def _insert(self, donor: Donor, tokens: TokenArray, fingerprint: Fingerprint) -> None:
+        """Add a donor to the token log, the index and all tables."""
         slot = self._free_slots.pop() if self._free_slots else len(self._donors)
         if slot == len(self._donors):
             self._donors.append(None)
@@ -291,12 +297,12 @@ class DonorStore:
         known[1] += 1
         self.log.append(slot, tokens)
         self._postings_of[slot] = self.index.add(
-            slot, fingerprint.positions, fingerprint.hashes, namespace_key(known[0])
+            slot, fingerprint.positions, fingerprint.hashes, compute_namespace_key(known[0])
         )
         self._donors[slot] = donor
         self._slot_of[donor.donor_id] = slot
         self._recency[slot] = None
-        self.slots.rows[slot, NAMESPACE:] = (known[0], microseconds(donor.expires_unix_s))
+        self.slots.rows[slot, NAMESPACE:] = (known[0], to_microseconds(donor.expires_unix_s))
         if donor.expires_unix_s is not None:
             heapq.heappush(self._expiry, (donor.expires_unix_s, donor.generation, slot))
             if len(self._expiry) > 2 * len(self) + 1024:  # most of them speak of donors that left before their time
@@ -304,11 +310,13 @@ class DonorStore:
                 heapq.heapify(self._expiry)
 
     def _is_current(self, entry: tuple[float, int, int]) -> bool:
+        """Whether an entry of the expiry heap still speaks of a live donor."""
         donor = self._donors[entry[2]]
         return donor is not None and donor.generation == entry[1]
 
     def _drop(self, slot: int) -> None:
-        donor = self.at(slot)
+        """Remove the donor of a slot from the index, the token log and all tables."""
+        donor = self.get_at(slot)
         self.index.remove(slot)
         self.log.remove(slot)
         known = self._namespaces[donor.namespace]
@@ -320,17 +328,19 @@ class DonorStore:
         self._donors[slot] = None
         self._free_slots.append(slot)
 
-    def _generation(self) -> int:
+    def _take_generation(self) -> int:
+        """Take the next generation, from the journal if there is one."""
         if self._journal is not None:
-            return self._journal.next_generation()
+            return self._journal.take_generation()
         self._next_generation += 1
         return self._next_generation - 1
 
-    def _as_seen(self, slot: int) -> Donor:
-        donor = self.at(slot)
+    def _describe(self, slot: int) -> Donor:
+        """Return the donor of a slot with its present pin."""
+        donor = self.get_at(slot)
         return replace(donor, pinned=True) if slot in self._pins else donor
 
 
-def namespace_key(namespace_id: int) -> np.uint64:
-    """Mixed into every seed, so that namespaces share no chain. The check of the id itself is separate."""
+def compute_namespace_key(namespace_id: int) -> np.uint64:
+    """Compute the number mixed into every seed so that namespaces share no chain. The id is checked separately."""
     return np.uint64((namespace_id * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & 0xFFFFFFFFFFFFFFFF)

@@ -1,8 +1,8 @@
-"""Where donor tokens lie: a ring of 32-bit ids with room to spare, so that every donor is contiguous.
+"""The tokens of all donors: a ring of 32-bit ids with spare room, so that every donor is contiguous.
 
 New donors are written at the head. When the head meets the oldest extent, a dead one is dropped and a live one
-is copied to the head: freed room comes back without a pause to compact everything. At 80 % use that copies
-about four tokens for each one added, some tens of microseconds for 8k tokens.
+is copied to the head: room is freed without a pause to compact everything. At 80 % use that copies about four
+tokens for each one added, some tens of microseconds for 8k tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FILL = 0.8  # share of the ring that live donors may take
 
 
 class TokenLog:
-    """Tokens by slot; START and LENGTH of a slot's row say where they lie in ``tokens``."""
+    """Tokens by slot; START and LENGTH of a slot's row say where they are in ``tokens``."""
 
     def __init__(self, capacity: int, slots: SlotTable) -> None:
         self.tokens: npt.NDArray[np.int32] = np.zeros(capacity, np.int32)
@@ -35,10 +35,12 @@ class TokenLog:
         return int(len(self.tokens) * FILL)
 
     def view(self, slot: int) -> TokenArray:
+        """Return a slot's tokens without a copy."""
         start, length = self._slots.rows[slot, START : LENGTH + 1]
         return self.tokens[start : start + length]
 
     def append(self, slot: int, tokens: TokenArray) -> None:
+        """Write a donor's tokens; raise CapacityError if they do not fit."""
         if self.live_tokens + len(tokens) > self.capacity:
             raise CapacityError("the token log is full", hint="evict a donor first, or raise max_bytes")
         self._slots.ensure(slot)
@@ -59,10 +61,12 @@ class TokenLog:
             self._write(mover, content)
 
     def remove(self, slot: int) -> None:
+        """Free a slot's tokens."""
         self.live_tokens -= int(self._slots.rows[slot, LENGTH])
         self._slots.clear(slot)
 
     def _fits(self, length: int) -> bool:
+        """Whether ``length`` tokens fit at the head; goes to the start of the ring if they fit only there."""
         if not self._extents:
             self._head = 0
             return length <= len(self.tokens)
@@ -77,18 +81,20 @@ class TokenLog:
         return False
 
     def _forget_dead_extents(self) -> None:
-        """Many short donors that came and went leave more extents than tokens are worth; most dead ones are oldest."""
+        """Drop the oldest extents that are dead: many short donors leave more extents than tokens are worth."""
         rows = self._slots.rows
         while self._extents and rows[self._extents[0][0], START] != self._extents[0][1]:
             self._extents.popleft()
 
     def _drop_oldest(self) -> tuple[int, TokenArray] | None:
+        """Drop the oldest extent; return its slot and tokens if it is alive."""
         slot, start, length = self._extents.popleft()
         if self._slots.rows[slot, START] != start:
             return None
         return slot, self.tokens[start : start + length].copy()
 
     def _write(self, slot: int, content: TokenArray) -> None:
+        """Write tokens at the head."""
         start = self._head
         self.tokens[start : start + len(content)] = content
         self._slots.rows[slot, START : LENGTH + 1] = (start, len(content))
@@ -96,6 +102,7 @@ class TokenLog:
         self._head = start + len(content)
 
     def _compact(self, waiting: list[tuple[int, TokenArray]]) -> None:
+        """Write all live tokens and the waiting ones again from the start of the ring."""
         rows = self._slots.rows
         live = [(slot, self.view(slot).copy()) for slot, start, _ in self._extents if rows[slot, START] == start]
         self._extents.clear()

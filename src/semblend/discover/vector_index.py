@@ -1,4 +1,4 @@
-"""Nearest vectors by cosine: a plain numpy index, and usearch's graph for when there are many.
+"""Finds the nearest vectors by cosine: exactly in numpy, or in usearch's graph if there are many.
 
 Keys are integers, vectors have length 1. `BruteForceIndex` is exact and the twin that `UsearchIndex` is tested against.
 """
@@ -21,14 +21,14 @@ _FIRST_ROWS = 64
 
 
 class VectorIndex(Protocol):
-    """Keyed unit vectors; `search` gives the ``k`` nearest. Not locked: the owner does that."""
+    """Unit vectors by key; `search` returns the ``k`` nearest. Not locked: the owner does that."""
 
     def add(self, key: int, vector: Vector) -> None:
         """Keep ``vector`` under ``key``; a key that is already there is replaced."""
         ...
 
     def remove(self, key: int) -> bool:
-        """Whether ``key`` was there."""
+        """Remove a key; return whether it was there."""
         ...
 
     def search(self, vector: Vector, k: int) -> Found: ...
@@ -42,7 +42,7 @@ class VectorIndex(Protocol):
 
 
 class BruteForceIndex:
-    """Every vector compared, one matrix product a search. Rows double when full; a removal moves the last row."""
+    """Compares every vector in one matrix product. Rows double when full; a removal moves the last row."""
 
     def __init__(self, dimension: int) -> None:
         self._rows: Vector = np.zeros((_FIRST_ROWS, dimension), dtype=np.float32)
@@ -81,10 +81,10 @@ class BruteForceIndex:
         cosines = self._rows[:count] @ vector
         worst = np.partition(cosines, count - k)[count - k]
         near = np.flatnonzero(cosines >= worst)  # more than k where cosines tie: the sort below decides by key
-        return best_first(self._keys[near], cosines[near], k)
+        return sort_best_first(self._keys[near], cosines[near], k)
 
-    def items(self) -> tuple[Keys, Vector]:
-        """A copy of all keys and vectors."""
+    def copy_items(self) -> tuple[Keys, Vector]:
+        """Return copies of all keys and vectors."""
         return self._keys[: len(self)].copy(), self._rows[: len(self)].copy()
 
 
@@ -128,16 +128,16 @@ class UsearchIndex:
         matches = self._index.search(vector, min(k, len(self)), threads=1)
         keys = np.asarray(matches.keys, dtype=np.int64)
         cosines = 1.0 - np.asarray(matches.distances, dtype=np.float32)
-        return best_first(keys, cosines, k)
+        return sort_best_first(keys, cosines, k)
 
 
-def fill(index: VectorIndex, keys: Iterable[int], vectors: Vector) -> None:
-    """Add many."""
+def add_all(index: VectorIndex, keys: Iterable[int], vectors: Vector) -> None:
+    """Add many vectors under their keys."""
     for key, vector in zip(keys, vectors, strict=True):
         index.add(int(key), vector)
 
 
-def best_first(keys: Keys, cosines: Vector, k: int) -> Found:
-    """The ``k`` highest, highest first; equal cosines in the order of their keys."""
+def sort_best_first(keys: Keys, cosines: Vector, k: int) -> Found:
+    """Return the ``k`` highest cosines with their keys, highest first; equal cosines by key."""
     order = np.lexsort((keys, -cosines))[:k]
     return keys[order], cosines[order]

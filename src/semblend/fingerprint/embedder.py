@@ -1,7 +1,7 @@
-"""Paraphrase evidence: a prompt as one unit vector, so that a cosine says how alike two prompts read.
+"""Paraphrase evidence: a prompt as one unit vector, so that a cosine says how similar two prompts are.
 
-An embedding suggests, it never permits: only equal tokens authorize reuse (docs/research/decisions/0010). Donors and
-queries go through the same `embed`, so the same prompt always meets itself at cosine 1.
+An embedding suggests and never permits: only equal tokens authorize reuse (docs/research/decisions/0010). Donors and
+queries go through the same `embed`, so a prompt has cosine 1 with itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from semblend.fingerprint.embedder_models import (
     SentenceTransformersEncoder,
     StaticEmbedder,
     Vector,
-    unit,
+    normalize,
 )
 from semblend.fingerprint.model_files import (
     MINILM_FOLDER,
@@ -30,15 +30,15 @@ from semblend.fingerprint.model_files import (
     MiniLmFiles,
     find_minilm,
     find_static,
-    installed,
+    is_installed,
 )
-from semblend.fingerprint.segments import token_windows
-from semblend.fingerprint.simhash import gram_hashes
+from semblend.fingerprint.segments import cut_token_windows
+from semblend.fingerprint.simhash import hash_grams
 from semblend.prompt import Prompt, TokenArray
 
 
 class Embedder(Protocol):
-    """What evidence needs to know of a prompt: a direction in ``dimension`` dimensions."""
+    """What evidence needs of an embedding model: one vector of ``dimension`` numbers for each prompt."""
 
     @property
     def name(self) -> str: ...
@@ -47,7 +47,7 @@ class Embedder(Protocol):
     def dimension(self) -> int: ...
 
     def embed(self, prompt: Prompt) -> Vector | None:
-        """A float32 vector of length 1, or None where there is nothing to embed (no text, for a text model)."""
+        """Return a float32 vector of length 1, or None if there is nothing to embed (no text, for a text model)."""
         ...
 
 
@@ -75,16 +75,18 @@ class LexicalEmbedder:
     window_limit = 16  # all of a prompt up to 64 K tokens, evenly spread samples beyond
 
     def embed(self, prompt: Prompt) -> Vector | None:
+        """Return the hashed counts of tokens and token pairs, at length 1."""
         tokens = prompt.token_ids
         if len(tokens) > self.window_tokens * self.window_limit:
-            tokens = np.concatenate(token_windows(tokens, size=self.window_tokens, limit=self.window_limit))
+            tokens = np.concatenate(cut_token_windows(tokens, size=self.window_tokens, limit=self.window_limit))
         total = np.zeros(self.dimension)
         for size, weight in self.gram_weights:
-            total += weight * self._bag(tokens, size)
-        return unit(total)
+            total += weight * self._count_grams(tokens, size)
+        return normalize(total)
 
-    def _bag(self, tokens: TokenArray, size: int) -> npt.NDArray[np.float64]:
-        grams, counts = np.unique(gram_hashes(tokens, size), return_counts=True)
+    def _count_grams(self, tokens: TokenArray, size: int) -> npt.NDArray[np.float64]:
+        """Count the n-grams of ``size`` tokens into the coordinates, with their signs."""
+        grams, counts = np.unique(hash_grams(tokens, size), return_counts=True)
         strength = 1.0 + np.log(counts)
         signed = np.where((grams >> np.uint64(63)) == 0, strength, -strength)
         coordinates = (grams & np.uint64(self.dimension - 1)).astype(np.intp)
@@ -100,24 +102,25 @@ class EmbedderRow(NamedTuple):
 
 
 def make_embedder(name: str, models_dir: Path) -> Embedder:
-    """The embedder called ``name``. Never downloads; a model that is not here raises `MissingDependencyError`.
+    """Make the embedder called ``name``; raise `MissingDependencyError` if its model is not here. Never downloads.
 
     >>> make_embedder("jaccard", Path("models")).name
     'lexical'
     """
     if name == "auto":
-        return _auto(models_dir)
+        return _make_auto(models_dir)
     if name not in _MAKERS:
         raise ConfigError(f"embedder {name!r} is unknown", hint="one of auto, " + ", ".join(_MAKERS))
     return _MAKERS[name](models_dir)
 
 
 def describe_embedders(models_dir: Path) -> tuple[EmbedderRow, ...]:
-    """Which embedders would work here, and where their files are or what they lack."""
+    """List the embedders with where their files are, or what is missing."""
     return tuple(_describe(name, models_dir) for name in _MAKERS if name != "jaccard")
 
 
 def _describe(name: str, models_dir: Path) -> EmbedderRow:
+    """Describe one embedder."""
     try:
         _MAKERS[name](models_dir)
     except MissingDependencyError as error:
@@ -125,19 +128,21 @@ def _describe(name: str, models_dir: Path) -> EmbedderRow:
     if name == "static" and (static := find_static(models_dir)) is not None:
         return EmbedderRow(name, True, str(static.matrix))
     if name in ("minilm", "onnx_gpu") and (minilm := find_minilm(models_dir)) is not None:
-        runner = "ONNX Runtime" if installed("onnxruntime") else "sentence-transformers"
+        runner = "ONNX Runtime" if is_installed("onnxruntime") else "sentence-transformers"
         return EmbedderRow(name, True, f"{minilm.folder} ({runner})")
     return EmbedderRow(name, True, "needs no files")
 
 
-def _auto(models_dir: Path) -> Embedder:
+def _make_auto(models_dir: Path) -> Embedder:
+    """Make MiniLM if it can run here, else no embedder."""
     try:
-        return _minilm(models_dir)
+        return _make_minilm(models_dir)
     except MissingDependencyError:  # "where its files are present": absence is an answer here, not a fault
         return NullEmbedder()
 
 
-def _static(models_dir: Path) -> Embedder:
+def _make_static(models_dir: Path) -> Embedder:
+    """Make the embedder of static word vectors."""
     files = find_static(models_dir)
     if files is None:
         raise MissingDependencyError(
@@ -147,23 +152,26 @@ def _static(models_dir: Path) -> Embedder:
     return StaticEmbedder(files)
 
 
-def _minilm(models_dir: Path) -> Embedder:
-    files = _minilm_files("minilm", models_dir)
-    if installed("onnxruntime") and installed("tokenizers"):
+def _make_minilm(models_dir: Path) -> Embedder:
+    """Make MiniLM in ONNX Runtime or else in sentence-transformers."""
+    files = _find_minilm_files("minilm", models_dir)
+    if is_installed("onnxruntime") and is_installed("tokenizers"):
         return MiniLmEmbedder(OnnxEncoder(files))
-    if files.safetensors is not None and installed("sentence_transformers"):
+    if files.safetensors is not None and is_installed("sentence_transformers"):
         return MiniLmEmbedder(SentenceTransformersEncoder(files))
     raise MissingDependencyError(
         "embedder minilm: neither onnxruntime nor sentence-transformers is installed", hint=INSTALL_EMBEDDER
     )
 
 
-def _onnx_gpu(models_dir: Path) -> Embedder:
-    files = _minilm_files("onnx_gpu", models_dir)
+def _make_onnx_gpu(models_dir: Path) -> Embedder:
+    """Make MiniLM in ONNX Runtime on a GPU."""
+    files = _find_minilm_files("onnx_gpu", models_dir)
     return MiniLmEmbedder(OnnxEncoder(files, provider="CUDAExecutionProvider"), name="onnx_gpu")
 
 
-def _minilm_files(name: str, models_dir: Path) -> MiniLmFiles:
+def _find_minilm_files(name: str, models_dir: Path) -> MiniLmFiles:
+    """Find MiniLM's files; raise `MissingDependencyError` if they are not here."""
     files = find_minilm(models_dir)
     if files is None:
         raise MissingDependencyError(
@@ -177,7 +185,7 @@ _MAKERS: dict[str, Callable[[Path], Embedder]] = {
     "none": lambda _models_dir: NullEmbedder(),
     "lexical": lambda _models_dir: LexicalEmbedder(),
     "jaccard": lambda _models_dir: LexicalEmbedder(),
-    "static": _static,
-    "minilm": _minilm,
-    "onnx_gpu": _onnx_gpu,
+    "static": _make_static,
+    "minilm": _make_minilm,
+    "onnx_gpu": _make_onnx_gpu,
 }

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from semblend.errors import MissingDependencyError
-from semblend.fingerprint.bert_onnx import bert_onnx_bytes
-from semblend.fingerprint.model_files import MiniLmFiles, StaticFiles, installed
-from semblend.fingerprint.segments import text_windows
+from semblend.fingerprint.bert_onnx import build_bert_onnx
+from semblend.fingerprint.model_files import MiniLmFiles, StaticFiles, is_installed
+from semblend.fingerprint.segments import cut_text_windows
 from semblend.prompt import Prompt
 
 Vector = npt.NDArray[np.float32]
@@ -28,8 +28,8 @@ MINILM_MAX_TOKENS = 256  # of word pieces; the model was trained no further, wha
 BATCH_WINDOWS = 4  # measured on one core: 52 ms a window in batches of 4, 70 ms in batches of 8 (cache)
 
 
-def unit(vector: npt.NDArray[Any]) -> Vector | None:
-    """``vector`` at length 1 in float32; None for a zero vector, which points nowhere."""
+def normalize(vector: npt.NDArray[Any]) -> Vector | None:
+    """Return ``vector`` at length 1 in float32; None for a zero vector, which has no direction."""
     length = float(np.linalg.norm(vector))
     return (vector / length).astype(np.float32) if length > 0 else None
 
@@ -50,18 +50,20 @@ class StaticEmbedder:
         self._files = files
         self._lock = threading.Lock()
         self._loaded: tuple[Any, _StaticTable] | None = None
-        self.dimension = _StaticTable.dimension_of(files.matrix)
+        self.dimension = _StaticTable.read_dimension(files.matrix)
 
     def embed(self, prompt: Prompt) -> Vector | None:
+        """Return the weighted sum of the vectors of the text's word pieces, at length 1; None without text."""
         if not prompt.text:
             return None
         tokenizer, table = self._load()
-        windows = text_windows(prompt.text, size=self.window_characters, overlap=0, limit=self.window_limit)
+        windows = cut_text_windows(prompt.text, size=self.window_characters, overlap=0, limit=self.window_limit)
         encoded = tokenizer.encode_batch(list(windows), add_special_tokens=False)
         ids = np.concatenate([np.asarray(piece.ids, dtype=np.int64) for piece in encoded] or [np.zeros(0, np.int64)])
-        return unit(table.sum(ids))
+        return normalize(table.sum(ids))
 
     def _load(self) -> tuple[Any, _StaticTable]:
+        """Load tokenizer and vectors at the first use."""
         with self._lock:
             if self._loaded is None:
                 from tokenizers import Tokenizer
@@ -82,20 +84,20 @@ class _StaticTable:
         from safetensors.numpy import load_file
 
         tensors = load_file(path)
-        self.rows = tensors[self._key(path, set(tensors))]
+        self.rows = tensors[self._find_key(path, set(tensors))]
         self.weights = tensors.get("weights")
         self.mapping = tensors.get("mapping")
 
     @classmethod
-    def dimension_of(cls, path: Path) -> int:
-        """Read from the file's header: the matrix stays on disk until it is needed."""
+    def read_dimension(cls, path: Path) -> int:
+        """Read the dimension from the file's header: the matrix stays on disk until it is needed."""
         from safetensors import safe_open
 
         with safe_open(str(path), "numpy") as tensors:
-            return int(tensors.get_slice(cls._key(path, set(tensors.keys()))).get_shape()[1])
+            return int(tensors.get_slice(cls._find_key(path, set(tensors.keys()))).get_shape()[1])
 
     def sum(self, ids: npt.NDArray[np.int64]) -> Vector:
-        """Weighted sum of the vectors of ``ids``; ids beyond the table are left out."""
+        """Compute the weighted sum of the vectors of ``ids``; ids beyond the table are left out."""
         tokens, counts = np.unique(ids, return_counts=True)
         known = tokens < len(self.rows if self.mapping is None else self.mapping)
         tokens, share = tokens[known], (1.0 + np.log(counts[known])).astype(np.float32)
@@ -106,7 +108,8 @@ class _StaticTable:
         return total
 
     @classmethod
-    def _key(cls, path: Path, present: set[str]) -> str:
+    def _find_key(cls, path: Path, present: set[str]) -> str:
+        """Find the name of the matrix among the tensors of the file."""
         for key in cls.keys:
             if key in present:
                 return key
@@ -116,7 +119,7 @@ class _StaticTable:
 
 
 class Encoder(Protocol):
-    """Texts in, one vector each out: the model behind a `MiniLmEmbedder`."""
+    """The model behind a `MiniLmEmbedder`: texts in, one vector for each out."""
 
     def encode(self, texts: list[str]) -> Matrix: ...
 
@@ -134,12 +137,13 @@ class MiniLmEmbedder:
         self._encoder = encoder
 
     def embed(self, prompt: Prompt) -> Vector | None:
+        """Return the mean direction of the windows of the text; None without text."""
         if not prompt.text:
             return None
-        windows = text_windows(
+        windows = cut_text_windows(
             prompt.text, size=self.window_characters, overlap=self.window_overlap, limit=self.window_limit
         )
-        return unit(self._encoder.encode(list(windows)).sum(axis=0)) if windows else None
+        return normalize(self._encoder.encode(list(windows)).sum(axis=0)) if windows else None
 
 
 class OnnxEncoder:
@@ -158,25 +162,28 @@ class OnnxEncoder:
         self._loaded: tuple[Any, Any] | None = None
 
     def encode(self, texts: list[str]) -> Matrix:
+        """Encode texts in batches; return one vector of length 1 for each."""
         tokenizer, session = self._load()
         wanted = {node.name for node in session.get_inputs()}  # some exports leave token_type_ids out
         batches = [texts[start : start + BATCH_WINDOWS] for start in range(0, len(texts), BATCH_WINDOWS)]
         return np.concatenate([_encode_batch(tokenizer, session, wanted, batch) for batch in batches])
 
     def _load(self) -> tuple[Any, Any]:
+        """Load tokenizer and model at the first use."""
         with self._lock:
             if self._loaded is None:
-                self._loaded = _load_tokenizer(self._files.tokenizer), self._session()
+                self._loaded = _load_tokenizer(self._files.tokenizer), self._open_session()
             return self._loaded
 
-    def _session(self) -> Any:
+    def _open_session(self) -> Any:
+        """Open the model in ONNX Runtime; raise `MissingDependencyError` if the provider did not start."""
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = self._threads
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
-        model = str(self._files.onnx) if self._files.onnx else bert_onnx_bytes(self._files.folder)
+        model = str(self._files.onnx) if self._files.onnx else build_bert_onnx(self._files.folder)
         session = onnxruntime.InferenceSession(model, options, providers=[self._provider])
         if self._provider not in session.get_providers():  # ONNX Runtime falls back to the CPU without an error
             raise MissingDependencyError(
@@ -199,6 +206,7 @@ class SentenceTransformersEncoder:
         self._model: Any = None
 
     def encode(self, texts: list[str]) -> Matrix:
+        """Encode texts; return one vector of length 1 for each."""
         with self._lock:
             if self._model is None:
                 from sentence_transformers import SentenceTransformer
@@ -214,11 +222,12 @@ class SentenceTransformersEncoder:
 def require(*packages: str, hint: str = INSTALL_EMBEDDER) -> None:
     """Raise `MissingDependencyError` for the first of ``packages`` that is not installed; import none of them."""
     for package in packages:
-        if not installed(package):
+        if not is_installed(package):
             raise MissingDependencyError(f"{package} is not installed", hint=hint)
 
 
 def _require_provider(provider: str) -> None:
+    """Raise `MissingDependencyError` if this ONNX Runtime does not have the provider."""
     import onnxruntime
 
     if provider not in onnxruntime.get_available_providers():
@@ -229,6 +238,7 @@ def _require_provider(provider: str) -> None:
 
 
 def _load_tokenizer(path: Path) -> Any:
+    """Load MiniLM's tokenizer with our limit of length."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(path))
@@ -238,6 +248,7 @@ def _load_tokenizer(path: Path) -> Any:
 
 
 def _encode_batch(tokenizer: Any, session: Any, wanted: set[str], texts: list[str]) -> Matrix:
+    """Encode one batch of texts; return one vector of length 1 for each."""
     encoded = tokenizer.encode_batch(texts)
     ids = np.array([piece.ids for piece in encoded], dtype=np.int64)
     mask = np.array([piece.attention_mask for piece in encoded], dtype=np.int64)
@@ -247,7 +258,7 @@ def _encode_batch(tokenizer: Any, session: Any, wanted: set[str], texts: list[st
 
 
 def mean_pool(hidden: npt.NDArray[np.float32], mask: npt.NDArray[np.int64]) -> Matrix:
-    """The mean over real tokens (padding left out), one unit vector per text."""
+    """Average the hidden states of real tokens (padding left out); return one vector of length 1 for each text."""
     weights = mask[:, :, None].astype(np.float32)
     mean = (hidden * weights).sum(axis=1) / np.maximum(weights.sum(axis=1), 1.0)
     pooled: Matrix = mean / np.maximum(np.linalg.norm(mean, axis=1, keepdims=True), 1e-12)

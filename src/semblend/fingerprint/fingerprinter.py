@@ -11,7 +11,7 @@ from semblend.prompt import Prompt
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fingerprint:
-    """The seeds of a prompt: where they are, and their hashes."""
+    """The seeds of a prompt: their positions and their hashes."""
 
     positions: PositionArray
     hashes: HashArray
@@ -21,16 +21,17 @@ class Fingerprint:
 
 
 class Fingerprinter:
-    """Samples prompts by one `HashScheme`, compiled where numba is there, else in plain numpy."""
+    """Selects the seeds of prompts by one `HashScheme`; compiled if numba is installed, else in plain numpy."""
 
     def __init__(self, scheme: HashScheme = DEFAULT_SCHEME, *, compiled: bool) -> None:
         self.scheme = scheme
         if compiled:
             from semblend.fingerprint import kernels
 
-            self._minimizers = kernels.minimizers
+            self._minimizers = kernels.select_minimizers
         else:
-            self._minimizers = plain.minimizers
+            self._minimizers = plain.select_minimizers
 
     def fingerprint(self, prompt: Prompt) -> Fingerprint:
+        """Select the seeds of a prompt."""
         return Fingerprint(*self._minimizers(prompt.token_ids, self.scheme))

@@ -1,8 +1,8 @@
-"""How k-grams become numbers, and which of them stand for a prompt.
+"""Hashes of k-grams, and the choice of those that represent a prompt.
 
 A prompt is sampled by *minimizers*: of every ``window`` consecutive k-grams the one with the smallest
 hash is kept. The choice depends on the tokens alone, so two prompts that share a run of
-``k + window - 1`` tokens keep the same k-gram in it, wherever the run lies. That is the guarantee:
+``k + window - 1`` tokens keep the same k-gram in it, at whatever position. That is the guarantee:
 every shared run of that length has a common seed. About 2 in ``window + 1`` positions are kept.
 
 This module is the plain numpy twin; `semblend.fingerprint.kernels` is the compiled one.
@@ -48,14 +48,14 @@ DEFAULT_SCHEME = HashScheme()
 
 
 def mix64(values: HashArray) -> HashArray:
-    """A bijection that spreads every input bit over the word (the finalizer of splitmix64)."""
+    """Mix 64-bit numbers without loss, so that each output bit depends on all input bits (splitmix64's last step)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
-def kgram_hashes(tokens: TokenArray, scheme: HashScheme) -> HashArray:
-    """The mixed rolling hash of every k-gram, in order; empty when the prompt is shorter than k."""
+def hash_kgrams(tokens: TokenArray, scheme: HashScheme) -> HashArray:
+    """Compute the mixed rolling hash of every k-gram, in order; empty if the prompt is shorter than k."""
     count = len(tokens) - scheme.k + 1
     if count <= 0:
         return np.empty(0, np.uint64)
@@ -67,13 +67,13 @@ def kgram_hashes(tokens: TokenArray, scheme: HashScheme) -> HashArray:
     return mix64(hashes)
 
 
-def minimizers(tokens: TokenArray, scheme: HashScheme = DEFAULT_SCHEME) -> tuple[PositionArray, HashArray]:
-    """Positions (ascending) and hashes of the k-grams that stand for ``tokens``.
+def select_minimizers(tokens: TokenArray, scheme: HashScheme = DEFAULT_SCHEME) -> tuple[PositionArray, HashArray]:
+    """Select the k-grams that represent ``tokens``; return their positions (ascending) and hashes.
 
     Of equal smallest hashes in a window the rightmost counts. A prompt with fewer k-grams than a
     window keeps its smallest one.
     """
-    hashes = kgram_hashes(tokens, scheme)
+    hashes = hash_kgrams(tokens, scheme)
     if len(hashes) == 0:
         return np.empty(0, np.int64), hashes
     width = min(scheme.window, len(hashes))

@@ -18,16 +18,18 @@ _ONE = np.uint64(1)
 
 
 def njit(**options: Any) -> Callable[[Any], Any]:
-    """`numba.njit` with its on-disk cache; without it where neither the package's folder nor the user's cache can be
-    written (a read-only container): each start compiles again then, which beats not starting."""
+    """Return `numba.njit` with its on-disk cache, or without one if no cache folder can be written.
 
-    def compiled(function: Any) -> Any:
+    A read-only container has no such folder: each start compiles again there, which is better than not starting.
+    """
+
+    def compile_function(function: Any) -> Any:
         try:
             return numba.njit(cache=True, **options)(function)
         except RuntimeError:  # numba's word for "no folder to cache in"
             return numba.njit(**options)(function)
 
-    return compiled
+    return compile_function
 
 
 @njit(inline="always")
@@ -39,9 +41,9 @@ def mix64(x: np.uint64) -> np.uint64:
 
 @njit(nogil=True)
 def _hash_kgrams(tokens, k, base, symbols, out):
-    """Rolling hash: shift by the base, add the newest symbol, drop the oldest.
+    """Compute the rolling hash of every k-gram into ``out``: shift by the base, add the newest symbol, drop the oldest.
 
-    Mixing stands in loops of its own so that the compiler can vectorize it: half the time at 8k tokens.
+    Mixing has loops of its own so that the compiler can vectorize it: half the time at 8k tokens.
     """
     top = _ONE
     for _ in range(k):
@@ -60,8 +62,8 @@ def _hash_kgrams(tokens, k, base, symbols, out):
 
 
 @njit(nogil=True)
-def _select(hashes, window, positions, selected):
-    """Slide a window over the hashes; note its rightmost minimum each time it changes."""
+def _select_smallest(hashes, window, positions, selected):
+    """Slide a window over the hashes; record its rightmost minimum each time it changes; return how many."""
     width = min(window, len(hashes))
     count = 0
     at = -1
@@ -82,8 +84,8 @@ def _select(hashes, window, positions, selected):
     return count
 
 
-def minimizers(tokens: TokenArray, scheme: HashScheme) -> tuple[PositionArray, HashArray]:
-    """Same signature and result as `semblend.fingerprint.hashes.minimizers`."""
+def select_minimizers(tokens: TokenArray, scheme: HashScheme) -> tuple[PositionArray, HashArray]:
+    """Select minimizers; same signature and result as `semblend.fingerprint.hashes.select_minimizers`."""
     kgrams = len(tokens) - scheme.k + 1
     if kgrams <= 0:
         return np.empty(0, np.int64), np.empty(0, np.uint64)
@@ -92,5 +94,5 @@ def minimizers(tokens: TokenArray, scheme: HashScheme) -> tuple[PositionArray, H
     positions = np.empty(kgrams, np.int64)
     selected = np.empty(kgrams, np.uint64)
     _hash_kgrams(tokens, scheme.k, np.uint64(scheme.base & 0xFFFFFFFFFFFFFFFF), symbols, hashes)
-    count = _select(hashes, scheme.window, positions, selected)
+    count = _select_smallest(hashes, scheme.window, positions, selected)
     return positions[:count], selected[:count]

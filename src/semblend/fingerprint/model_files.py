@@ -44,34 +44,35 @@ class StaticFiles:
 
 
 def find_minilm(models_dir: Path) -> MiniLmFiles | None:
-    """The first folder that holds a complete MiniLM, or None."""
+    """Find the first folder that holds a complete MiniLM; None if there is none."""
     places = (
         models_dir / MINILM_FOLDER,
-        _wheel_path(MINILM_WHEEL, MINILM_WHEEL_FOLDER),
-        _hub_snapshot(MINILM_HUB_CACHE),
+        _find_in_wheel(MINILM_WHEEL, MINILM_WHEEL_FOLDER),
+        _find_hub_snapshot(MINILM_HUB_CACHE),
     )
     for folder in places:
-        if folder is not None and (found := _minilm_in(folder)) is not None:
+        if folder is not None and (found := _find_minilm_in(folder)) is not None:
             return found
     return None
 
 
 def find_static(models_dir: Path) -> StaticFiles | None:
-    """A model2vec-style folder under ``models_dir``, else the files of the wordllama wheel, or None."""
+    """Find a model2vec-style folder under ``models_dir``, else the wordllama wheel's files; None if there are none."""
     folder = models_dir / STATIC_FOLDER
     places = [(folder / "model.safetensors", folder / "tokenizer.json")]
-    matrix, tokenizer = (_wheel_path(STATIC_WHEEL, name) for name in STATIC_WHEEL_FILES)
+    matrix, tokenizer = (_find_in_wheel(STATIC_WHEEL, name) for name in STATIC_WHEEL_FILES)
     if matrix is not None and tokenizer is not None:
         places.append((matrix, tokenizer))
     return next((StaticFiles(m, t) for m, t in places if m.is_file() and t.is_file()), None)
 
 
-def installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
     """Whether ``import package`` would find something, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
-def _minilm_in(folder: Path) -> MiniLmFiles | None:
+def _find_minilm_in(folder: Path) -> MiniLmFiles | None:
+    """Return the files of MiniLM in one folder; None if they are not complete."""
     if not (folder / "tokenizer.json").is_file():
         return None
     onnx = next((folder / name for name in ONNX_NAMES if (folder / name).is_file()), None)
@@ -81,7 +82,8 @@ def _minilm_in(folder: Path) -> MiniLmFiles | None:
     return MiniLmFiles(folder, onnx, folder / "model.safetensors" if has_weights else None)
 
 
-def _wheel_path(distribution: str, inside: str) -> Path | None:
+def _find_in_wheel(distribution: str, inside: str) -> Path | None:
+    """Return the path of a file in an installed wheel; None if it is not there."""
     import importlib.metadata  # 20 ms that only a search for wheels needs
 
     try:
@@ -91,9 +93,9 @@ def _wheel_path(distribution: str, inside: str) -> Path | None:
     return path if path.exists() else None
 
 
-def _hub_snapshot(cache_name: str) -> Path | None:
-    """The snapshot that ``refs/main`` points to. Where the cache is, huggingface_hub knows (it reads HF_HOME)."""
-    if not installed("huggingface_hub"):
+def _find_hub_snapshot(cache_name: str) -> Path | None:
+    """Return the snapshot that ``refs/main`` points to; huggingface_hub knows the cache's folder (from HF_HOME)."""
+    if not is_installed("huggingface_hub"):
         return None
     from huggingface_hub.constants import HF_HUB_CACHE
 

@@ -1,4 +1,4 @@
-"""What a reuse costs besides work: KV behind a moved span is an approximation, and approximations are never donors."""
+"""The donor that a reuse costs: KV behind a moved span is an approximation, and approximations are never donors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ SMALL_SHARE = 0.1
 
 
 def costs_a_donor(plan: ReusePlan) -> str | None:
-    """Why a plan is not worth the donor that it costs; None when it is.
+    """Explain why a plan is not worth the donor it costs; None if it is worth it.
 
-    A prompt that took forty tokens of an instruction from an earlier one would keep its own document, thousands of
-    tokens that nobody has seen, from ever being reused. What stands before the first span stays exact and is not lost.
+    A prompt that takes forty tokens of an instruction from an earlier one would keep its own document, thousands of new
+    tokens, from ever being reused. The tokens in front of the first span stay exact and are not lost.
     """
     lost = plan.prompt_tokens - plan.spans[0].target_start if plan.spans else 0
     if plan.reused_tokens < SMALL_SHARE * lost:

@@ -12,21 +12,22 @@ from semblend.prompt import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Keeps the spans that are long enough and pay; without measured rates every long-enough span pays."""
+    """Keeps the spans that are long enough and save time; without measured rates every long-enough span does."""
 
     min_span_tokens: int
     min_reuse_ratio: float = 0.0
     cost: CostModel | None = None
 
     def plan(self, prompt: Prompt, alignment: Alignment, *, exact_tokens: int = 0) -> ReusePlan | Decline:
+        """Decide which spans to reuse, or decline with a reason."""
         spans = tuple(span for span in alignment.spans if span.length >= self.min_span_tokens)
         if not spans:
-            return self._nothing(alignment)
+            return self._explain_nothing(alignment)
         saving_ms = None
         if self.cost is not None:
             lengths = [span.length for span in spans]
-            spans = self.cost.worthwhile(spans)
-            saving_ms = self.cost.saving_ms([span.length for span in spans])
+            spans = self.cost.keep_worthwhile(spans)
+            saving_ms = self.cost.estimate_saving_ms([span.length for span in spans])
             if not spans or saving_ms <= 0:
                 detail = f"{len(lengths)} spans of {sum(lengths)} tokens save {saving_ms:.3f} ms net"
                 return Decline(DeclineReason.BELOW_BREAK_EVEN, detail)
@@ -38,7 +39,8 @@ class Planner:
             )
         return plan
 
-    def _nothing(self, alignment: Alignment) -> Decline:
+    def _explain_nothing(self, alignment: Alignment) -> Decline:
+        """Decline with the reason why no span is long enough."""
         if not alignment.complete:
             return Decline(
                 DeclineReason.OVER_BUDGET, f"nothing found in the first {alignment.scanned_tokens} tokens in time"

@@ -1,7 +1,7 @@
-"""Which reused tokens to compute again. A rule takes plain arrays and returns target positions, ascending.
+"""Rules that choose which reused tokens to compute again: plain arrays in, ascending target positions out.
 
-Every rule of `SELECTIONS` has one signature, ``(Scores) -> positions``, so that a benchmark or a gate changes the rule
-and nothing else. What was measured about them stands in docs/research/decisions/0021-quality-gate.md.
+Every rule of `SELECTIONS` has one signature, ``(Scores) -> positions``, so a benchmark or a gate can change the rule
+and nothing else. The measurements are in docs/research/decisions/0021-quality-gate.md.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Scores:
 Rule = Callable[[Scores], Positions]
 
 
-def seams(spans: Sequence[Span], width: int) -> Positions:
-    """The first ``width`` tokens of each span: they saw the most foreign context.
+def select_seams(spans: Sequence[Span], width: int) -> Positions:
+    """Select the first ``width`` tokens of each span: their context differs most from the donor's.
 
-    A span that goes on exactly where the one before ended, in the same donor, has no seam.
+    A span that continues exactly where the one before ended, in the same donor, has no seam.
 
-    >>> seams([Span("d", 0, 10, 40)], width=3).tolist()
+    >>> select_seams([Span("d", 0, 10, 40)], width=3).tolist()
     [10, 11, 12]
     """
     heads: list[Positions] = []
@@ -72,10 +72,10 @@ def seams(spans: Sequence[Span], width: int) -> Positions:
     return np.concatenate(heads) if heads else np.empty(0, np.int64)
 
 
-def largest(positions: Positions, scores: Values, count: int) -> Positions:
-    """The ``count`` of ``positions`` (ascending) with the largest scores; ties go to the earlier, a NaN comes last.
+def select_largest(positions: Positions, scores: Values, count: int) -> Positions:
+    """Select the ``count`` ascending ``positions`` with the largest scores; ties go to the earlier, NaN comes last.
 
-    >>> largest(np.array([4, 5, 6, 7]), np.array([.1, .9, .9, .2]), 2).tolist()
+    >>> select_largest(np.array([4, 5, 6, 7]), np.array([.1, .9, .9, .2]), 2).tolist()
     [5, 6]
     """
     if not 0 < count < len(positions):
@@ -88,60 +88,61 @@ def largest(positions: Positions, scores: Values, count: int) -> Positions:
     return chosen
 
 
-def highest(positions: Positions, scores: Values, share: float) -> Positions:
-    """The ``share`` of ``positions`` with the largest scores."""
-    return largest(positions, scores, round(share * len(positions)))
+def select_share(positions: Positions, scores: Values, share: float) -> Positions:
+    """Select the ``share`` of ``positions`` with the largest scores."""
+    return select_largest(positions, scores, round(share * len(positions)))
 
 
-def reused_positions(spans: Sequence[Span]) -> Positions:
-    """Every target position that a span covers."""
+def list_reused_positions(spans: Sequence[Span]) -> Positions:
+    """List every target position that a span covers."""
     ranges = [np.arange(span.target_start, span.target_end) for span in spans]
     return np.concatenate(ranges) if ranges else np.empty(0, np.int64)
 
 
-def attended(scores: Scores) -> Positions:
-    """Tokens that the question attends to most, seen from their final positions: what matters.
+def select_attended(scores: Scores) -> Positions:
+    """Select the tokens that the question attends to most, seen from their final positions.
 
-    >>> attended(Scores(np.array([3, 4]), np.array([.1, .6]), np.array([9., 0.]), share=.5)).tolist()
+    >>> select_attended(Scores(np.array([3, 4]), np.array([.1, .6]), np.array([9., 0.]), share=.5)).tolist()
     [4]
     """
-    return highest(scores.reused, scores.mass, scores.share)
+    return select_share(scores.reused, scores.mass, scores.share)
 
 
-def attended_and_deviating(scores: Scores) -> Positions:
-    """Attention times deviation: what matters and has changed. The better rule where passages changed their order.
+def select_attended_and_deviating(scores: Scores) -> Positions:
+    """Select by attention times deviation; the better rule where passages changed their order.
 
-    >>> attended_and_deviating(Scores(np.array([3, 4]), np.array([.1, .6]), np.array([9., 0.]), share=.5)).tolist()
+    >>> scores = Scores(np.array([3, 4]), np.array([.1, .6]), np.array([9., 0.]), share=.5)
+    >>> select_attended_and_deviating(scores).tolist()
     [3]
     """
-    return highest(scores.reused, scores.mass * scores.deviation, scores.share)
+    return select_share(scores.reused, scores.mass * scores.deviation, scores.share)
 
 
-def cacheblend(scores: Scores) -> Positions:
-    """CacheBlend's rule, a baseline: the largest KV deviation at layer 1, whatever the question is.
+def select_by_deviation(scores: Scores) -> Positions:
+    """Select by KV deviation at layer 1, whatever the question is: CacheBlend's rule, a baseline.
 
-    >>> cacheblend(Scores(np.array([3, 4]), np.array([.1, .6]), np.array([9., 0.]), share=.5)).tolist()
+    >>> select_by_deviation(Scores(np.array([3, 4]), np.array([.1, .6]), np.array([9., 0.]), share=.5)).tolist()
     [3]
     """
-    return highest(scores.reused, scores.deviation, scores.share)
+    return select_share(scores.reused, scores.deviation, scores.share)
 
 
-def at_random(scores: Scores) -> Positions:
-    """The control: any rule must beat tokens drawn by ``rng_seed``.
+def select_at_random(scores: Scores) -> Positions:
+    """Select tokens at random from ``rng_seed``: the control that any rule must beat.
 
-    >>> len(at_random(Scores(np.arange(50), np.zeros(50), np.zeros(50), rng_seed=7, share=.1)))
+    >>> len(select_at_random(Scores(np.arange(50), np.zeros(50), np.zeros(50), rng_seed=7, share=.1)))
     5
     """
     drawn = np.random.default_rng(scores.rng_seed).random(len(scores.reused))
-    return highest(scores.reused, drawn, scores.share)
+    return select_share(scores.reused, drawn, scores.share)
 
 
 SELECTIONS: Mapping[str, Rule] = MappingProxyType(
     {
-        "attended": attended,
-        "attended_and_deviating": attended_and_deviating,
-        "cacheblend": cacheblend,
-        "at_random": at_random,
+        "attended": select_attended,
+        "attended_and_deviating": select_attended_and_deviating,
+        "cacheblend": select_by_deviation,
+        "at_random": select_at_random,
     }
 )
 """Every rule by its name."""

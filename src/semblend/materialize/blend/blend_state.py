@@ -15,7 +15,7 @@ from semblend.materialize.blend.first_pass import first_rows
 from semblend.materialize.blend.quality import OnPass, Pass, QualitySettings, Target
 from semblend.materialize.gate.risk import RiskFeatures
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
-from semblend.plan.selection import Positions, reused_positions
+from semblend.plan.selection import Positions, list_reused_positions
 from semblend.span import Span
 
 Mask = npt.NDArray[np.bool_]
@@ -73,7 +73,7 @@ class BlendState:
                 raise Refused(DeclineReason.VALIDATION_FAILED, f"{span} does not lie in order inside the prompt")
             end = span.target_end
         computed = np.zeros(plan.prompt_tokens, dtype=bool)
-        return cls(tokens, context, spans, plan.exact_tokens, reused_positions(spans), computed)
+        return cls(tokens, context, spans, plan.exact_tokens, list_reused_positions(spans), computed)
 
     def first_rows(self, settings: QualitySettings) -> Positions:
         """What the first pass computes."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from semblend.materialize.blend.quality import QualitySettings
-from semblend.plan.selection import Positions, reused_positions, seams
+from semblend.plan.selection import Positions, list_reused_positions, select_seams
 from semblend.span import Span
 
 
@@ -20,9 +20,9 @@ def first_rows(tokens: int, exact: int, spans: Sequence[Span], settings: Quality
     """
     wanted = np.ones(tokens, dtype=bool)
     wanted[:exact] = False
-    wanted[reused_positions(spans)] = False
-    wanted[seams(spans, settings.seam_tokens)] = True
-    wanted[seams(spans[:1], settings.first_seam_tokens)] = True
+    wanted[list_reused_positions(spans)] = False
+    wanted[select_seams(spans, settings.seam_tokens)] = True
+    wanted[select_seams(spans[:1], settings.first_seam_tokens)] = True
     wanted[max(exact, tokens - max(1, settings.question_tokens)) :] = True
     return np.flatnonzero(wanted)
 

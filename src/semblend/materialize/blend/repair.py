@@ -19,7 +19,7 @@ from semblend.materialize.gate.observers import AttentionMass, KvDeviation, Late
 from semblend.materialize.gate.risk import RiskFeatures, compute_entropy, next_token_kl
 from semblend.plan.layers import LayerSchedule
 from semblend.plan.reuse_plan import DeclineReason
-from semblend.plan.selection import SELECTIONS, Positions, Scores, largest
+from semblend.plan.selection import SELECTIONS, Positions, Scores, select_largest
 
 PROBE_TOKENS = 256
 """The most attended donor tokens, whose deviation at layer 1 tells easy prompts from hard ones."""
@@ -66,7 +66,7 @@ class Repair:
         if not self._settings.thresholds.glances or state.mass is None:
             return self._settings.steps
         stale = state.stale
-        most = largest(stale, state.mass[stale], PROBE_TOKENS)
+        most = select_largest(stale, state.mass[stale], PROBE_TOKENS)
         if not len(most):
             return ()
         observer = KvDeviation(layer=1)

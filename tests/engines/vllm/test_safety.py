@@ -174,7 +174,7 @@ def test_a_pass_over_gaps_alone_is_bitwise_equal_to_cold(world, monkeypatch):
     for donor in world.half.semblend.donors():
         world.worker.donor_kv.drop(donor.donor_id)
     monkeypatch.setattr(world.half, "_end_of", lambda record, plan: len(record.prompt))
-    monkeypatch.setattr(world.half, "matched", _one_less(world.half.matched))
+    monkeypatch.setattr(world.half, "count_matched", _one_less(world.half.count_matched))
     (output,) = world.ask(target, tokens=1)
     assert world.loads[-1].claim_end == len(target)
     # The last token was computed once more, by vLLM, as a row of its own.

@@ -66,7 +66,7 @@ class World:
     def step(self, new=(), cached=(), preempted=()):
         """``new``: (request, computed, scheduled); ``cached``: (request id, computed, scheduled, new block ids)."""
         scheduled = {request.request_id: count for request, _, count in new} | {row[0]: row[2] for row in cached}
-        return self.half.orders(
+        return self.half.build_orders(
             SimpleNamespace(
                 scheduled_new_reqs=[
                     SimpleNamespace(req_id=request.request_id, num_computed_tokens=computed)
@@ -85,7 +85,7 @@ class World:
 
     def admit(self, request, local=0, tokens=None):
         """From the waiting queue into a step; returns the claim and the step's orders."""
-        claimed = self.half.matched(request, local)
+        claimed = self.half.count_matched(request, local)
         computed = local + claimed
         count = len(request.prompt_token_ids) - computed if tokens is None else tokens
         needed = -(-(computed + count) // BLOCK)
@@ -127,9 +127,9 @@ def test_a_prompt_becomes_a_donor_only_when_the_worker_has_its_kv(world):
     request = FakeRequest("donor", [*range(40), *DOCUMENT])
     _, orders = world.admit(request)
     assert [capture.tokens for capture in orders.captures] == [240]
-    assert world.half.matched(target("early"), 0) == 0
+    assert world.half.count_matched(target("early"), 0) == 0
     world.served(orders)
-    assert world.half.matched(target(), 0) == 226
+    assert world.half.count_matched(target(), 0) == 226
 
 
 def test_a_donor_that_one_rank_could_not_keep_is_not_registered(world):
@@ -142,10 +142,10 @@ def test_a_donor_that_one_rank_could_not_keep_is_not_registered(world):
 def test_a_claim_ends_before_the_last_token_or_in_mode_fast_before_a_long_rest(world):
     world.donor()
     asked = {"semblend": {"quality": "balanced"}}
-    assert world.half.matched(target("fast"), 0) == 17 + 200 + 10 - 1
-    assert world.half.matched(target("balanced", kv_transfer_params=asked), 0) == 17 + 200 + 10 - 1
-    assert world.half.matched(target("long", tail=129), 0) == 17 + 200 + 129 - 1
-    assert world.half.matched(target("longer", tail=130), 0) == 17 + 200
+    assert world.half.count_matched(target("fast"), 0) == 17 + 200 + 10 - 1
+    assert world.half.count_matched(target("balanced", kv_transfer_params=asked), 0) == 17 + 200 + 10 - 1
+    assert world.half.count_matched(target("long", tail=129), 0) == 17 + 200 + 129 - 1
+    assert world.half.count_matched(target("longer", tail=130), 0) == 17 + 200
 
 
 def test_the_order_to_load_names_the_blocks_and_the_workers_generation(world):
@@ -213,7 +213,7 @@ def test_two_equal_requests_have_no_approximate_block_in_common(world):
     world.donor()
     one, other = target("one"), target("other")
     for request in (one, other):
-        assert world.half.matched(request, 0) > 0
+        assert world.half.count_matched(request, 0) > 0
     assert one.block_hashes[:1] == other.block_hashes[:1], "the instruction is exact"
     assert not set(one.block_hashes[1:]) & set(other.block_hashes[1:])
     assert len(set(one.block_hashes)) == len(one.block_hashes)
@@ -240,7 +240,7 @@ def test_a_request_that_gets_no_blocks_has_its_own_hashes_back_and_asks_no_secon
     request = target()
     before = list(request.block_hashes)
     for _ in range(3):
-        assert world.half.matched(request, 0) == 226
+        assert world.half.count_matched(request, 0) == 226
         assert request.block_hashes != before
         world.step()
         assert request.block_hashes == before
@@ -251,9 +251,9 @@ def test_a_request_that_gets_no_blocks_has_its_own_hashes_back_and_asks_no_secon
 
 def test_a_waiting_request_looks_again_when_a_new_donor_is_there(world):
     waiting = target("waiting")
-    assert world.half.matched(waiting, 0) == 0
+    assert world.half.count_matched(waiting, 0) == 0
     world.donor()
-    assert world.half.matched(waiting, 0) == 226
+    assert world.half.count_matched(waiting, 0) == 226
 
 
 def test_a_preempted_request_starts_over_without_donors_under_its_own_hashes(world):
@@ -263,7 +263,7 @@ def test_a_preempted_request_starts_over_without_donors_under_its_own_hashes(wor
     world.admit(request)
     world.step(preempted=["target"])
     assert request.block_hashes == before
-    assert world.half.matched(request, 0) == 0
+    assert world.half.count_matched(request, 0) == 0
     assert world.half.semblend._claims == {}
 
 
@@ -315,7 +315,7 @@ def test_kv_of_another_engine_is_no_donor_though_its_connector_clears_the_flag(w
     if left:
         world.half.left_to_another(request, 100)
     else:
-        assert world.half.matched(request, 0) == 0
+        assert world.half.count_matched(request, 0) == 0
     request.kv_transfer_params["do_remote_prefill"] = False  # as NIXL and Mooncake do when blocks are allocated
     world.half.allocated(request, list(range(15)), 0)
     orders = world.step(new=[(request, 0, 227)])
@@ -326,21 +326,21 @@ def test_kv_of_another_engine_is_no_donor_though_its_connector_clears_the_flag(w
 @pytest.mark.parametrize("flag", ["do_remote_decode", "do_remote_prefill"])
 def test_a_flag_that_is_off_declines_nothing(world, flag):
     world.donor()
-    assert world.half.matched(target(kv_transfer_params={flag: False}), 0) == 226
+    assert world.half.count_matched(target(kv_transfer_params={flag: False}), 0) == 226
 
 
 def test_an_engine_that_we_cannot_serve_keeps_no_donors():
     world = World(refusal="tensor parallel")
     world.donor()
     assert world.half.semblend.donors() == ()
-    assert world.half.matched(target(), 0) == 0
+    assert world.half.count_matched(target(), 0) == 0
 
 
 @pytest.mark.parametrize(("donor", "asking"), [("a", "b"), ("a", None), (None, "b")])
 def test_a_donor_never_crosses_a_cache_salt(world, donor, asking):
     world.donor(salt=donor)
-    assert world.half.matched(target("foreign", salt=asking), 0) == 0
-    assert world.half.matched(target("own", salt=donor), 0) > 0
+    assert world.half.count_matched(target("foreign", salt=asking), 0) == 0
+    assert world.half.count_matched(target("own", salt=donor), 0) > 0
 
 
 def test_discovery_only_claims_nothing_and_still_tells():
@@ -375,7 +375,7 @@ def test_a_late_word_about_a_donor_that_was_reset_drops_it(world):
 
 def test_an_aborted_request_releases_its_donors(world):
     world.donor()
-    world.half.matched(target(), 0)
+    world.half.count_matched(target(), 0)
     world.half.finished("target")
     assert world.half.semblend._claims == {}
     assert world.half._records == {}
@@ -406,7 +406,7 @@ def test_wide_seams_that_the_settings_ask_for_count_before_the_claim(seam_tokens
     world.donor()
     turned = [*DOCUMENT[150:], *DOCUMENT[100:150], *DOCUMENT[50:100], *DOCUMENT[:50]]
     asked = {"semblend": {"quality": "balanced"}}
-    assert (world.half.matched(FakeRequest("target", turned, kv_transfer_params=asked), 0) > 0) == served
+    assert (world.half.count_matched(FakeRequest("target", turned, kv_transfer_params=asked), 0) > 0) == served
 
 
 def test_memory_of_requests_stays_flat(world):

@@ -131,7 +131,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         half = self._half
-        tokens = self._safely("lookup", lambda: half.matched(request, num_computed_tokens), 0, request.request_id)
+        tokens = self._safely("lookup", lambda: half.count_matched(request, num_computed_tokens), 0, request.request_id)
         return tokens, False
 
     def leave_to_another(self, request: Any, exact_tokens: int) -> None:
@@ -151,7 +151,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1):
         return {source: tokens for source, tokens in sources.items() if tokens}
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return OrdersMetadata(self._half.orders(scheduler_output))
+        return OrdersMetadata(self._half.build_orders(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
         found = getattr(connector_output, "kv_connector_worker_meta", None)
@@ -266,7 +266,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1):
             return work()
         except Exception as error:
             log.warning("SemBlend: %s failed for %s", where, ", ".join(requests) or "a step", exc_info=True)
-            self._half.failed(where, f"{type(error).__name__}: {error}", requests[0] if requests else "")
+            self._half.report_failure(where, f"{type(error).__name__}: {error}", requests[0] if requests else "")
             for request_id in requests:
                 self._half.give_up(request_id)
             return instead

@@ -70,10 +70,10 @@ def withdraw(
         counts[request_id] = _NEVER_AGAIN
     events = pool.kv_event_queue
     if events:
-        events[:] = [kept for event in events if (kept := _without(event, hashes)) is not None]
+        events[:] = [kept for event in events if (kept := _drop_blocks(event, hashes)) is not None]
 
 
-def _without(event: Any, hashes: set[bytes]) -> Any:
+def _drop_blocks(event: Any, hashes: set[bytes]) -> Any:
     """The event without blocks of these hashes; None when nothing is left of it."""
     listed = getattr(event, "block_hashes", None)
     if not listed or not hashes:

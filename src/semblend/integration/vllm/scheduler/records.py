@@ -57,7 +57,7 @@ class Record:
         return self.claim_end > 0
 
 
-def scheduled(output: Any, records: Mapping[str, Record]) -> Iterator[tuple[str, int, bool]]:
+def iterate_scheduled(output: Any, records: Mapping[str, Record]) -> Iterator[tuple[str, int, bool]]:
     """``(request, tokens computed before this step, whether it was admitted in this step)``; keeps block tables."""
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens, True

@@ -11,23 +11,23 @@ from semblend.prompt import Namespace
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestOptions:
     """``kv_transfer_params={"semblend": {"opt_out": true, "quality": "fast"}}`` of a request."""
 
     opt_out: bool = False
     quality: str | None = None
 
 
-def asked_for(request: Any) -> Asked:
+def read_options(request: Any) -> RequestOptions:
     """What the request says about itself; anything unknown in there is ignored, it must not fail an answer."""
     given = (getattr(request, "kv_transfer_params", None) or {}).get("semblend")
     if not isinstance(given, dict):
-        return Asked()
+        return RequestOptions()
     quality = given.get("quality")
-    return Asked(given.get("opt_out") is True, quality if quality in QUALITY_MODES else None)
+    return RequestOptions(given.get("opt_out") is True, quality if quality in QUALITY_MODES else None)
 
 
-def declined_request(request: Any) -> str | None:
+def explain_decline(request: Any) -> str | None:
     """Why this request is computed without us, in one line; None for plain text generation."""
     if getattr(request, "pooling_params", None) is not None:
         return "a pooling request has no next token to check"
@@ -41,10 +41,10 @@ def declined_request(request: Any) -> str | None:
         return "the request wants every token computed (prompt logprobs)"
     if getattr(request, "resumable", False):
         return "a streaming-input session grows while it runs"
-    return _declined_transfer(getattr(request, "kv_transfer_params", None) or {})
+    return _explain_transfer_decline(getattr(request, "kv_transfer_params", None) or {})
 
 
-def _declined_transfer(params: Mapping[str, Any]) -> str | None:
+def _explain_transfer_decline(params: Mapping[str, Any]) -> str | None:
     """Why a request that is split between a prefill and a decode engine is computed without us; None for others.
 
     The decode engine caches the KV that it gets as exact, whatever it is, so the prefill engine must not reuse
@@ -57,7 +57,7 @@ def _declined_transfer(params: Mapping[str, Any]) -> str | None:
     return None
 
 
-def namespace_of(request: Any, engine: Namespace) -> Namespace:
+def build_namespace(request: Any, engine: Namespace) -> Namespace:
     """The engine's, with what the request adds: its salt and its adapter."""
     lora = getattr(request, "lora_request", None)
     adapter = f"{lora.lora_name}:{lora.lora_int_id}:{lora.lora_path}" if lora else ""

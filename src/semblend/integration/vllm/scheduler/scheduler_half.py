@@ -28,8 +28,8 @@ from semblend.facade import SemBlend
 from semblend.integration.vllm.orders import Capture, Load, Orders, Report
 from semblend.integration.vllm.scheduler.hash_chain import restore, salt, withdraw
 from semblend.integration.vllm.scheduler.receipts import ENGINE, build_vllm_receipt
-from semblend.integration.vllm.scheduler.records import EngineFacts, Record, scheduled
-from semblend.integration.vllm.scheduler.requests import asked_for, declined_request, namespace_of
+from semblend.integration.vllm.scheduler.records import EngineFacts, Record, iterate_scheduled
+from semblend.integration.vllm.scheduler.requests import build_namespace, explain_decline, read_options
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.materialize.blend.first_pass import first_rows, two_passes_cost_more
 from semblend.materialize.blend.quality import QualitySettings
@@ -67,9 +67,9 @@ class SchedulerHalf:
 
     # -- a request -------------------------------------------------------------------------------------------------
 
-    def matched(self, request: Any, local_tokens: int) -> int:
+    def count_matched(self, request: Any, local_tokens: int) -> int:
         """Tokens behind the ``local_tokens`` of vLLM's own exact hit that we claim; 0 for none."""
-        record = self._record(request)
+        record = self._find_record(request)
         if record is None:
             return 0
         if record.admitted:  # preempted outside of a step: vLLM asks again for a request that had its blocks
@@ -86,7 +86,7 @@ class SchedulerHalf:
 
     def left_to_another(self, request: Any, exact_tokens: int) -> None:
         """We claim nothing, and count what another connector brings as exact, for that is what it says it is."""
-        record = self._record(request)
+        record = self._find_record(request)
         if record is not None:
             self._unclaim(record)
             record.local_tokens, record.decision, record.seen_epoch = exact_tokens, None, self._epoch
@@ -101,7 +101,7 @@ class SchedulerHalf:
         if not claimed_tokens:
             self._unclaim(record)
         elif isinstance(record.decision, ReusePlan):
-            self._withdraw(record, self._first_block(record))
+            self._withdraw(record, self._find_first_block(record))
 
     def hit_sources(self, request_id: str, claimed_tokens: int) -> tuple[int, int]:
         """How many claimed tokens a donor holds, and how many we shall compute; they add up to the claim.
@@ -121,32 +121,32 @@ class SchedulerHalf:
         if record is None:
             return None
         record.finished = True
-        self._blocks_go(record)
+        self._release_blocks(record)
         if record.receipt is not None or not record.served:
             self._forget(request_id)
         return record.receipt
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def orders(self, output: Any) -> Orders:
+    def build_orders(self, output: Any) -> Orders:
         """What the worker half does in this step. Requests that were not admitted get their hashes back."""
         orders = Orders()
         for request_id in output.preempted_req_ids or ():
             self._start_over(request_id)
-        for request_id, computed, first_step in scheduled(output, self._records):
+        for request_id, computed, first_step in iterate_scheduled(output, self._records):
             record = self._records.get(request_id)
             if record is not None and record.claimed and not self.cached_counts:
                 # Before 0.30 vLLM enters blocks as they fill, the answer's too: those since, and two that were filling.
-                self._withdraw(record, max(record.withdrawn - 2, self._first_block(record)))
+                self._withdraw(record, max(record.withdrawn - 2, self._find_first_block(record)))
             if record is None or record.served:
                 continue
             if first_step and record.claimed:
-                orders.loads.append(self._load(record))
+                orders.loads.append(self._make_load(record))
             if computed + output.num_scheduled_tokens[request_id] >= len(record.prompt):
                 record.served = True
                 orders.served.append(request_id)
-                if self._worth_keeping(record):
-                    orders.captures.append(self._capture(record))
+                if self._is_worth_keeping(record):
+                    orders.captures.append(self._make_capture(record))
         for record in self._records.values():
             if not record.admitted:
                 self._unclaim(record)
@@ -157,7 +157,7 @@ class SchedulerHalf:
     def reported(self, report: Report) -> None:
         """The worker half has done a step."""
         for where, message, request_id in report.errors:
-            self.failed(where, message, request_id)
+            self.report_failure(where, message, request_id)
         for key in report.not_captured:
             self._on_the_way.pop(key, None)
             self._drops.append(key)  # another rank may have it
@@ -180,7 +180,7 @@ class SchedulerHalf:
         self.semblend.clear()
         return True
 
-    def failed(self, where: str, message: str, request_id: str = "") -> None:
+    def report_failure(self, where: str, message: str, request_id: str = "") -> None:
         """Something of ours failed; the request is computed cold or was already."""
         if self.semblend.events:
             self.semblend.events.emit(events.error(where, message, request_id or None, engine=ENGINE))
@@ -189,22 +189,22 @@ class SchedulerHalf:
         """A hook failed for this request: its claim and its record go, whatever it still has to do."""
         record = self._records.pop(request_id, None)
         if record is not None:
-            self._blocks_go(record)
+            self._release_blocks(record)
             if not record.admitted:
                 self._unclaim(record)  # it will be computed cold, under its own hashes; later they must stay salted
         self.semblend.release(request_id)
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
-    def _record(self, request: Any) -> Record | None:
+    def _find_record(self, request: Any) -> Record | None:
         record = self._records.get(request.request_id)
         if record is None:
             if not request.prompt_token_ids:
                 return None
-            asked = asked_for(request)
-            prompt = Prompt(request.prompt_token_ids, namespace=namespace_of(request, self.facts.namespace))
+            asked = read_options(request)
+            prompt = Prompt(request.prompt_token_ids, namespace=build_namespace(request, self.facts.namespace))
             mode = asked.quality or self.settings.config.quality
-            record = self._records[request.request_id] = Record(request, prompt, mode, declined_request(request))
+            record = self._records[request.request_id] = Record(request, prompt, mode, explain_decline(request))
         return record
 
     def _decide(self, record: Record) -> None:
@@ -220,15 +220,15 @@ class SchedulerHalf:
             record.prompt,
             request_id=request.request_id,
             exact_tokens=record.local_tokens,
-            opt_out=asked_for(request).opt_out or record.mode == "exact",
+            opt_out=read_options(request).opt_out or record.mode == "exact",
         )
-        if isinstance(decision, ReusePlan) and (why := self._not_worth_it(record, decision)):
+        if isinstance(decision, ReusePlan) and (why := self._explain_not_worth_it(record, decision)):
             decision = Decline(DeclineReason.BELOW_BREAK_EVEN, why)
         record.decision = decision
         record.lookup_ms = (time.perf_counter() - started) * 1e3
 
-    def _not_worth_it(self, record: Record, plan: ReusePlan) -> str | None:
-        if not plan.until(self._end_of(record, plan)).spans:
+    def _explain_not_worth_it(self, record: Record, plan: ReusePlan) -> str | None:
+        if not plan.until(self._find_claim_end(record, plan)).spans:
             return "the only token that donors hold is the last one, which the engine computes itself"
         if (why := costs_a_donor(plan)) or record.mode != "balanced":
             return why
@@ -236,7 +236,7 @@ class SchedulerHalf:
         first = first_rows(plan.prompt_tokens, plan.exact_tokens, plan.spans, quality)
         return two_passes_cost_more(first, plan.spans, plan.prompt_tokens - plan.exact_tokens, quality)
 
-    def _end_of(self, record: Record, plan: ReusePlan) -> int:
+    def _find_claim_end(self, record: Record, plan: ReusePlan) -> int:
         """Where the claim ends: vLLM always computes the last token itself.
 
         In mode balanced the gate has to see what the question does, so we compute what is behind the last span. In mode
@@ -258,9 +258,9 @@ class SchedulerHalf:
             record.decision = Decline(DeclineReason.STALE, f"no worker holds the KV of {missing[0]}")
             return
         record.salted = salt(record.request, plan.spans[0].target_start // self.facts.hash_block_tokens)
-        record.claim_end = self._end_of(record, plan)
+        record.claim_end = self._find_claim_end(record, plan)
 
-    def _first_block(self, record: Record) -> int:
+    def _find_first_block(self, record: Record) -> int:
         """Of the request's blocks, the first with approximate KV."""
         assert isinstance(record.decision, ReusePlan), "only a plan is claimed"
         return record.decision.spans[0].target_start // self.facts.block_tokens
@@ -273,7 +273,7 @@ class SchedulerHalf:
         try:
             withdraw(self.block_pool, self.cached_counts, name, first_block, record.block_ids)
         except Exception as error:  # the salted hashes still keep these blocks from being found
-            self.failed("withdraw", f"{type(error).__name__}: {error}", name)
+            self.report_failure("withdraw", f"{type(error).__name__}: {error}", name)
         record.withdrawn = len(record.block_ids)
 
     def _unclaim(self, record: Record) -> None:
@@ -284,7 +284,7 @@ class SchedulerHalf:
             record.claim_end = 0
             self.semblend.release(record.request.request_id)
 
-    def _blocks_go(self, record: Record) -> None:
+    def _release_blocks(self, record: Record) -> None:
         """vLLM gives its blocks to others, while a worker may still copy from them."""
         if record.captured:
             record.captured = False
@@ -296,10 +296,10 @@ class SchedulerHalf:
         if record is None:
             return
         self._unclaim(record)
-        self._blocks_go(record)
+        self._release_blocks(record)
         record.admitted, record.restarted, record.block_ids, record.seen_epoch = False, True, None, -1
 
-    def _load(self, record: Record) -> Load:
+    def _make_load(self, record: Record) -> Load:
         plan = record.decision
         assert isinstance(plan, ReusePlan), "only a plan is claimed"
         assert record.block_ids is not None, "vLLM admits before it schedules"
@@ -317,24 +317,24 @@ class SchedulerHalf:
             record.mode,
         )
 
-    def _worth_keeping(self, record: Record) -> bool:
+    def _is_worth_keeping(self, record: Record) -> bool:
         """Only if enough of what is exact in it is new."""
         if record.restarted or self.facts.refusal or record.declined:
             return False
-        if not self.settings.config.enabled or asked_for(record.request).opt_out or record.block_ids is None:
+        if not self.settings.config.enabled or read_options(record.request).opt_out or record.block_ids is None:
             return False
-        return self._exact_until(record) - record.local_tokens >= self.settings.donor_min_new_tokens
+        return self._find_exact_end(record) - record.local_tokens >= self.settings.donor_min_new_tokens
 
-    def _exact_until(self, record: Record) -> int:
+    def _find_exact_end(self, record: Record) -> int:
         """Exact KV ends where moved KV begins."""
         if record.claimed and isinstance(record.decision, ReusePlan):
             return record.decision.spans[0].target_start
         return len(record.prompt)
 
-    def _capture(self, record: Record) -> Capture:
+    def _make_capture(self, record: Record) -> Capture:
         self._captures += 1
         record.captured = True
-        key, tokens, prompt = (record.request.request_id, self._captures), self._exact_until(record), record.prompt
+        key, tokens, prompt = (record.request.request_id, self._captures), self._find_exact_end(record), record.prompt
         whole = tokens == len(prompt)
         self._on_the_way[key] = prompt if whole else Prompt(prompt.token_ids[:tokens], namespace=prompt.namespace)
         assert record.block_ids is not None, "checked by _worth_keeping"
@@ -350,7 +350,7 @@ class SchedulerHalf:
             self.semblend.register(prompt, donor_id)
         except SemBlendError as error:
             self._drops.append((donor_id, generation))
-            self.failed("capture", str(error), donor_id)
+            self.report_failure("capture", str(error), donor_id)
             return
         self._held[donor_id] = generation
         self._epoch += 1
@@ -368,16 +368,16 @@ class SchedulerHalf:
             return
         arrival = getattr(record.request, "arrival_time", None)
         ttft_ms = None if arrival is None else max(0.0, (self._clock() - arrival) * 1e3)
-        record.receipt = build_vllm_receipt(record, self._carried_out(record), self.facts.version, ttft_ms)
+        record.receipt = build_vllm_receipt(record, self._cut_to_orders(record), self.facts.version, ttft_ms)
         try:
             self.semblend.confirm(record.receipt)
         except SemBlendError as error:  # such as a request id that was used before: the answer goes on
             self.semblend.release(request_id)
-            self.failed("confirm", str(error), request_id)
+            self.report_failure("confirm", str(error), request_id)
         if record.finished:
             self._forget(request_id)
 
-    def _carried_out(self, record: Record) -> ReusePlan | Decline | None:
+    def _cut_to_orders(self, record: Record) -> ReusePlan | Decline | None:
         """What the worker was told to do, which in mode fast ends with the claim."""
         if not record.claimed or not isinstance(record.decision, ReusePlan):
             return record.decision

@@ -86,7 +86,7 @@ async def play(
     on_done: Callable[[int], None] | None = None,
 ) -> tuple[list[TimedAnswer], float]:
     """Send every request at its time. Return the answers in order of arrival and the duration in seconds."""
-    gate = asyncio.Semaphore(max_concurrency) if max_concurrency else None
+    slots = asyncio.Semaphore(max_concurrency) if max_concurrency else None
     run, done, started = uuid.uuid4().hex[:8], 0, time.perf_counter()
 
     async def send_one(number: int, arrival: RequestArrival) -> TimedAnswer:
@@ -98,10 +98,10 @@ async def play(
             request_id=f"sb-{run}-{number}",
             tenant=tenant,
         )
-        if gate is None:
+        if slots is None:
             sent, answer = time.perf_counter(), await backend.ask(call)
         else:
-            async with gate:
+            async with slots:
                 sent, answer = time.perf_counter(), await backend.ask(call)
         done += 1
         if on_done is not None:

@@ -107,7 +107,7 @@ class LiveRun:
         settings = self._settings
         pairs_left = settings.tenant_pairs
         waiting: list[tuple[str, asyncio.Task[list[RequestRecord]] | None]] = []
-        gate = asyncio.Semaphore(settings.concurrency)
+        slots = asyncio.Semaphore(settings.concurrency)
         gap = _DonorGap(settings.min_donor_gap_requests)
         for case in cases:
             with_tenants = pairs_left > 0 and not case.negative_control
@@ -116,7 +116,7 @@ class LiveRun:
                 waiting.append((case.item_id, None))
             else:
                 gap.open(case.item_id)
-                waiting.append((case.item_id, asyncio.create_task(self._run_item(case, with_tenants, gate, gap))))
+                waiting.append((case.item_id, asyncio.create_task(self._run_item(case, with_tenants, slots, gap))))
             while len(waiting) > (settings.concurrency + settings.min_donor_gap_requests if settings.together else 0):
                 yield await self._await_item(*waiting.pop(0))
         gap.release()
@@ -129,24 +129,24 @@ class LiveRun:
         return (item_id, None) if task is None else (item_id, await task)
 
     async def _run_item(
-        self, case: Case, with_tenants: bool, gate: asyncio.Semaphore, gap: _DonorGap
+        self, case: Case, with_tenants: bool, slots: asyncio.Semaphore, gap: _DonorGap
     ) -> list[RequestRecord]:
         """Run every arm of one case in random order, then its tenant pair if it has one."""
         arms = list(self._settings.arms)
         random.Random(f"{self._settings.seed}:{case.item_id}").shuffle(arms)
-        asked = {arm: await self._run_arm(case, arm, gate, gap) for arm in arms}
+        asked = {arm: await self._run_arm(case, arm, slots, gap) for arm in arms}
         records = _compare_arms(asked)
         if with_tenants:
-            records.append((await self._run_tenant_pair(case, gate)).record)
+            records.append((await self._run_tenant_pair(case, slots)).record)
         return records
 
     # -- one arm ---------------------------------------------------------------------------------------------------
 
-    async def _run_arm(self, case: Case, arm: str, gate: asyncio.Semaphore, gap: _DonorGap) -> AnsweredCall:
+    async def _run_arm(self, case: Case, arm: str, slots: asyncio.Semaphore, gap: _DonorGap) -> AnsweredCall:
         salt = await self._empty_cache(case, arm)
         settings, primed = self._settings, case.donor_prompts if arm not in COLD_ARMS else ()
         call = self._make_call(case.recipient_prompt, settings.recipient_tokens, f"{case.item_id}-{arm}", salt, case)
-        async with gate:
+        async with slots:
             donors = [await self._prime(donor.text, f"{case.item_id}-{arm}-d{at}", salt, case)
                       for at, donor in enumerate(primed)]  # fmt: skip
         gap.mark_primed(case.item_id)
@@ -164,20 +164,20 @@ class LiveRun:
             else None,
             alone=not settings.together,
         )
-        async with gate:
+        async with slots:
             asked = await self._ask(call, case, arm, expected, donors)
         if settings.cooldown_ms:
             await asyncio.sleep(settings.cooldown_ms / 1000)
         return asked
 
-    async def _run_tenant_pair(self, case: Case, gate: asyncio.Semaphore) -> AnsweredCall:
+    async def _run_tenant_pair(self, case: Case, slots: asyncio.Semaphore) -> AnsweredCall:
         """Prime a prompt as one tenant and ask the same prompt as another: nothing may be reused."""
         settings = self._settings
         salt = await self._empty_cache(case, TENANT_PAIR)
         name = f"{case.item_id}-{TENANT_PAIR}"
         mine, theirs = (f"{salt}/a", f"{salt}/b") if settings.tenant_salt else (salt, salt)
         call = self._make_call(case.recipient_prompt, settings.recipient_tokens, name, theirs, case)
-        async with gate:
+        async with slots:
             donor = await self._prime(case.recipient_prompt, f"{name}-d0", mine, case)
             expected = Expectation(may_reuse=False, other_tenant=True, alone=not settings.together)
             case = replace(case, item_id=name, transform=TENANT_PAIR, negative_control=False)

@@ -56,6 +56,12 @@ def test_the_same_cases_packed_twice_give_the_same_checksum(tmp_path):
     assert len(sums) == 1
 
 
+def test_a_packed_file_holds_neither_its_name_nor_a_time_stamp(tmp_path):
+    write_manifest(tmp_path / "m.jsonl.gz", [])
+    flags, stamp = (tmp_path / "m.jsonl.gz").read_bytes()[3], (tmp_path / "m.jsonl.gz").read_bytes()[4:8]
+    assert (flags, stamp) == (0, bytes(4))
+
+
 def test_a_failed_build_leaves_the_good_manifest_alone(tmp_path):
     path = tmp_path / "m.jsonl"
     write_manifest(path, [CASE])

@@ -161,6 +161,7 @@ def test_metrics_with_odd_labels_are_read():
     found = parse_samples('# HELP x\nx{a="q\\"1,}",b="two\\nlines"} 1e3 1700000000\ny NaN\n')
     assert found["x", (("a", 'q"1,}'), ("b", "two\nlines"))] == 1000.0
     assert parse_samples("# TYPE a_total counter\na_total +Inf")["a_total", ()] == math.inf
+    assert isinstance(parse_samples("a_total 3")["a_total", ()], float)
 
 
 @pytest.mark.parametrize(

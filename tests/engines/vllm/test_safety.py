@@ -173,7 +173,7 @@ def test_a_pass_over_gaps_alone_is_bitwise_equal_to_cold(world, monkeypatch):
     target, cold = shifted(world, 28)
     for donor in world.half.semblend.donors():
         world.worker.donor_kv.drop(donor.donor_id)
-    monkeypatch.setattr(world.half, "_end_of", lambda record, plan: len(record.prompt))
+    monkeypatch.setattr(world.half, "_find_claim_end", lambda record, plan: len(record.prompt))
     monkeypatch.setattr(world.half, "count_matched", _one_less(world.half.count_matched))
     (output,) = world.ask(target, tokens=1)
     assert world.loads[-1].claim_end == len(target)

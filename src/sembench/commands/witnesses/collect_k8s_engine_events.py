@@ -33,7 +33,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("--output-summary", metavar="FILE", help="write the summary here; without it, to stdout")
     parser.add_argument(
         "--client", choices=("auto", "python", "kubectl"), default="auto",
-        help="kept for old scripts: kubectl is asked, whatever it says",
+        help="ignored, kept for old scripts: kubectl is always used",
     )  # fmt: skip
     parser.add_argument("--context", help="context of the kubeconfig")
     parser.add_argument("--kubeconfig", metavar="FILE", help="kubeconfig to use")

@@ -60,6 +60,7 @@ $(ALL_READY): $(READY)
 
 serve: $(SERVE_READY)
 	@$(BIN)/semblend models pull $(MODEL)
+	@[ -n "$$(find src -name '*.nbi' -print -quit)" ] || echo "The first start compiles kernels: about half a minute."
 	@$(BIN)/semblend serve --model $(MODEL) --port $(PORT)
 
 explore: $(SERVE_READY)

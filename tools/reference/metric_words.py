@@ -202,7 +202,7 @@ PAIRED: Mapping[str, str] = {
     "hit_only_ttft_speedup_mean": "Mean speed-up of hits.",
     "hit_only_ttft_speedup": "Interval and n of that mean.",
     "negative_control_pairs": "Unrelated pairs.",
-    "negative_control_ttft_speedup_median": "Their median speed-up; far from 1, something other than reuse made warm faster.",
+    "negative_control_ttft_speedup_median": "Their median speed-up; it should be about 1.",
     "negative_control_ttft_speedup_mean": "Their mean speed-up.",
     "negative_control_ttft_speedup": "Interval and n of that mean.",
     "engine_ttft_pairs": "Pairs where the engine reported its own times.",

@@ -1,4 +1,4 @@
-"""What follows from simulations: curves, bounds, latency, calibration, experiments, advice.
+"""What is computed from simulations: curves, bounds, latency, calibration, experiments, replays and advice.
 
 Nothing here writes files; ``output`` does.
 """

@@ -156,7 +156,7 @@ def advise(
 ) -> Advice:
     """Simulate every policy at every size and choose one of each. ``sizes`` are tokens of KV (default: ten sizes)."""
     chosen = tuple(dict.fromkeys(["lru", *(policies or POLICIES)]))
-    count_kv_bytes_per_token(model, dtype)  # an unknown model is told before the work
+    count_kv_bytes_per_token(model, dtype)  # reports an unknown model before the long work
     forest = build_forest(trace, "prefix")
     steps = tuple(sorted(set(sizes))) if sizes else choose_sizes(trace, forest)
     if not steps or steps[0] < 1:

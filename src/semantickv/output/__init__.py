@@ -1,4 +1,4 @@
-"""Files and pictures of simulated results.
+"""Files and pictures of simulated results: experiments, replays and the advice page.
 
-Nothing here computes a figure that it does not show.
+Nothing here simulates; ``analysis`` does.
 """

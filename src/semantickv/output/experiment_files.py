@@ -72,19 +72,17 @@ def draw_experiment(outcome: Outcome, folder: Path) -> None:
         f"{experiment.experiment_id}, seed {experiment.seed}: {len(outcome.trace)} requests, "
         f"{experiment.capacity_tokens:,} tokens of cache"
     )
-    panels = {f"{mode} mode": records[mode] for mode in records}
-
-    def collect(key: str) -> dict[str, list[tuple[str, float]]]:
-        return {name: [(record["policy"], record[key]) for record in rows] for name, rows in panels.items()}
-
-    plots.draw_bars(folder / "policy_comparison_avg_ttft.png", "Average time to first token (estimated)",
-               collect("avg_ttft_ms"), unit="ms", best="low", note=note)  # fmt: skip
-    plots.draw_bars(
-        folder / "policy_comparison_hit_rate.png", "Block hit rate", collect("block_hit_rate"), unit="%", note=note
+    plots.draw_policies(
+        records,
+        ttft=folder / "policy_comparison_avg_ttft.png",
+        tokens_saved=folder / "tokens_saved_by_policy.png",
+        hit_rate=folder / "policy_comparison_hit_rate.png",
+        note=note,
     )
-    plots.draw_bars(folder / "tokens_saved_by_policy.png", "Prompt tokens not computed", collect("tokens_saved"),
-               unit="tokens", note=note)  # fmt: skip
-    evicted = {n: {record["policy"]: record["evictions_by_type"] for record in rows} for n, rows in panels.items()}
+    evicted = {
+        f"{mode} mode": {record["policy"]: record["evictions_by_type"] for record in rows}
+        for mode, rows in records.items()
+    }
     plots.draw_stacked_bars(folder / "evictions_by_semantic_type.png", "What was evicted", evicted, note=note)
     over = {f"{mode} mode": lines for mode, lines in outcome.weights_over_time.items()}
     plots.draw_lines(folder / "adaptive_weights_over_time.png", "What adaptive_semantic has learned", over,
@@ -92,7 +90,7 @@ def draw_experiment(outcome: Outcome, folder: Path) -> None:
                      empty="adaptive_semantic did not run or keeps no weights")  # fmt: skip
     over = {f"{mode} mode": lines for mode, lines in outcome.utilization_over_time.items()}
     plots.draw_lines(folder / "memory_utilization_over_time.png", "Share of the cache in use", over, x="requests",
-                y="used", note=note, share=True)  # fmt: skip
+                     y="used", note=note, share=True)  # fmt: skip
 
 
 def format_summary(outcome: Outcome) -> str:

@@ -14,7 +14,7 @@ from semblend.errors import InputError
 from semblend.web.plotting import pyplot as pyplot_of
 
 INK, FAINT, PAPER, GRID = "#22262b", "#8a9099", "#fbfaf7", "#e6e3dc"
-# Classic policies are quiet, the semantic ones speak, bounds are dark; one colour a policy in every picture.
+# Classic policies have pale colours, semantic ones strong colours, bounds dark ones.
 POLICY_COLOURS = {
     "lru": "#4c78a8", "fifo": "#b8bdc4", "lfu": "#72b7b2", "size_aware_lru": "#9ecae9", "static_semantic": "#eeca3b",
     "adaptive_semantic": "#e45756", "sieve": "#9d755d", "s3fifo": "#54a24b", "gdsf": "#ff9da6", "lfuda": "#b279a2",
@@ -35,8 +35,10 @@ def choose_colour(name: str) -> str:
     return known.get(name, _SPARE[sum(name.encode()) % len(_SPARE)])
 
 
-def draw_bars(path: Path, title: str, panels: Mapping[str, Bars], *, unit: str, best: str = "high", note: str = "",
-         one_scale: bool = True) -> None:  # fmt: skip
+def draw_bars(
+    path: Path, title: str, panels: Mapping[str, Bars], *, unit: str, best: str = "high", note: str = "",
+    one_scale: bool = True,
+) -> None:  # fmt: skip
     """Draw one bar for each policy and one panel for each mode; the best value is bold and in full colour.
 
     With ``one_scale`` bars of the same length mean the same in all panels. ``best`` says whether low or high is better.
@@ -62,6 +64,19 @@ def draw_bars(path: Path, title: str, panels: Mapping[str, Bars], *, unit: str, 
             style_axis(axis, grid="x")
             axis.set_xticks([])
             axis.spines["bottom"].set_visible(False)
+
+
+def draw_policies(
+    records: Mapping[str, Sequence[Mapping[str, Any]]], *, ttft: Path, tokens_saved: Path, hit_rate: Path, note: str
+) -> None:
+    """Draw average TTFT, prompt tokens saved and block hit rate of all policies; ``records`` are by mode."""
+    for path, title, key, unit in (
+        (ttft, "Average time to first token (estimated)", "avg_ttft_ms", "ms"),
+        (tokens_saved, "Prompt tokens not computed", "tokens_saved", "tokens"),
+        (hit_rate, "Block hit rate", "block_hit_rate", "%"),
+    ):
+        panels = {f"{mode} mode": [(row["policy"], row[key]) for row in rows] for mode, rows in records.items()}
+        draw_bars(path, title, panels, unit=unit, best="low" if unit == "ms" else "high", note=note)
 
 
 def draw_stacked_bars(

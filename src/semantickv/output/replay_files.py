@@ -76,25 +76,17 @@ def describe_calibration(fitted: Calibration) -> list[str]:
 def draw_replay(result: Replay, folder: Path) -> None:
     """Draw the pictures that the source text names, and the residuals of a calibration."""
     note = f"{result.trace.name}: {len(result.trace):,} requests, cache {result.capacity}"
-    panel = f"{result.mode} mode"
-
-    def collect(key: str) -> dict[str, list[tuple[str, float]]]:
-        return {panel: [(record["policy"], record[key]) for record in result.records]}
-
-    plots.draw_bars(folder / "replay_policy_avg_ttft.png", "Average time to first token (estimated)",
-               collect("avg_ttft_ms"), unit="ms", best="low", note=note)  # fmt: skip
-    plots.draw_bars(
-        folder / "replay_tokens_saved.png",
-        "Prompt tokens not computed",
-        collect("tokens_saved"),
-        unit="tokens",
+    plots.draw_policies(
+        {result.mode: result.records},
+        ttft=folder / "replay_policy_avg_ttft.png",
+        tokens_saved=folder / "replay_tokens_saved.png",
+        hit_rate=folder / "replay_hit_rate.png",
         note=note,
     )
-    plots.draw_bars(folder / "replay_hit_rate.png", "Block hit rate", collect("block_hit_rate"), unit="%", note=note)
     _draw_observed(result, folder / "observed_vs_simulated_ttft.png", note)
     if result.calibration is not None and result.observed is not None:
-        plots.draw_residuals(folder / "calibration_residuals.png", result.calibration, result.observed.prefill_tokens,
-                        result.observed.ttft_ms)  # fmt: skip
+        tokens, times = result.observed.prefill_tokens, result.observed.ttft_ms
+        plots.draw_residuals(folder / "calibration_residuals.png", result.calibration, tokens, times)
 
 
 def _draw_observed(result: Replay, path: Path, note: str) -> None:
@@ -117,4 +109,4 @@ def _draw_observed(result: Replay, path: Path, note: str) -> None:
         name: (result.trace.ttft_ms[shown].tolist(), times[shown].tolist()) for name, times in result.ttft_ms.items()
     }
     plots.draw_points(path, "Observed and simulated time to first token", clouds, x="observed TTFT, ms",
-                 y="simulated TTFT, ms", line=(0.0, 1.0), note=note + "; the line is equality")  # fmt: skip
+                      y="simulated TTFT, ms", line=(0.0, 1.0), note=note + "; the line is equality")  # fmt: skip

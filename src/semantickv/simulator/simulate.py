@@ -84,7 +84,7 @@ def simulate(
     chosen = find_policy(policy)
     if warm_up < 0:
         raise InputError("warm_up counts requests and can't be negative")
-    options = {**_build_default_options(capacity), **chosen.options, **policy_options, "seed": seed}
+    options = {**_build_default_options(capacity), **policy_options, "seed": seed}
     warm_up = min(warm_up, len(forest.trace))
     counts = _run(forest, chosen, capacity, engine, warm_up, options)
     return _build_result(forest, chosen, capacity, counts, warm_up)

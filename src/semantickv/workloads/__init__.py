@@ -1,4 +1,4 @@
-"""Made-up traffic with a known shape, and when it arrives.
+"""Generated traffic: made-up families of prompts, real text with drawn arrivals, and a mock help desk.
 
-Everything is drawn from a seed; nothing here is measured.
+Everything that is drawn comes from a seed; nothing here is measured or cached.
 """

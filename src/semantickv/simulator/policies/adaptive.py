@@ -1,4 +1,4 @@
-"""The policy that learns, while it runs, which blocks come back and after how long."""
+"""The policy that learns, while it runs, which blocks are used again and after how long."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from semantickv.simulator.capacity import Capacity
 from semantickv.simulator.forest import Forest
 from semantickv.simulator.plain import Block, Cache, PlainPolicy
 
-# Classes of a block within its type. New blocks: four groups of four, by how much of the request is new; blocks
-# used before: 16 + fame * 6 + gap, or 58 + gap where several continuations are known.
+# Classes of a block within its type. New blocks: four groups of four, by how much of the request is new. Blocks used
+# before: 16 + fame * 6 + gap (fame: a step of the use count), or 58 + gap if several continuations are known.
 KINDS: Final = 64
 NEW_KINDS: Final = 16
 SEVERAL: Final = 58
-# What is assumed of a class before anything is known of it, as a multiple of the returns of all classes together. At
-# ages beyond a cache-ful, where evidence comes late, the end of a prompt hardly returns, other new blocks return as all
-# do, the often used more often; a few returns outweigh it. By level: four groups of new blocks, seven steps of fame.
+# Assumed rate of returns of a class without evidence, as a multiple of the rate of all classes together. It holds at
+# ages beyond one cache-ful, where evidence comes late: the end of a prompt hardly ever returns, other new blocks return
+# as all blocks do, often used ones more often. A few observed returns outweigh it. By level: four groups of new blocks,
+# seven steps of fame.
 PRIORS: Final = (0.1, 1.0, 1.0, 1.0, 4.0, 8.0, 16.0, 16.0, 16.0, 16.0, 16.0)
 FIRST_LESSON: Final = 16.0  # block accesses; later lessons come every eighth of what has been seen, up to the plan's
 
 
 @dataclass(frozen=True)
 class AdaptivePlan:
-    """Clock, ages and rates of learning of one run of `AdaptiveSemantic`. Nothing in it looks ahead.
+    """Clock, ages and learning rates of one run of `AdaptiveSemantic`. Nothing in it looks ahead.
 
-    The clock counts what has been asked for, in the unit of the capacity: an age of 1 capacity means that a cache-ful
-    of blocks went by. Ages therefore mean the same at every size and speed, and need no times in the trace.
+    The clock counts the requested blocks in the unit of the capacity: at an age of 1 capacity, as many blocks as fit in
+    the cache have been requested since. So ages mean the same at every size and speed, and need no times in the trace.
     """
 
     clock: npt.NDArray[np.float64]  # per request
@@ -38,8 +39,8 @@ class AdaptivePlan:
     priors: npt.NDArray[np.float64]  # by level and age, see `PRIORS`
     every: float  # least clock between two lessons
     blocks: float  # block accesses between two lessons, once as many have been seen eight times over
-    memory: float  # clock in which old evidence fades to a half, and
-    memory_blocks: float  # block accesses that must have gone by for that as well
+    memory: float  # clock after which half of the old evidence is left, if
+    memory_blocks: float  # as many block accesses have also passed
     trust: float  # returns of a class that weigh as much as what is assumed of it
     hope: float  # returns expected over the youngest age before anything is known
     doubt: float  # returns at an age that weigh as much as those at the age before
@@ -110,14 +111,14 @@ def find_level(kind: int) -> int:
 
 
 class AdaptiveSemantic(PlainPolicy):
-    """Learns which blocks come back and after how long; keeps those that are soonest worth their space.
+    """Learns which blocks return and after how long; keeps those with the most returns for their space and time.
 
     Every use of a block is filed under a class: its type, whether it is the end of its prompt, how much of the request
-    had been seen before, how often and after what gap the block was used, whether several continuations of it are
-    known. For every class and age it counts how long blocks waited and how many came back, whether they were cached or
-    not: a return after an eviction (regret) teaches as much as a hit. From these rates follows an index: the best ratio
-    of expected returns to expected waiting that can still be had by keeping a block of this class and age. Blocks with
-    the smallest index go first, the newcomers included.
+    had been seen before, how often and after what gap the block was used, and whether several continuations of it are
+    known. For every class and age it counts how long blocks waited and how many returned, cached or not: a return after
+    an eviction (regret) teaches as much as a hit. These rates give an index: the best ratio of expected returns to
+    expected waiting that keeping a block of this class and age can still bring. Blocks with the smallest index are
+    evicted first, new blocks included.
     """
 
     bypass = True

@@ -1,7 +1,7 @@
 """SIEVE, S3-FIFO, ARC and TinyLFU admission, in plain Python.
 
 A queue is a dict: the oldest entry comes first. Where the published algorithm would evict a block that has cached
-children or belongs to the request at hand, the queues pass it over.
+children or belongs to the current request, the queues skip it.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 from semantickv.simulator.plain import PlainPolicy
 from semantickv.simulator.policies import adaptive, classic, modern, optimal, semantic
@@ -16,7 +16,8 @@ from semblend.errors import InputError
 class Policy:
     """A policy by name. ``kernel`` names its compiled twin; without one it runs in plain Python.
 
-    ``bypass``: all blocks of a request come in and then the least valuable of all go: a newcomer may be refused.
+    ``bypass``: all blocks of a request are inserted, then the least valuable of all are evicted: a new block may be
+    refused.
     """
 
     name: str
@@ -26,7 +27,6 @@ class Policy:
     bypass: bool = False
     offline: bool = False
     refuses: bool = False  # has an admission rule of its own
-    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 _TABLE: Final = (

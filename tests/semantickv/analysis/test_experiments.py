@@ -33,6 +33,10 @@ FILES = {
     "tokens_saved_by_policy.png", "evictions_by_semantic_type.png", "adaptive_weights_over_time.png",
     "memory_utilization_over_time.png",
 }  # fmt: skip
+CSV_COLUMNS = [
+    "experiment_id", "mode", "policy", "hit_rate", "block_hit_rate", "token_hit_rate", "tokens_saved", "evictions",
+    "avg_ttft_ms", "p50_ttft_ms", "p95_ttft_ms", "ttft_gain_vs_lru", "utilization", "regret", "simulated",
+]  # fmt: skip
 SMALL = Experiment("small", ("low_memory_rag_stress",), sessions=6, requests=5, capacity_tokens=2700, seed=1)
 TABLE = {
     "experiment_id": "x",
@@ -92,6 +96,7 @@ def test_all_files_are_written_and_say_that_they_are_simulated(tmp_path: Path) -
     rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
     assert len(rows) == 2 * len(SIX)
     assert {row["simulated"] for row in rows} == {"True"}
+    assert list(rows[0]) == CSV_COLUMNS
 
 
 def test_time_saved_follows_from_tokens_saved() -> None:

@@ -120,6 +120,13 @@ def test_an_unsorted_trace_can_be_sorted_on_request(tmp_path):
     assert (np.diff(trace.arrival_s) >= 0).all()
 
 
+def test_sorting_keeps_the_facts_of_a_request_together(tmp_path):
+    later = {**OURS, "request_id": "late", "timestamp_ms": 90, "session_id": "second", "observed_ttft_ms": 7.0}
+    first, second = Trace.read(written(tmp_path, later, OURS), sort=True).iter_requests()
+    assert (first.request_id, first.session, first.ttft_ms) == ("a", "s", 80.5)
+    assert (second.request_id, second.session, second.ttft_ms) == ("late", "second", 7.0)
+
+
 @pytest.mark.parametrize("text", ["", "\n\n", "nonsense\n"])
 def test_a_file_without_requests_says_so(tmp_path, text):
     path = tmp_path / "x.jsonl"

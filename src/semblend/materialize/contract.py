@@ -117,7 +117,6 @@ class Rows:
         """How many positions the last row attends to."""
         return int(self.host_positions[-1]) + 1
 
-
     def check(self) -> None:
         """Raise `InputError` where the rows contradict their own rules; for tests and for debugging."""
         positions = self.positions

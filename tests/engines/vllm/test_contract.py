@@ -9,8 +9,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))
 
-from behaviours import *  # noqa: E402, F403  (the rules)
-from behaviours import World  # noqa: E402
+from behaviours import *  # noqa: F403  (the rules)
+from behaviours import World
 
 
 @pytest.fixture

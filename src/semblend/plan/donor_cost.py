@@ -7,7 +7,7 @@ from semblend.plan.reuse_plan import ReusePlan
 SMALL_SHARE = 0.1
 
 
-def costs_a_donor(plan: ReusePlan) -> str | None:
+def explain_lost_donor(plan: ReusePlan) -> str | None:
     """Explain why a plan is not worth the donor it costs; None if it is worth it.
 
     A prompt that takes forty tokens of an instruction from an earlier one would keep its own document, thousands of new

@@ -24,7 +24,7 @@ from semblend.engine.model.paged_kv import KvPool
 from semblend.facade import SemBlend
 from semblend.materialize.blend.quality import Blended
 from semblend.materialize.contract import Layout
-from semblend.plan.donor_cost import costs_a_donor
+from semblend.plan.donor_cost import explain_lost_donor
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Prompt
 from semblend.wire.request import Request
@@ -171,7 +171,7 @@ class Reuse:
             opt_out=sequence.request.opt_out,
         )
         if isinstance(decision, ReusePlan):
-            why = costs_a_donor(decision) if self._config.keep_donors else None
+            why = explain_lost_donor(decision) if self._config.keep_donors else None
             if why is None:
                 decision = semblend.claim(decision, sequence.request_id)
             else:

@@ -33,7 +33,7 @@ from semblend.integration.vllm.scheduler.requests import build_namespace, explai
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.materialize.blend.first_pass import first_rows, two_passes_cost_more
 from semblend.materialize.blend.quality import QualitySettings
-from semblend.plan.donor_cost import costs_a_donor
+from semblend.plan.donor_cost import explain_lost_donor
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Prompt
 
@@ -230,7 +230,7 @@ class SchedulerHalf:
     def _explain_not_worth_it(self, record: Record, plan: ReusePlan) -> str | None:
         if not plan.until(self._find_claim_end(record, plan)).spans:
             return "the only token that donors hold is the last one, which the engine computes itself"
-        if (why := costs_a_donor(plan)) or record.mode != "balanced":
+        if (why := explain_lost_donor(plan)) or record.mode != "balanced":
             return why
         quality = QualitySettings(seam_tokens=self.settings.config.seam_tokens)
         first = first_rows(plan.prompt_tokens, plan.exact_tokens, plan.spans, quality)

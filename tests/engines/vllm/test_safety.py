@@ -254,7 +254,7 @@ def test_when_our_own_passes_fail_too_vllm_computes_the_blocks(world, monkeypatc
     assert worst(world.kv_of(later), world.kv_of(cold)) == 0.0
 
 
-@pytest.mark.parametrize("hook", ["matched", "reported", "finished"])
+@pytest.mark.parametrize("hook", ["count_matched", "reported", "finished"])
 def test_a_failing_scheduler_half_never_fails_a_request(world, monkeypatch, hook):
     target, cold = shifted(world, 32)
     monkeypatch.setattr(world.half, hook, broken)

@@ -196,7 +196,7 @@ def test_wrong_donor_kv_is_caught_by_the_canary(world):
     for donor in world.half.semblend.donors():
         held = world.worker.donor_kv.acquire(donor.donor_id, world.half._held[donor.donor_id])
         with torch.inference_mode():
-            held.k[0, 60:80] = torch.roll(held.k[0, 60:80], 1, dims=0)
+            held.k[0, 60:110] = torch.roll(held.k[0, 60:110], 1, dims=0)  # whole blocks: none escapes
         world.worker.donor_kv.release(held)
     (output,) = world.ask(target)
     assert world.receipt(output)["reason"] == "validation_failed"
@@ -211,7 +211,7 @@ def test_wrong_donor_kv_that_is_found_out_after_the_step_is_computed_again_by_vl
     for donor in world.half.semblend.donors():
         held = world.worker.donor_kv.acquire(donor.donor_id, world.half._held[donor.donor_id])
         with torch.inference_mode():
-            held.k[0, 60:80] = torch.roll(held.k[0, 60:80], 1, dims=0)
+            held.k[0, 60:110] = torch.roll(held.k[0, 60:110], 1, dims=0)  # whole blocks: none escapes
         world.worker.donor_kv.release(held)
     (output,) = world.ask(target, quality="fast")
     assert output.outputs[0].token_ids == cold.outputs[0].token_ids

@@ -33,7 +33,7 @@ from semblend.engine.server.serving_adapter import LocalEngine  # noqa: E402
 from semblend.errors import SemBlendError  # noqa: E402
 from semblend.plan.reuse_plan import DeclineReason  # noqa: E402
 from semblend.span import Span  # noqa: E402
-from semblend.wire.answer import MOST_RUNS, semblend_object  # noqa: E402
+from semblend.wire.answer import MOST_RUNS, describe_receipt  # noqa: E402
 from semblend.wire.sampling import Sampling  # noqa: E402
 
 SHAPE = {
@@ -298,7 +298,7 @@ def receipt(**values: Any) -> Receipt:
 
 def test_recomputed_runs_are_told_where_they_are_known_and_null_where_not():
     def told(one: Receipt, runs: Any = ()) -> Any:
-        return semblend_object(one, runs, operator=True)["recomputed"]
+        return describe_receipt(one, runs, operator=True)["recomputed"]
 
     assert told(receipt(), ((20, 26), (40, 44))) == [[20, 26], [40, 44]]
     assert told(receipt()) is None
@@ -317,14 +317,14 @@ def test_a_caller_is_shown_counts_and_an_operator_the_donors_and_places_too():
     declined = {"outcome": Outcome.BACKEND_DECLINED_REUSE, "reused_tokens": 0, "recomputed_tokens": 0, "spans": ()}
     stale = receipt(**declined, prefill_tokens=100, reason=DeclineReason.STALE, detail="donor secret-1 is gone")
     for one in (receipt(), stale):
-        caller, operator = semblend_object(one), semblend_object(one, operator=True)
+        caller, operator = describe_receipt(one), describe_receipt(one, operator=True)
         assert set(operator) == OURS
         assert set(caller) == OURS - {"donors", "recomputed"}
         assert {name: caller[name] for name in caller if name != "detail"} == {
             name: operator[name] for name in caller if name != "detail"
         }
-    assert "secret-1" not in json.dumps(semblend_object(stale))
-    assert "secret-1" in semblend_object(stale, operator=True)["detail"]
+    assert "secret-1" not in json.dumps(describe_receipt(stale))
+    assert "secret-1" in describe_receipt(stale, operator=True)["detail"]
 
 
 def test_a_strip_for_a_caller_shows_counts_and_no_places():

@@ -114,10 +114,10 @@ class Spent:
     operator: bool = False
 
     @classmethod
-    def together(cls, parts: Sequence[Spent]) -> Spent:
+    def add_up(cls, parts: Sequence[Spent]) -> Spent:
         """The sum over several prompts.
 
-        >>> Spent.together([Spent(10, 2, None), Spent(5, 1, None)]).usage()["total_tokens"]
+        >>> Spent.add_up([Spent(10, 2, None), Spent(5, 1, None)]).usage()["total_tokens"]
         18
         """
         return cls(
@@ -154,10 +154,10 @@ class Spent:
             return [part.semblend() for part in self.parts]
         if self.receipt is None:
             return None
-        return semblend_object(self.receipt, self.recomputed, operator=self.operator)
+        return describe_receipt(self.receipt, self.recomputed, operator=self.operator)
 
 
-def semblend_object(receipt: Receipt, recomputed: Runs = (), *, operator: bool = False) -> JsonObject:
+def describe_receipt(receipt: Receipt, recomputed: Runs = (), *, operator: bool = False) -> JsonObject:
     """The receipt as an answer shows it: counts, outcome, reason, risk and times.
 
     Only an ``operator`` also sees the donors, the places in ``recomputed`` and the reason's own words: they would tell
@@ -176,14 +176,14 @@ def semblend_object(receipt: Receipt, recomputed: Runs = (), *, operator: bool =
 class Reply(Protocol):
     """One endpoint's way of saying the same thing: whole, or as a stream of events."""
 
-    def whole(self, answers: Sequence[Answer], spent: Spent) -> JsonObject:
+    def write_whole(self, answers: Sequence[Answer], spent: Spent) -> JsonObject:
         """The body of a plain answer."""
 
-    def opening(self, n: int) -> list[JsonObject]:
+    def write_opening(self, n: int) -> list[JsonObject]:
         """Events ahead of the first piece."""
 
-    def piece(self, chunk: Chunk, answer: Answer) -> JsonObject:
+    def write_piece(self, chunk: Chunk, answer: Answer) -> JsonObject:
         """One event; ``answer`` already holds the chunk."""
 
-    def closing(self, answers: Sequence[Answer], spent: Spent) -> list[JsonObject]:
+    def write_closing(self, answers: Sequence[Answer], spent: Spent) -> list[JsonObject]:
         """Finish reasons, then usage if asked for; the last of them carries the ``semblend`` object."""

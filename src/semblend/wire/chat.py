@@ -8,7 +8,7 @@ from typing import Any
 
 from semblend.confirm.fields import JsonObject
 from semblend.wire.answer import Answer, Chunk, Head, Logprob, Spent
-from semblend.wire.fields import Fields, shown
+from semblend.wire.fields import Fields, show
 from semblend.wire.options import (
     MOST_TOKENS,
     MOST_TOP_LOGPROBS,
@@ -91,7 +91,7 @@ def _message(number: int, given: Any) -> dict[str, str]:
     message = Fields(given, f"messages[{number}].")
     role = message.text("role")
     if role not in ROLES:
-        message.refuse("role", f"is {shown(role)}", "one of " + ", ".join(ROLES))
+        message.refuse("role", f"is {show(role)}", "one of " + ", ".join(ROLES))
     for name in ("tool_calls", "function_call"):
         if message.raw(name):
             message.refuse(name, "is not supported", "send the call as text in content")
@@ -111,7 +111,7 @@ def _content(message: Fields) -> str:
         part = Fields(given, message.path(f"content[{number}]."))
         kind = part.text("type", "text")
         if kind != "text":
-            part.refuse("type", f"is {shown(kind)}: this model takes text only", "send parts of type text")
+            part.refuse("type", f"is {show(kind)}: this model takes text only", "send parts of type text")
         if not part.has("text"):
             part.refuse("text", "is missing", 'a part is {"type": "text", "text": "..."}')
         parts.append(part.text("text"))
@@ -126,7 +126,7 @@ class ChatReply:
     logprobs: bool = False
     include_usage: bool = False
 
-    def whole(self, answers: Sequence[Answer], spent: Spent) -> JsonObject:
+    def write_whole(self, answers: Sequence[Answer], spent: Spent) -> JsonObject:
         choices = [
             {
                 "index": answer.index,
@@ -139,14 +139,14 @@ class ChatReply:
         body = self._body("chat.completion", choices)
         return body | {"usage": spent.usage(), "semblend": spent.semblend()}
 
-    def opening(self, n: int) -> list[JsonObject]:
+    def write_opening(self, n: int) -> list[JsonObject]:
         return [self._event(index, {"role": "assistant", "content": ""}) for index in range(n)]
 
-    def piece(self, chunk: Chunk, answer: Answer) -> JsonObject:
+    def write_piece(self, chunk: Chunk, answer: Answer) -> JsonObject:
         del answer
         return self._event(chunk.index, {"content": chunk.text}, logprobs=self._logprobs(chunk.logprobs))
 
-    def closing(self, answers: Sequence[Answer], spent: Spent) -> list[JsonObject]:
+    def write_closing(self, answers: Sequence[Answer], spent: Spent) -> list[JsonObject]:
         events = [self._event(answer.index, {}, finish_reason=answer.finish_reason) for answer in answers]
         if self.include_usage:
             events.append(self._body("chat.completion.chunk", []) | {"usage": spent.usage()})

@@ -23,7 +23,7 @@ from semblend.wire.sampling import Sampling
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for this endpoint."""
 MOST_PROMPTS = 64
-Asked = str | tuple[int, ...]
+PromptInput = str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ class CompletionRequest:
     """Each of ``prompts`` is a text, or token ids; ``sampling.n`` answers are wanted to each."""
 
     model: str
-    prompts: tuple[Asked, ...]
+    prompts: tuple[PromptInput, ...]
     sampling: Sampling
     reuse: ReuseOptions
     stream: bool = False
     include_usage: bool = False
 
     @property
-    def prompt(self) -> Asked:
+    def prompt(self) -> PromptInput:
         """The only prompt, or the first."""
         return self.prompts[0]
 
@@ -69,7 +69,7 @@ class CompletionRequest:
         )
 
 
-def _prompts(fields: Fields) -> tuple[Asked, ...]:
+def _prompts(fields: Fields) -> tuple[PromptInput, ...]:
     given = fields.raw("prompt")
     several = isinstance(given, list) and bool(given) and isinstance(given[0], (str, list))
     if several and len(given) > MOST_PROMPTS:
@@ -77,9 +77,9 @@ def _prompts(fields: Fields) -> tuple[Asked, ...]:
     return tuple(_prompt(fields, one) for one in (given if several else [given]))
 
 
-def _prompt(fields: Fields, given: Any) -> Asked:
+def _prompt(fields: Fields, given: Any) -> PromptInput:
     if isinstance(given, str) and given:
-        return fields.checked_text("prompt", given)
+        return fields.check_text("prompt", given)
     if not isinstance(given, list) or not given:
         fields.refuse("prompt", "is empty or not text", "send a non-empty string, a list of token ids, or several")
     return fields.token_ids("prompt", given)
@@ -93,22 +93,22 @@ class CompletionReply:
     logprobs: bool = False
     include_usage: bool = False
 
-    def whole(self, answers: Sequence[Answer], spent: Spent) -> JsonObject:
+    def write_whole(self, answers: Sequence[Answer], spent: Spent) -> JsonObject:
         choices = [
             self._choice(answer.index, answer.text, self._logprobs(answer.logprobs, 0), answer.finish_reason)
             for answer in answers
         ]
         return self._body(choices) | {"usage": spent.usage(), "semblend": spent.semblend()}
 
-    def opening(self, n: int) -> list[JsonObject]:
+    def write_opening(self, n: int) -> list[JsonObject]:
         del n
         return []
 
-    def piece(self, chunk: Chunk, answer: Answer) -> JsonObject:
+    def write_piece(self, chunk: Chunk, answer: Answer) -> JsonObject:
         offset = len(answer.text) - len(chunk.text)
         return self._event(self._choice(chunk.index, chunk.text, self._logprobs(chunk.logprobs, offset), None))
 
-    def closing(self, answers: Sequence[Answer], spent: Spent) -> list[JsonObject]:
+    def write_closing(self, answers: Sequence[Answer], spent: Spent) -> list[JsonObject]:
         events = [self._event(self._choice(answer.index, "", None, answer.finish_reason)) for answer in answers]
         if self.include_usage:
             events.append(self._body([]) | {"usage": spent.usage()})

@@ -35,14 +35,14 @@ class Fields:
         value = self._body.get(name)
         if value is None:
             return default
-        text = self.checked_text(name, value)
+        text = self.check_text(name, value)
         if longest is not None and len(text) > longest:
             self.refuse(name, f"has {len(text)} characters, more than {longest}", "send a shorter one")
         return text
 
-    def checked_text(self, name: str, value: Any) -> str:
+    def check_text(self, name: str, value: Any) -> str:
         if not isinstance(value, str):
-            self.refuse(name, f"is {shown(value)}, not a string", "send text")
+            self.refuse(name, f"is {show(value)}, not a string", "send text")
         if not value.isascii():
             try:
                 value.encode("utf-8")
@@ -55,7 +55,7 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            self.refuse(name, f"is {shown(value)}, not true or false", f"leave it out for {str(default).lower()}")
+            self.refuse(name, f"is {show(value)}, not true or false", f"leave it out for {str(default).lower()}")
         return value
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
@@ -63,9 +63,9 @@ class Fields:
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            self.refuse(name, f"is {shown(value)}, not a number", f"leave it out for {default}")
+            self.refuse(name, f"is {show(value)}, not a number", f"leave it out for {default}")
         if not low <= value <= high:
-            self.refuse(name, f"is {shown(value)}, outside [{low:g}, {high:g}]", f"leave it out for {default}")
+            self.refuse(name, f"is {show(value)}, outside [{low:g}, {high:g}]", f"leave it out for {default}")
         return float(value)
 
     def integer(self, name: str, default: int | None, low: int, high: int) -> int | None:
@@ -73,9 +73,9 @@ class Fields:
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int):
-            self.refuse(name, f"is {shown(value)}, not a whole number", "send an integer, or leave it out")
+            self.refuse(name, f"is {show(value)}, not a whole number", "send an integer, or leave it out")
         if not low <= value <= high:
-            self.refuse(name, f"is {shown(value)}, outside [{low}, {high}]", "send a value in that range")
+            self.refuse(name, f"is {show(value)}, outside [{low}, {high}]", "send a value in that range")
         return int(value)
 
     def texts(self, name: str, most: int) -> tuple[str, ...]:
@@ -86,7 +86,7 @@ class Fields:
         values = value if isinstance(value, list) else [value]
         if len(values) > most:
             self.refuse(name, f"has {len(values)} entries, more than {most}", f"send at most {most}")
-        texts = tuple(self.checked_text(name, one) for one in values)
+        texts = tuple(self.check_text(name, one) for one in values)
         if not all(texts):
             self.refuse(name, "holds an empty string", "leave empty strings out")
         return texts
@@ -96,10 +96,10 @@ class Fields:
         if value is None:
             return ()
         if not isinstance(value, list):
-            self.refuse(name, f"is {shown(value)}, not a list of token ids", "send one flat list of integers")
+            self.refuse(name, f"is {show(value)}, not a list of token ids", "send one flat list of integers")
         for at, one in enumerate(value):
             if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < 2**31:
-                self.refuse(name, f"holds {shown(one)} at index {at}, not a token id", "ids are integers, 0 or more")
+                self.refuse(name, f"holds {show(one)} at index {at}, not a token id", "ids are integers, 0 or more")
         return tuple(value)
 
     def child(self, name: str) -> Fields | None:
@@ -115,7 +115,7 @@ class Fields:
         raise ApiError(400, f"{where} {what}", hint=hint, param=where)
 
 
-def shown(value: Any) -> str:
+def show(value: Any) -> str:
     """A value for an error line: short, on one line."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -88,19 +88,19 @@ class GenerateReply:
     logprobs: bool = False
     operator: bool = False
 
-    def whole(self, answers: Sequence[Answer], spent: Spent) -> Any:
+    def write_whole(self, answers: Sequence[Answer], spent: Spent) -> Any:
         bodies = [self._body(answer, spent) for answer in answers]
         return bodies[0] if len(bodies) == 1 else bodies
 
-    def opening(self, n: int) -> list[JsonObject]:
+    def write_opening(self, n: int) -> list[JsonObject]:
         del n
         return []
 
-    def piece(self, chunk: Chunk, answer: Answer) -> JsonObject:
+    def write_piece(self, chunk: Chunk, answer: Answer) -> JsonObject:
         spent = Spent(self.prompt_tokens, len(answer.token_ids), answer.receipt, operator=self.operator)
         return self._body(answer, spent, chunk.index)
 
-    def closing(self, answers: Sequence[Answer], spent: Spent) -> list[JsonObject]:
+    def write_closing(self, answers: Sequence[Answer], spent: Spent) -> list[JsonObject]:
         return [self._body(answer, spent, answer.index) for answer in answers]
 
     def _body(self, answer: Answer, spent: Spent, index: int | None = None) -> JsonObject:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from semblend.config import QUALITY_MODES
-from semblend.wire.fields import Fields, shown
+from semblend.wire.fields import Fields, show
 from semblend.wire.sampling import LEAST_PENALTY, Sampling
 
 MOST_STOPS = 16
@@ -69,7 +69,7 @@ def parse_reuse(fields: Fields) -> ReuseOptions:
         return ReuseOptions(salt=salt)
     quality = ours.text("quality") or None
     if quality is not None and quality not in QUALITY_MODES:
-        ours.refuse("quality", f"is {shown(quality)}", "one of " + ", ".join(QUALITY_MODES))
+        ours.refuse("quality", f"is {show(quality)}", "one of " + ", ".join(QUALITY_MODES))
     return ReuseOptions(quality=quality, reuse=ours.flag("reuse", True), salt=salt)
 
 
@@ -81,7 +81,7 @@ def refuse_absent_options(fields: Fields) -> None:
             continue
         if name in ("tool_choice", "function_call") and not fields.has("tools") and not fields.has("functions"):
             continue  # without tools there is nothing to choose
-        fields.refuse(name, f"is not supported (got {shown(value)})", f"leave {name} out")
+        fields.refuse(name, f"is not supported (got {show(value)})", f"leave {name} out")
 
 
 def parse_sampling(fields: Fields, *, max_tokens: int | None, logprobs: int | None, most_n: int) -> Sampling:
@@ -124,7 +124,7 @@ def _biases(fields: Fields) -> tuple[tuple[int, float], ...]:
     if given is None:
         return ()
     if not isinstance(given, dict):
-        fields.refuse("logit_bias", f"is {shown(given)}, not an object", 'send {"token id": bias}')
+        fields.refuse("logit_bias", f"is {show(given)}, not an object", 'send {"token id": bias}')
     if len(given) > MOST_BIASES:
         fields.refuse("logit_bias", f"has {len(given)} entries, more than {MOST_BIASES}", "send fewer")
     biases = Fields(given, fields.path("logit_bias."))
@@ -132,6 +132,6 @@ def _biases(fields: Fields) -> tuple[tuple[int, float], ...]:
     for name in given:
         # isdecimal knows digits of every script; a token id has ours
         if not (name.isascii() and name.isdecimal() and len(name) <= 10 and int(name) < 2**31):
-            fields.refuse("logit_bias", f"names the token {shown(name)}", "keys are token ids in decimal digits")
+            fields.refuse("logit_bias", f"names the token {show(name)}", "keys are token ids in decimal digits")
         found.append((int(name), biases.number(name, 0.0, -100.0, 100.0)))
     return tuple(found)

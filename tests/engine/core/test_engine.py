@@ -630,7 +630,7 @@ def test_a_request_that_fails_after_its_claim_gives_it_up(model, sink, monkeypat
     engine = make_reusing(model, sink, quality="fast")
     first, second = shifted()
     engine.generate([Request("donor", Prompt(first))])
-    monkeypatch.setattr(engine.reuse, "first_logits", lambda sequence: 1 / 0)
+    monkeypatch.setattr(engine.reuse, "read_first_logits", lambda sequence: 1 / 0)
     assert engine.generate([Request("target", Prompt(second))])[0].finish_reason is FinishReason.ERROR
     assert engine.reuse.semblend._claims == {}
     engine.check()

@@ -25,7 +25,7 @@ from semblend.config import SemBlendConfig  # noqa: E402
 from semblend.confirm.outcome import Outcome  # noqa: E402
 from semblend.confirm.receipt import Receipt  # noqa: E402
 from semblend.engine.server.config import ServeConfig  # noqa: E402
-from semblend.engine.server.dashboard import ColdEstimate, strip  # noqa: E402
+from semblend.engine.server.dashboard import ColdEstimate, draw_strip  # noqa: E402
 from semblend.engine.server.fake_engine import FakeEngine  # noqa: E402
 from semblend.engine.server.limits import Gate  # noqa: E402
 from semblend.engine.server.routes import create_app, listen  # noqa: E402
@@ -1092,7 +1092,7 @@ def test_a_strip_covers_every_token_once_and_agrees_with_the_receipt(exact, piec
         prompt_tokens=at + tail, exact_tokens=exact, reused_tokens=held - again, recomputed_tokens=again,
         prefill_tokens=at + tail - exact - held, spans=tuple(spans), outcome=outcome,
     )  # fmt: skip
-    parts = strip(made, recomputed)
+    parts = draw_strip(made, recomputed)
     assert [part[0] for part in parts] == [0, *(part[1] for part in parts[:-1])]
     assert parts[-1][1] == made.prompt_tokens
     for kind, count in made.tokens.items():
@@ -1101,13 +1101,13 @@ def test_a_strip_covers_every_token_once_and_agrees_with_the_receipt(exact, piec
 
 def test_a_cold_estimate_learns_from_cold_requests_only():
     cold = ColdEstimate()
-    assert cold.ms(100) is None
+    assert cold.estimate_ms(100) is None
     cold.learn(receipt(prompt_tokens=100, exact_tokens=90, prefill_tokens=10, ttft_ms=5.0))
     assert cold.samples == 0
     cold.learn(receipt(prompt_tokens=100, prefill_tokens=100, ttft_ms=50.0))
-    assert cold.ms(200) == 100.0
+    assert cold.estimate_ms(200) == 100.0
     cold.learn(receipt(prompt_tokens=300, prefill_tokens=300, ttft_ms=90.0))
-    assert cold.ms(200) == 70.0
+    assert cold.estimate_ms(200) == 70.0
 
 
 def test_an_api_error_names_its_type_by_status():

@@ -89,7 +89,7 @@ class Engine:
         """Queue a request; `QueueFull` where too many wait, `InputError` where it can never be answered."""
         request.check_fits(self.max_length, self.model.spec.vocab)
         stream = Stream(request.request_id, listener)
-        sequence = self._sequence(request, stream)
+        sequence = self._make_sequence(request, stream)
         with self._lock:
             if self._closed:
                 raise SemBlendError("the engine is closed", hint="start a new one")
@@ -232,11 +232,11 @@ class Engine:
             raise SemBlendError(f"token {sampled.token} is not in the vocabulary", hint="check the model's logits")
         receipt = self.reuse.confirm(sequence) if sequence.receipt is None else None
         sequence.tokens.append(sampled.token)
-        text, sequence.finish_reason = self._text_and_finish(sequence, sampled.token)
+        text, sequence.finish_reason = self._read_text_and_finish(sequence, sampled.token)
         matched = None
         if sequence.finish_reason is FinishReason.STOP:
             matched = sampled.token if sequence.text.matched is None else sequence.text.matched
-        runs = self.reuse.recomputed(sequence) if receipt is not None else ()
+        runs = self.reuse.list_recomputed(sequence) if receipt is not None else ()
         self._say(
             sequence,
             text=text,
@@ -268,7 +268,7 @@ class Engine:
         if sequence.finish_reason is not None:
             self._retire(sequence, sequence.finish_reason)
 
-    def _text_and_finish(self, sequence: Sequence, token: int) -> tuple[str, FinishReason | None]:
+    def _read_text_and_finish(self, sequence: Sequence, token: int) -> tuple[str, FinishReason | None]:
         request = sequence.request
         ends = () if request.sampling.ignore_eos else self.model.spec.eos_ids
         if token in ends or token in request.sampling.stop_token_ids:
@@ -318,7 +318,7 @@ class Engine:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def _sequence(self, request: Request, stream: Stream) -> Sequence:
+    def _make_sequence(self, request: Request, stream: Stream) -> Sequence:
         arrival = next(self._arrivals)
         seed = request.sampling.seed
         if seed is None and self.config.seed is not None:

@@ -95,12 +95,12 @@ class Reuse:
             if isinstance(sequence.decision, ReusePlan):
                 return self._blend(sequence, sequence.decision)
         except Exception as error:  # a failure of ours costs the request time, never its answer
-            self._failed("materialize", sequence, error)
+            self._report_failure("materialize", sequence, error)
             self._start_over(sequence)
             sequence.declined = Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}")
         return False
 
-    def first_logits(self, sequence: Sequence) -> Tensor:
+    def read_first_logits(self, sequence: Sequence) -> Tensor:
         """What the blender computed after the prompt's last token, [1, vocab]."""
         assert sequence.blended is not None, "only a filled sequence has logits before it ran"
         return sequence.blended.logits_last.reshape(1, -1)
@@ -113,10 +113,10 @@ class Reuse:
             try:
                 self.semblend.confirm(receipt)
             except Exception as error:  # as with a request id that was used before: the answer goes on
-                self._failed("confirm", sequence, error)
+                self._report_failure("confirm", sequence, error)
         return receipt
 
-    def recomputed(self, sequence: Sequence) -> tuple[tuple[int, int], ...]:
+    def list_recomputed(self, sequence: Sequence) -> tuple[tuple[int, int], ...]:
         """Runs of the prompt that a donor held and that were computed again; empty where the blender does not tell."""
         blended: Blended | None = sequence.blended
         return blended.recomputed_runs if blended else ()
@@ -143,7 +143,7 @@ class Reuse:
             for tier, used in donors.used_bytes.items():
                 self.semblend.metrics.donors(self.semblend.stats().donors, used, tier)
         except Exception as error:  # a donor less; the answer goes on
-            self._failed("capture", sequence, error)
+            self._report_failure("capture", sequence, error)
 
     def forget_donors(self) -> int:
         """Drop every donor and its KV; returns how many went."""
@@ -232,7 +232,7 @@ class Reuse:
             declined = Decline(DeclineReason.QUALITY_RISK, detail)
         return build_receipt(facts, blended, declined)
 
-    def _failed(self, where: str, sequence: Sequence, error: BaseException) -> None:
+    def _report_failure(self, where: str, sequence: Sequence, error: BaseException) -> None:
         log.warning("%s failed for request %s: %s: %s", where, sequence.request_id, type(error).__name__, error)
         if self.semblend is not None and self.semblend.events:
             message = f"{type(error).__name__}: {error}"

@@ -88,7 +88,7 @@ class Runner:
         complete: list[Sequence] = []
         logits: list[Tensor] = []
         if batch.pieces:
-            rows = RowBatch.of([self._rows(piece) for piece in batch.pieces])
+            rows = RowBatch.of([self._make_rows(piece) for piece in batch.pieces])
             hidden = self._model.forward(rows, self._pool)
             ends = [last for piece, last in zip(batch.pieces, rows.last_rows, strict=True) if piece.completes]
             complete += [piece.sequence for piece in batch.pieces if piece.completes]
@@ -96,7 +96,7 @@ class Runner:
                 logits.append(self._model.logits(hidden[ends]))
         for sequence in batch.filled:
             complete.append(sequence)
-            logits.append(self._reuse.first_logits(sequence))
+            logits.append(self._reuse.read_first_logits(sequence))
         sampled = sample(torch.cat(logits), [_make_draw(sequence) for sequence in complete]) if complete else []
         elapsed_ms = (time.perf_counter() - started) * 1e3
         for piece in batch.pieces:
@@ -105,7 +105,7 @@ class Runner:
             piece.sequence.computed = piece.end
         return list(zip(complete, sampled, strict=True))
 
-    def _rows(self, piece: Piece) -> Rows:
+    def _make_rows(self, piece: Piece) -> Rows:
         sequence = piece.sequence
         slots = sequence.slots_in(self._pool)[: piece.end]
         positions = torch.arange(piece.start, piece.end, device=self._pool.device)

@@ -100,24 +100,24 @@ class Scheduler:
     def schedule(self) -> Batch:
         """The next step's work; empty only when there is nothing to do."""
         preempted = self.preemptions
-        pieces = self._decodes()
+        pieces = self._schedule_decodes()
         budget = self._config.step_tokens - len(pieces)
         for sequence in self.running:
             if sequence.in_prefill and budget > 0:
-                pieces.append(_piece(sequence, budget))
+                pieces.append(_cut_piece(sequence, budget))
                 budget -= pieces[-1].end - pieces[-1].start
         # After a preemption nobody is admitted: the one who just left would come straight back.
         while budget > 0 and self.waiting and preempted == self.preemptions:
             admitted = self._admit()
             if admitted is None:
                 break
-            pieces.append(_piece(admitted, budget))
+            pieces.append(_cut_piece(admitted, budget))
             budget -= pieces[-1].end - pieces[-1].start
         return Batch(tuple(pieces))
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
-    def _decodes(self) -> list[Piece]:
+    def _schedule_decodes(self) -> list[Piece]:
         """One token for each running answer that has room for it; whoever is preempted on the way has none."""
         pieces: list[Piece] = []
         for sequence in list(self.running):
@@ -142,7 +142,7 @@ class Scheduler:
         """Give the oldest waiting sequence blocks for all its tokens, exact ones where the cache has them."""
         if len(self.running) >= self._config.max_running:
             return None
-        place = self._next()
+        place = self._find_next()
         if place is None:
             return None
         sequence = self.waiting[place]
@@ -162,7 +162,7 @@ class Scheduler:
         self.running.append(sequence)
         return sequence
 
-    def _next(self) -> int | None:
+    def _find_next(self) -> int | None:
         """The place in line of the oldest request that has nothing to wait for; looks at the first few only."""
         computing = [
             one
@@ -170,16 +170,16 @@ class Scheduler:
             if one.in_prefill and one.receipt is None and one.exact_until >= one.prompt_tokens
         ]
         for place in range(min(len(self.waiting), MOST_OVERTAKEN + 1)):
-            if not any(self._worth_waiting(self.waiting[place], ahead) for ahead in computing):
+            if not any(self._is_worth_waiting(self.waiting[place], ahead) for ahead in computing):
                 return place
         return None
 
-    def _worth_waiting(self, sequence: Sequence, ahead: Sequence) -> bool:
+    def _is_worth_waiting(self, sequence: Sequence, ahead: Sequence) -> bool:
         """Whether ``ahead`` computes at least half of what ``sequence`` would have to compute."""
         if sequence.namespace.digest != ahead.namespace.digest:
             return False
         size = self._pool.block_tokens
-        usable = min(_common_prefix(sequence, ahead), len(sequence.tokens) - 1) // size * size
+        usable = min(_count_common_prefix(sequence, ahead), len(sequence.tokens) - 1) // size * size
         if 2 * usable < len(sequence.tokens):  # cheap, and most pairs end here
             return False
         known = len(self._radix.match(sequence.namespace.digest, sequence.tokens[:-1])) * size
@@ -203,12 +203,12 @@ class Scheduler:
         sequence.drop_kv()
 
 
-def _common_prefix(one: Sequence, other: Sequence) -> int:
+def _count_common_prefix(one: Sequence, other: Sequence) -> int:
     """How many tokens two prompts begin with alike."""
     length = min(one.prompt_tokens, other.prompt_tokens)
     differ = np.flatnonzero(one.prompt.token_ids[:length] != other.prompt.token_ids[:length])
     return int(differ[0]) if len(differ) else length
 
 
-def _piece(sequence: Sequence, budget: int) -> Piece:
+def _cut_piece(sequence: Sequence, budget: int) -> Piece:
     return Piece(sequence, sequence.computed, min(len(sequence.tokens), sequence.computed + budget))

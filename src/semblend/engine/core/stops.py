@@ -77,13 +77,13 @@ class AnswerText:
             end, self.matched = min(found)
             out, self._held = self._held[:end], ""
             return out
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        keep = max((_measure_overlap(self._held, stop) for stop in self._stops), default=0)
         cut = len(self._held) - keep
         out, self._held = self._held[:cut], self._held[cut:]
         return out
 
 
-def _overlap(text: str, stop: str) -> int:
+def _measure_overlap(text: str, stop: str) -> int:
     """Length of the longest end of ``text`` that begins ``stop``."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):

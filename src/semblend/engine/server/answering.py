@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from semblend.engine.server.call import Call, Together
+from semblend.engine.server.call import Call, CallGroup
 from semblend.engine.server.config import ServeConfig
 from semblend.engine.server.service import ParsedBody, Service
 from semblend.wire.answer import Chunk
@@ -55,34 +55,34 @@ async def answer(service: Service, request: Request, endpoint: Endpoint) -> Resp
     service.check_length(asked)
     # Ids are ours, never the caller's: they name donors, and one tenant must not replace another's.
     id = f"{endpoint.prefix}{uuid.uuid4().hex}"
-    call: Call | Together
+    call: Call | CallGroup
     if isinstance(asked, CompletionRequest) and len(asked.prompts) > 1:
         alone = [replace(asked, prompts=(prompt,)) for prompt in asked.prompts]
         calls = [Call(service, request, one, identity, endpoint.path, f"{id}.{n}") for n, one in enumerate(alone)]
-        call = Together(id, calls, request.receive)
+        call = CallGroup(id, calls, request.receive)
     else:
         call = Call(service, request, asked, identity, endpoint.path, id)
     if asked.stream:
         return EventStream(call)
-    async with call.admitted() as chunks:
-        answers = call.answers()
+    async with call.admit() as chunks:
+        answers = call.make_answers()
         async for chunk in chunks:
             answers[chunk.index].add(chunk)
-        body = call.reply().whole(answers, call.spent(answers))
+        body = call.make_reply().write_whole(answers, call.add_up(answers))
     return JSONResponse(body, headers={"X-Request-ID": call.id})
 
 
 class EventStream(Response):
     """Server-sent events. The first token decides the status, so that an early failure is a plain error answer."""
 
-    def __init__(self, call: Call | Together) -> None:
+    def __init__(self, call: Call | CallGroup) -> None:
         super().__init__(media_type="text/event-stream")
         self._call = call
         self._open = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with self._call.admitted() as chunks:
+            async with self._call.admit() as chunks:
                 await self._stream(chunks, send)
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
         except ApiError as error:
@@ -98,17 +98,17 @@ class EventStream(Response):
 
     async def _stream(self, chunks: AsyncIterator[Chunk], send: Send) -> None:
         call, reply = self._call, None
-        answers = call.answers()
+        answers = call.make_answers()
         async for chunk in chunks:
             if reply is None:
-                reply = call.reply()
+                reply = call.make_reply()
                 await self._begin(send)
-                await self._tell(send, reply.opening(len(answers)))
+                await self._tell(send, reply.write_opening(len(answers)))
             answers[chunk.index].add(chunk)
             if chunk.text or chunk.token_ids:
-                await self._tell(send, [reply.piece(chunk, answers[chunk.index])])
+                await self._tell(send, [reply.write_piece(chunk, answers[chunk.index])])
         if reply is not None:
-            await self._tell(send, reply.closing(answers, call.spent(answers)))
+            await self._tell(send, reply.write_closing(answers, call.add_up(answers)))
 
     async def _begin(self, send: Send) -> None:
         self._open = True
@@ -123,7 +123,7 @@ class EventStream(Response):
 
     async def _tell(self, send: Send, events: Sequence[Any]) -> None:
         if events:  # a client that stops reading is held to the same time limit as an engine that stops talking
-            await self._call.unless_gone(send(_event_message(events)))
+            await self._call.run_unless_gone(send(_event_message(events)))
 
 
 def _event_message(events: Sequence[Any]) -> Message:

@@ -48,28 +48,28 @@ class Call:
         self._gone: asyncio.Task[None] | None = None
 
     @asynccontextmanager
-    async def admitted(self, gone: asyncio.Task[None] | None = None) -> AsyncIterator[AsyncIterator[Chunk]]:
+    async def admit(self, gone: asyncio.Task[None] | None = None) -> AsyncIterator[AsyncIterator[Chunk]]:
         """A place at the gate and the engine's chunks; both are given back however the block ends.
 
         ``gone`` ends when the client hangs up; who watches for that already hands it over and ends it.
         """
-        service, entry = self._service, self._service.board.opened(self._entry)
-        self._gone = gone or asyncio.create_task(_until_gone(self._request.receive))
+        service, entry = self._service, self._service.board.open(self._entry)
+        self._gone = gone or asyncio.create_task(_wait_until_gone(self._request.receive))
         inside = False
         try:
-            await self.unless_gone(service.gate.enter())
+            await self.run_unless_gone(service.gate.enter())
             inside = True
-            request = await self._prepared()
-            service.board.admitted(entry, len(request.prompt))
+            request = await self._prepare()
+            service.board.admit(entry, len(request.prompt))
             async with aclosing(self._chunks(request)) as chunks:
                 yield chunks
-            service.board.closed(entry, "done")
+            service.board.close(entry, "done")
         except (ClientDisconnect, asyncio.CancelledError, GeneratorExit):
-            service.board.closed(entry, "cancelled")
+            service.board.close(entry, "cancelled")
             raise
         except Exception as error:
             told = as_api_error(error)
-            service.board.closed(entry, "failed", str(told))
+            service.board.close(entry, "failed", str(told))
             if told.status >= 500 and not isinstance(error, ApiError):
                 log.exception("request %s failed", self.id)
             raise told from error
@@ -83,24 +83,24 @@ class Call:
     async def _chunks(self, request: Request) -> AsyncGenerator[Chunk, None]:
         unfinished = set(range(self.asked.sampling.n))
         async with aclosing(self._service.engine.submit(request)) as pieces:
-            while (chunk := await self.unless_gone(_next(pieces))) is not None:
+            while (chunk := await self.run_unless_gone(_read_next(pieces))) is not None:
                 if chunk.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
                     log.error("the engine failed on request %s: %s %s", self.id, chunk.finish_reason, chunk.detail)
                     raise ApiError(500, "the engine failed on this request", hint=_SEE_LOG)
                 if chunk.finish_reason is not None:
                     unfinished.discard(chunk.index)
-                self._service.board.heard(self._entry, chunk)
+                self._service.board.record_chunk(self._entry, chunk)
                 yield chunk
         if unfinished:
             raise ApiError(500, "the engine ended before the answer did", hint="try again")
 
-    async def _prepared(self) -> Request:
+    async def _prepare(self) -> Request:
         asked, engine = self.asked, self._service.engine
-        token_ids = await self.unless_gone(asyncio.to_thread(self._token_ids))
+        token_ids = await self.run_unless_gone(asyncio.to_thread(self._tokenize))
         if not isinstance(token_ids, tuple):
             token_ids = tuple(token_ids)
         prompt = Prompt(token_ids, namespace=engine.namespace(self._identity.tenant, asked.reuse.salt))
-        limit = self._output_limit(len(prompt))
+        limit = self._limit_output(len(prompt))
         return Request(
             self.id,
             prompt,
@@ -109,7 +109,7 @@ class Call:
             opt_out=not asked.reuse.reuse,
         )
 
-    def _token_ids(self) -> Sequence[int]:
+    def _tokenize(self) -> Sequence[int]:
         """In a thread: a long text takes a tokenizer longer than other requests should wait."""
         asked, engine = self.asked, self._service.engine
         if isinstance(asked, ChatRequest):
@@ -124,7 +124,7 @@ class Call:
             )
         return asked.prompt
 
-    def _output_limit(self, prompt_tokens: int) -> int:
+    def _limit_output(self, prompt_tokens: int) -> int:
         room = self._service.engine.max_context - prompt_tokens
         wanted = self.asked.sampling.max_tokens
         if prompt_tokens == 0:
@@ -140,7 +140,7 @@ class Call:
             )
         return min(room, self._service.config.default_output_tokens) if wanted is None else wanted
 
-    async def unless_gone(self, work: Awaitable[T]) -> T:
+    async def run_unless_gone(self, work: Awaitable[T]) -> T:
         """The work's result, unless the client hangs up or the time is over first; then the work is stopped."""
         assert self._gone is not None
         left = self._service.config.request_timeout_s - (time.perf_counter() - self.started)
@@ -157,7 +157,7 @@ class Call:
                 task.cancel()
                 await asyncio.wait({task})
 
-    def reply(self, id: str = "") -> Reply:
+    def make_reply(self, id: str = "") -> Reply:
         asked, logprobs = self.asked, self.asked.sampling.logprobs is not None
         head = Head(id or self.id, self._created, self._service.engine.model)
         if isinstance(asked, ChatRequest):
@@ -167,11 +167,11 @@ class Call:
         head = replace(head, id=asked.rid or head.id)
         return GenerateReply(head, self._entry.prompt_tokens, logprobs, self._identity.admin)
 
-    def answers(self) -> list[Answer]:
+    def make_answers(self) -> list[Answer]:
         """Empty ones, to be filled by the chunks."""
         return [Answer(index) for index in range(self.asked.sampling.n)]
 
-    def spent(self, answers: Sequence[Answer]) -> Spent:
+    def add_up(self, answers: Sequence[Answer]) -> Spent:
         output, entry = sum(len(answer.token_ids) for answer in answers), self._entry
         return Spent(
             entry.prompt_tokens,
@@ -183,7 +183,7 @@ class Call:
         )
 
 
-class Together:
+class CallGroup:
     """Several prompts in one request: a call for each, with a place of its own, and one answer for all.
 
     The answers to prompt i have the indices from ``i * n`` on. The first call that fails ends all of them.
@@ -195,8 +195,8 @@ class Together:
         self._receive = receive
 
     @asynccontextmanager
-    async def admitted(self) -> AsyncIterator[AsyncIterator[Chunk]]:
-        gone = asyncio.create_task(_until_gone(self._receive))
+    async def admit(self) -> AsyncIterator[AsyncIterator[Chunk]]:
+        gone = asyncio.create_task(_wait_until_gone(self._receive))
         try:
             async with aclosing(merge([self._follow(number, gone) for number in range(len(self._calls))])) as chunks:
                 yield chunks
@@ -206,28 +206,28 @@ class Together:
 
     async def _follow(self, number: int, gone: asyncio.Task[None]) -> AsyncGenerator[Chunk, None]:
         call = self._calls[number]
-        async with call.admitted(gone) as chunks:
+        async with call.admit(gone) as chunks:
             async for chunk in chunks:
                 yield replace(chunk, index=number * call.asked.sampling.n + chunk.index)
 
-    async def unless_gone(self, work: Awaitable[T]) -> T:
-        return await self._calls[0].unless_gone(work)
+    async def run_unless_gone(self, work: Awaitable[T]) -> T:
+        return await self._calls[0].run_unless_gone(work)
 
-    def reply(self) -> Reply:
-        return self._calls[0].reply(self.id)
+    def make_reply(self) -> Reply:
+        return self._calls[0].make_reply(self.id)
 
-    def answers(self) -> list[Answer]:
+    def make_answers(self) -> list[Answer]:
         return [Answer(index) for index in range(len(self._calls) * self._calls[0].asked.sampling.n)]
 
-    def spent(self, answers: Sequence[Answer]) -> Spent:
+    def add_up(self, answers: Sequence[Answer]) -> Spent:
         n = self._calls[0].asked.sampling.n
-        return Spent.together([call.spent(answers[i * n : (i + 1) * n]) for i, call in enumerate(self._calls)])
+        return Spent.add_up([call.add_up(answers[i * n : (i + 1) * n]) for i, call in enumerate(self._calls)])
 
 
-async def _next(pieces: AsyncIterator[Chunk]) -> Chunk | None:
+async def _read_next(pieces: AsyncIterator[Chunk]) -> Chunk | None:
     return await anext(pieces, None)
 
 
-async def _until_gone(receive: Receive) -> None:
+async def _wait_until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -14,7 +14,7 @@ from typing import Any
 from semblend.confirm.fields import JsonObject
 from semblend.confirm.receipt import TOKEN_KINDS, Receipt
 from semblend.engine.server.tenants import Identity
-from semblend.wire.answer import Chunk, semblend_object
+from semblend.wire.answer import Chunk, describe_receipt
 
 MOST_REQUESTS = 200
 MOST_RANGES = 1200
@@ -28,8 +28,8 @@ class ColdEstimate:
     It is an estimate and labelled so; None until one cold request was seen.
 
     >>> cold = ColdEstimate()
-    >>> cold.seen(1000, 100.0); cold.seen(2000, 190.0)
-    >>> cold.ms(4000)
+    >>> cold.add(1000, 100.0); cold.add(2000, 190.0)
+    >>> cold.estimate_ms(4000)
     370.0
     """
 
@@ -44,12 +44,12 @@ class ColdEstimate:
         if receipt.exact_tokens or receipt.reused_tokens or receipt.ttft_ms is None:
             return
         # Compute time where it is known: time in line says nothing about the prompt, and would flatter reuse.
-        self.seen(receipt.prompt_tokens, receipt.compute_ms or receipt.ttft_ms)
+        self.add(receipt.prompt_tokens, receipt.compute_ms or receipt.ttft_ms)
 
-    def seen(self, tokens: int, ms: float) -> None:
+    def add(self, tokens: int, ms: float) -> None:
         self._seen.append((tokens, ms))
 
-    def ms(self, tokens: int) -> float | None:
+    def estimate_ms(self, tokens: int) -> float | None:
         if not self._seen:
             return None
         n = len(self._seen)
@@ -108,17 +108,17 @@ class Entry:
             "output_tokens": self.output_tokens,
             "quality": self.quality,
             "error": self.error,
-            "semblend": None if receipt is None else semblend_object(receipt, operator=operator),
-            "places_known": receipt is None or (operator and places_known(receipt, self.recomputed)),
+            "semblend": None if receipt is None else describe_receipt(receipt, operator=operator),
+            "places_known": receipt is None or (operator and are_places_known(receipt, self.recomputed)),
             "strip": [],
         }
         if receipt is not None:
-            body["strip"] = strip(receipt, self.recomputed) if operator else strip_of_counts(receipt)
+            body["strip"] = draw_strip(receipt, self.recomputed) if operator else draw_counts(receipt)
         return body | {"tenant": self.tenant} if operator else body
 
 
 @dataclass(slots=True)
-class Tally:
+class ReceiptTotals:
     """What receipts of one tenant add up to; errors and give-ups are counted beside."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -144,7 +144,7 @@ class Tally:
             self.cold_ms += entry.cold_ms
             self.saved_ms += entry.cold_ms - receipt.ttft_ms
 
-    def __iadd__(self, other: Tally) -> Tally:
+    def __iadd__(self, other: ReceiptTotals) -> ReceiptTotals:
         for name in ("outcomes", "declines", "tokens", "states"):
             getattr(self, name).update(getattr(other, name))
         self.saved_ms += other.saved_ms
@@ -172,33 +172,33 @@ class LiveBoard:
         self.cold = ColdEstimate()
         self._keep = keep
         self._entries: OrderedDict[str, Entry] = OrderedDict()
-        self._tallies: OrderedDict[str, Tally] = OrderedDict()
+        self._tallies: OrderedDict[str, ReceiptTotals] = OrderedDict()
         self._sequence = 0
 
-    def opened(self, entry: Entry) -> Entry:
+    def open(self, entry: Entry) -> Entry:
         self._entries[entry.id] = entry
         while len(self._entries) > self._keep:
             self._entries.popitem(last=False)
         return self._changed(entry)
 
-    def admitted(self, entry: Entry, prompt_tokens: int) -> None:
+    def admit(self, entry: Entry, prompt_tokens: int) -> None:
         entry.state, entry.prompt_tokens, entry.admitted = "running", prompt_tokens, time.perf_counter()
         self._changed(entry)
 
-    def heard(self, entry: Entry, chunk: Chunk) -> None:
+    def record_chunk(self, entry: Entry, chunk: Chunk) -> None:
         if chunk.token_ids and entry.first_token is None:
             entry.first_token = time.perf_counter()
         entry.output_tokens += len(chunk.token_ids)
         if chunk.receipt is not None:
             entry.receipt, entry.recomputed = chunk.receipt, chunk.recomputed
             self.cold.learn(chunk.receipt)
-            entry.cold_ms = self.cold.ms(chunk.receipt.prompt_tokens)
+            entry.cold_ms = self.cold.estimate_ms(chunk.receipt.prompt_tokens)
         self._changed(entry)
 
-    def closed(self, entry: Entry, state: str, error: str = "") -> None:
+    def close(self, entry: Entry, state: str, error: str = "") -> None:
         entry.state, entry.error, entry.closed = state, error, time.perf_counter()
         self._changed(entry)
-        self._tallies.setdefault(entry.tenant, Tally()).book(entry)
+        self._tallies.setdefault(entry.tenant, ReceiptTotals()).book(entry)
         self._tallies.move_to_end(entry.tenant)
         if len(self._tallies) > MOST_TENANTS:
             self._tallies.popitem(last=False)
@@ -209,8 +209,8 @@ class LiveBoard:
             return None
         return entry.to_dict(operator=identity.admin)
 
-    def tally(self, identity: Identity) -> Tally:
-        total = Tally()
+    def tally(self, identity: Identity) -> ReceiptTotals:
+        total = ReceiptTotals()
         for tenant, tally in self._tallies.items():
             if identity.may_see(tenant):
                 total += tally
@@ -235,17 +235,17 @@ class LiveBoard:
         return entry
 
 
-def strip(receipt: Receipt, recomputed: Ranges = ()) -> list[list[Any]]:
+def draw_strip(receipt: Receipt, recomputed: Ranges = ()) -> list[list[Any]]:
     """The prompt from left to right as ``[start, end, kind, donor]``; donor is an index into the receipt's donors.
 
     Where the engine did not say which tokens were recomputed, they stand at the heads of the spans, by share.
 
     >>> from semblend.confirm.outcome import Outcome
-    >>> strip(Receipt(request_id="r", engine="e", namespace="0" * 32, outcome=Outcome.COLD_FALLBACK,
+    >>> draw_strip(Receipt(request_id="r", engine="e", namespace="0" * 32, outcome=Outcome.COLD_FALLBACK,
     ...               prompt_tokens=9, exact_tokens=4, prefill_tokens=5))
     [[0, 4, 'exact', None], [4, 9, 'prefill', None]]
     """
-    ranges = recomputed if places_known(receipt, recomputed) else _by_share(receipt)
+    ranges = recomputed if are_places_known(receipt, recomputed) else _spread_by_share(receipt)
     donors = {donor: number for number, donor in enumerate(receipt.donor_ids)}
     parts: list[list[Any]] = []
 
@@ -266,11 +266,11 @@ def strip(receipt: Receipt, recomputed: Ranges = ()) -> list[list[Any]]:
     return parts
 
 
-def strip_of_counts(receipt: Receipt) -> list[list[Any]]:
+def draw_counts(receipt: Receipt) -> list[list[Any]]:
     """A strip in the form of `strip` that shows how many tokens of each kind there are, and not where they lie.
 
     >>> from semblend.confirm.outcome import Outcome
-    >>> strip_of_counts(Receipt(request_id="r", engine="e", namespace="0" * 32, outcome=Outcome.COLD_FALLBACK,
+    >>> draw_counts(Receipt(request_id="r", engine="e", namespace="0" * 32, outcome=Outcome.COLD_FALLBACK,
     ...                         prompt_tokens=9, exact_tokens=4, prefill_tokens=5))
     [[0, 4, 'exact', None], [4, 9, 'prefill', None]]
     """
@@ -283,13 +283,13 @@ def strip_of_counts(receipt: Receipt) -> list[list[Any]]:
     return parts
 
 
-def places_known(receipt: Receipt, recomputed: Ranges) -> bool:
+def are_places_known(receipt: Receipt, recomputed: Ranges) -> bool:
     """Whether a strip can show where tokens were recomputed, and not only how many: told, and not too many to draw."""
     told = sum(end - start for start, end in recomputed) == receipt.recomputed_tokens
     return told and len(recomputed) + 2 * len(receipt.spans) <= MOST_RANGES
 
 
-def _by_share(receipt: Receipt) -> Ranges:
+def _spread_by_share(receipt: Receipt) -> Ranges:
     if not receipt.recomputed_tokens or not receipt.spans:
         return ()
     share = min(1.0, receipt.recomputed_tokens / receipt.span_tokens)

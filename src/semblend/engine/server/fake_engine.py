@@ -156,7 +156,7 @@ class FakeEngine:
 
     def _prefill(self, request: Request) -> tuple[Receipt, tuple[tuple[int, int], ...]]:
         prompt, started = request.prompt, time.perf_counter()
-        exact = self._exact_prefix(prompt)
+        exact = self._find_exact_prefix(prompt)
         mode = request.quality or self.semblend.config.quality
         plan: ReusePlan | Decline = self.semblend.lookup(
             prompt,
@@ -167,8 +167,8 @@ class FakeEngine:
         if isinstance(plan, ReusePlan):
             plan = self.semblend.claim(plan, request.request_id)
         lookup_ms = 1000 * (time.perf_counter() - started)
-        spans = _without_last_token(plan.spans, len(prompt)) if isinstance(plan, ReusePlan) else ()
-        recomputed = _recomputed(spans, balanced=mode == "balanced")
+        spans = _drop_last_token(plan.spans, len(prompt)) if isinstance(plan, ReusePlan) else ()
+        recomputed = _choose_recomputed(spans, balanced=mode == "balanced")
         held = sum(span.length for span in spans)
         counts = FakeWork(held, sum(end - start for start, end in recomputed), len(spans), len(prompt))
         if counts.reused_tokens > 0 and isinstance(plan, ReusePlan):
@@ -192,7 +192,7 @@ class FakeEngine:
         counts = replace(counts, compute_ms=1000 * self.pace.ttft_s(computed, 0))
         return self.semblend.confirm(build_receipt(facts, counts)), recomputed
 
-    def _exact_prefix(self, prompt: Prompt) -> int:
+    def _find_exact_prefix(self, prompt: Prompt) -> int:
         """Whole blocks that an earlier prompt of this namespace begins with too; the last token is never among them."""
         longest = 0
         for namespace, tokens in self._prefixes:
@@ -229,7 +229,7 @@ class FakeEngine:
                     index=index,
                     text=piece,
                     token_ids=tuple(self.encode(piece)[:1]) or (0,),
-                    logprobs=() if sampling.logprobs is None else (_logprob(piece, sampling.logprobs),),
+                    logprobs=() if sampling.logprobs is None else (_make_logprob(piece, sampling.logprobs),),
                 )
                 if matched is not None:
                     break
@@ -249,7 +249,7 @@ class FakeEngine:
         return pieces[:most]
 
 
-def _without_last_token(spans: tuple[Span, ...], prompt_tokens: int) -> tuple[Span, ...]:
+def _drop_last_token(spans: tuple[Span, ...], prompt_tokens: int) -> tuple[Span, ...]:
     """The last token is always computed: its logits are the answer's first token."""
     last = spans[-1]
     if last.target_end < prompt_tokens:
@@ -258,7 +258,7 @@ def _without_last_token(spans: tuple[Span, ...], prompt_tokens: int) -> tuple[Sp
     return (*spans[:-1], cut) if cut.length else spans[:-1]
 
 
-def _recomputed(spans: Sequence[Span], *, balanced: bool) -> tuple[tuple[int, int], ...]:
+def _choose_recomputed(spans: Sequence[Span], *, balanced: bool) -> tuple[tuple[int, int], ...]:
     """The seams, and in balanced mode a tenth of the rest in short runs, as a model would choose by attention."""
     ranges: list[tuple[int, int]] = []
     for number, span in enumerate(spans):
@@ -270,7 +270,7 @@ def _recomputed(spans: Sequence[Span], *, balanced: bool) -> tuple[tuple[int, in
     return tuple(ranges)
 
 
-def _logprob(piece: str, top: int) -> Logprob:
+def _make_logprob(piece: str, top: int) -> Logprob:
     share = 0.5 + int.from_bytes(hashlib.blake2b(piece.encode(), digest_size=2).digest(), "big") / 2**17
     others = tuple(Logprob(f"{piece}~{rank}", rank, math.log((1 - share) / (rank + 1))) for rank in range(1, top))
     drawn = Logprob(piece, 0, math.log(share))

@@ -37,14 +37,14 @@ def refuse_foreign_page(host: str, origin: str | None, config: ServeConfig) -> N
 
     Without this, any page that a person opens could read their donors or flush their cache.
     """
-    if config.local_only and not _is_local(_name_of(f"//{host}")):
+    if config.local_only and not _is_local(_read_host(f"//{host}")):
         raise ApiError(403, f"this server does not answer to the name {host[:100]!r}", hint="call it as localhost")
-    if origin is None or origin in config.origins or _part(origin, "netloc") == host:
+    if origin is None or origin in config.origins or _read_part(origin, "netloc") == host:
         return
     raise ApiError(403, f"the page {origin[:100]!r} may not call this server", hint="add it to the allowed origins")
 
 
-def _part(url: str, name: str) -> str | None:
+def _read_part(url: str, name: str) -> str | None:
     try:
         found: str | None = getattr(urlsplit(url), name)
     except ValueError:
@@ -52,8 +52,8 @@ def _part(url: str, name: str) -> str | None:
     return found
 
 
-def _name_of(url: str) -> str:
-    return _part(url, "hostname") or ""
+def _read_host(url: str) -> str:
+    return _read_part(url, "hostname") or ""
 
 
 def _is_local(name: str) -> bool:

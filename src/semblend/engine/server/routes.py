@@ -119,7 +119,7 @@ class Routes:
             ("GET", "/api/requests/{request_id}", self.one_request),
             ("GET", "/api/donors", self.donors),
             ("GET", "/api/stats", self.stats),
-            *(("GET", path, _page(name, kind)) for path, (name, kind) in PAGES.items()),
+            *(("GET", path, _make_page_route(name, kind)) for path, (name, kind) in PAGES.items()),
         ]
 
     def paths(self) -> list[str]:
@@ -134,13 +134,13 @@ class Routes:
     async def models(self, request: Request) -> Response:
         self.service.identify(request)
         names = (self.service.engine.model, *self.service.config.aliases)
-        return JSONResponse({"object": "list", "data": [self._card(name) for name in names]})
+        return JSONResponse({"object": "list", "data": [self._describe_model(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
         self.service.identify(request)
         name = request.path_params["name"]
         self.service.check_model(name)
-        return JSONResponse(self._card(name))
+        return JSONResponse(self._describe_model(name))
 
     async def health(self, request: Request) -> Response:
         del request
@@ -149,12 +149,12 @@ class Routes:
 
     async def metrics(self, request: Request) -> Response:
         if not self.service.config.public_metrics:
-            self._admin(request)
+            self._require_admin(request)
         return PlainTextResponse(write_metrics(self.service.gate, self.responses), media_type=CONTENT_TYPE)
 
     async def flush(self, request: Request) -> Response:
         """Everyone's cache goes, so that only an admin may ask for it."""
-        self._admin(request)
+        self._require_admin(request)
         gone = await asyncio.to_thread(self.service.engine.reset)
         return JSONResponse({"success": True, "donors_forgotten": gone})
 
@@ -163,7 +163,7 @@ class Routes:
         after = request.query_params.get("after", "0")
         if not after.isdecimal():
             raise ApiError(400, f"after is {after[:40]!r}, not a number", hint="pass the last sequence", param="after")
-        gate, donors = self.service.gate, self._donors(identity)
+        gate, donors = self.service.gate, self._list_donors(identity)
         body = self.service.board.news(identity, int(after))
         body |= {
             "model": self.service.engine.model,
@@ -187,9 +187,9 @@ class Routes:
     async def donors(self, request: Request) -> Response:
         """How many donors there are; which ones is for an admin only."""
         identity = self.service.identify(request)
-        donors = self._donors(identity)
+        donors = self._list_donors(identity)
         latest = donors[: -MOST_DONORS_SHOWN - 1 : -1] if identity.admin else []
-        return JSONResponse({"count": len(donors), "donors": [_donor(donor) for donor in latest]})
+        return JSONResponse({"count": len(donors), "donors": [_describe_donor(donor) for donor in latest]})
 
     async def stats(self, request: Request) -> Response:
         identity = self.service.identify(request)
@@ -202,14 +202,14 @@ class Routes:
             body["responses"] = {f"{path} {status}": count for (path, status), count in sorted(self.responses.items())}
         return JSONResponse(body)
 
-    def _donors(self, identity: Identity) -> list[Donor]:
+    def _list_donors(self, identity: Identity) -> list[Donor]:
         return [donor for donor in self.service.engine.donors() if identity.may_see(donor.namespace.tenant)]
 
-    def _admin(self, request: Request) -> None:
+    def _require_admin(self, request: Request) -> None:
         if not self.service.identify(request).admin:
             raise ApiError(403, "this needs an admin key", hint="send an admin's API key")
 
-    def _card(self, name: str) -> dict[str, Any]:
+    def _describe_model(self, name: str) -> dict[str, Any]:
         engine = self.service.engine
         return {
             "id": name,
@@ -260,7 +260,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
     return error_response(as_api_error(error))
 
 
-def _page(name: str, kind: str) -> Callable[..., Awaitable[Response]]:
+def _make_page_route(name: str, kind: str) -> Callable[..., Awaitable[Response]]:
     body = (STATIC / name).read_bytes()
 
     async def page(request: Request) -> Response:
@@ -270,7 +270,7 @@ def _page(name: str, kind: str) -> Callable[..., Awaitable[Response]]:
     return page
 
 
-def _donor(donor: Donor) -> dict[str, Any]:
+def _describe_donor(donor: Donor) -> dict[str, Any]:
     return {
         "donor_id": donor.donor_id,
         "tokens": donor.token_count,

@@ -51,7 +51,7 @@ class Tenants:
     def __init__(
         self, keys: Mapping[str, str] | None = None, *, admin_keys: Iterable[str] = (), fronts: Iterable[str] = ()
     ) -> None:
-        named = [(key, Identity(_checked(tenant))) for key, tenant in (keys or {}).items()]
+        named = [(key, Identity(_check(tenant))) for key, tenant in (keys or {}).items()]
         named += [(key, Identity("", admin=True)) for key in admin_keys]
         if any(not isinstance(key, str) or not key.strip() for key, _ in named):
             raise ConfigError("an API key is empty", hint="remove it, or give it a value")
@@ -70,7 +70,7 @@ class Tenants:
             return self._by_key(key)
         trusted = self._is_front(address)
         if trusted and claimed:
-            return Identity(_checked_claim(claimed))
+            return Identity(_check_claim(claimed))
         if self._keys:
             raise ApiError(401, "no API key", hint="send 'Authorization: Bearer <key>'", code="missing_api_key")
         return Identity("", admin=not self._fronts)
@@ -122,7 +122,7 @@ def _network(front: str) -> _Network:
         ) from None
 
 
-def _checked(tenant: str) -> str:
+def _check(tenant: str) -> str:
     if not isinstance(tenant, str) or not tenant or len(tenant) > LONGEST_TENANT or not tenant.isprintable():
         raise ConfigError(
             f"tenant {tenant!r} cannot be used", hint=f"1 to {LONGEST_TENANT} printable characters, not empty"
@@ -130,8 +130,8 @@ def _checked(tenant: str) -> str:
     return tenant
 
 
-def _checked_claim(tenant: str) -> str:
+def _check_claim(tenant: str) -> str:
     try:
-        return _checked(tenant)
+        return _check(tenant)
     except ConfigError as error:
         raise ApiError(400, f"X-Tenant-ID: {error.message}", hint=error.hint, param="X-Tenant-ID") from None

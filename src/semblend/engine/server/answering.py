@@ -53,6 +53,7 @@ async def answer(service: Service, request: Request, endpoint: Endpoint) -> Resp
     asked = endpoint.parse(await read_json(request, service.config), most_n=service.config.max_n)
     service.check_model(asked.model)
     service.check_length(asked)
+    service.check_token_ids(asked)
     # Ids are ours, never the caller's: they name donors, and one tenant must not replace another's.
     id = f"{endpoint.prefix}{uuid.uuid4().hex}"
     call: Call | CallGroup

@@ -114,15 +114,7 @@ class Call:
         asked, engine = self.asked, self._service.engine
         if isinstance(asked, ChatRequest):
             return engine.encode_chat(asked.messages)
-        if isinstance(asked.prompt, str):
-            return engine.encode(asked.prompt)
-        highest = max(asked.prompt)
-        if highest >= engine.vocab:
-            name = "prompt" if isinstance(asked, CompletionRequest) else "input_ids"
-            raise ApiError(
-                400, f"token id {highest} is not in the vocabulary", hint=f"ids are below {engine.vocab}", param=name
-            )
-        return asked.prompt
+        return engine.encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
 
     def _limit_output(self, prompt_tokens: int) -> int:
         room = self._service.engine.max_context - prompt_tokens

@@ -48,6 +48,20 @@ class Service:
             param, lengths = "text", [len(asked.prompt)] if isinstance(asked.prompt, str) else []
         refuse_long_texts(lengths, context_chars, self.config.max_list_chars, param)
 
+    def check_token_ids(self, asked: ParsedBody) -> None:
+        """Refuse token ids outside the vocabulary, before any prompt of the request takes a place in line."""
+        if isinstance(asked, ChatRequest):
+            return
+        param, prompts = (
+            ("prompt", asked.prompts) if isinstance(asked, CompletionRequest) else ("input_ids", (asked.prompt,))
+        )
+        vocab = self.engine.vocab
+        highest = max((max(prompt) for prompt in prompts if not isinstance(prompt, str)), default=0)
+        if highest >= vocab:
+            raise ApiError(
+                400, f"token id {highest} is not in the vocabulary", hint=f"ids are below {vocab}", param=param
+            )
+
     def check_model(self, model: str) -> None:
         names = (self.engine.model, *self.config.aliases)
         if model and model not in names:

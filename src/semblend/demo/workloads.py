@@ -56,8 +56,8 @@ def workloads(*, long: bool = False) -> tuple[Workload, ...]:
 def dialogue(*, long: bool = False) -> Dialogue:
     """A conversation about one document; in its second turn a text is pasted that another conversation has read."""
     words = (LONG_WORDS if long else SHORT_WORDS) // 2
-    plan = texts.lengthened(texts.EXPEDITION, 31, words)
-    pasted = texts.lengthened(texts.LIGHTHOUSE, 37, words)
+    plan = texts.lengthen(texts.EXPEDITION, 31, words)
+    pasted = texts.lengthen(texts.LIGHTHOUSE, 37, words)
     return Dialogue(
         "dialogue of three turns",
         "history comes from the exact prefix cache, the pasted text from a donor",
@@ -107,7 +107,7 @@ def _ask(system: str, text: str, question: str) -> Chat:
 
 
 def _same_document(words: int, seed: int = 11, asked: tuple[str, str] = _LIGHTHOUSE_QUESTIONS[1]) -> Workload:
-    document = texts.lengthened(texts.LIGHTHOUSE, seed, words)
+    document = texts.lengthen(texts.LIGHTHOUSE, seed, words)
     return Workload(
         "same_document",
         "same document, other question",
@@ -119,7 +119,7 @@ def _same_document(words: int, seed: int = 11, asked: tuple[str, str] = _LIGHTHO
 
 
 def _edited_document(words: int, seed: int = 17, asked: tuple[str, str] = _LEASE_QUESTIONS[0]) -> Workload:
-    document = texts.lengthened(texts.LEASE, seed, words)
+    document = texts.lengthen(texts.LEASE, seed, words)
     before = _edited(document)
     return Workload(
         "edited_document",
@@ -134,9 +134,9 @@ def _edited_document(words: int, seed: int = 17, asked: tuple[str, str] = _LEASE
 
 def _several_donors(words: int, seed: int = 23, asked: tuple[str, str] = _NOTES_QUESTIONS[0]) -> Workload:
     notes = (texts.ORCHESTRA, texts.GLASSWORKS, texts.BEES)
-    passages = [texts.lengthened(note, seed + 1000 * n, words // 3) for n, note in enumerate(notes, 1)]
+    passages = [texts.lengthen(note, seed + 1000 * n, words // 3) for n, note in enumerate(notes, 1)]
     donors = tuple(
-        _ask(CLERK, f"{texts.chronicle(seed + 5000 * n, words // 6)}\n{passage}", "What comes first?")
+        _ask(CLERK, f"{texts.write_chronicle(seed + 5000 * n, words // 6)}\n{passage}", "What comes first?")
         for n, passage in enumerate(passages, 1)
     )
     return Workload(

@@ -33,6 +33,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
+def parted(caches: list[torch.Tensor], axis: int) -> KvLayout:
+    """vLLM's caches, one tensor a layer, as views; keys and values part at ``axis``."""
+    k, v = (tuple(cache.select(axis, side) for cache in caches) for side in (0, 1))
+    return KvLayout(k, v)
+
+
 def pool(kind: str, layers: int, slots: int, heads: int, d: int, dtype: torch.dtype, block: int = 4) -> KvLayout:
     """A pool of the named engine, filled with a value that no splice writes."""
 
@@ -43,13 +49,13 @@ def pool(kind: str, layers: int, slots: int, heads: int, d: int, dtype: torch.dt
     if kind == "ours":
         return KvLayout.of_pool(full(layers, slots, heads, d), full(layers, slots, heads, d))
     if kind == "vllm keys first":
-        return KvLayout.vllm([full(2, blocks, block, heads, d) for _ in range(layers)], block)
+        return parted([full(2, blocks, block, heads, d) for _ in range(layers)], 0)
     if kind == "vllm side by side":
-        return KvLayout.vllm([full(blocks, 2, block, heads, d) for _ in range(layers)], block)
+        return parted([full(blocks, 2, block, heads, d) for _ in range(layers)], 1)
     if kind == "vllm heads outside":
-        return KvLayout.vllm([full(2, blocks, heads, block, d).transpose(2, 3) for _ in range(layers)], block)
+        return parted([full(2, blocks, heads, block, d).transpose(2, 3) for _ in range(layers)], 0)
     buffers = [[full(slots, heads, d) for _ in range(layers)] for _ in range(2)]
-    return KvLayout.sglang(*buffers)
+    return KvLayout.of_rows(*buffers)
 
 
 KINDS = ["ours", "vllm keys first", "vllm side by side", "vllm heads outside", "sglang"]

@@ -23,13 +23,18 @@ def ours():
     return KvLayout.of_pool(k, v), lambda layer, s, h, d: (k[layer, s, h, d], v[layer, s, h, d])
 
 
+def parted(caches, axis):
+    """vLLM's caches, one tensor a layer, as views; keys and values part at ``axis``."""
+    return KvLayout(*(tuple(cache.select(axis, side) for cache in caches) for side in (0, 1)))
+
+
 def vllm_keys_first():
     caches = [numbered(2, BLOCKS, BLOCK, HEADS, DIM) + 1e4 * layer for layer in range(LAYERS)]
 
     def at(layer, s, h, d):
         return tuple(caches[layer][side, s // BLOCK, s % BLOCK, h, d] for side in (0, 1))
 
-    return KvLayout.vllm(caches, BLOCK), at
+    return parted(caches, 0), at
 
 
 def vllm_side_by_side():
@@ -38,7 +43,7 @@ def vllm_side_by_side():
     def at(layer, s, h, d):
         return tuple(caches[layer][s // BLOCK, side, s % BLOCK, h, d] for side in (0, 1))
 
-    return KvLayout.vllm(caches, BLOCK), at
+    return parted(caches, 1), at
 
 
 def vllm_heads_outside():
@@ -47,12 +52,12 @@ def vllm_heads_outside():
     def at(layer, s, h, d):
         return tuple(stored[layer][side, s // BLOCK, h, s % BLOCK, d] for side in (0, 1))
 
-    return KvLayout.vllm([cache.transpose(2, 3) for cache in stored], BLOCK), at
+    return parted([cache.transpose(2, 3) for cache in stored], 0), at
 
 
 def sglang():
     k, v = ([numbered(SLOTS, HEADS, DIM) + 1e4 * (2 * layer + side) for layer in range(LAYERS)] for side in (0, 1))
-    return KvLayout.sglang(k, v), lambda layer, s, h, d: (k[layer][s, h, d], v[layer][s, h, d])
+    return KvLayout.of_rows(k, v), lambda layer, s, h, d: (k[layer][s, h, d], v[layer][s, h, d])
 
 
 ALL = [ours, vllm_keys_first, vllm_side_by_side, vllm_heads_outside, sglang]
@@ -95,14 +100,6 @@ def test_layer_starts_lead_from_the_first_layer_to_every_other(make):
             assert layout.k[0].data_ptr() + int(layout.layer_starts[layer, side]) * size == tensor.data_ptr()
 
 
-def test_two_blocks_look_like_keys_and_values_until_someone_says_which():
-    caches = [numbered(2, 2, BLOCK, HEADS, DIM)]
-    with pytest.raises(InputError, match="look alike"):
-        KvLayout.vllm(caches, BLOCK)
-    assert torch.equal(KvLayout.vllm(caches, BLOCK, kv_axis=0).v[0], caches[0][1])
-    assert torch.equal(KvLayout.vllm(caches, BLOCK, kv_axis=1).v[0], caches[0][:, 1])
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -112,11 +109,7 @@ def test_two_blocks_look_like_keys_and_values_until_someone_says_which():
         (lambda: KvLayout.of_pool(numbered(1, 0, 2, 4), numbered(1, 0, 2, 4)), "KV of shape"),
         (lambda: KvLayout.of_pool(*(numbered(1, 8, 2, 4).to(torch.int8) for _ in range(2))), "int8 cannot be spliced"),
         (lambda: KvLayout.of_pool(*(numbered(1, 8, 2, 4).transpose(2, 3) for _ in range(2))), "not adjacent"),
-        (lambda: KvLayout.sglang([numbered(8, 2)], [numbered(8, 2)]), r"a layer of shape \[8, 2\]"),
-        (lambda: KvLayout.vllm([numbered(2, 6, 8, 2, 4)], 16), "blocks of 16"),
-        (lambda: KvLayout.vllm([numbered(3, 6, 4, 2, 4)], 4), "no axis of two"),
-        (lambda: KvLayout.vllm([numbered(2, 6, 4, 2, 4)], 4, kv_axis=1), "no axis of two"),
-        (lambda: KvLayout.vllm([numbered(2, 6, 4, 2, 4), numbered(6, 2, 4, 2, 4)], 4), "different axes"),
+        (lambda: KvLayout.of_rows([numbered(8, 2)], [numbered(8, 2)]), r"a layer of shape \[8, 2\]"),
     ],
 )
 def test_tensors_that_are_no_kv_cache_are_refused_with_a_hint(make, words):

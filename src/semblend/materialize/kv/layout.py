@@ -91,22 +91,11 @@ class KvLayout:
     @classmethod
     def of_pool(cls, pool_k: Tensor, pool_v: Tensor) -> KvLayout:
         """The embedded engine's pool: ``[layers, slots, kv_heads, head_dim]`` for keys, the same for values."""
-        return cls(_rows(pool_k.unbind(0)), _rows(pool_v.unbind(0)))
+        return cls.of_rows(pool_k.unbind(0), pool_v.unbind(0))
 
     @classmethod
-    def vllm(cls, kv_caches: Sequence[Tensor], block_tokens: int, kv_axis: int | None = None) -> KvLayout:
-        """vLLM's caches, one tensor per layer; ``kv_axis`` says where keys and values part, if the shape does not."""
-        axes = {_kv_axis(cache, block_tokens, kv_axis) for cache in kv_caches}
-        if len(axes) != 1:
-            raise InputError("layers part keys and values at different axes", hint="give caches of one kind")
-        axis = axes.pop()
-        return cls(
-            tuple(cache.select(axis, 0) for cache in kv_caches), tuple(cache.select(axis, 1) for cache in kv_caches)
-        )
-
-    @classmethod
-    def sglang(cls, k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor]) -> KvLayout:
-        """SGLang's token-to-KV pool: per layer ``[slots, kv_heads, head_dim]``."""
+    def of_rows(cls, k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor]) -> KvLayout:
+        """A cache without blocks: per layer ``[slots, kv_heads, head_dim]``, as SGLang's token-to-KV pool."""
         return cls(_rows(k_buffers), _rows(v_buffers))
 
     @property
@@ -219,20 +208,3 @@ def _rows(buffers: Iterable[Tensor]) -> tuple[Tensor, ...]:
         if buffer.dim() != 3:
             raise InputError(f"a layer of shape {list(buffer.shape)}", hint="expected [slots, kv_heads, head_dim]")
     return tuple(buffer.unsqueeze(1) for buffer in kept)
-
-
-def _kv_axis(cache: Tensor, block_tokens: int, given: int | None) -> int:
-    if cache.dim() != 5 or cache.shape[2] != block_tokens:
-        raise InputError(
-            f"a vLLM cache of shape {list(cache.shape)} with blocks of {block_tokens} tokens",
-            hint="expected [2, blocks, block, heads, d] or [blocks, 2, block, heads, d]",
-        )
-    possible = [axis for axis in (0, 1) if cache.shape[axis] == 2]
-    if given is None and len(possible) == 2:
-        raise InputError("two blocks and two of K and V look alike", hint="say kv_axis=0 or kv_axis=1")
-    axis = possible[0] if given is None and possible else given
-    if axis not in possible:
-        raise InputError(
-            f"no axis of two for keys and values in {list(cache.shape)}", hint="axis 0 or 1 must have size 2"
-        )
-    return axis

@@ -233,7 +233,9 @@ def test_smollm2_gives_the_logits_of_transformers() -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     ours = Model.load(path, dtype=torch.float32)
     some = torch.randint(100, 40_000, (LENGTH,), generator=torch.Generator().manual_seed(3))
-    want = expected(theirs.eval(), some)
-    for passes in ([EVERY], [EVERY[:30], EVERY[30:]], [EVERY, EVERY[::4]]):
-        # Seen: 8e-5. One weight of layer 7 moved by 0.05 gives 9e-4, so 1e-3 would let a mistake pass.
-        assert (computed_in(ours, some, passes) - want).abs().max() <= 2e-4
+    # Without oneDNN, whose float32 products round more coarsely on ARM: 5e-4 there instead of 1e-4.
+    with torch.backends.mkldnn.flags(enabled=False):
+        want = expected(theirs.eval(), some)
+        for passes in ([EVERY], [EVERY[:30], EVERY[30:]], [EVERY, EVERY[::4]]):
+            # Seen: 1e-4. One weight of layer 7 moved by 0.05 gives 9e-4, so 1e-3 would let a mistake pass.
+            assert (computed_in(ours, some, passes) - want).abs().max() <= 2e-4

@@ -18,7 +18,7 @@ DESCRIPTION = "What a cache should keep, and how much memory it needs (simulated
 
 def build_parser(words: Sequence[str] = ()) -> Parser:
     """The command line of the command that ``words`` name, or all of it; docs/reference is generated from it."""
-    return commandline.parser_of("semantickv", DESCRIPTION, commandline.asked_for(words, COMMANDS))
+    return commandline.parser_of("semantickv", DESCRIPTION, commandline.choose_commands(words, COMMANDS))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

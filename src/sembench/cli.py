@@ -38,7 +38,7 @@ DESCRIPTION = "Did reuse really help, and did it do no harm."
 
 def build_parser(words: Sequence[str] = ()) -> Parser:
     """Return the parser of the command that ``words`` name, or of all commands. docs/reference is generated from it."""
-    return commandline.parser_of("sembench", DESCRIPTION, commandline.asked_for(words, COMMANDS))
+    return commandline.parser_of("sembench", DESCRIPTION, commandline.choose_commands(words, COMMANDS))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -148,7 +148,7 @@ def load_config(
     0.7
     """
     found = _gather(os.environ if environ is None else environ, file)
-    return SemBlendConfig(**_known({name: value for name, (value, _) in found.items()} | arguments))
+    return SemBlendConfig(**_check_names({name: value for name, (value, _) in found.items()} | arguments))
 
 
 def setting_sources(environ: Mapping[str, str] | None = None, file: str | Path | None = None) -> dict[str, str]:
@@ -171,7 +171,7 @@ def _gather(environ: Mapping[str, str], file: str | Path | None) -> dict[str, tu
     return values
 
 
-def _known(values: dict[str, Any]) -> dict[str, Any]:
+def _check_names(values: dict[str, Any]) -> dict[str, Any]:
     names = {setting.name for setting in SETTINGS}
     for name in values:
         if name not in names:

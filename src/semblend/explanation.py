@@ -37,7 +37,7 @@ class Explanation:
     def __str__(self) -> str:
         lines = [_headline(self.decision, self.prompt_tokens)]
         for stage in self.stages:
-            facts = ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in stage.facts.items())
+            facts = ", ".join(f"{name.replace('_', ' ')} {_format_value(value)}" for name, value in stage.facts.items())
             lines.append(f"  {stage.name:<12} {stage.ms:8.3f} ms  {facts}")
         if isinstance(self.decision, ReusePlan):
             lines.append(f"  {'target':>17}  {'tokens':>7}  {'donor position':>14}  {'shift':>7}  donor")
@@ -114,5 +114,5 @@ def _headline(decision: ReusePlan | Decline, prompt_tokens: int) -> str:
     )
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "unknown" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)

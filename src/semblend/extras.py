@@ -51,7 +51,7 @@ def requirements() -> tuple[Requirement, ...]:
 
 def extras() -> dict[str, tuple[Requirement, ...]]:
     """Extra to its packages, in the order of the table above; an extra may bring none."""
-    found: dict[str, list[Requirement]] = {name: [] for name in _declared_extras()}
+    found: dict[str, list[Requirement]] = {name: [] for name in _read_declared_extras()}
     for one in requirements():
         if one.extra:
             found.setdefault(one.extra, []).append(one)
@@ -59,7 +59,7 @@ def extras() -> dict[str, tuple[Requirement, ...]]:
     return {name: tuple(found[name]) for name in [*known, *sorted(found.keys() - NEEDED_BY.keys())]}
 
 
-def _declared_extras() -> list[str]:
+def _read_declared_extras() -> list[str]:
     try:
         return metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
     except metadata.PackageNotFoundError:

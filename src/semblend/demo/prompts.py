@@ -59,11 +59,11 @@ def _prompt(library: SemBlend, prompt: Prompt) -> CalibrationPrompt | None:
     return CalibrationPrompt(
         _tuple(prompt.token_ids),
         tuple(_tuple(held) for held in tokens.values() if held is not None),
-        tuple(_numbered(span, names) for span in spans),
+        tuple(_number_spans(span, names) for span in spans),
     )
 
 
-def _numbered(span: Span, names: list[str]) -> Span:
+def _number_spans(span: Span, names: list[str]) -> Span:
     return replace(span, donor_id=str(names.index(span.donor_id)), generation=0)
 
 

@@ -50,7 +50,7 @@ EDITS = (("4917", "2385"), ("twelve", "twenty"), ("mayor", "priest"))
 def workloads(*, long: bool = False) -> tuple[Workload, ...]:
     """The three prompts of the demo."""
     words = LONG_WORDS if long else SHORT_WORDS
-    return (_same_document(words), _edited_document(words), _several_donors(words))
+    return (_same_document(words), _make_edited_document(words), _several_donors(words))
 
 
 def dialogue(*, long: bool = False) -> Dialogue:
@@ -76,7 +76,7 @@ def calibration(*, long: bool = False) -> Iterator[Workload]:
     words = LONG_WORDS if long else SHORT_WORDS
     for seed in range(100, 1000, 10):
         yield _same_document(words, seed, _LIGHTHOUSE_QUESTIONS[seed // 10 % len(_LIGHTHOUSE_QUESTIONS)])
-        yield _edited_document(words, seed + 1, _LEASE_QUESTIONS[seed // 10 % len(_LEASE_QUESTIONS)])
+        yield _make_edited_document(words, seed + 1, _LEASE_QUESTIONS[seed // 10 % len(_LEASE_QUESTIONS)])
         yield _several_donors(words, seed + 2, _NOTES_QUESTIONS[seed // 10 % len(_NOTES_QUESTIONS)])
 
 
@@ -118,9 +118,9 @@ def _same_document(words: int, seed: int = 11, asked: tuple[str, str] = _LIGHTHO
     )
 
 
-def _edited_document(words: int, seed: int = 17, asked: tuple[str, str] = _LEASE_QUESTIONS[0]) -> Workload:
+def _make_edited_document(words: int, seed: int = 17, asked: tuple[str, str] = _LEASE_QUESTIONS[0]) -> Workload:
     document = texts.lengthen(texts.LEASE, seed, words)
-    before = _edited(document)
+    before = _apply_edits(document)
     return Workload(
         "edited_document",
         "edited document",
@@ -149,7 +149,7 @@ def _several_donors(words: int, seed: int = 23, asked: tuple[str, str] = _NOTES_
     )
 
 
-def _edited(document: str) -> str:
+def _apply_edits(document: str) -> str:
     """What the donor said: other words of `EDITS`, each in one place."""
     for now, before in EDITS:
         head, found, tail = document.partition(now)

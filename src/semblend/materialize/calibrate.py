@@ -116,7 +116,7 @@ def table_of(
     risk = RiskModel(
         {step: fit_weights([(p.features, p.true_kl) for p in by_step[step]]) for step in STEPS} if enough else {}
     )
-    expected = {step: _expected(by_step[step], fit=enough) for step in STEPS}
+    expected = {step: _expect(by_step[step], fit=enough) for step in STEPS}
     chosen = {
         step: choose(list(zip(expected[step], (p.true_kl for p in by_step[step]), strict=True)), harm, false_safe)
         for step in STEPS
@@ -146,7 +146,7 @@ def table_of(
     return Thresholds(kl_10, kl_20, kl_40, **begins, risk=risk, provenance=provenance)
 
 
-def _expected(pairs: Sequence[Pair], *, fit: bool) -> list[float]:
+def _expect(pairs: Sequence[Pair], *, fit: bool) -> list[float]:
     """What the gate would expect of each prompt, weighed on the others: no prompt judges itself."""
     if not fit:
         return [pair.features.settled for pair in pairs]
@@ -177,7 +177,7 @@ def measure(
     try:
         target = Placed(prompt.tokens, pool.slots_of(blocks, 0, len(prompt.tokens)))
 
-        def prepared(asked: QualitySettings) -> Blended | None:
+        def prepare(asked: QualitySettings) -> Blended | None:
             done = Blender(model, donor_kv, asked).prepare(target, plan)
             if isinstance(done, Blended):
                 return done
@@ -185,10 +185,10 @@ def measure(
                 return None
             raise InputError(f"a calibration prompt was declined: {done.detail}", hint="check its spans")
 
-        exact = prepared(replace(base, mode="exact"))
+        exact = prepare(replace(base, mode="exact"))
         cold = exact.logits_last if exact is not None else None
         for step in (step for step in base.steps if step.percent in STEPS):
-            done = prepared(replace(base, mode="balanced", steps=(step,)))
+            done = prepare(replace(base, mode="balanced", steps=(step,)))
             if done is None or cold is None:
                 continue
             if done.features is not None and done.glance is not None and done.decision == "accepted":

@@ -492,7 +492,7 @@ def test_a_move_that_fails_in_any_way_leaves_the_books_in_order(tmp_path, monkey
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(kv, "_copied", fails)
+        patched.setattr(kv, "_copy_entry", fails)
         try:
             capture(kv, "b", 2)  # "a" would have to sink
         except KeyError:

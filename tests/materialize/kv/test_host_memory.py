@@ -77,7 +77,7 @@ def late(monkeypatch):
         arrivals.append(Late(copies))
         return arrivals[-1]
 
-    monkeypatch.setattr(DonorKv, "_queued", queued)
+    monkeypatch.setattr(DonorKv, "_queue", queued)
     return arrivals
 
 

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     launch = Launch(ServeConfig(model=args.model, device=args.device, dtype=args.dtype, threads=args.threads))
     say(f"loading {launch.path.name} on {launch.chosen_device}")
     model, tokenizer = launch.load()
-    thresholds = measured(model, tokenizer, args)
+    thresholds = measure_thresholds(model, tokenizer, args)
     if args.out:
         write_json(args.out, json.loads(thresholds.to_json()))
         say(f"wrote {args.out}; semblend serve --model {args.model} --thresholds {args.out}")
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measured(model: Any, tokenizer: Any, args: argparse.Namespace) -> Thresholds:
+def measure_thresholds(model: Any, tokenizer: Any, args: argparse.Namespace) -> Thresholds:
     """Runs every prompt through the gate's steps and a prefill, with progress, and makes the table."""
     from semblend.engine.model.pooled_model import PooledModel
     from semblend.materialize.calibrate import measure, table_of

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     for path in filter(None, (args.json, args.plot)):
         check_target(path)
     launch = Launch(ServeConfig(model=args.model, pool_tokens=POOL_TOKENS[args.long], threads=args.threads))
-    outcome = _measured(launch, long=args.long)
+    outcome = _measure(launch, long=args.long)
     print(table([_row(arm) for arm in outcome.arms], head=HEAD, right=RIGHT))
     print()
     print(table([(arm.title, arm.name, _one_line(arm.answer)) for arm in outcome.arms], head=("", "", "answer")))
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(launch: Any, *, long: bool) -> Outcome:
+def _measure(launch: Any, *, long: bool) -> Outcome:
     from semblend.demo.runner import Demo, Outcome, Watched
     from semblend.demo.workloads import dialogue, workloads
 

@@ -166,7 +166,7 @@ def _settings() -> Iterator[Check]:
         return
     for setting in SETTINGS:
         value = getattr(config, setting.name)
-        yield Check("settings", setting.name, Status.OK, f"{_shown(value)}  (from {sources[setting.name]})")
+        yield Check("settings", setting.name, Status.OK, f"{_format_value(value)}  (from {sources[setting.name]})")
 
 
 def _embedders() -> Iterator[Check]:
@@ -213,7 +213,7 @@ def _self_test() -> Iterator[Check]:
         )
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """As a person would write it; what stands before the @ of an address may be a password."""
     if isinstance(value, bool):
         return "yes" if value else "no"

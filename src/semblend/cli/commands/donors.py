@@ -63,7 +63,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _list(journal: SqliteJournal, args: argparse.Namespace) -> int:
     now = time.time()
-    donors = _chosen(journal, args, now)
+    donors = _choose_donors(journal, args, now)
     shown = donors[: args.limit] if args.limit > 0 else donors
     if args.json:
         print_json({"donors": [as_row(donor) for donor in shown], "total": len(donors)})
@@ -98,7 +98,7 @@ def _show(journal: SqliteJournal, args: argparse.Namespace) -> int:
 
 
 def _forget(journal: SqliteJournal, args: argparse.Namespace) -> int:
-    donors = _chosen(journal, args, time.time())
+    donors = _choose_donors(journal, args, time.time())
     if args.donor is not None and not donors:
         raise InputError(f"no donor {args.donor!r} in {args.store}", hint="semblend donors --store FILE lists them")
     journal.record(None, donors)
@@ -111,7 +111,7 @@ def _forget(journal: SqliteJournal, args: argparse.Namespace) -> int:
     return 0
 
 
-def _chosen(journal: SqliteJournal, args: argparse.Namespace, now: float) -> list[Donor]:
+def _choose_donors(journal: SqliteJournal, args: argparse.Namespace, now: float) -> list[Donor]:
     return [
         donor
         for donor, _ in journal.load()

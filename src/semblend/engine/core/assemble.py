@@ -40,7 +40,7 @@ def assemble(
     library = semblend or SemBlend(SemBlendConfig())
     pool = model.new_pool(pool_tokens)
 
-    def evicted(donor_id: str, generation: int, reason: str) -> None:
+    def on_kv_evicted(donor_id: str, generation: int, reason: str) -> None:
         del generation, reason
         library.forget(donor_id, reason="engine")
 
@@ -49,14 +49,14 @@ def assemble(
         donor_host_bytes,
         donor_dir,
         budget_disk_bytes=donor_disk_bytes,
-        on_evicted=evicted,
+        on_evicted=on_kv_evicted,
         rope=model.spec.rope,
     )
 
-    def forgotten(eviction: Eviction) -> None:
+    def on_forgotten(eviction: Eviction) -> None:
         if eviction.reason != "engine":  # that one came from us
             donor_kv.drop(eviction.donor.donor_id)
 
-    library.on_evicted(forgotten)
+    library.on_evicted(on_forgotten)
     blender = Blender(PooledModel(model, pool), donor_kv, quality or QualitySettings(mode=config.quality))
     return Engine(model, pool, library, blender, config, detokenizer=detokenizer)

@@ -122,7 +122,7 @@ def _attend_segment(
         return _sdpa(q, k, v, is_causal=True)
     if segment.unbroken and q.is_cuda:
         return _lower_right(q, k, v)
-    return _masked_tiles(q, k, v, rows, segment)
+    return _attend_masked_tiles(q, k, v, rows, segment)
 
 
 def _context_kv(layer: int, segment: Segment, pool: KvPool) -> tuple[Tensor, Tensor]:
@@ -225,7 +225,7 @@ def _cut(positions: Sequence[int], hosts: Tensor, heads: int) -> Iterator[Tile]:
         start = end
 
 
-def _masked_tiles(q: Tensor, k: Tensor, v: Tensor, rows: RowBatch, segment: Segment) -> Tensor:
+def _attend_masked_tiles(q: Tensor, k: Tensor, v: Tensor, rows: RowBatch, segment: Segment) -> Tensor:
     """SDPA over tiles of rows, each over the positions that its last row can see."""
     n = q.shape[0]
     out = q.new_empty(q.shape)
@@ -247,7 +247,7 @@ def _decode_batches(q: Tensor, out: Tensor, layer: int, rows: RowBatch, decoding
     while order:
         reach = rows.segments[order[-1]].reach
         batch, order = order[-max(1, DECODE_ROWS // reach) :], order[: -max(1, DECODE_ROWS // reach)]
-        index, contexts, seen = _padded(rows, batch, reach, q.device)
+        index, contexts, seen = _pad_contexts(rows, batch, reach, q.device)
         k = pool.k[layer].index_select(0, contexts.flatten()).view(len(batch), reach, *pool.k.shape[2:])
         v = pool.v[layer].index_select(0, contexts.flatten()).view(len(batch), reach, *pool.v.shape[2:])
         kv_heads, d = k.shape[2], k.shape[3]
@@ -258,7 +258,7 @@ def _decode_batches(q: Tensor, out: Tensor, layer: int, rows: RowBatch, decoding
         out.index_copy_(0, index, found.reshape(len(batch), *q.shape[1:]))
 
 
-def _padded(rows: RowBatch, batch: list[int], reach: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _pad_contexts(rows: RowBatch, batch: list[int], reach: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Row numbers, slots ``[batch, reach]`` and which of them are seen; made once a pass and kept by the rows."""
     kept: dict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = rows.scratch.setdefault("padded", {})  # type: ignore[assignment]
     key = tuple(batch)

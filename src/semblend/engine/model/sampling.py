@@ -81,7 +81,7 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Sampled | None]:
     raw = logits.float()
     usable = _find_usable(raw)
     raw = torch.where(usable[:, None], raw, 0.0)
-    bent = _penalised(raw, draws)
+    bent = _apply_penalties(raw, draws)
     if bent is not raw:
         usable &= _find_usable(bent)
         bent = torch.where(usable[:, None], bent, 0.0)
@@ -146,7 +146,7 @@ def _uniform(generator: torch.Generator) -> torch.Tensor:
     return torch.rand(1, generator=generator, dtype=torch.float64)
 
 
-def _penalised(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+def _apply_penalties(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     rows = [i for i, draw in enumerate(draws) if draw.sampling.edits_logits]
     if not rows:
         return logits

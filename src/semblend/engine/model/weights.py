@@ -198,7 +198,7 @@ class _Reader:
             )
         return tensor.to(self.device, self.dtype)
 
-    def joined(self, layer: int, names: Mapping[str, int], kind: str, *width: int) -> Tensor:
+    def join_parts(self, layer: int, names: Mapping[str, int], kind: str, *width: int) -> Tensor:
         prefix = f"model.layers.{layer}"
         return torch.cat([self.get(f"{prefix}.{name}.{kind}", rows, *width) for name, rows in names.items()])
 
@@ -210,12 +210,12 @@ class _Reader:
         normed = spec.qk_norm
         return LayerWeights(
             attention_norm=self.get(f"{prefix}.input_layernorm.weight", spec.hidden),
-            qkv=self.joined(at, qkv, "weight", spec.hidden),
-            qkv_bias=self.joined(at, qkv, "bias") if spec.qkv_bias else None,
+            qkv=self.join_parts(at, qkv, "weight", spec.hidden),
+            qkv_bias=self.join_parts(at, qkv, "bias") if spec.qkv_bias else None,
             q_norm=self.get(f"{prefix}.self_attn.q_norm.weight", spec.head_dim) if normed else None,
             k_norm=self.get(f"{prefix}.self_attn.k_norm.weight", spec.head_dim) if normed else None,
             output=self.get(f"{prefix}.self_attn.o_proj.weight", spec.hidden, q_rows),
             mlp_norm=self.get(f"{prefix}.post_attention_layernorm.weight", spec.hidden),
-            gate_up=self.joined(at, mlp, "weight", spec.hidden),
+            gate_up=self.join_parts(at, mlp, "weight", spec.hidden),
             down=self.get(f"{prefix}.mlp.down_proj.weight", spec.hidden, spec.intermediate),
         )

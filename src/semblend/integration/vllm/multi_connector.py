@@ -55,7 +55,7 @@ class MultiConnector(Parts):
         name = request.request_id
         if name in self._hidden:
             # Asked again: it waits for blocks, or was preempted. Others have not seen it and shall not now.
-            return self._claimed(request, num_computed_tokens)
+            return self._claim(request, num_computed_tokens)
         self._requests_to_connector.pop(name, None)
         best: tuple[int, bool] = (0, False)
         for index, part in self._others():
@@ -68,9 +68,9 @@ class MultiConnector(Parts):
         if best[0]:
             self._ours.leave_to_another(request, num_computed_tokens + best[0])
             return best
-        return self._claimed(request, num_computed_tokens)
+        return self._claim(request, num_computed_tokens)
 
-    def _claimed(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def _claim(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens, later = self._ours.get_num_new_matched_tokens(request, num_computed_tokens)
         if tokens:
             self._requests_to_connector[request.request_id] = self._our_index
@@ -124,16 +124,16 @@ def without(output: Any, hidden: set[str]) -> Any:
         if isinstance(value, list) and len(value) == len(cached.req_ids):
             changed[item.name] = [value[index] for index in rows]
         elif isinstance(value, (set, dict)):
-            changed[item.name] = _less(value, hidden)
+            changed[item.name] = _leave_out(value, hidden)
     shown = copy.copy(output)
     shown.scheduled_new_reqs = [new for new in output.scheduled_new_reqs if new.req_id not in hidden]
     shown.scheduled_cached_reqs = replace(cached, **changed)
-    shown.num_scheduled_tokens = _less(output.num_scheduled_tokens, hidden)
+    shown.num_scheduled_tokens = _leave_out(output.num_scheduled_tokens, hidden)
     shown.total_num_scheduled_tokens = sum(shown.num_scheduled_tokens.values())
     return shown
 
 
-def _less(value: Any, hidden: set[str]) -> Any:
+def _leave_out(value: Any, hidden: set[str]) -> Any:
     if isinstance(value, dict):
         return {name: item for name, item in value.items() if name not in hidden}
     return value - hidden

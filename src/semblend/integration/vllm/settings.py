@@ -57,7 +57,7 @@ def connector_settings(extra: Mapping[str, Any], environ: Mapping[str, str] | No
     for key, value in extra.items():
         name = variables[key].name if key in variables else key
         if name in names:
-            library[name] = _parsed(name, value)
+            library[name] = _parse(name, value)
         elif name in own:
             connector[name] = value
         else:
@@ -65,7 +65,7 @@ def connector_settings(extra: Mapping[str, Any], environ: Mapping[str, str] | No
     return ConnectorSettings(config=load_config(environ, **library), **connector)
 
 
-def _parsed(name: str, value: Any) -> Any:
+def _parse(name: str, value: Any) -> Any:
     """A string as a variable would hold it becomes the setting's type; JSON's own types stay."""
     if not isinstance(value, str):
         return value

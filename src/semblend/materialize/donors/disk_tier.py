@@ -67,7 +67,7 @@ class DiskTier:
             "checksum": _checksum(*payload),
         }
         head = json.dumps(header).encode()
-        start = _aligned(len(MAGIC) + 8 + len(head))
+        start = _align(len(MAGIC) + 8 + len(head))
         head = head.ljust(start - len(MAGIC) - 8)
         self._serial += 1
         path = self.folder / f"{self._serial:08d}.kv"
@@ -77,7 +77,7 @@ class DiskTier:
                 out.write(MAGIC + len(head).to_bytes(8, "little") + head)
                 for part in payload:
                     out.write(part.data)
-                    out.write(b"\0" * (_aligned(part.nbytes) - part.nbytes))
+                    out.write(b"\0" * (_align(part.nbytes) - part.nbytes))
         except OSError:
             path.unlink(missing_ok=True)
             raise
@@ -123,7 +123,7 @@ def _load(file: KvFile, about: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         nbytes = int(np.prod(header[name], dtype=np.int64)) * dtype.itemsize
         parts.append(mapped[start : start + nbytes])
         views.append(torch.from_numpy(parts[-1]).view(dtype).view(header[name]))
-        start += _aligned(nbytes)
+        start += _align(nbytes)
     if _checksum(*parts) != header["checksum"]:
         raise ValueError("its checksum is wrong")
     return views[0], views[1]
@@ -157,5 +157,5 @@ def _checksum(*parts: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
     return digest.hexdigest()
 
 
-def _aligned(nbytes: int) -> int:
+def _align(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

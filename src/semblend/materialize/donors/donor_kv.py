@@ -146,12 +146,12 @@ class DonorKv:
     def acquire(self, donor_id: str, generation: int) -> DonorTensors | None:
         """Holds the donor's KV until `release`; None when it is gone, was replaced, or its file is damaged."""
         with self._lock:
-            entry = self._books.found(donor_id, generation)
+            entry = self._books.find(donor_id, generation)
             if entry is None or not self._books.should_rise(entry):
                 return self._books.hold(entry)
         with self._telling(), self._mover:
             with self._lock:
-                entry = self._books.found(donor_id, generation)
+                entry = self._books.find(donor_id, generation)
                 if entry is None or not self._books.should_rise(entry):
                     return self._books.hold(entry)
                 entry.moving = True
@@ -160,7 +160,7 @@ class DonorKv:
                 risen = self._rise(entry)
             finally:
                 with self._lock:
-                    self._books.arrived(entry, risen, "budget")
+                    self._books.settle(entry, risen, "budget")
                     held = self._books.hold(entry if risen and not entry.retired else None)
             return held
 
@@ -186,7 +186,7 @@ class DonorKv:
     def holds(self, donor_id: str, generation: int) -> bool:
         """Whether `acquire` would find it now (a damaged file is found out only there)."""
         with self._lock:
-            return self._books.found(donor_id, generation) is not None
+            return self._books.find(donor_id, generation) is not None
 
     @property
     def used_bytes(self) -> dict[str, int]:
@@ -257,9 +257,9 @@ class DonorKv:
                     f"no memory to copy donor {entry.donor_id!r}", hint="lower the donor budgets"
                 ) from error
         index, (k, v) = copy_to_device(slots, source), entry.tensors
-        entry.arrives = self._queued(source, entry.nbytes, lambda: gather(layout, index, k, v), index, k, v)
+        entry.arrives = self._queue(source, entry.nbytes, lambda: gather(layout, index, k, v), index, k, v)
 
-    def _queued(self, source: torch.device, nbytes: int, copies: Callable[[], None], *used: Tensor) -> Arrival | None:
+    def _queue(self, source: torch.device, nbytes: int, copies: Callable[[], None], *used: Tensor) -> Arrival | None:
         """Copies: queued off a GPU, done at once elsewhere. Memory of ``used`` stays theirs until they are over."""
         if source.type != "cuda":
             copies()
@@ -294,12 +294,12 @@ class DonorKv:
             for entry in victims or ():
                 sunk = self._settle(entry, TIERS.index(tier) + 1)
                 with self._lock:
-                    self._books.arrived(entry, sunk, "budget")
+                    self._books.settle(entry, sunk, "budget")
         finally:  # those that a failure left on the way have no place any more
             with self._lock:
                 for entry in victims or ():
                     if entry.moving:
-                        self._books.arrived(entry, False, "budget")
+                        self._books.settle(entry, False, "budget")
         return victims is not None
 
     def _place(self, entry: Entry, tier: str) -> bool:
@@ -309,7 +309,7 @@ class DonorKv:
         if tier == "disk":
             if self._disk is None:
                 return False
-            entry.arrived()
+            entry.wait_for_copy()
             try:
                 file = self._disk.write(k, v, entry.about)
             except OSError:
@@ -321,7 +321,7 @@ class DonorKv:
             if target is None:
                 return False
             try:
-                (k, v), arrives = self._copied(entry, target)
+                (k, v), arrives = self._copy_entry(entry, target)
             except (MemoryError, RuntimeError):  # torch reports a failed allocation as either
                 return False
         with self._lock:
@@ -330,10 +330,10 @@ class DonorKv:
             self._books.add(entry, tier)
         return True
 
-    def _copied(self, entry: Entry, target: torch.device) -> tuple[tuple[Tensor, Tensor], Arrival | None]:
+    def _copy_entry(self, entry: Entry, target: torch.device) -> tuple[tuple[Tensor, Tensor], Arrival | None]:
         k, v = entry.tensors
         if target.type != "cpu":
-            entry.arrived()
+            entry.wait_for_copy()
             return (k.to(target), v.to(target)), None
         out_k, out_v = (self._buffer("host", tuple(part.shape), part.dtype) for part in (k, v))
 
@@ -341,7 +341,7 @@ class DonorKv:
             out_k.copy_(k, non_blocking=True)
             out_v.copy_(v, non_blocking=True)
 
-        return (out_k, out_v), self._queued(k.device, entry.nbytes, sink, k, v)
+        return (out_k, out_v), self._queue(k.device, entry.nbytes, sink, k, v)
 
     def _rise(self, entry: Entry) -> bool:
         """Moves a donor up before it is used, where there is room; verifies what comes from disk."""

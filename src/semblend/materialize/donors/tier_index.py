@@ -45,7 +45,7 @@ class Entry:
     def about(self) -> dict[str, Any]:
         return {"donor_id": self.donor_id, "generation": self.generation}
 
-    def arrived(self) -> None:
+    def wait_for_copy(self) -> None:
         """The host may read the tensors from now on."""
         if self.arrives is not None:
             self.arrives.synchronize()
@@ -70,7 +70,7 @@ class Books:
         self.gone: list[tuple[str, int, str]] = []  # to be told
         self.waste: list[KvFile] = []  # to be removed
 
-    def found(self, donor_id: str, generation: int) -> Entry | None:
+    def find(self, donor_id: str, generation: int) -> Entry | None:
         entry = self.current.get(donor_id)
         return entry if entry is not None and entry.generation == generation else None
 
@@ -105,7 +105,7 @@ class Books:
                 excess -= entry.nbytes
         return victims if excess <= 0 else None
 
-    def arrived(self, entry: Entry, placed: bool, reason: str) -> None:
+    def settle(self, entry: Entry, placed: bool, reason: str) -> None:
         """The mover lets go of an entry; one that found no place, or is wanted no more, ends here."""
         entry.moving = False
         if not placed:

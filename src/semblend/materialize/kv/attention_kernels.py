@@ -212,7 +212,7 @@ def scattered_attention(
         num_warps=warps,
         num_stages=stages,
     )
-    return _joined(out, sums).to(q.dtype) if split else out[0]
+    return _join_parts(out, sums).to(q.dtype) if split else out[0]
 
 
 def _work_shape(head_dim: int, dtype: torch.dtype, queries: int, device: torch.device) -> tuple[int, int, int, int]:
@@ -248,7 +248,7 @@ def parts_of(programs: int, tokens: int, device: torch.device) -> int:
     return max(1, min(wanted, tokens // 1024))
 
 
-def _joined(mixed: Tensor, sums: Tensor) -> Tensor:
+def _join_parts(mixed: Tensor, sums: Tensor) -> Tensor:
     """Adds up the parts: each has its unscaled sum of values, its highest score (base 2) and its mass."""
     peak, mass = sums[..., 0], sums[..., 1]
     weight = torch.exp2(peak - peak.amax(0))  # a row's first part always sees position 0, so the highest is finite

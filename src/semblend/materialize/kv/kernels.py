@@ -108,7 +108,7 @@ def splice_moves(moves: Sequence[Move], layout: KvLayout, rope: RopeSpec) -> Non
     slots = [move.target_slots.to(device=device, dtype=torch.int64).contiguous() for move in moves]
     about, tiles = _tables(moves, slots, layout.dtype.itemsize, tile_tokens)
     turns = rope.relocation_table([move.shift for move in moves])
-    at_moves, at_tiles, at_layers, at_turns, there = _sent((about, tiles, layout.layer_starts, turns), device)
+    at_moves, at_tiles, at_layers, at_turns, there = _copy_tables((about, tiles, layout.layer_starts, turns), device)
     cos, sin = there[at_turns:].view(torch.float32).view(2, len(moves), half)
     strides = layout.k[0].stride()[:3]
     numbers = (*about[:, :3].ravel().tolist(), *layout.layer_starts.ravel().tolist(), *strides, layout.head_dim)
@@ -138,7 +138,7 @@ def splice_moves(moves: Sequence[Move], layout: KvLayout, rope: RopeSpec) -> Non
     )
 
 
-def _sent(tables: Sequence[np.ndarray], device: torch.device) -> tuple[int, int, int, int, Tensor]:
+def _copy_tables(tables: Sequence[np.ndarray], device: torch.device) -> tuple[int, int, int, int, Tensor]:
     """The tables in one tensor on the device, and where each begins: one small copy, from pinned memory, no wait."""
     words = [np.ascontiguousarray(table).ravel().view(np.int64) for table in tables]
     packed = torch.from_numpy(np.concatenate(words))

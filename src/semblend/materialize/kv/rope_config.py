@@ -122,7 +122,7 @@ def frequencies(config: Config, seq_len: int | None = None) -> tuple[tuple[float
     dim = rotary_dim(config)
     theta = _number(parameters, "rope_theta")
     if kind == "dynamic":
-        theta = _stretched_base(theta, dim, _number(parameters, "factor"), _trained_length(config), seq_len)
+        theta = _stretch_base(theta, dim, _number(parameters, "factor"), _find_trained_length(config), seq_len)
     plain = [theta ** (-i / dim) for i in range(0, dim, 2)]
     if kind == "linear":
         return tuple(f / _number(parameters, "factor") for f in plain), 1.0
@@ -133,7 +133,7 @@ def frequencies(config: Config, seq_len: int | None = None) -> tuple[tuple[float
     return tuple(plain), 1.0
 
 
-def _stretched_base(theta: float, dim: int, factor: float, trained: int, seq_len: int | None) -> float:
+def _stretch_base(theta: float, dim: int, factor: float, trained: int, seq_len: int | None) -> float:
     """Dynamic NTK: the base grows with the sequence once it is longer than the model was trained for."""
     length = max(seq_len or trained, trained)
     return float(theta * (factor * length / trained - (factor - 1)) ** (dim / (dim - 2)))
@@ -156,7 +156,7 @@ def _yarn(
 ) -> tuple[tuple[float, ...], float]:
     """YaRN: pairs that turn often keep their angle, slow ones are interpolated, with a linear ramp between."""
     trained = _original_length(parameters, config)
-    factor = _number(parameters, "factor") if "factor" in parameters else _trained_length(config) / trained
+    factor = _number(parameters, "factor") if "factor" in parameters else _find_trained_length(config) / trained
 
     def pair_with(turns: float) -> float:
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -186,13 +186,13 @@ def _yarn_attention_factor(factor: float, parameters: Config) -> float:
     return magnitude(1.0)
 
 
-def _trained_length(config: Config) -> int:
+def _find_trained_length(config: Config) -> int:
     return int(_number(config, "max_position_embeddings"))
 
 
 def _original_length(parameters: Config, config: Config) -> float:
     given = parameters.get("original_max_position_embeddings")
-    return _number(parameters, "original_max_position_embeddings") if given else _trained_length(config)
+    return _number(parameters, "original_max_position_embeddings") if given else _find_trained_length(config)
 
 
 def _number(source: Config, name: str, default: float | None = None) -> float:
@@ -211,7 +211,7 @@ def refusal(config: Config) -> str | None:
     return next((reason for check in _CHECKS if (reason := check(config))), None)
 
 
-def _compressed(config: Config) -> str | None:
+def _refuse_compressed(config: Config) -> str | None:
     if config.get("kv_lora_rank"):
         return "The model caches compressed latents (MLA, kv_lora_rank), not rotated keys."
     return None
@@ -251,7 +251,7 @@ def _layers_differ(config: Config) -> str | None:
     return None
 
 
-def _windowed(config: Config) -> str | None:
+def _refuse_windowed(config: Config) -> str | None:
     """Whether some layer really attends through a window: a config may name one and not use it."""
     said = "Some layers attend through a sliding window, so their cache does not hold every position."
     if kinds := config.get("layer_types"):
@@ -272,7 +272,7 @@ def _windowed(config: Config) -> str | None:
     return said if window < (config.get("max_position_embeddings") or math.inf) else None
 
 
-def _quantised_cache(config: Config) -> str | None:
+def _refuse_quantised_cache(config: Config) -> str | None:
     places = [config, *(config.get(name) or {} for name in ("quantization_config", "compression_config"))]
     places.append(config.get("quantization") or {})
     for place in places:
@@ -296,7 +296,7 @@ def _scaling(config: Config) -> str | None:
     return f"The rotary parameter {strange[0]!r} is not known for {kind!r} scaling." if strange else None
 
 
-def _unknown_family(config: Config) -> str | None:
+def _refuse_unknown_family(config: Config) -> str | None:
     kind = str(config.get("model_type", ""))
     if kind not in FAMILIES:
         return f"How model type {kind!r} rotates its keys is not known."
@@ -312,13 +312,13 @@ def _unreadable(config: Config) -> str | None:
 
 
 _CHECKS: tuple[Callable[[Config], str | None], ...] = (
-    _compressed,
+    _refuse_compressed,
     _other_positions,
     _several_axes,
     _layers_differ,
-    _windowed,
-    _quantised_cache,
+    _refuse_windowed,
+    _refuse_quantised_cache,
     _scaling,
-    _unknown_family,
+    _refuse_unknown_family,
     _unreadable,
 )

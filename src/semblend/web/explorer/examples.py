@@ -85,7 +85,7 @@ class Example:
     prompt: str
 
 
-def _edited(text: str, *changes: tuple[str, str]) -> str:
+def _apply_edits(text: str, *changes: tuple[str, str]) -> str:
     for old, new in changes:
         if text.count(old) != 1:
             raise ValueError(f"{old!r} must occur exactly once")
@@ -134,7 +134,7 @@ EXAMPLES: tuple[Example, ...] = (
         title="Three edited words",
         about="Yesterday's document with three words changed: reuse runs up to each edit and goes on behind it.",
         donors=(ExampleDonor("policy-of-last-year", POLICY),),
-        prompt=_edited(
+        prompt=_apply_edits(
             POLICY,
             ("unless the journey lasts more than seven hours", "unless the journey lasts more than eight hours"),
             ("up to 42 euros a day", "up to 48 euros a day"),

@@ -90,11 +90,22 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What every answer opens with."""
+    """What every reply opens with."""
 
     id: str
     created: int
     model: str
+
+    def write_body(self, kind: str, choices: list[JsonObject]) -> JsonObject:
+        """A reply of OpenAI's object ``kind`` with these choices."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": None,
+            "choices": choices,
+        }
 
 
 @dataclass(frozen=True, slots=True)

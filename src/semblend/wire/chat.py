@@ -136,7 +136,7 @@ class ChatReply:
             }
             for answer in answers
         ]
-        body = self._body("chat.completion", choices)
+        body = self.head.write_body("chat.completion", choices)
         return body | {"usage": spent.usage(), "semblend": spent.semblend()}
 
     def write_opening(self, n: int) -> list[JsonObject]:
@@ -149,7 +149,7 @@ class ChatReply:
     def write_closing(self, answers: Sequence[Answer], spent: Spent) -> list[JsonObject]:
         events = [self._event(answer.index, {}, finish_reason=answer.finish_reason) for answer in answers]
         if self.include_usage:
-            events.append(self._body("chat.completion.chunk", []) | {"usage": spent.usage()})
+            events.append(self.head.write_body("chat.completion.chunk", []) | {"usage": spent.usage()})
         events[-1]["semblend"] = spent.semblend()
         return events
 
@@ -157,19 +157,8 @@ class ChatReply:
         self, index: int, delta: JsonObject, *, logprobs: JsonObject | None = None, finish_reason: str | None = None
     ) -> JsonObject:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        body = self._body("chat.completion.chunk", [choice])
+        body = self.head.write_body("chat.completion.chunk", [choice])
         return body | {"usage": None} if self.include_usage else body
-
-    def _body(self, kind: str, choices: list[JsonObject]) -> JsonObject:
-        head = self.head
-        return {
-            "id": head.id,
-            "object": kind,
-            "created": head.created,
-            "model": head.model,
-            "system_fingerprint": None,
-            "choices": choices,
-        }
 
     def _logprobs(self, logprobs: Sequence[Logprob]) -> JsonObject | None:
         return {"content": [_token(one) for one in logprobs], "refusal": None} if self.logprobs else None

@@ -98,7 +98,7 @@ class CompletionReply:
             self._choice(answer.index, answer.text, self._logprobs(answer.logprobs, 0), answer.finish_reason)
             for answer in answers
         ]
-        return self._body(choices) | {"usage": spent.usage(), "semblend": spent.semblend()}
+        return self.head.write_body("text_completion", choices) | {"usage": spent.usage(), "semblend": spent.semblend()}
 
     def write_opening(self, n: int) -> list[JsonObject]:
         del n
@@ -111,24 +111,13 @@ class CompletionReply:
     def write_closing(self, answers: Sequence[Answer], spent: Spent) -> list[JsonObject]:
         events = [self._event(self._choice(answer.index, "", None, answer.finish_reason)) for answer in answers]
         if self.include_usage:
-            events.append(self._body([]) | {"usage": spent.usage()})
+            events.append(self.head.write_body("text_completion", []) | {"usage": spent.usage()})
         events[-1]["semblend"] = spent.semblend()
         return events
 
     def _event(self, choice: JsonObject) -> JsonObject:
-        body = self._body([choice])
+        body = self.head.write_body("text_completion", [choice])
         return body | {"usage": None} if self.include_usage else body
-
-    def _body(self, choices: list[JsonObject]) -> JsonObject:
-        head = self.head
-        return {
-            "id": head.id,
-            "object": "text_completion",
-            "created": head.created,
-            "model": head.model,
-            "system_fingerprint": None,
-            "choices": choices,
-        }
 
     def _choice(self, index: int, text: str, logprobs: JsonObject | None, finish_reason: str | None) -> JsonObject:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

@@ -15,7 +15,7 @@ from _gate_signals import OracleBlender, RolloutBlender, WatchedBlender
 from _quality_cases import Case
 from torch import Tensor
 
-from semblend.engine.model.model import Model
+from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.paged_kv import KvPool
 from semblend.engine.model.pooled_model import PooledModel
 from semblend.engine.model.rows import RowBatch
@@ -109,7 +109,7 @@ class Prepared:
 class Lab:
     """A model with a pool, and cases run through it."""
 
-    def __init__(self, model: Model, tokenizer: ModelTokenizer, chosen: Sequence[Recipe], longest: int) -> None:
+    def __init__(self, model: DecoderModel, tokenizer: ModelTokenizer, chosen: Sequence[Recipe], longest: int) -> None:
         self.model, self.tokenizer, self.recipes = model, tokenizer, chosen
         states = len(chosen) + 4 * sum(recipe.stages for recipe in chosen) + 4
         self.pool: KvPool = model.new_pool(states * (longest + 64))

@@ -19,7 +19,7 @@ from semblend import Prompt, SemBlend, SemBlendConfig
 from semblend.engine.core.assemble import assemble
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.engine import Engine
-from semblend.engine.model.model import Model
+from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.spec import ModelSpec
 from semblend.materialize.blend.quality import QualitySettings, Step
 from semblend.materialize.contract import Rows
@@ -55,20 +55,20 @@ Draw = Callable[[int], np.ndarray]
 """So many token ids that nobody has seen before."""
 
 
-def load(name: str, device: str) -> Model:
+def load(name: str, device: str) -> DecoderModel:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     if name.startswith("shape:"):
         spec = ModelSpec.from_hf_config(SHAPES[name.removeprefix("shape:")])
         return random_model(spec, device, dtype)
     from semblend.models import resolve
 
-    return Model.load(resolve(name), device, dtype)
+    return DecoderModel.load(resolve(name), device, dtype)
 
 
-def random_model(spec: ModelSpec, device: str, dtype: torch.dtype) -> Model:
+def random_model(spec: ModelSpec, device: str, dtype: torch.dtype) -> DecoderModel:
     """Random weights, one layer's used again for all: a 7B shape takes seconds instead of minutes."""
-    first = Model.random(replace(spec, layers=1), 0, device, dtype)
-    return Model(spec, replace(first.weights, layers=first.weights.layers * spec.layers))
+    first = DecoderModel.random(replace(spec, layers=1), 0, device, dtype)
+    return DecoderModel(spec, replace(first.weights, layers=first.weights.layers * spec.layers))
 
 
 def random_tokens(vocab: int, seed: int) -> Draw:
@@ -98,7 +98,7 @@ def real_text(model: str, folder: Path) -> Draw:
 class Cell:
     """The engine with donors, the same engine without, and the arms' times."""
 
-    def __init__(self, model: Model, draw: Draw, length: int, tier: str, *, gated: bool) -> None:
+    def __init__(self, model: DecoderModel, draw: Draw, length: int, tier: str, *, gated: bool) -> None:
         self.model, self.draw, self.length, self.tier = model, draw, length, tier
         config = EngineConfig(quality="fast", step_tokens=1 << 20, max_running=4)
         self.plain = Engine(model, model.new_pool(2 * (length + 512)), config=config)

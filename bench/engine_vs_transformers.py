@@ -36,14 +36,14 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
 
-    from semblend.engine.model.model import Model
+    from semblend.engine.model.model import DecoderModel
     from semblend.engine.model.tokenizer import ModelTokenizer
     from semblend.models import resolve
 
     path = resolve(args.model)
     prompts = first_turns(_report.data_dir(args), ModelTokenizer.load(path), args)
     theirs = reference(path, torch)
-    ours = Model.load(path, dtype=torch.float32)
+    ours = DecoderModel.load(path, dtype=torch.float32)
     report = Report("engine_vs_transformers", args)
     rows = []
     for number, ids in enumerate(prompts):
@@ -130,11 +130,11 @@ def greedy(torch: Any, model: Any, tokens: Any) -> list[int]:
 
 def speed_table(report: Report, torch: Any, path: Path, quick: bool) -> None:
     """Best of a few runs: what this machine does while nobody else uses it."""
-    from semblend.engine.model.model import Model
+    from semblend.engine.model.model import DecoderModel
 
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
-        model = Model.load(path, dtype=dtype)
+        model = DecoderModel.load(path, dtype=dtype)
         for threads in (1, 2):
             torch.set_num_threads(threads)
             runs = [speed(torch, model) for _ in range(1 if quick else 4)]

@@ -29,7 +29,7 @@ from _quality_cases import SCENARIOS, cases
 from _quality_lab import Lab, recipes
 from _quality_tables import show
 
-from semblend.engine.model.model import Model
+from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.tokenizer import ModelTokenizer
 from semblend.materialize.gate.thresholds import thresholds_for
 
@@ -86,7 +86,7 @@ def arguments() -> argparse.Namespace:
 
 def run(args: argparse.Namespace, report: _report.Report) -> list[dict[str, Any]]:
     begun = time.perf_counter()
-    model = Model.load(args.model, args.device, getattr(torch, args.dtype) if args.dtype else None)
+    model = DecoderModel.load(args.model, args.device, getattr(torch, args.dtype) if args.dtype else None)
     tokenizer = ModelTokenizer.load(args.model)
     every = recipes(thresholds_for(Path(args.model).name))
     chosen = [recipe for recipe in every if recipe.name in (args.recipes or [r.name for r in every if not r.extra])]

@@ -258,7 +258,7 @@ def build(args: argparse.Namespace, folder: str) -> tuple[Any, Any, Any]:
 def real_parts(name: str) -> tuple[Any, Any]:
     import torch
 
-    from semblend.engine.model.model import Model
+    from semblend.engine.model.model import DecoderModel
     from semblend.engine.model.tokenizer import ModelTokenizer
     from semblend.errors import SemBlendError
     from semblend.models import resolve
@@ -267,13 +267,13 @@ def real_parts(name: str) -> tuple[Any, Any]:
         path = resolve(name)
     except SemBlendError as error:
         fail(error.message, hint=error.hint or "semblend models pull smollm2-135m, or --random")
-    return Model.load(path, dtype=torch.float32), ModelTokenizer.load(path)
+    return DecoderModel.load(path, dtype=torch.float32), ModelTokenizer.load(path)
 
 
 def random_parts() -> tuple[Any, Any]:
     """A model of two layers over bytes; it knows nothing, and every path of the engine runs as with a real one."""
     from semblend.engine.core.stops import NoText
-    from semblend.engine.model.model import Model
+    from semblend.engine.model.model import DecoderModel
     from semblend.engine.model.spec import ModelSpec
 
     class Bytes(NoText):
@@ -295,7 +295,7 @@ def random_parts() -> tuple[Any, Any]:
         "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 2048,
     }  # fmt: skip
-    return Model.random(ModelSpec.from_hf_config(shape)), Bytes()
+    return DecoderModel.random(ModelSpec.from_hf_config(shape)), Bytes()
 
 
 def weather(

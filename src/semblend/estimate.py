@@ -90,7 +90,7 @@ class RequestEstimate:
 
 
 @dataclass(slots=True)
-class Tally:
+class EstimateTally:
     """Sums over prompts. ``reused_*`` is any-offset reuse, which contains the exact prefix."""
 
     prompts: int = 0
@@ -137,9 +137,9 @@ class Estimator:
     """Takes prompts one by one; the answer so far is in ``to_dict``."""
 
     options: EstimateOptions = field(default_factory=EstimateOptions)
-    total: Tally = field(default_factory=Tally, init=False)
-    tenants: OrderedDict[str, Tally] = field(default_factory=OrderedDict, init=False)
-    buckets: list[Tally] = field(init=False)
+    total: EstimateTally = field(default_factory=EstimateTally, init=False)
+    tenants: OrderedDict[str, EstimateTally] = field(default_factory=OrderedDict, init=False)
+    buckets: list[EstimateTally] = field(init=False)
     too_large: int = field(default=0, init=False)
     evicted: int = field(default=0, init=False)
     _shares: array[float] = field(default_factory=lambda: array("f"), init=False)
@@ -147,7 +147,7 @@ class Estimator:
     _semblend: SemBlend = field(init=False)
 
     def __post_init__(self) -> None:
-        self.buckets = [Tally() for _ in range(len(BUCKET_EDGES) + 1)]
+        self.buckets = [EstimateTally() for _ in range(len(BUCKET_EDGES) + 1)]
         self._prefix = PrefixIndex(self.options.block_tokens)
         # Both caches live on the same donors: what one has to let go, the other loses too.
         self._semblend = SemBlend(self.options.config(), sinks=[CallbackSink(self._follow)])
@@ -197,7 +197,7 @@ class Estimator:
     def _record(self, tenant: str, one: RequestEstimate) -> None:
         self.total.add(one)
         self.buckets[int(np.searchsorted(BUCKET_EDGES, one.prompt_tokens, side="right"))].add(one)
-        self.tenants.setdefault(tenant, Tally()).add(one)
+        self.tenants.setdefault(tenant, EstimateTally()).add(one)
         self._shares.append(one.reused_tokens / one.prompt_tokens)
 
     def _remember(self, prompt: Prompt, chain: list[bytes]) -> None:

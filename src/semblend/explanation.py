@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from semblend.pipeline import Trace
+from semblend.pipeline import LookupTrace
 from semblend.plan.reuse_plan import Decline, ReusePlan
 from semblend.prompt import Prompt
 
@@ -50,7 +50,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(prompt: Prompt, trace: Trace, decision: ReusePlan | Decline, donors: int) -> Explanation:
+def explain(prompt: Prompt, trace: LookupTrace, decision: ReusePlan | Decline, donors: int) -> Explanation:
     alignment = trace.alignment
     stages = (
         Stage("fingerprint", trace.fingerprint_ms, {"tokens": len(prompt), "seeds": alignment.seeds}),

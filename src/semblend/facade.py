@@ -29,7 +29,7 @@ from semblend.explanation import Explanation, explain
 from semblend.fingerprint.fingerprinter import Fingerprinter
 from semblend.fingerprint.hashes import DEFAULT_SCHEME, HashScheme
 from semblend.name_clash import refuse_foreign_distribution
-from semblend.pipeline import NOTHING_ALIGNED, Pipeline, Trace, kernels_can_be_loaded
+from semblend.pipeline import NOTHING_ALIGNED, LookupTrace, Pipeline, kernels_can_be_loaded
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan, Similar
 from semblend.prompt import Prompt, check_exact_tokens
 from semblend.reporting import Reporter
@@ -168,7 +168,9 @@ class SemBlend:
         started = time.perf_counter()
         with tracer().span("semblend.lookup", prompt_tokens=len(prompt)) as span:
             declined = self._decline_beforehand(prompt, request_id, opt_out)
-            trace = Trace(declined, NOTHING_ALIGNED) if declined else self._search(prompt, request_id, exact_tokens)
+            trace = (
+                LookupTrace(declined, NOTHING_ALIGNED) if declined else self._search(prompt, request_id, exact_tokens)
+            )
             decision = self._apply_discovery_only(trace.decision)
             span.set(reused_tokens=_count_reused(decision), reason=str(getattr(decision, "reason", "")))
         seconds = time.perf_counter() - started
@@ -182,7 +184,7 @@ class SemBlend:
         _check_prompt(prompt)
         exact_tokens = check_exact_tokens(exact_tokens, len(prompt))
         declined = self._decline_beforehand(prompt, "", False)
-        trace = Trace(declined, NOTHING_ALIGNED) if declined else self._search(prompt, "", exact_tokens)
+        trace = LookupTrace(declined, NOTHING_ALIGNED) if declined else self._search(prompt, "", exact_tokens)
         return explain(prompt, trace, self._apply_discovery_only(trace.decision), len(self._store))
 
     def similar(self, prompt: Prompt, *, limit: int = 5) -> tuple[Similar, ...]:
@@ -316,13 +318,13 @@ class SemBlend:
                 return Decline(DeclineReason.DISABLED, "outside the canary share")
         return None
 
-    def _search(self, prompt: Prompt, request_id: str, exact_tokens: int) -> Trace:
+    def _search(self, prompt: Prompt, request_id: str, exact_tokens: int) -> LookupTrace:
         try:
             trace = self._pipeline.run(prompt, exact_tokens)
             evidence = self._evidence.beside(trace.decision, prompt)
         except Exception as error:  # whatever fails in here must cost the request time, never an answer
             self._report.failed("lookup", error, request_id)
-            return Trace(Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}"), NOTHING_ALIGNED)
+            return LookupTrace(Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}"), NOTHING_ALIGNED)
         return replace(trace, decision=replace(trace.decision, evidence=evidence)) if evidence else trace
 
     def _apply_discovery_only(self, decision: ReusePlan | Decline) -> ReusePlan | Decline:

@@ -35,7 +35,7 @@ def kernels_can_be_loaded() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class LookupTrace:
     """A decision and how it came about; times in milliseconds."""
 
     decision: ReusePlan | Decline
@@ -62,10 +62,10 @@ class Pipeline:
         self._aligner = Aligner(store, fingerprinter.scheme, min_span_tokens=config.min_span_tokens)
         self._planner = Planner(config.min_span_tokens, config.min_reuse_ratio, cost_model(config))
 
-    def run(self, prompt: Prompt, exact_tokens: int = 0) -> Trace:
+    def run(self, prompt: Prompt, exact_tokens: int = 0) -> LookupTrace:
         if len(prompt) - exact_tokens < self._shortest:
             left = f"{len(prompt) - exact_tokens} tokens to compute, spans begin at {self._shortest}"
-            return Trace(Decline(DeclineReason.TOO_SHORT, left), NOTHING_ALIGNED)
+            return LookupTrace(Decline(DeclineReason.TOO_SHORT, left), NOTHING_ALIGNED)
         started = time.perf_counter()
         deadline = started + self._budget_ms / 1e3 if self._budget_ms else 0.0
         fingerprint = self._fingerprinter.fingerprint(prompt)
@@ -77,7 +77,7 @@ class Pipeline:
         aligned = time.perf_counter()
         decision = self._planner.plan(prompt, alignment, exact_tokens=exact_tokens)
         planned = time.perf_counter()
-        return Trace(
+        return LookupTrace(
             decision,
             alignment,
             fingerprint_ms=(fingerprinted - started) * 1e3,

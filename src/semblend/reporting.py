@@ -10,7 +10,7 @@ from semblend.confirm.receipt import Receipt
 from semblend.confirm.sinks import EventStream
 from semblend.discover.donor import Donor, Eviction
 from semblend.discover.store import StoreStats
-from semblend.pipeline import Trace
+from semblend.pipeline import LookupTrace
 from semblend.plan.reuse_plan import Decline, ReusePlan
 from semblend.prompt import Prompt
 
@@ -43,7 +43,7 @@ class Reporter:
         prompt: Prompt,
         request_id: str,
         exact_tokens: int,
-        trace: Trace,
+        trace: LookupTrace,
         decision: ReusePlan | Decline,
         seconds: float,
     ) -> None:

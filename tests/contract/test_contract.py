@@ -9,7 +9,7 @@ import pytest
 from behaviours import *  # noqa: F403  (the rules)
 from behaviours import World
 
-from semblend.engine.model.model import Model
+from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.pooled_model import PooledModel
 from semblend.engine.model.spec import ModelSpec
 from semblend.materialize.contract import Capabilities
@@ -39,7 +39,7 @@ def make_naive(**capabilities: object) -> World:
 
 
 def make_embedded() -> World:
-    model = Model.random(ModelSpec.from_hf_config(SHAPE), seed=3)
+    model = DecoderModel.random(ModelSpec.from_hf_config(SHAPE), seed=3)
     return World(PooledModel(model, model.new_pool(64 * BLOCK)), BLOCK, 97)
 
 

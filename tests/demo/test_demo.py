@@ -130,8 +130,8 @@ torch = pytest.importorskip("torch", reason="the engine needs torch")
 
 from semblend.cli.commands import calibrate as calibrate_command  # noqa: E402
 from semblend.cli.commands import demo as demo_command  # noqa: E402
-from semblend.demo.runner import Arm, Demo, Outcome, Watched, word_f1  # noqa: E402
-from semblend.engine.model.model import Model  # noqa: E402
+from semblend.demo.runner import Arm, Demo, DemoOutcome, Watched, word_f1  # noqa: E402
+from semblend.engine.model.model import DecoderModel  # noqa: E402
 from semblend.engine.model.spec import ModelSpec  # noqa: E402
 from semblend.engine.server.config import ServeConfig  # noqa: E402
 from semblend.engine.server.launch import Launch  # noqa: E402
@@ -140,8 +140,8 @@ from semblend.materialize.gate.thresholds import DEFAULT, Thresholds  # noqa: E4
 CONFIG = SemBlendConfig(embedder="none", metrics=False)
 
 
-def tiny() -> Model:
-    return Model.random(ModelSpec.from_hf_config(SHAPE))
+def tiny() -> DecoderModel:
+    return DecoderModel.random(ModelSpec.from_hf_config(SHAPE))
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,7 @@ def test_a_dialogue_takes_its_history_from_the_exact_cache_and_the_pasted_text_f
 
 
 def test_the_answers_of_a_demo_fit_into_json_and_a_table(arms):
-    record = json.loads(json.dumps(Outcome("tiny", {"device": "cpu"}, arms).to_dict()))
+    record = json.loads(json.dumps(DemoOutcome("tiny", {"device": "cpu"}, arms).to_dict()))
     assert record["schema"] == "semblend.demo.v1"
     assert sum(record["arms"][1]["tokens"].values()) == record["arms"][1]["receipt"]["prompt_tokens"]
     assert all(len(demo_command._row(arm)) == len(demo_command.HEAD) for arm in arms)
@@ -207,7 +207,7 @@ def test_the_picture_is_drawn_where_its_package_is_there(arms, tmp_path):
     pytest.importorskip("matplotlib", reason="the extra lab is not installed")
     from semblend.demo.plot import draw
 
-    outcome = Outcome("tiny", {"device": "cpu", "threads": 1}, arms)
+    outcome = DemoOutcome("tiny", {"device": "cpu", "threads": 1}, arms)
     draw(outcome, str(tmp_path / "demo.png"))
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(InputError, match="cannot write"):

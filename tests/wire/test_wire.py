@@ -23,11 +23,11 @@ from semblend.confirm.receipt import Receipt  # noqa: E402
 from semblend.engine.core.assemble import assemble  # noqa: E402
 from semblend.engine.core.config import EngineConfig  # noqa: E402
 from semblend.engine.core.stops import NoText  # noqa: E402
-from semblend.engine.model.model import Model  # noqa: E402
+from semblend.engine.model.model import DecoderModel  # noqa: E402
 from semblend.engine.model.sampling import Draw, make_generator, sample  # noqa: E402
 from semblend.engine.model.spec import ModelSpec  # noqa: E402
 from semblend.engine.server.config import ServeConfig  # noqa: E402
-from semblend.engine.server.dashboard import Entry  # noqa: E402
+from semblend.engine.server.dashboard import LiveRequest  # noqa: E402
 from semblend.engine.server.routes import create_app  # noqa: E402
 from semblend.engine.server.serving_adapter import LocalEngine  # noqa: E402
 from semblend.errors import SemBlendError  # noqa: E402
@@ -64,7 +64,7 @@ class Characters(NoText):
         return self.encode("\n".join(message["content"] for message in messages))
 
 
-MODEL = Model.random(ModelSpec.from_hf_config(SHAPE))
+MODEL = DecoderModel.random(ModelSpec.from_hf_config(SHAPE))
 
 
 class Server:
@@ -328,7 +328,7 @@ def test_a_caller_is_shown_counts_and_an_operator_the_donors_and_places_too():
 
 
 def test_a_strip_for_a_caller_shows_counts_and_no_places():
-    entry = Entry("r", "acme", "/", None, receipt=receipt(), recomputed=((20, 26), (40, 44)))
+    entry = LiveRequest("r", "acme", "/", None, receipt=receipt(), recomputed=((20, 26), (40, 44)))
     shown = entry.to_dict(operator=False)
     assert shown["strip"] == [[0, 40, "reused", None], [40, 50, "recomputed", None], [50, 100, "prefill", None]]
     assert not shown["places_known"]
@@ -337,14 +337,14 @@ def test_a_strip_for_a_caller_shows_counts_and_no_places():
 
 
 def test_a_strip_with_told_runs_shows_them_and_says_so():
-    entry = Entry("r", "", "/", None, receipt=receipt(), recomputed=((20, 26), (40, 44)))
+    entry = LiveRequest("r", "", "/", None, receipt=receipt(), recomputed=((20, 26), (40, 44)))
     shown = entry.to_dict(operator=True)
     assert shown["places_known"]
     assert [part[:3] for part in shown["strip"]] == [
         [0, 20, "prefill"], [20, 26, "recomputed"], [26, 40, "reused"], [40, 44, "recomputed"], [44, 70, "reused"],
         [70, 100, "prefill"],
     ]  # fmt: skip
-    unknown = Entry("r", "", "/", None, receipt=receipt()).to_dict(operator=True)
+    unknown = LiveRequest("r", "", "/", None, receipt=receipt()).to_dict(operator=True)
     assert not unknown["places_known"]
     assert sum(end - start for start, end, kind, _ in unknown["strip"] if kind == "recomputed") == 10
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from semantickv.analysis.experiments import CONFIG_FOLDER, Outcome, load_experiment, run_experiment
+from semantickv.analysis.experiments import CONFIG_FOLDER, ExperimentOutcome, load_experiment, run_experiment
 from semantickv.analysis.latency import compute_gain
 from semantickv.output.experiment_files import PUBLISHED, name_best
 from semblend.errors import InputError
@@ -42,13 +42,13 @@ def build_tables(folder: Path = CONFIG_FOLDER) -> str:
     return "\n".join(lines)
 
 
-def _format_gain(outcome: Outcome, mode: str, policy: str) -> str:
+def _format_gain(outcome: ExperimentOutcome, mode: str, policy: str) -> str:
     """Format the gain of a policy over LRU in one mode; empty if it did not run."""
     gain = compute_gain(outcome.records[mode], policy)
     return "" if gain is None else f"{gain:+.2%}"
 
 
-def _format_rates(outcome: Outcome) -> str:
+def _format_rates(outcome: ExperimentOutcome) -> str:
     """Format one row of the second table: hit rates and times in block mode."""
     published = PUBLISHED[outcome.experiment.experiment_id]
     here = {record["policy"]: record for record in outcome.records["block"]}

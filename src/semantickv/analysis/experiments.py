@@ -73,7 +73,7 @@ class Experiment:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ExperimentOutcome:
     """The result of an experiment: one record for each policy and mode, and how values changed over time."""
 
     experiment: Experiment
@@ -96,7 +96,7 @@ class Outcome:
         }
 
 
-def run_experiment(experiment: Experiment, *, over_time: bool = True) -> Outcome:
+def run_experiment(experiment: Experiment, *, over_time: bool = True) -> ExperimentOutcome:
     """Simulate every policy in every mode; the same experiment gives the same numbers on every machine."""
     trace = experiment.build_trace()
     records: dict[str, list[dict[str, Any]]] = {}
@@ -107,7 +107,7 @@ def run_experiment(experiment: Experiment, *, over_time: bool = True) -> Outcome
         done = [experiment.simulate_policy(forest, policy) for policy in experiment.policies]
         records[mode] = [build_policy_record(trace, one, experiment.latency) for one in done]
         weights[mode], used[mode] = _simulate_growing_parts(experiment, trace, mode) if over_time else ({}, {})
-    return Outcome(experiment, trace, records, weights, used)
+    return ExperimentOutcome(experiment, trace, records, weights, used)
 
 
 def _simulate_growing_parts(experiment: Experiment, trace: Trace, mode: Mode) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 from semantickv.analysis.experiments import (
     CONFIG_FOLDER,
     Experiment,
-    Outcome,
+    ExperimentOutcome,
     list_configs,
     load_experiment,
     run_experiment,
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the chosen experiments, write their files and print their results; return the exit code."""
     everything = args.what == "all" or "all" in args.config
     experiments = [_apply_flags(load_experiment(path), args) for path in _choose_configs(args, everything)]
-    done: list[tuple[Outcome, Path]] = []
+    done: list[tuple[ExperimentOutcome, Path]] = []
     for experiment in experiments:
         say(f"{experiment.experiment_id}: simulating {len(experiment.policies)} policies")
         outcome = run_experiment(experiment)
@@ -93,7 +93,7 @@ def _apply_flags(experiment: Experiment, args: argparse.Namespace) -> Experiment
     return replace(experiment, **changes)
 
 
-def _print_results(done: list[tuple[Outcome, Path]], *, as_json: bool) -> None:
+def _print_results(done: list[tuple[ExperimentOutcome, Path]], *, as_json: bool) -> None:
     """Print one row for each experiment, mode and policy, or everything as JSON."""
     if as_json:
         print_json([outcome.as_json() | {"folder": str(folder)} for outcome, folder in done])

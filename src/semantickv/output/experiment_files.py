@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from semantickv.analysis.experiments import Outcome
+from semantickv.analysis.experiments import ExperimentOutcome
 from semantickv.analysis.latency import BOUNDS, SIMULATED_NOTE, compute_gain
 from semantickv.output import plots
 from semantickv.output.files import METRICS, format_policy_table, write_csv
@@ -38,7 +38,7 @@ PUBLISHED: Final[Mapping[str, Mapping[str, float]]] = MappingProxyType(
 COLUMNS = ("experiment_id", *METRICS)
 
 
-def build_metric_rows(outcome: Outcome) -> list[dict[str, Any]]:
+def build_metric_rows(outcome: ExperimentOutcome) -> list[dict[str, Any]]:
     """Build one flat row for each policy and mode."""
     rows = []
     for mode, records in outcome.records.items():
@@ -56,7 +56,7 @@ def build_metric_rows(outcome: Outcome) -> list[dict[str, Any]]:
     return rows
 
 
-def write_experiment(outcome: Outcome, folder: Path, *, pictures: bool = True) -> None:
+def write_experiment(outcome: ExperimentOutcome, folder: Path, *, pictures: bool = True) -> None:
     """Write all files of one experiment into ``folder``."""
     write_json(folder / "results.json", outcome.as_json())
     write_csv(folder / "metrics.csv", build_metric_rows(outcome), COLUMNS)
@@ -65,7 +65,7 @@ def write_experiment(outcome: Outcome, folder: Path, *, pictures: bool = True) -
         draw_experiment(outcome, folder)
 
 
-def draw_experiment(outcome: Outcome, folder: Path) -> None:
+def draw_experiment(outcome: ExperimentOutcome, folder: Path) -> None:
     """Draw the six pictures that the source text names."""
     experiment, records = outcome.experiment, outcome.records
     note = (
@@ -93,7 +93,7 @@ def draw_experiment(outcome: Outcome, folder: Path) -> None:
                      y="used", note=note, share=True)  # fmt: skip
 
 
-def format_summary(outcome: Outcome) -> str:
+def format_summary(outcome: ExperimentOutcome) -> str:
     """Format the result as Markdown."""
     experiment, facts = outcome.experiment, describe_trace(outcome.trace)
     lines = [
@@ -124,7 +124,7 @@ def _describe_best(records: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _compare_with_published(outcome: Outcome, published: Mapping[str, float]) -> list[str]:
+def _compare_with_published(outcome: ExperimentOutcome, published: Mapping[str, float]) -> list[str]:
     """Build a Markdown table of the source text's figures and ours, in block mode."""
     here = {record["policy"]: record for record in outcome.records["block"]}
     lines = ["| | source text | here |", "|---|---:|---:|"]
@@ -139,7 +139,7 @@ def _compare_with_published(outcome: Outcome, published: Mapping[str, float]) ->
     return lines
 
 
-def write_aggregate(outcomes: Sequence[Outcome], folder: Path) -> None:
+def write_aggregate(outcomes: Sequence[ExperimentOutcome], folder: Path) -> None:
     """Write ``aggregate_summary.csv`` and ``.md``: every policy of every experiment, beside the source text."""
     rows = [row for outcome in outcomes for row in build_metric_rows(outcome)]
     write_csv(folder / "aggregate_summary.csv", rows, COLUMNS)

@@ -24,7 +24,7 @@ LONGEST_SEEN = 20_000  # characters of a block that patterns look at: a rule mus
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """What is known about a piece of a prompt before it has a type. ``label`` is in lower case, without its colon."""
 
     text: str
@@ -62,7 +62,7 @@ class Rule:
                 f"rule {self.name!r}: pattern is no regular expression: {error}", hint="see Python's re"
             ) from None
 
-    def matches(self, piece: Piece) -> bool:
+    def matches(self, piece: TextPiece) -> bool:
         """Whether all conditions of the rule hold for a piece."""
         if self.roles and piece.role not in self.roles:
             return False
@@ -129,7 +129,7 @@ class Classifier:
 
     rules: tuple[Rule, ...] = DEFAULT_RULES
 
-    def classify(self, piece: Piece) -> str:
+    def classify(self, piece: TextPiece) -> str:
         """Return the type of the first rule that matches, or ``other``."""
         return next((rule.type for rule in self.rules if rule.matches(piece)), OTHER)
 

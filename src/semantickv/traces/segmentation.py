@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from semantickv.traces.classification import Classifier, Piece
+from semantickv.traces.classification import Classifier, TextPiece
 from semblend.errors import InputError
 from semblend.text.tokenization import StableTokenizer
 
@@ -113,25 +113,27 @@ class Segmenter:
         else:
             yield from self._build_blocks(self._cut_sections(text, role))
 
-    def _cut_sections(self, text: str, role: str) -> Iterator[Piece]:
+    def _cut_sections(self, text: str, role: str) -> Iterator[TextPiece]:
         """Cut a text at labels and markers; what a tool or the assistant said stays one section."""
         if role in _SPOKEN:
-            yield Piece(text, role)
+            yield TextPiece(text, role)
             return
         found = list(self._boundaries.finditer(text))
         ends = [*(match.start() for match in found), len(text)]
         if ends[0] > 0:
-            yield Piece(text[: ends[0]], role)
+            yield TextPiece(text[: ends[0]], role)
         for match, end in zip(found, ends[1:], strict=True):
             marker, label = match["marker"], match["label"] or match["tag"]
-            yield Piece(text[match.start() : end], (marker or role).lower(), " ".join((label or "").lower().split()))
+            yield TextPiece(
+                text[match.start() : end], (marker or role).lower(), " ".join((label or "").lower().split())
+            )
 
-    def _build_blocks(self, pieces: Iterable[Piece]) -> Iterator[TextBlock]:
+    def _build_blocks(self, pieces: Iterable[TextPiece]) -> Iterator[TextBlock]:
         """Give each part its type and size; blanks that stand alone go to the block before them."""
         held: tuple[str, str] | None = None
         for piece in pieces:
             for part in _split_parts(piece.text):
-                kind = self.classifier.classify(Piece(part, piece.role, piece.label))
+                kind = self.classifier.classify(TextPiece(part, piece.role, piece.label))
                 if held is None:
                     held = (kind, part)
                 elif not part.strip() or not held[1].strip():

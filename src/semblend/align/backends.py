@@ -106,7 +106,7 @@ class PlainBackend:
         return len(matches), compose.choose_cover(matches, self.shortest)
 
     def bridge(self, tokens: TokenArray, pieces: MatchArray, shortest: int, floor: int) -> MatchArray:
-        known = [chain.Piece(*piece) for piece in pieces.tolist()]
+        known = [chain.ChainPiece(*piece) for piece in pieces.tolist()]
         donors = {piece.slot: self.store.log.view(piece.slot) for piece in known}
         return np.array(chain.chain_pieces(tokens, known, donors, shortest, floor), np.int64)
 

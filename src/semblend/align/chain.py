@@ -15,7 +15,7 @@ from semblend.prompt import TokenArray
 MAX_EDIT = 12  # tokens replaced, inserted or deleted between two runs
 
 
-class Piece(NamedTuple):
+class ChainPiece(NamedTuple):
     """Target tokens [start, end) equal the donor's from ``donor_start``."""
 
     start: int
@@ -49,30 +49,36 @@ def resync(target: TokenArray, donor: TokenArray, shortest: int) -> tuple[int, i
     return None
 
 
-def _extend_right(tokens: TokenArray, donor: TokenArray, piece: Piece, limit: int, shortest: int) -> list[Piece]:
+def _extend_right(
+    tokens: TokenArray, donor: TokenArray, piece: ChainPiece, limit: int, shortest: int
+) -> list[ChainPiece]:
     """Find the short runs to the right of a piece, up to ``limit``."""
-    found: list[Piece] = []
+    found: list[ChainPiece] = []
     while (step := resync(tokens[piece.end : limit], donor[piece.donor_end :], shortest)) is not None:
         skipped, skipped_donor, run = step
         start = piece.end + skipped
-        piece = Piece(start, start + run, piece.slot, piece.donor_end + skipped_donor)
+        piece = ChainPiece(start, start + run, piece.slot, piece.donor_end + skipped_donor)
         found.append(piece)
     return found
 
 
-def _extend_left(tokens: TokenArray, donor: TokenArray, piece: Piece, floor: int, shortest: int) -> list[Piece]:
+def _extend_left(
+    tokens: TokenArray, donor: TokenArray, piece: ChainPiece, floor: int, shortest: int
+) -> list[ChainPiece]:
     """Find the short runs to the left of a piece, down to ``floor``: the same walk on reversed tokens."""
     size, donor_size = len(tokens), len(donor)
-    mirrored = Piece(size - piece.end, size - piece.start, piece.slot, donor_size - piece.donor_end)
+    mirrored = ChainPiece(size - piece.end, size - piece.start, piece.slot, donor_size - piece.donor_end)
     found = _extend_right(tokens[::-1], donor[::-1], mirrored, size - floor, shortest)
-    return [Piece(size - run.end, size - run.start, run.slot, donor_size - run.donor_end) for run in reversed(found)]
+    return [
+        ChainPiece(size - run.end, size - run.start, run.slot, donor_size - run.donor_end) for run in reversed(found)
+    ]
 
 
 def chain_pieces(
-    tokens: TokenArray, pieces: list[Piece], donors: dict[int, TokenArray], shortest: int, floor: int
-) -> list[Piece]:
+    tokens: TokenArray, pieces: list[ChainPiece], donors: dict[int, TokenArray], shortest: int, floor: int
+) -> list[ChainPiece]:
     """Return the pieces with the short runs between and beside them, in target order."""
-    chained: list[Piece] = []
+    chained: list[ChainPiece] = []
     end = floor
     for i, piece in enumerate(pieces):
         donor = donors[piece.slot]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from semblend.confirm.receipt import TOKEN_KINDS
-from semblend.demo.runner import COLD, Arm, Outcome
+from semblend.demo.runner import COLD, Arm, DemoOutcome
 from semblend.errors import InputError
 from semblend.web.plotting import pyplot as pyplot_of
 
@@ -23,7 +23,7 @@ INK, FAINT, PAPER = "#22262b", "#8a9099", "#fbfaf7"
 BAR, GAP = 0.72, 1.15  # height of a bar, and room between two workloads, in rows
 
 
-def draw(outcome: Outcome, path: str) -> None:
+def draw(outcome: DemoOutcome, path: str) -> None:
     """Write the picture as PNG (or whatever the file's name ends in)."""
     pyplot = pyplot_of("the picture needs")
     groups = list(_groups(outcome.arms))
@@ -95,7 +95,7 @@ def _bare(axes: Any, rows: float) -> None:
         side.set_visible(False)
 
 
-def _words(figure: Any, left: Any, right: Any, outcome: Outcome) -> None:
+def _words(figure: Any, left: Any, right: Any, outcome: DemoOutcome) -> None:
     best = {name: max((arm.times_faster for arm in outcome.arms if arm.name == name), default=1.0) for name in ARMS}
     left.set_title("Time to the first token", loc="left", fontsize=10.5, color=FAINT, pad=8)
     right.set_title("Where the prompt's tokens came from", loc="left", fontsize=10.5, color=FAINT, pad=8)

@@ -19,7 +19,7 @@ from torch import Tensor
 from semblend.confirm.receipt import Receipt
 from semblend.demo.workloads import Chat, Dialogue, Workload
 from semblend.engine.core.engine import Engine
-from semblend.engine.model.model import Model
+from semblend.engine.model.model import DecoderModel
 from semblend.errors import SemBlendError
 from semblend.materialize.gate.risk import next_token_kl
 from semblend.prompt import Prompt
@@ -40,13 +40,13 @@ class Encodes(Protocol):
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]: ...
 
 
-class Watched(Model):
+class Watched(DecoderModel):
     """A model that remembers its latest logits: at an answer's first token, those that it was drawn from."""
 
     latest: Tensor | None = None
 
     @classmethod
-    def of(cls, model: Model) -> Watched:
+    def of(cls, model: DecoderModel) -> Watched:
         return cls(model.spec, model.weights)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Arm:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DemoOutcome:
     """All arms, in order, and what they ran on."""
 
     model: str

@@ -9,7 +9,7 @@ from semblend import Prompt, SemBlend, SemBlendConfig
 from semblend.engine.core.assemble import assemble
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.engine import Engine
-from semblend.engine.model.model import Model
+from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.spec import ModelSpec
 from semblend.wire.request import Request
 from semblend.wire.sampling import Sampling
@@ -23,7 +23,7 @@ TINY = {
 
 def engine_with(**settings: object) -> tuple[Engine, SemBlend]:
     library = SemBlend(SemBlendConfig(embedder="none", metrics=False, **settings))  # type: ignore[arg-type]
-    model = Model.random(ModelSpec.from_hf_config(TINY))
+    model = DecoderModel.random(ModelSpec.from_hf_config(TINY))
     return assemble(model, pool_tokens=2048, config=EngineConfig(quality="fast"), semblend=library), library
 
 

@@ -21,7 +21,7 @@ from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.engine import Engine
 from semblend.engine.core.sequence import Completion, QueueFull
 from semblend.engine.core.stops import AnswerText, NoText
-from semblend.engine.model.model import Model
+from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.spec import ModelSpec
 from semblend.errors import InputError, SemBlendError
 from semblend.materialize.contract import Rows
@@ -34,7 +34,7 @@ from semblend.wire.sampling import Sampling
 VOCAB = 96
 
 
-def make_model(architecture: str = "llama", seed: int = 0) -> Model:
+def make_model(architecture: str = "llama", seed: int = 0) -> DecoderModel:
     config = {
         "model_type": architecture,
         "hidden_size": 32,
@@ -48,11 +48,11 @@ def make_model(architecture: str = "llama", seed: int = 0) -> Model:
         "rope_theta": 10000.0,
         "eos_token_id": None,
     }
-    return Model.random(ModelSpec.from_hf_config(config), seed)
+    return DecoderModel.random(ModelSpec.from_hf_config(config), seed)
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
+def model() -> DecoderModel:
     return make_model()
 
 
@@ -61,12 +61,12 @@ def sink() -> MemorySink:
     return MemorySink()
 
 
-def make_engine(model: Model, tokens: int = 2048, **config: Any) -> Engine:
+def make_engine(model: DecoderModel, tokens: int = 2048, **config: Any) -> Engine:
     detokenizer = config.pop("detokenizer", None)
     return Engine(model, model.new_pool(tokens), config=EngineConfig(**config), detokenizer=detokenizer)
 
 
-def make_reusing(model: Model, sink: MemorySink, tokens: int = 2048, **config: Any) -> Engine:
+def make_reusing(model: DecoderModel, sink: MemorySink, tokens: int = 2048, **config: Any) -> Engine:
     library = SemBlend(SemBlendConfig(embedder="none", metrics=False), sinks=[sink])
     return assemble(model, pool_tokens=tokens, semblend=library, config=EngineConfig(**config))
 
@@ -84,7 +84,7 @@ def tokens_of(completions: list[Completion]) -> list[tuple[int, ...]]:
     return [completion.tokens for completion in completions]
 
 
-def alone(model: Model, asked: list[list[int]], sampling: Sampling) -> list[tuple[int, ...]]:
+def alone(model: DecoderModel, asked: list[list[int]], sampling: Sampling) -> list[tuple[int, ...]]:
     """Each prompt by itself in a fresh engine, in one chunk: the plainest way there is."""
     return [tokens_of(make_engine(model, step_tokens=4096).generate([prompt], sampling))[0] for prompt in asked]
 
@@ -281,7 +281,7 @@ def test_a_request_id_that_is_under_way_is_refused(model):
 class Failing:
     """A model that fails when its ``when`` says so."""
 
-    def __init__(self, model: Model, when: Callable[[Rows], bool], *, nan: bool = False) -> None:
+    def __init__(self, model: DecoderModel, when: Callable[[Rows], bool], *, nan: bool = False) -> None:
         self.spec = model.spec
         self._model, self._when, self._nan = model, when, nan
 

@@ -19,7 +19,7 @@ from semblend.engine.core.assemble import assemble  # noqa: E402
 from semblend.engine.core.async_engine import AsyncEngine  # noqa: E402
 from semblend.engine.core.config import EngineConfig  # noqa: E402
 from semblend.engine.core.engine import Engine  # noqa: E402
-from semblend.engine.model.model import Model  # noqa: E402
+from semblend.engine.model.model import DecoderModel  # noqa: E402
 from semblend.engine.model.spec import ModelSpec  # noqa: E402
 from semblend.errors import InputError, SemBlendError  # noqa: E402
 from semblend.prompt import Prompt  # noqa: E402
@@ -38,8 +38,8 @@ FIVE = Sampling(max_tokens=5)
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
-    return Model.random(ModelSpec.from_hf_config(SHAPE))
+def model() -> DecoderModel:
+    return DecoderModel.random(ModelSpec.from_hf_config(SHAPE))
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def sink() -> MemorySink:
     return MemorySink()
 
 
-def reusing(model: Model, sink: MemorySink, tokens: int = 2048, quality: str = "fast", **parts: Any) -> Engine:
+def reusing(model: DecoderModel, sink: MemorySink, tokens: int = 2048, quality: str = "fast", **parts: Any) -> Engine:
     library = SemBlend(SemBlendConfig(embedder="none", metrics=False), sinks=[sink])
     return assemble(model, pool_tokens=tokens, semblend=library, config=EngineConfig(quality=quality), **parts)
 
@@ -57,7 +57,7 @@ def about(head: int) -> Prompt:
     return Prompt([head, head + 1, head + 2, *DOCUMENT, head])
 
 
-def cold(model: Model, prompt: Prompt) -> tuple[int, ...]:
+def cold(model: DecoderModel, prompt: Prompt) -> tuple[int, ...]:
     engine = Engine(model, model.new_pool(2048))
     return engine.generate([prompt], FIVE)[0].tokens
 
@@ -241,7 +241,7 @@ def test_a_call_after_the_end_is_refused_and_one_before_it_is_run(model):
 
 def test_a_model_with_dynamic_scaling_reuses_its_donors(sink):
     shape = SHAPE | {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}
-    engine = reusing(Model.random(ModelSpec.from_hf_config(shape)), sink)
+    engine = reusing(DecoderModel.random(ModelSpec.from_hf_config(shape)), sink)
     engine.generate([Request("donor", about(1), FIVE)])
     found = engine.generate([Request("target", about(5), FIVE)])[0].receipt
     assert found.outcome is Outcome.BACKEND_MATERIALIZED_REUSE

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from cpu_features import needs_bf16  # noqa: E402
 
-from semblend.engine.model.model import Model, Turn  # noqa: E402
+from semblend.engine.model.model import DecoderModel, Turn  # noqa: E402
 from semblend.engine.model.rows import RowBatch  # noqa: E402
 from semblend.materialize.contract import Observer, Rows  # noqa: E402
 from semblend.materialize.kv.rope import RopeSpec  # noqa: E402
@@ -51,7 +51,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Model]:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, DecoderModel]:
     """The same random weights in transformers and here."""
     name, changes = FAMILIES[request.param]
     torch.manual_seed(7)
@@ -62,7 +62,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
                 parameter.add_(0.3 * torch.randn_like(parameter))
     folder = tmp_path_factory.mktemp("model")
     theirs.eval().save_pretrained(folder)
-    return theirs, Model.load(folder)
+    return theirs, DecoderModel.load(folder)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def expected(theirs: Any, ids: Any) -> Any:
         return theirs(ids[None]).logits[0]
 
 
-def computed_in(model: Model, ids: Any, passes: list[list[int]], shuffled_blocks: bool = True) -> Any:
+def computed_in(model: DecoderModel, ids: Any, passes: list[list[int]], shuffled_blocks: bool = True) -> Any:
     """Logits of every position, its rows computed in these passes; a position's logits are those of its last pass."""
     pool = model.new_pool(256)
     blocks = pool.allocate(pool.blocks_for(len(ids)))
@@ -188,7 +188,7 @@ def test_a_turn_is_what_the_plain_rotation_gives(style: Any, share: int, dtype: 
 def test_bfloat16_stays_near_float32(pair: Any, ids: Any, tmp_path: Path) -> None:
     theirs, _ = pair
     theirs.save_pretrained(tmp_path)
-    ours = Model.load(tmp_path, dtype=torch.bfloat16)
+    ours = DecoderModel.load(tmp_path, dtype=torch.bfloat16)
     got = computed_in(ours, ids, [EVERY])
     want = expected(theirs, ids)
     assert got.dtype == torch.float32
@@ -198,7 +198,11 @@ def test_bfloat16_stays_near_float32(pair: Any, ids: Any, tmp_path: Path) -> Non
 
 def test_random_weights_are_the_same_for_the_same_seed(pair: Any) -> None:
     spec = pair[1].spec
-    one, same, other = Model.random(spec, seed=1), Model.random(spec, seed=1), Model.random(spec, seed=2)
+    one, same, other = (
+        DecoderModel.random(spec, seed=1),
+        DecoderModel.random(spec, seed=1),
+        DecoderModel.random(spec, seed=2),
+    )
     assert torch.equal(one.weights.layers[2].qkv, same.weights.layers[2].qkv)
     assert not torch.equal(one.weights.layers[2].qkv, other.weights.layers[2].qkv)
     pool = one.new_pool(64)
@@ -210,8 +214,8 @@ def test_random_weights_are_the_same_for_the_same_seed(pair: Any) -> None:
 @pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 1e-3), (torch.float16, 0.02), (torch.bfloat16, 0.1)])
 def test_a_gpu_gives_the_logits_of_the_cpu(pair: Any, ids: Any, dtype: Any, share: float) -> None:
     spec = pair[1].spec
-    want = computed_in(Model.random(spec), ids, [EVERY])
-    on_gpu = Model.random(spec, device="cuda", dtype=dtype)
+    want = computed_in(DecoderModel.random(spec), ids, [EVERY])
+    on_gpu = DecoderModel.random(spec, device="cuda", dtype=dtype)
     for passes in ([EVERY], [EVERY[:20], EVERY[20:]], [EVERY, EVERY[1::3]], [[position] for position in EVERY]):
         got = computed_in(on_gpu, ids.cuda(), passes)
         assert (got - want).norm() <= share * want.norm()
@@ -231,7 +235,7 @@ def test_smollm2_gives_the_logits_of_transformers() -> None:
     except MissingDependencyError as error:
         pytest.skip(str(error))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    ours = Model.load(path, dtype=torch.float32)
+    ours = DecoderModel.load(path, dtype=torch.float32)
     some = torch.randint(100, 40_000, (LENGTH,), generator=torch.Generator().manual_seed(3))
     # Without oneDNN, whose float32 products round more coarsely on ARM: 5e-4 there instead of 1e-4.
     with torch.backends.mkldnn.flags(enabled=False):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from semblend.engine.model.gguf_weights import gguf_name, half_split, read_header, unpack_q4_k  # noqa: E402
-from semblend.engine.model.model import Model  # noqa: E402
+from semblend.engine.model.model import DecoderModel  # noqa: E402
 from semblend.engine.model.spec import ModelSpec  # noqa: E402
 from semblend.engine.model.weights import SafetensorsFolder  # noqa: E402
 from semblend.engine.server.config import ServeConfig  # noqa: E402
@@ -116,7 +116,7 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Any], kind
     return path
 
 
-def logits_of(model: Model) -> Any:
+def logits_of(model: DecoderModel) -> Any:
     pool = model.new_pool(64)
     context = pool.slots_of(pool.allocate(3), 0, 40)
     return model.logits(model.forward(Rows.of(torch.arange(40) % 60, range(40), context), pool))
@@ -124,8 +124,8 @@ def logits_of(model: Model) -> Any:
 
 def test_shards_give_the_same_model_as_one_file(tmp_path: Path) -> None:
     tensors = tensors_of(CONFIG)
-    one = Model.load(write_folder(tmp_path / "one", CONFIG, tensors))
-    three = Model.load(write_folder(tmp_path / "three", CONFIG, tensors, shards=3))
+    one = DecoderModel.load(write_folder(tmp_path / "one", CONFIG, tensors))
+    three = DecoderModel.load(write_folder(tmp_path / "three", CONFIG, tensors, shards=3))
     assert torch.equal(logits_of(one), logits_of(three))
     assert one.weights.nbytes == sum(tensor.nbytes for tensor in tensors.values())
 
@@ -136,7 +136,7 @@ def test_a_bfloat16_model_is_computed_in_float32_on_a_cpu_unless_bfloat16_is_ask
     tensors = {name: tensor.bfloat16() for name, tensor in tensors_of(config).items()}
     folder = write_folder(tmp_path / "model", config, tensors)
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).save(str(folder / "tokenizer.json"))
-    assert Model.load(folder).dtype == torch.float32
+    assert DecoderModel.load(folder).dtype == torch.float32
     for asked, got in {"": torch.float32, "bfloat16": torch.bfloat16}.items():
         model, _ = Launch(
             ServeConfig(model=str(folder), device="cpu", dtype=asked)
@@ -147,7 +147,7 @@ def test_a_bfloat16_model_is_computed_in_float32_on_a_cpu_unless_bfloat16_is_ask
 def test_generation_config_adds_tokens_that_end_a_turn(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m", CONFIG, tensors_of(CONFIG))
     (folder / "generation_config.json").write_text('{"eos_token_id": [3, 9]}')
-    assert Model.load(folder).spec.eos_ids == (3, 9)
+    assert DecoderModel.load(folder).spec.eos_ids == (3, 9)
 
 
 @pytest.mark.parametrize(
@@ -163,8 +163,8 @@ def test_generation_config_adds_tokens_that_end_a_turn(tmp_path: Path) -> None:
 def test_a_gguf_file_gives_the_same_logits_as_the_folder_it_was_made_from(tmp_path: Path, changes: Any) -> None:
     config = CONFIG | changes
     tensors = tensors_of(config)
-    folder = Model.load(write_folder(tmp_path / "folder", config, tensors))
-    file = Model.load(write_gguf(tmp_path / "model.gguf", config, tensors))
+    folder = DecoderModel.load(write_folder(tmp_path / "folder", config, tensors))
+    file = DecoderModel.load(write_gguf(tmp_path / "model.gguf", config, tensors))
     assert (logits_of(folder) - logits_of(file)).abs().max() <= 1e-5
     assert file.spec.tied_embeddings == folder.spec.tied_embeddings
     assert file.spec.eos_ids == (3, 63)
@@ -172,17 +172,17 @@ def test_a_gguf_file_gives_the_same_logits_as_the_folder_it_was_made_from(tmp_pa
 
 def test_a_quantised_gguf_file_gives_nearly_the_same_logits(tmp_path: Path) -> None:
     tensors = tensors_of(CONFIG)
-    whole = logits_of(Model.load(write_gguf(tmp_path / "whole.gguf", CONFIG, tensors)))
+    whole = logits_of(DecoderModel.load(write_gguf(tmp_path / "whole.gguf", CONFIG, tensors)))
     kind = gguf.GGMLQuantizationType.Q8_0
-    packed = logits_of(Model.load(write_gguf(tmp_path / "packed.gguf", CONFIG, tensors, kind)))
+    packed = logits_of(DecoderModel.load(write_gguf(tmp_path / "packed.gguf", CONFIG, tensors, kind)))
     assert 0 < (whole - packed).norm() / whole.norm() < 0.05
 
 
 def test_frequency_factors_of_a_gguf_file_divide_the_frequencies(tmp_path: Path) -> None:
     tensors = tensors_of(CONFIG)
     factors = {"rope_freqs.weight": np.array([1, 1, 2, 4], dtype=np.float32)}
-    plain = Model.load(write_gguf(tmp_path / "plain.gguf", CONFIG, tensors)).spec.rope
-    scaled = Model.load(write_gguf(tmp_path / "scaled.gguf", CONFIG, tensors, **factors)).spec.rope
+    plain = DecoderModel.load(write_gguf(tmp_path / "plain.gguf", CONFIG, tensors)).spec.rope
+    scaled = DecoderModel.load(write_gguf(tmp_path / "scaled.gguf", CONFIG, tensors, **factors)).spec.rope
     ratios = [a / b for a, b in zip(plain.inv_freq, scaled.inv_freq, strict=True)]
     assert ratios == pytest.approx([1, 1, 2, 4])
 
@@ -207,22 +207,22 @@ def test_a_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
     tensors = tensors_of(CONFIG)
     del tensors[name]
     with pytest.raises(InputError, match=name):
-        Model.load(write_folder(tmp_path / "m", CONFIG, tensors))
+        DecoderModel.load(write_folder(tmp_path / "m", CONFIG, tensors))
     if name != "lm_head.weight":  # in GGUF its absence means tied embeddings
         with pytest.raises(InputError, match=name):
-            Model.load(write_gguf(tmp_path / "m.gguf", CONFIG, tensors))
+            DecoderModel.load(write_gguf(tmp_path / "m.gguf", CONFIG, tensors))
 
 
 def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
     tensors = tensors_of(CONFIG)
     tensors["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(8, 32)
     with pytest.raises(InputError, match=r"k_proj.weight is \(8, 32\), not \(16, 32\)"):
-        Model.load(write_folder(tmp_path / "m", CONFIG, tensors))
+        DecoderModel.load(write_folder(tmp_path / "m", CONFIG, tensors))
 
 
 def test_more_layers_than_the_config_says_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="more than the 1 layers"):
-        Model.load(write_folder(tmp_path / "m", CONFIG | {"num_hidden_layers": 1}, tensors_of(CONFIG)))
+        DecoderModel.load(write_folder(tmp_path / "m", CONFIG | {"num_hidden_layers": 1}, tensors_of(CONFIG)))
 
 
 @pytest.mark.parametrize("kept", [0, 5, 100, -1])
@@ -231,19 +231,19 @@ def test_a_truncated_safetensors_file_is_refused(tmp_path: Path, kept: int) -> N
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(InputError, match="not a whole safetensors file"):
-        Model.load(folder)
+        DecoderModel.load(folder)
 
 
 def test_a_missing_shard_and_an_empty_folder_are_named(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m", CONFIG, tensors_of(CONFIG), shards=2)
     (folder / "model-1.safetensors").unlink()
     with pytest.raises(InputError, match=r"model-1.safetensors is missing"):
-        Model.load(folder)
+        DecoderModel.load(folder)
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(InputError, match="holds no safetensors"):
-        Model.load(bare)
+        DecoderModel.load(bare)
     (bare / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(InputError, match="no weight_map"), SafetensorsFolder(bare):
         pass
@@ -253,7 +253,7 @@ def test_a_missing_shard_and_an_empty_folder_are_named(tmp_path: Path) -> None:
 def test_a_damaged_config_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(InputError):
-        Model.load(tmp_path)
+        DecoderModel.load(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +270,7 @@ def test_a_truncated_gguf_file_is_always_refused(gguf_bytes: tuple[Path, bytes],
     path = folder / "cut.gguf"
     path.write_bytes(whole[:length])
     with pytest.raises(InputError):
-        Model.load(path)
+        DecoderModel.load(path)
 
 
 @settings(max_examples=150)
@@ -289,10 +289,10 @@ def test_what_is_not_gguf_is_said_so(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(b"PK\x03\x04 and so on")
     with pytest.raises(InputError, match="is not a GGUF file"):
-        Model.load(path)
+        DecoderModel.load(path)
     path.write_bytes(b"GGUF\x01\x00\x00\x00" + bytes(64))
     with pytest.raises(InputError, match="version 1"):
-        Model.load(path)
+        DecoderModel.load(path)
 
 
 @pytest.mark.parametrize(

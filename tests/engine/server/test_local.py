@@ -13,7 +13,7 @@ from semblend.confirm.outcome import Outcome
 from semblend.engine.core.assemble import assemble
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.stops import NoText
-from semblend.engine.model.model import Model
+from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.spec import ModelSpec
 from semblend.engine.server.serving_adapter import LocalEngine
 from semblend.prompt import Prompt
@@ -55,7 +55,7 @@ class Characters(NoText):
 def make(**config) -> LocalEngine:
     library = SemBlend(SemBlendConfig(embedder="none", metrics=False))
     settings = EngineConfig(model_name="tiny", **config)
-    model = Model.random(ModelSpec.from_hf_config(SHAPE))
+    model = DecoderModel.random(ModelSpec.from_hf_config(SHAPE))
     engine = assemble(model, pool_tokens=1024, semblend=library, config=settings, detokenizer=Characters())
     return LocalEngine(engine, Characters())
 

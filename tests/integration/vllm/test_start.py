@@ -9,7 +9,7 @@ import pytest
 
 from semblend.integration.vllm import startup_checks as start
 from semblend.integration.vllm.startup_checks import in_multi_connector, load_failure_policy, may_queue_loads, refusal
-from semblend.integration.vllm.versions import SUPPORTED, Evidence, support
+from semblend.integration.vllm.versions import SUPPORTED, VersionEvidence, support
 
 
 def made_by(module, name="MultiConnector"):
@@ -41,8 +41,8 @@ def test_another_owner_among_the_callers_is_no_multi_connector():
 def test_every_known_version_says_how_it_is_known():
     versions = [row.version for row in SUPPORTED]
     assert versions == sorted(versions, key=lambda version: int(version.split(".")[1]))
-    assert all(row.evidence is Evidence.RUN and row.note for row in SUPPORTED)
-    assert support("0.19.0").evidence is Evidence.NONE
+    assert all(row.evidence is VersionEvidence.RUN and row.note for row in SUPPORTED)
+    assert support("0.19.0").evidence is VersionEvidence.NONE
     assert "never looked at" in support("0.19.0").note
 
 

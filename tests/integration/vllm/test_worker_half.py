@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from semblend import SemBlendConfig
-from semblend.integration.vllm.metrics import Tally, merged, replay
+from semblend.integration.vllm.metrics import MetricsTally, merged, replay
 from semblend.integration.vllm.orders import Capture, Load, Orders
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.integration.vllm.startup_checks import make_worker_half
-from semblend.integration.vllm.versions import SUPPORTED, Evidence, support
+from semblend.integration.vllm.versions import SUPPORTED, VersionEvidence, support
 from semblend.integration.vllm.worker.cache_layout import IndexedLayout, StridedLayout, probe_layout
 from semblend.integration.vllm.worker.worker_half import WorkerHalf
 from semblend.materialize.blend.quality import QualitySettings
@@ -374,7 +374,7 @@ def test_metrics_cross_processes_as_plain_data():
     from semblend.confirm.metrics import PrometheusMetrics
     from semblend.plan.reuse_plan import DeclineReason
 
-    tally, registry = Tally(), CollectorRegistry()
+    tally, registry = MetricsTally(), CollectorRegistry()
     tally.lookup(0.001)
     tally.declined(DeclineReason.TOO_SHORT)
     tally.donors(2, 100, "host")
@@ -389,8 +389,8 @@ def test_metrics_cross_processes_as_plain_data():
 
 
 def test_versions_that_nobody_looked_at_are_named_so():
-    assert support("0.32.0+cpu").evidence is Evidence.RUN
-    assert support("1.0.0").evidence is Evidence.NONE
+    assert support("0.32.0+cpu").evidence is VersionEvidence.RUN
+    assert support("1.0.0").evidence is VersionEvidence.NONE
     assert all(row.note for row in SUPPORTED)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from semblend.confirm.outcome import Outcome
 from semblend.confirm.receipt import Receipt
-from semblend.engine.model.model import Model
+from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.pooled_model import PooledModel
 from semblend.engine.model.spec import ModelSpec
 from semblend.errors import ConfigError, InputError
@@ -43,7 +43,7 @@ CONFIG = {
     "tie_word_embeddings": True,
     "eos_token_id": 0,
 }
-MODEL = Model.random(ModelSpec.from_hf_config(CONFIG), seed=5)
+MODEL = DecoderModel.random(ModelSpec.from_hf_config(CONFIG), seed=5)
 NEVER = Thresholds(0.0, 0.0, 0.0)
 ALWAYS = Thresholds(1e9, 1e9, 1e9)
 

@@ -9,7 +9,7 @@ from cpu_features import BFLOAT16
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend.engine.model.model import Model
+from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.pooled_model import PooledModel
 from semblend.engine.model.spec import ModelSpec
 from semblend.materialize.contract import Observer, Rows, StopPass
@@ -41,7 +41,7 @@ CONFIG = {
 
 
 def model_of(dtype=torch.float32, **changes):
-    return Model.random(ModelSpec.from_hf_config({**CONFIG, **changes}), seed=3, dtype=dtype)
+    return DecoderModel.random(ModelSpec.from_hf_config({**CONFIG, **changes}), seed=3, dtype=dtype)
 
 
 def placed(model, tokens, length=None):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semantickv.traces.classification import DEFAULT_RULES, Classifier, Piece, Rule, load_rules
+from semantickv.traces.classification import DEFAULT_RULES, Classifier, Rule, TextPiece, load_rules
 from semantickv.traces.segmentation import Segmenter, hash_content
 from semantickv.traces.trace import BLOCK_TYPES
 from semblend.errors import InputError
@@ -106,7 +106,7 @@ def test_a_user_adds_a_type_with_a_file(tmp_path: Path) -> None:
     file = tmp_path / "rules.toml"
     file.write_text('[[rule]]\nname = "invoices"\ntype = "invoice"\npattern = "(?m)^Invoice no"\n')
     classifier = Classifier().with_rules(load_rules(file))
-    assert classifier.classify(Piece("Invoice no 7", role="user")) == "invoice"
+    assert classifier.classify(TextPiece("Invoice no 7", role="user")) == "invoice"
     assert "invoice" in classifier.types
 
 

@@ -165,7 +165,7 @@ def test_the_embedded_engine_with_a_random_model_confirms_its_reuse(tmp_path):
     from semblend.engine.core.assemble import assemble
     from semblend.engine.core.config import EngineConfig
     from semblend.engine.core.stops import NoText
-    from semblend.engine.model.model import Model
+    from semblend.engine.model.model import DecoderModel
     from semblend.engine.model.spec import ModelSpec
     from semblend.engine.server.serving_adapter import LocalEngine
 
@@ -196,7 +196,7 @@ def test_the_embedded_engine_with_a_random_model_confirms_its_reuse(tmp_path):
     cases = [case for case in read_manifest(tmp_path / "all.jsonl") if case.transform in wanted]
     write_manifest(folder.manifest, [case for case in cases if len(case.recipient_prompt) < 3500][:24])
     library = SemBlend(SemBlendConfig(embedder="none", quality="fast"))
-    model = Model.random(ModelSpec.from_hf_config(shape))
+    model = DecoderModel.random(ModelSpec.from_hf_config(shape))
     inner = assemble(
         model, pool_tokens=8192, semblend=library, config=EngineConfig(model_name="fake", quality="fast"),
         detokenizer=Bytes(), donor_host_bytes=1 << 28,

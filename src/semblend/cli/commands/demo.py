@@ -11,7 +11,7 @@ from semblend.cli.output import Progress, check_target, say, table, write_json
 from semblend.config import load_config
 
 if TYPE_CHECKING:
-    from semblend.demo.runner import Arm, Outcome
+    from semblend.demo.runner import Arm, DemoOutcome
 
 HEAD = ("workload", "arm", "first token", "faster", "exact", "reused", "again", "computed", "same words", "KL")
 RIGHT = tuple(range(2, len(HEAD)))
@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(launch: Any, *, long: bool) -> Outcome:
-    from semblend.demo.runner import Demo, Outcome, Watched
+def _measure(launch: Any, *, long: bool) -> DemoOutcome:
+    from semblend.demo.runner import Demo, DemoOutcome, Watched
     from semblend.demo.workloads import dialogue, workloads
 
     path = launch.path
@@ -71,7 +71,7 @@ def _measure(launch: Any, *, long: bool) -> Outcome:
     finally:
         progress.clear()
         engine.close()
-    return Outcome(launch.config.model, _machine(launch, model, long=long), arms)
+    return DemoOutcome(launch.config.model, _machine(launch, model, long=long), arms)
 
 
 def _machine(launch: Any, model: Any, *, long: bool) -> dict[str, Any]:

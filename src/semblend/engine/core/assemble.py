@@ -9,7 +9,7 @@ from semblend.discover.donor import Eviction
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.engine import Engine
 from semblend.engine.core.stops import Detokenizer
-from semblend.engine.model.model import Model
+from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.pooled_model import PooledModel
 from semblend.facade import SemBlend
 from semblend.materialize.blend.blender import Blender
@@ -20,7 +20,7 @@ GIB = 1 << 30
 
 
 def assemble(
-    model: Model,
+    model: DecoderModel,
     *,
     pool_tokens: int,
     config: EngineConfig | None = None,

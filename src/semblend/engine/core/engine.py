@@ -18,7 +18,7 @@ from typing import Any
 
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.radix import RadixCache
-from semblend.engine.core.reuse import Blender, NoBlender, Reuse
+from semblend.engine.core.reuse import NoBlender, PromptFiller, Reuse
 from semblend.engine.core.runner import Results, Runner, RunsRows
 from semblend.engine.core.scheduler import Scheduler
 from semblend.engine.core.sequence import Completion, QueueFull, Sequence, Stream
@@ -36,7 +36,7 @@ log = logging.getLogger("semblend.engine")
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """How busy the engine is, in requests and blocks."""
 
     running: int
@@ -56,7 +56,7 @@ class Engine:
         model: RunsRows,
         pool: KvPool,
         semblend: SemBlend | None = None,
-        blender: Blender | None = None,
+        blender: PromptFiller | None = None,
         config: EngineConfig | None = None,
         *,
         detokenizer: Detokenizer | None = None,
@@ -113,8 +113,8 @@ class Engine:
         return bool(self._active)
 
     @property
-    def load(self) -> Load:
-        return Load(
+    def load(self) -> EngineLoad:
+        return EngineLoad(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting) + len(self._inbox),
             free_blocks=self.pool.free_blocks,

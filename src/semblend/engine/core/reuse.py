@@ -43,7 +43,7 @@ class Donors(Protocol):
     def used_bytes(self) -> Mapping[str, int]: ...
 
 
-class Blender(Protocol):
+class PromptFiller(Protocol):
     """Fills a prompt's KV from donors; see `semblend.materialize.blend.blender`."""
 
     @property
@@ -64,7 +64,7 @@ class NoBlender:
 class Reuse:
     """Fill, confirm, capture: one verb each, called by the engine in this order for every request."""
 
-    def __init__(self, semblend: SemBlend | None, blender: Blender, pool: KvPool, config: EngineConfig) -> None:
+    def __init__(self, semblend: SemBlend | None, blender: PromptFiller, pool: KvPool, config: EngineConfig) -> None:
         self.semblend = semblend
         self._blender = blender
         self._pool = pool

@@ -24,7 +24,7 @@ Results = list[tuple[Sequence, Sampled | Exception | None]]
 
 
 class RunsRows(Protocol):
-    """What the engine needs of a model; see `semblend.engine.model.model.Model`."""
+    """What the engine needs of a model; see `semblend.engine.model.model.DecoderModel`."""
 
     @property
     def spec(self) -> ModelSpec: ...

@@ -53,7 +53,7 @@ class Turn:
         return (x * self.cos).addcmul_(x.roll(x.shape[-1] // 2, -1), self.sin).to(x.dtype)
 
 
-class Model:
+class DecoderModel:
     """Weights and a shape, on one device, in one dtype."""
 
     def __init__(self, spec: ModelSpec, weights: Weights) -> None:
@@ -61,7 +61,9 @@ class Model:
         self.weights = weights
 
     @classmethod
-    def load(cls, path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Model:
+    def load(
+        cls, path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    ) -> DecoderModel:
         """A safetensors folder, a GGUF file, or the name of a model in the local Hugging Face cache."""
         spec, weights, _ = load_weights(path, device, dtype)
         return cls(spec, weights)
@@ -73,7 +75,7 @@ class Model:
         seed: int = 0,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
-    ) -> Model:
+    ) -> DecoderModel:
         """Weights from a seed, the same on every device: for tests and for measuring speed."""
         return cls(spec, _random_weights(spec, seed, device, dtype))
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from semblend.engine.model.model import Model
+from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.paged_kv import KvPool
 from semblend.materialize.contract import Capabilities, KvLayout, Observer, Rows
 from semblend.materialize.kv.rope import RopeSpec
@@ -18,7 +18,7 @@ from semblend.materialize.kv.rope import RopeSpec
 class PooledModel:
     """A model and the pool it computes in; translates and does not think."""
 
-    model: Model
+    model: DecoderModel
     pool: KvPool
     capabilities: ClassVar[Capabilities] = Capabilities()
 

@@ -64,7 +64,7 @@ async def answer(service: Service, request: Request, endpoint: Endpoint) -> Resp
     else:
         call = Call(service, request, asked, identity, endpoint.path, id)
     if asked.stream:
-        return EventStream(call)
+        return StreamedReply(call)
     async with call.admit() as chunks:
         answers = call.make_answers()
         async for chunk in chunks:
@@ -73,7 +73,7 @@ async def answer(service: Service, request: Request, endpoint: Endpoint) -> Resp
     return JSONResponse(body, headers={"X-Request-ID": call.id})
 
 
-class EventStream(Response):
+class StreamedReply(Response):
     """Server-sent events. The first token decides the status, so that an early failure is a plain error answer."""
 
     def __init__(self, call: Call | CallGroup) -> None:

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
-from semblend.engine.server.dashboard import Entry
+from semblend.engine.server.dashboard import LiveRequest
 from semblend.engine.server.merge import merge
 from semblend.engine.server.service import ParsedBody, Service
 from semblend.engine.server.tenants import Identity
@@ -44,7 +44,7 @@ class Call:
         self._request = request
         self._identity = identity
         self._created = int(time.time())
-        self._entry = Entry(id, identity.tenant, path, asked.reuse.quality)
+        self._entry = LiveRequest(id, identity.tenant, path, asked.reuse.quality)
         self._gone: asyncio.Task[None] | None = None
 
     @asynccontextmanager

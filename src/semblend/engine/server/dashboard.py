@@ -64,7 +64,7 @@ class ColdEstimate:
 
 
 @dataclass(slots=True)
-class Entry:
+class LiveRequest:
     """One request. ``state``: waiting, running, done, failed or cancelled."""
 
     id: str
@@ -129,7 +129,7 @@ class ReceiptTotals:
     cold_ms: float = 0.0
     risks: deque[float] = field(default_factory=lambda: deque(maxlen=200))
 
-    def book(self, entry: Entry) -> None:
+    def book(self, entry: LiveRequest) -> None:
         receipt = entry.receipt
         self.states[entry.state] += 1
         if receipt is None:
@@ -171,21 +171,21 @@ class LiveBoard:
     def __init__(self, keep: int = MOST_REQUESTS) -> None:
         self.cold = ColdEstimate()
         self._keep = keep
-        self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self._entries: OrderedDict[str, LiveRequest] = OrderedDict()
         self._tallies: OrderedDict[str, ReceiptTotals] = OrderedDict()
         self._sequence = 0
 
-    def open(self, entry: Entry) -> Entry:
+    def open(self, entry: LiveRequest) -> LiveRequest:
         self._entries[entry.id] = entry
         while len(self._entries) > self._keep:
             self._entries.popitem(last=False)
         return self._changed(entry)
 
-    def admit(self, entry: Entry, prompt_tokens: int) -> None:
+    def admit(self, entry: LiveRequest, prompt_tokens: int) -> None:
         entry.state, entry.prompt_tokens, entry.admitted = "running", prompt_tokens, time.perf_counter()
         self._changed(entry)
 
-    def record_chunk(self, entry: Entry, chunk: Chunk) -> None:
+    def record_chunk(self, entry: LiveRequest, chunk: Chunk) -> None:
         if chunk.token_ids and entry.first_token is None:
             entry.first_token = time.perf_counter()
         entry.output_tokens += len(chunk.token_ids)
@@ -195,7 +195,7 @@ class LiveBoard:
             entry.cold_ms = self.cold.estimate_ms(chunk.receipt.prompt_tokens)
         self._changed(entry)
 
-    def close(self, entry: Entry, state: str, error: str = "") -> None:
+    def close(self, entry: LiveRequest, state: str, error: str = "") -> None:
         entry.state, entry.error, entry.closed = state, error, time.perf_counter()
         self._changed(entry)
         self._tallies.setdefault(entry.tenant, ReceiptTotals()).book(entry)
@@ -226,10 +226,10 @@ class LiveBoard:
             "cold_samples": self.cold.samples,
         }
 
-    def _visible(self, identity: Identity) -> Iterator[Entry]:
+    def _visible(self, identity: Identity) -> Iterator[LiveRequest]:
         return (entry for entry in self._entries.values() if identity.may_see(entry.tenant))
 
-    def _changed(self, entry: Entry) -> Entry:
+    def _changed(self, entry: LiveRequest) -> LiveRequest:
         self._sequence += 1
         entry.sequence = self._sequence
         return entry

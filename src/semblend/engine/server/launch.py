@@ -11,7 +11,7 @@ from semblend.config import SemBlendConfig
 from semblend.engine.core.assemble import assemble
 from semblend.engine.core.engine import Engine
 from semblend.engine.core.stops import Detokenizer
-from semblend.engine.model.model import Model
+from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.tokenizer import ModelTokenizer
 from semblend.engine.server.config import ServeConfig
 from semblend.engine.server.serving_adapter import LocalEngine
@@ -55,13 +55,13 @@ class Launch:
         config = self.config
         return Thresholds.read(config.thresholds) if config.thresholds else thresholds_for(config.model)
 
-    def load(self) -> tuple[Model, ModelTokenizer]:
+    def load(self) -> tuple[DecoderModel, ModelTokenizer]:
         """The model and its tokenizer."""
         path = self.path
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
         dtype = getattr(torch, self.config.dtype) if self.config.dtype else None
-        return Model.load(path, self.chosen_device, dtype), ModelTokenizer.load(path)
+        return DecoderModel.load(path, self.chosen_device, dtype), ModelTokenizer.load(path)
 
     def engine(self, library: SemBlendConfig) -> LocalEngine:
         """Loads the model and puts everything together; `start` it."""
@@ -70,7 +70,7 @@ class Launch:
         return LocalEngine(self.assemble(model, tokenizer, library, gate), tokenizer)
 
     def assemble(
-        self, model: Model, tokenizer: Detokenizer, library: SemBlendConfig, gate: Thresholds | None = None
+        self, model: DecoderModel, tokenizer: Detokenizer, library: SemBlendConfig, gate: Thresholds | None = None
     ) -> Engine:
         """An engine around a loaded model, with the library warmed up."""
         config, semblend = self.config, SemBlend(library)

@@ -104,7 +104,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1):
         self._settings = connector_settings(self._kv_transfer_config.kv_connector_extra_config or {})
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
-        self._tally: telemetry.Tally | None = None
+        self._tally: telemetry.MetricsTally | None = None
         self._served: list[str] = []  # told back even where there is no worker half, or receipts would wait forever
         if role is KVConnectorRole.SCHEDULER:
             # vLLM reads this after it has made us.

@@ -1,7 +1,7 @@
 """Our Prometheus metrics on vLLM's own endpoint.
 
 The scheduler half counts in the engine's process, the endpoint lives in the API server's. vLLM carries a connector's
-statistics from one to the other as plain data: `Tally` records what the library reports, `replay` counts it there.
+statistics from one to the other as plain data: `MetricsTally` records it, `replay` counts it there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from semblend.plan.reuse_plan import DeclineReason
 Data = dict[str, list[Any]]
 
 
-class Tally:
+class MetricsTally:
     """A `Metrics` that remembers, in values that JSON knows, what it was told since the last `take`."""
 
     def __init__(self, limit: int = 10_000) -> None:
@@ -69,7 +69,7 @@ def merged(first: Data, second: Data) -> Data:
 
 
 def replay(data: Data, metrics: Metrics) -> None:
-    """Count what a `Tally` remembered."""
+    """Count what a `MetricsTally` remembered."""
     for seconds in data.get("lookup", ()):
         metrics.lookup(seconds)
     for value in data.get("similarity", ()):

@@ -12,11 +12,11 @@ from semblend.confirm.events import Event
 from semblend.confirm.log_lines import format_line
 from semblend.confirm.sinks import CallbackSink
 from semblend.facade import SemBlend
-from semblend.integration.vllm.metrics import Tally
+from semblend.integration.vllm.metrics import MetricsTally
 from semblend.integration.vllm.scheduler.records import EngineFacts
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.integration.vllm.source_check import missing
-from semblend.integration.vllm.versions import Evidence, support
+from semblend.integration.vllm.versions import VersionEvidence, support
 from semblend.integration.vllm.worker.model_access import StockModel, read_rope_config
 from semblend.integration.vllm.worker.worker_half import WorkerHalf
 from semblend.materialize.blend.quality import QualitySettings
@@ -32,7 +32,7 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, version: str, package: 
     model, cache = vllm_config.model_config, vllm_config.cache_config
     why = refusal(vllm_config, kv_cache_config, version, package)
     row = support(version)
-    if row.evidence is Evidence.STATIC:
+    if row.evidence is VersionEvidence.STATIC:
         log.warning("SemBlend with vLLM %s: %s", version, row.note)
     if why:
         log.warning("SemBlend reuses nothing in this engine: %s", why)
@@ -51,7 +51,7 @@ def refusal(vllm_config: Any, kv_cache_config: Any, version: str, package: Path)
     """Why this engine cannot be served, in one line; None when it can."""
     row = support(version)
     parallel, groups = vllm_config.parallel_config, kv_cache_config.kv_cache_groups
-    if row.evidence is Evidence.NONE:
+    if row.evidence is VersionEvidence.NONE:
         return row.note
     if lacking := missing(package):
         return f"this build of vLLM differs from {row.version}: {lacking[0]}"
@@ -93,9 +93,9 @@ def _full_attention(spec: Any) -> bool:
     return type(spec).__name__ == "FullAttentionSpec" and not windowed
 
 
-def make_semblend(settings: ConnectorSettings) -> tuple[SemBlend, Tally]:
+def make_semblend(settings: ConnectorSettings) -> tuple[SemBlend, MetricsTally]:
     """The library, telling vLLM's log and, by way of vLLM, its metrics endpoint."""
-    tally = Tally()
+    tally = MetricsTally()
     semblend = SemBlend(settings.config, sinks=[CallbackSink(_log_line)], metrics=tally)
     semblend.warm_up()
     return semblend, tally

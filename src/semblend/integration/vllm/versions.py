@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Evidence(StrEnum):
+class VersionEvidence(StrEnum):
     """How a version was looked at."""
 
     RUN = "run"
@@ -19,7 +19,7 @@ class Support:
     """One row of the table."""
 
     version: str
-    evidence: Evidence
+    evidence: VersionEvidence
     note: str
 
 
@@ -27,13 +27,15 @@ _SOURCES = "no split of hits by source"
 _CPU = "tests/engines/vllm on a CPU, model runner V1, float32"
 
 SUPPORTED: tuple[Support, ...] = (
-    Support("0.26", Evidence.RUN, f"bench/vllm_ttft.py on an H200, model runner V2, bfloat16, compiled; {_SOURCES}"),
-    Support("0.27", Evidence.RUN, f"{_CPU}; {_SOURCES}"),
-    Support("0.28", Evidence.RUN, f"{_CPU}; {_SOURCES}"),
-    Support("0.29", Evidence.RUN, f"{_CPU}; {_SOURCES}"),
-    Support("0.30", Evidence.RUN, f"{_CPU}; {_SOURCES}"),
-    Support("0.31", Evidence.RUN, f"{_CPU}; {_SOURCES}"),
-    Support("0.32", Evidence.RUN, f"{_CPU} and half precision; HTTP server, two ranks, other connectors, LoRA"),
+    Support(
+        "0.26", VersionEvidence.RUN, f"bench/vllm_ttft.py on an H200, model runner V2, bfloat16, compiled; {_SOURCES}"
+    ),
+    Support("0.27", VersionEvidence.RUN, f"{_CPU}; {_SOURCES}"),
+    Support("0.28", VersionEvidence.RUN, f"{_CPU}; {_SOURCES}"),
+    Support("0.29", VersionEvidence.RUN, f"{_CPU}; {_SOURCES}"),
+    Support("0.30", VersionEvidence.RUN, f"{_CPU}; {_SOURCES}"),
+    Support("0.31", VersionEvidence.RUN, f"{_CPU}; {_SOURCES}"),
+    Support("0.32", VersionEvidence.RUN, f"{_CPU} and half precision; HTTP server, two ranks, other connectors, LoRA"),
 )
 
 
@@ -48,4 +50,4 @@ def support(version: str) -> Support:
         if row.version == minor:
             return row
     known = ", ".join(row.version for row in SUPPORTED)
-    return Support(minor, Evidence.NONE, f"vLLM {version} was never looked at; known: {known}")
+    return Support(minor, VersionEvidence.NONE, f"vLLM {version} was never looked at; known: {known}")

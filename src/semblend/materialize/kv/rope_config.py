@@ -20,7 +20,7 @@ Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class RopeFamily:
     """How one architecture rotates: which dimensions form a pair, and what an absent field means."""
 
     style: Style = "half"
@@ -28,18 +28,18 @@ class Family:
     theta: float = 10_000.0
 
 
-FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3"), Family()),
-    **dict.fromkeys(("gemma", "granite", "olmo", "olmo2", "olmoe", "starcoder2", "falcon"), Family()),
-    **dict.fromkeys(("arcee", "seed_oss"), Family()),
-    **dict.fromkeys(("phi", "persimmon", "nemotron"), Family(partial=0.5)),
-    **dict.fromkeys(("stablelm", "gpt_neox"), Family(partial=0.25)),
-    "mixtral": Family(theta=1_000_000.0),
-    "cohere": Family("interleaved", theta=500_000.0),
-    "ernie4_5": Family("interleaved", theta=500_000.0),
-    "helium": Family("interleaved", theta=100_000.0),
-    **dict.fromkeys(("glm", "glm4"), Family("interleaved", partial=0.5)),
-    **dict.fromkeys(("gptj", "codegen"), Family("interleaved")),
+FAMILIES: dict[str, RopeFamily] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3"), RopeFamily()),
+    **dict.fromkeys(("gemma", "granite", "olmo", "olmo2", "olmoe", "starcoder2", "falcon"), RopeFamily()),
+    **dict.fromkeys(("arcee", "seed_oss"), RopeFamily()),
+    **dict.fromkeys(("phi", "persimmon", "nemotron"), RopeFamily(partial=0.5)),
+    **dict.fromkeys(("stablelm", "gpt_neox"), RopeFamily(partial=0.25)),
+    "mixtral": RopeFamily(theta=1_000_000.0),
+    "cohere": RopeFamily("interleaved", theta=500_000.0),
+    "ernie4_5": RopeFamily("interleaved", theta=500_000.0),
+    "helium": RopeFamily("interleaved", theta=100_000.0),
+    **dict.fromkeys(("glm", "glm4"), RopeFamily("interleaved", partial=0.5)),
+    **dict.fromkeys(("gptj", "codegen"), RopeFamily("interleaved")),
 }
 
 # What each kind of scaling reads. A parameter outside this list changes angles in a way we do not know.
@@ -64,9 +64,9 @@ _HARMLESS = {"finetuned", "llama_4_scaling_beta", "max_position_embeddings"}  # 
 _PLAIN_KV = {"auto", "none", "float32", "float16", "bfloat16", "float", "half", "fp32", "fp16", "bf16"}
 
 
-def family_of(config: Config) -> Family:
+def family_of(config: Config) -> RopeFamily:
     """The table's row for this model; an unlisted model is read as half-split (``refusal`` is the one that says no)."""
-    return FAMILIES.get(str(config.get("model_type", "")), Family())
+    return FAMILIES.get(str(config.get("model_type", "")), RopeFamily())
 
 
 def rope_parameters(config: Config) -> dict[str, Any]:

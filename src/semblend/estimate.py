@@ -59,7 +59,7 @@ class PrefixIndex:
             keys.append(state.digest())
         return keys
 
-    def held_tokens(self, chain: list[bytes]) -> int:
+    def count_held_tokens(self, chain: list[bytes]) -> int:
         """How many leading tokens are held."""
         blocks = next((at for at, key in enumerate(chain) if key not in self._holders), len(chain))
         return blocks * self.block_tokens
@@ -164,7 +164,7 @@ class Estimator:
         # An engine computes at least the last token, to have something to continue from.
         most = len(prompt) - 1
         prefix_tokens = min(
-            self._prefix.held_tokens(chain), most // self._prefix.block_tokens * self._prefix.block_tokens
+            self._prefix.count_held_tokens(chain), most // self._prefix.block_tokens * self._prefix.block_tokens
         )
         decision = self._semblend.lookup(prompt)
         spans: tuple[Span, ...] = ()

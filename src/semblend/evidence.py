@@ -29,7 +29,7 @@ class EvidenceDesk:
     def remove(self, donor_id: str) -> None:
         self._evidence.remove(donor_id)
 
-    def beside(self, decision: ReusePlan | Decline, prompt: Prompt) -> tuple[Similar, ...]:
+    def find_similar(self, decision: ReusePlan | Decline, prompt: Prompt) -> tuple[Similar, ...]:
         """Evidence for a decision: only where tokens decided nothing, and only within the evidence budget."""
         if not isinstance(decision, Decline) or decision.reason not in _WORTH_ASKING:
             return ()

@@ -321,7 +321,7 @@ class SemBlend:
     def _search(self, prompt: Prompt, request_id: str, exact_tokens: int) -> LookupTrace:
         try:
             trace = self._pipeline.run(prompt, exact_tokens)
-            evidence = self._evidence.beside(trace.decision, prompt)
+            evidence = self._evidence.find_similar(trace.decision, prompt)
         except Exception as error:  # whatever fails in here must cost the request time, never an answer
             self._report.failed("lookup", error, request_id)
             return LookupTrace(Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}"), NOTHING_ALIGNED)

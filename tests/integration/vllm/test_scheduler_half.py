@@ -135,7 +135,7 @@ def test_a_prompt_becomes_a_donor_only_when_the_worker_has_its_kv(world):
 def test_a_donor_that_one_rank_could_not_keep_is_not_registered(world):
     _, orders = world.admit(FakeRequest("donor", [*range(40), *DOCUMENT]))
     key = (orders.captures[0].donor_id, orders.captures[0].generation)
-    world.half.reported(Report(captured={key}).merged(Report(not_captured={key})))
+    world.half.reported(Report(captured={key}).merge(Report(not_captured={key})))
     assert world.half.semblend.donors() == ()
 
 

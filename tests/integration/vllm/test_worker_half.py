@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from semblend import SemBlendConfig
-from semblend.integration.vllm.metrics import MetricsTally, merged, replay
+from semblend.integration.vllm.metrics import MetricsTally, merge, replay
 from semblend.integration.vllm.orders import Capture, Load, Orders
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.integration.vllm.startup_checks import make_worker_half
@@ -380,7 +380,7 @@ def test_metrics_cross_processes_as_plain_data():
     tally.donors(2, 100, "host")
     first = tally.take()
     tally.donors(3, 150, "host")
-    data = json.loads(json.dumps(merged(first, tally.take())))
+    data = json.loads(json.dumps(merge(first, tally.take())))
     replay(data, PrometheusMetrics(registry))
     assert registry.get_sample_value("semblend_lookup_seconds_count") == 1
     assert registry.get_sample_value("semblend_declines_total", {"reason": "too_short"}) == 1

@@ -20,7 +20,7 @@ from sembench.result import read_result
 from semblend.config import SemBlendConfig
 from semblend.engine.server.config import ServeConfig
 from semblend.engine.server.launch import Launch
-from semblend.models import is_pulled, known
+from semblend.models import find_model, is_pulled
 
 MODEL = "smollm2-135m"
 GATES = (
@@ -31,7 +31,7 @@ GATES = (
 
 pytestmark = [
     pytest.mark.slow,  # a real model answers: 70 s
-    pytest.mark.skipif(not is_pulled(known(MODEL)), reason=f"semblend models pull {MODEL} was not run"),
+    pytest.mark.skipif(not is_pulled(find_model(MODEL)), reason=f"semblend models pull {MODEL} was not run"),
 ]
 
 

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from semblend.models import MODELS, is_pulled, pulled_path
+    from semblend.models import MODELS, find_pulled_path, is_pulled
 
     rows = [
         {
@@ -41,7 +41,7 @@ def _list(args: argparse.Namespace) -> int:
             "license": model.license,
             "about": model.about,
             "pulled": is_pulled(model),
-            "path": str(pulled_path(model)),
+            "path": str(find_pulled_path(model)),
         }
         for model in MODELS.values()
     ]
@@ -54,9 +54,9 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _pull(args: argparse.Namespace) -> int:
-    from semblend.models import known, pull
+    from semblend.models import find_model, pull
 
-    name = known(args.name).name
+    name = find_model(args.name).name
     progress = Progress()
 
     def draw(done: int, total: int) -> None:

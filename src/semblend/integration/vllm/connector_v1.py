@@ -64,7 +64,7 @@ class ReportMetadata(KVConnectorWorkerMetadata):
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, ReportMetadata), "all ranks run the same connector"
-        return ReportMetadata(self.report.merged(other.report))
+        return ReportMetadata(self.report.merge(other.report))
 
 
 @dataclass
@@ -75,7 +75,7 @@ class SemBlendStats(KVConnectorStats):
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        return SemBlendStats(data=telemetry.merged(self.data, other.data))
+        return SemBlendStats(data=telemetry.merge(self.data, other.data))
 
     def reduce(self) -> dict[str, int | float]:
         return telemetry.summary(self.data)

@@ -54,10 +54,10 @@ class MetricsTally:
             kept.append(value)
 
 
-def merged(first: Data, second: Data) -> Data:
+def merge(first: Data, second: Data) -> Data:
     """Both; of gauges the later ones.
 
-    >>> merged({"lookup": [1.0]}, {"lookup": [2.0], "declined": ["disabled"]})
+    >>> merge({"lookup": [1.0]}, {"lookup": [2.0], "declined": ["disabled"]})
     {'lookup': [1.0, 2.0], 'declined': ['disabled']}
     """
     both = {

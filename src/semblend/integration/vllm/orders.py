@@ -99,7 +99,7 @@ class Report:
     def __bool__(self) -> bool:
         return bool(self.loaded or self.captured or self.not_captured or self.evicted or self.served or self.errors)
 
-    def merged(self, other: Report) -> Report:
+    def merge(self, other: Report) -> Report:
         """Both ranks' word: the worse load, the donors that both hold."""
         loaded = dict(self.loaded)
         for request_id, theirs in other.loaded.items():

@@ -36,7 +36,7 @@ class TextPiece:
 class Rule:
     """All conditions given must hold. ``pattern`` is a regular expression that must be found ``min_hits`` times.
 
-    >>> Rule("receipts", "receipt", pattern=r"(?i)receipt no").matches(Piece("Receipt no 12"))
+    >>> Rule("receipts", "receipt", pattern=r"(?i)receipt no").matches(TextPiece("Receipt no 12"))
     True
     """
 
@@ -121,9 +121,10 @@ OTHER = "other"
 class Classifier:
     """Rules in order; ``explicit`` types given by the sender win over all of them.
 
-    >>> Classifier().classify(Piece("How do I renew it?", role="user"))
+    >>> Classifier().classify(TextPiece("How do I renew it?", role="user"))
     'user'
-    >>> Classifier().with_rules([Rule("receipts", "receipt", pattern="Receipt")]).classify(Piece("Receipt 1", "user"))
+    >>> receipts = Rule("receipts", "receipt", pattern="Receipt")
+    >>> Classifier().with_rules([receipts]).classify(TextPiece("Receipt 1", "user"))
     'receipt'
     """
 

@@ -43,7 +43,7 @@ def support(version: str) -> Support:
     """The row of a version such as ``0.32.0+cpu``; evidence ``none`` where there is none.
 
     >>> support("0.32.1").evidence, support("0.19.0").evidence
-    (<Evidence.RUN: 'run'>, <Evidence.NONE: 'none'>)
+    (<VersionEvidence.RUN: 'run'>, <VersionEvidence.NONE: 'none'>)
     """
     minor = ".".join(version.split("+")[0].split(".")[:2])
     for row in SUPPORTED:

@@ -47,7 +47,7 @@ def namespace_of(args: argparse.Namespace) -> Namespace:
     return Namespace(**values)
 
 
-def existing_store(path: str) -> str:
+def find_store(path: str) -> str:
     """A store that is only to be looked at must be there: opening would make an empty one out of a typing slip."""
     if not os.path.isfile(path):
         raise InputError(
@@ -84,7 +84,7 @@ def read_token_ids(path: str) -> Any:
     return value
 
 
-def count(text: str) -> int:
+def parse_count(text: str) -> int:
     """An argparse type: a whole number above 0, also as 10_000, 64k, 2M or 1G (bytes and counts, powers of 1000)."""
     factors = {"k": 10**3, "m": 10**6, "g": 10**9}
     digits = text.strip().lower()
@@ -98,7 +98,7 @@ def count(text: str) -> int:
     return value
 
 
-def rate(text: str) -> float:
+def parse_rate(text: str) -> float:
     """An argparse type: a number above 0."""
     try:
         value = float(text)

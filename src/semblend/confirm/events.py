@@ -188,7 +188,7 @@ def donor_registered(
         "bytes": bytes_,
         "tier": tier,
     }
-    return _event(EventKind.DONOR_REGISTERED, request_id, engine, time_unix_s, fields)
+    return _make_event(EventKind.DONOR_REGISTERED, request_id, engine, time_unix_s, fields)
 
 
 def donor_evicted(
@@ -202,7 +202,7 @@ def donor_evicted(
 ) -> Event:
     """A donor is gone."""
     fields = {"donor_id": donor_id, "generation": generation, "reason": reason}
-    return _event(EventKind.DONOR_EVICTED, request_id, engine, time_unix_s, fields)
+    return _make_event(EventKind.DONOR_EVICTED, request_id, engine, time_unix_s, fields)
 
 
 def lookup(
@@ -232,7 +232,7 @@ def lookup(
         "similarity": similarity,
         "reason": reason,
     }
-    return _event(EventKind.LOOKUP, request_id, engine, time_unix_s, fields)
+    return _make_event(EventKind.LOOKUP, request_id, engine, time_unix_s, fields)
 
 
 def reuse_planned(
@@ -256,7 +256,7 @@ def reuse_planned(
         "saving_ms": saving_ms,
         "similarity": similarity,
     }
-    return _event(EventKind.REUSE_PLANNED, request_id, engine, time_unix_s, fields)
+    return _make_event(EventKind.REUSE_PLANNED, request_id, engine, time_unix_s, fields)
 
 
 def reuse_declined(
@@ -270,7 +270,7 @@ def reuse_declined(
 ) -> Event:
     """The planner said no, or, where there is a ``receipt``, the backend did."""
     fields = {"reason": reason, "detail": detail[:TEXT_LIMIT] or None, "receipt": receipt}
-    return _event(EventKind.REUSE_DECLINED, request_id, engine, time_unix_s, fields)
+    return _make_event(EventKind.REUSE_DECLINED, request_id, engine, time_unix_s, fields)
 
 
 def reuse_confirmed(receipt: Receipt, *, time_unix_s: float | None = None) -> Event:
@@ -281,7 +281,7 @@ def reuse_confirmed(receipt: Receipt, *, time_unix_s: float | None = None) -> Ev
             hint="from_receipt() picks the event that fits a receipt",
         )
     fields = {"receipt": receipt}
-    return _event(EventKind.REUSE_CONFIRMED, receipt.request_id, receipt.engine, time_unix_s, fields)
+    return _make_event(EventKind.REUSE_CONFIRMED, receipt.request_id, receipt.engine, time_unix_s, fields)
 
 
 def fallback(
@@ -295,7 +295,7 @@ def fallback(
 ) -> Event:
     """The request ran without semantic reuse."""
     fields = {"reason": reason, "detail": detail[:TEXT_LIMIT] or None, "receipt": receipt}
-    return _event(EventKind.FALLBACK, request_id, engine, time_unix_s, fields)
+    return _make_event(EventKind.FALLBACK, request_id, engine, time_unix_s, fields)
 
 
 def error(
@@ -308,7 +308,7 @@ def error(
 ) -> Event:
     """Something of ours failed; ``message`` must not quote a prompt."""
     fields = {"where": where, "message": message[:TEXT_LIMIT]}
-    return _event(EventKind.ERROR, request_id, engine, time_unix_s, fields)
+    return _make_event(EventKind.ERROR, request_id, engine, time_unix_s, fields)
 
 
 def from_receipt(receipt: Receipt, *, time_unix_s: float | None = None) -> Event:
@@ -343,7 +343,7 @@ def event_schema() -> JsonObject:
     }
 
 
-def _event(
+def _make_event(
     kind: EventKind, request_id: str | None, engine: str, time_unix_s: float | None, fields: Mapping[str, Any]
 ) -> Event:
     now = time.time() if time_unix_s is None else time_unix_s

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from semblend.cli.output import print_json, say, table
-from semblend.cli.shared_flags import existing_store
+from semblend.cli.shared_flags import find_store
 from semblend.errors import InputError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     # The file itself, not a SemBlend over it: a donor that no longer fits in its limits is still in the file,
     # and "forget" must mean that it is not.
-    journal = SqliteJournal(existing_store(args.store), create=False)
+    journal = SqliteJournal(find_store(args.store), create=False)
     try:
         code = {"list": _list, "show": _show, "forget": _forget}[args.action](journal, args)
         if journal.bad_rows:

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from semblend.cli.output import Progress, check_target, print_json, say, table, write_json
-from semblend.cli.shared_flags import LOG_HELP, add_tokenizer, count, rate
+from semblend.cli.shared_flags import LOG_HELP, add_tokenizer, parse_count, parse_rate
 from semblend.errors import InputError
 
 if TYPE_CHECKING:
@@ -31,11 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", required=True, metavar="FILE", help=LOG_HELP)
     add_tokenizer(parser)
     parser.add_argument(
-        "--block-size", type=count, default=16, metavar="N", help="tokens in a block of the prefix cache (default: 16)"
+        "--block-size",
+        type=parse_count,
+        default=16,
+        metavar="N",
+        help="tokens in a block of the prefix cache (default: 16)",
     )
-    parser.add_argument("--max-donors", type=count, metavar="N", help="keep at most N donors (default: all)")
+    parser.add_argument("--max-donors", type=parse_count, metavar="N", help="keep at most N donors (default: all)")
     parser.add_argument(
-        "--max-bytes", type=count, metavar="N", help="memory for donors, such as 512M (default: 2G, about 240M tokens)"
+        "--max-bytes",
+        type=parse_count,
+        metavar="N",
+        help="memory for donors, such as 512M (default: 2G, about 240M tokens)",
     )
     tenants = parser.add_mutually_exclusive_group()
     tenants.add_argument(
@@ -43,11 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     tenants.add_argument("--no-tenants", action="store_true", help="treat all prompts as one tenant's")
     parser.add_argument(
-        "--prefill-tokens-per-s", type=rate, metavar="R", help="your engine's prefill rate, to turn tokens into seconds"
+        "--prefill-tokens-per-s",
+        type=parse_rate,
+        metavar="R",
+        help="your engine's prefill rate, to turn tokens into seconds",
     )
     parser.add_argument("--json", metavar="FILE", help="write the whole answer here; - prints it instead of the tables")
     parser.add_argument("--skip-bad", action="store_true", help="count malformed lines and go on")
-    parser.add_argument("--limit", type=count, metavar="N", help="stop after N prompts")
+    parser.add_argument("--limit", type=parse_count, metavar="N", help="stop after N prompts")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
@@ -162,10 +172,11 @@ def _donors(answer: dict[str, Any]) -> str:
 
 def _comparison(total: dict[str, Any]) -> str:
     prefix, reused = total["prefix_tokens"], total["reused_tokens"]
+    gained_share = total["reused_share"] - total["prefix_share"]
     rows = [
-        ("exact-prefix cache", f"{prefix:,}", _percent(total["prefix_share"]), _hits(total, "prefix")),
-        ("any-offset reuse", f"{reused:,}", _percent(total["reused_share"]), _hits(total, "reused")),
-        ("difference", f"+{reused - prefix:,}", "+" + _percent(total["reused_share"] - total["prefix_share"]), ""),
+        ("exact-prefix cache", f"{prefix:,}", _format_percent(total["prefix_share"]), _hits(total, "prefix")),
+        ("any-offset reuse", f"{reused:,}", _format_percent(total["reused_share"]), _hits(total, "reused")),
+        ("difference", f"+{reused - prefix:,}", f"+{_format_percent(gained_share)}", ""),
     ]
     text = table(rows, head=("", "tokens not prefilled", "of all", "prompts with a hit"), right=(1, 2, 3))
     seams = f"Of the difference, {total['seam_tokens']:,} tokens at the heads of moved spans would be recomputed."
@@ -173,7 +184,7 @@ def _comparison(total: dict[str, Any]) -> str:
 
 
 def _hits(total: dict[str, Any], kind: str) -> str:
-    return f"{total[f'{kind}_hits']:,} ({_percent(total[f'{kind}_hit_rate'])})"
+    return f"{total[f'{kind}_hits']:,} ({_format_percent(total[f'{kind}_hit_rate'])})"
 
 
 def _seconds(prefill: dict[str, float] | None) -> str:
@@ -191,8 +202,8 @@ def _tallies(name: str, tallies: dict[str, dict[str, Any]]) -> str:
             key or "(none)",
             f"{one['prompts']:,}",
             f"{one['prompt_tokens']:,}",
-            _percent(one["prefix_share"]),
-            _percent(one["reused_share"]),
+            _format_percent(one["prefix_share"]),
+            _format_percent(one["reused_share"]),
         )
         for key, one in tallies.items()
         if one["prompts"]
@@ -204,10 +215,10 @@ def _tallies(name: str, tallies: dict[str, dict[str, Any]]) -> str:
 def _distribution(answer: dict[str, Any]) -> str:
     histogram = answer["reused_share_histogram"]
     total = answer["total"]["prompts"]
-    rows = [(name, f"{number:,}", _percent(number / total)) for name, number in histogram.items()]
-    shown = ", ".join(f"{name} {_percent(value)}" for name, value in answer["reused_share_percentiles"].items())
+    rows = [(name, f"{number:,}", _format_percent(number / total)) for name, number in histogram.items()]
+    shown = ", ".join(f"{name} {_format_percent(value)}" for name, value in answer["reused_share_percentiles"].items())
     return table(rows, head=("share reusable", "prompts", ""), right=(1, 2)) + f"\npercentiles over prompts: {shown}"
 
 
-def _percent(share: float | None) -> str:
+def _format_percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"

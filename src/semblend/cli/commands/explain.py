@@ -13,7 +13,7 @@ from semblend.cli.shared_flags import (
     LOG_HELP,
     add_namespace,
     add_tokenizer,
-    existing_store,
+    find_store,
     namespace_of,
     read_text,
     read_token_ids,
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("standard input cannot be both the prompt and the donors", hint="put one of them in a file")
     tokenizer = load_tokenizer(args.tokenizer)
     prompt = _prompt(args, tokenizer)
-    overrides: dict[str, Any] = {"store": existing_store(args.store)} if args.store else {"store": ""}
+    overrides: dict[str, Any] = {"store": find_store(args.store)} if args.store else {"store": ""}
     semblend = SemBlend.from_env(**overrides)
     try:
         if args.donors:

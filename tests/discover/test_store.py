@@ -152,6 +152,33 @@ def test_evictions_are_told_with_their_reason():
     assert told == [("b", "replaced"), ("a", "expired"), ("b", "capacity"), ("d", "forgotten"), ("c", "engine")]
 
 
+def test_a_flood_of_one_tenant_evicts_its_own_donors_and_leaves_the_neighbour_its_share():
+    sb = make(max_donors=6)
+    for number in range(3):
+        sb.register(Prompt(tokens(number, 100), namespace=Namespace(tenant="quiet")), donor_id=f"q{number}")
+    for number in range(20):
+        sb.register(Prompt(tokens(100 + number, 100), namespace=Namespace(tenant="loud")), donor_id=f"l{number}")
+    assert ids(sb) == ["q0", "q1", "q2", "l17", "l18", "l19"]
+    sb.register(Prompt(tokens(50, 100), namespace=Namespace(tenant="third")), donor_id="t")
+    assert ids(sb) == ["q0", "q1", "q2", "l18", "l19", "t"]
+
+
+def test_many_tiny_donors_count_as_much_as_the_place_they_take():
+    """By tokens alone the tenant with one long donor would hold most, and would lose it to a flood of short ones."""
+    sb = make(max_donors=8)
+    sb.register(Prompt(tokens(1, 4000), namespace=Namespace(tenant="long")), donor_id="long")
+    for number in range(40):
+        sb.register(Prompt(tokens(100 + number, 40), namespace=Namespace(tenant="tiny")), donor_id=f"t{number}")
+    assert "long" in ids(sb)
+
+
+def test_a_store_without_tenants_is_plain_least_recently_used_whatever_the_salt():
+    sb = make(max_donors=2)
+    for name in "abc":
+        sb.register(Prompt(tokens(ord(name), 100), namespace=Namespace(salt=name)), donor_id=name)
+    assert ids(sb) == ["b", "c"]
+
+
 def test_donors_are_forgotten_by_tenant_and_by_age():
     clock = Clock()
     sb = SemBlend(SemBlendConfig(embedder="none", metrics=False), clock=clock)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import heapq
+import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -20,9 +22,11 @@ from semblend.discover.token_log import FILL, TokenLog
 from semblend.errors import CapacityError
 from semblend.fingerprint.fingerprinter import Fingerprint
 from semblend.prompt import Namespace, Prompt, TokenArray
+from semblend.shares import FairLru
 
 POSTINGS_PER_TOKEN = 0.14  # measured 0.111 on random tokens, less on repetitive text; the rest is headroom
 BYTES_PER_TOKEN = 4 / FILL + POSTINGS_PER_TOKEN * BYTES_PER_POSTING
+WHOLE_STORE = 1 << 40  # what a donor takes of the store is counted in parts of this
 BYTES_PER_DONOR = 640  # the Donor value, its id, dictionary entries and slot columns
 
 
@@ -82,6 +86,7 @@ class DonorStore:
         self._donors: list[Donor | None] = []
         self._slot_of: dict[str, int] = {}
         self._recency: OrderedDict[int, None] = OrderedDict()  # slots, least recently used first
+        self._leavers: FairLru[int] = FairLru()  # the same slots by tenant, with the part of the store each takes
         self._free_slots: list[int] = []
         self._postings_of: dict[int, int] = {}
         self._pins: dict[int, int] = {}
@@ -156,7 +161,7 @@ class DonorStore:
     ) -> tuple[Donor, tuple[Eviction, ...]]:
         """Register a donor, replacing one of the same id; return it and the donors evicted for it. All or nothing."""
         with self.lock:
-            evictions = self._make_room(len(prompt), len(fingerprint), donor_id)
+            evictions = self._make_room(len(prompt), len(fingerprint), donor_id, prompt.namespace.tenant)
             now = self._clock()
             donor = Donor(
                 donor_id,
@@ -177,7 +182,7 @@ class DonorStore:
         """Add a donor that the journal already holds; False if there is no room for it."""
         with self.lock:
             try:
-                if self._make_room(len(prompt), len(fingerprint), donor.donor_id):
+                if self._make_room(len(prompt), len(fingerprint), donor.donor_id, donor.namespace.tenant):
                     return False
             except CapacityError:
                 return False
@@ -207,6 +212,7 @@ class DonorStore:
             slots = [self._slot_of[donor_id] for donor_id in donor_ids if donor_id in self._slot_of]
             for slot in slots:
                 self._recency.move_to_end(slot)
+                self._leavers.touch(slot)
             if self._journal is not None and slots:
                 self._journal.touch([self.get_at(slot).generation for slot in slots], self._clock())
 
@@ -235,7 +241,7 @@ class DonorStore:
 
     # -- the parts of a change -------------------------------------------------------------------------------------
 
-    def _make_room(self, tokens: int, postings: int, donor_id: str) -> list[Eviction]:
+    def _make_room(self, tokens: int, postings: int, donor_id: str, tenant: str) -> list[Eviction]:
         """Choose the donors that must leave; changes nothing."""
         evictions: dict[int, Eviction] = {}
         need_tokens = self.log.live_tokens + tokens - self.log.capacity
@@ -246,32 +252,43 @@ class DonorStore:
                 f"a prompt of {tokens} tokens does not fit in a store of {self.max_bytes} bytes",
                 hint=f"raise max_bytes (SEMBLEND_MAX_BYTES) to at least {int(tokens * BYTES_PER_TOKEN * 1.2) + 1}",
             )
-        for slot, reason in self._order_leavers(donor_id):
-            required = reason in ("replaced", "expired")
-            if not required and need_tokens <= 0 and need_postings <= 0 and need_donors <= 0:
-                break
-            if slot in evictions:
-                continue
-            evictions[slot] = Eviction(self.get_at(slot), reason)
-            need_tokens -= self.get_at(slot).token_count
-            need_postings -= self._postings_of[slot]
-            need_donors -= 1
+        with closing(self._order_leavers(donor_id, tenant, self._measure(tokens, postings))) as leavers:
+            for slot, reason in leavers:
+                required = reason in ("replaced", "expired")
+                if not required and need_tokens <= 0 and need_postings <= 0 and need_donors <= 0:
+                    break
+                if slot in evictions:
+                    continue
+                evictions[slot] = Eviction(self.get_at(slot), reason)
+                need_tokens -= self.get_at(slot).token_count
+                need_postings -= self._postings_of[slot]
+                need_donors -= 1
         if need_tokens > 0 or need_postings > 0 or need_donors > 0:
             raise CapacityError(
-                f"no room for {tokens} tokens: every other donor is pinned",
+                f"no room for {tokens} tokens: every other donor is pinned, or within its tenant's share",
                 hint="confirm or release claims, or raise max_bytes or max_donors",
             )
         return list(evictions.values())
 
-    def _order_leavers(self, donor_id: str) -> Iterator[tuple[int, EvictionReason]]:
-        """Yield slots in the order in which they leave: the one replaced, the expired, then the least recently used."""
+    def _measure(self, tokens: int, postings: int) -> int:
+        """The part of the store that a donor takes, by what it takes most of: many tiny donors fill it too."""
+        part = max(tokens / self.log.capacity, postings / self.index.capacity, 1 / self.max_donors)
+        return math.ceil(WHOLE_STORE * part)
+
+    def _order_leavers(
+        self, donor_id: str, tenant: str, part: int
+    ) -> Generator[tuple[int, EvictionReason], None, None]:
+        """Yield slots in the order in which they leave: the one replaced, the expired, then by share and recency."""
         if donor_id in self._slot_of:
             yield self._slot_of[donor_id], "replaced"
         for donor in self._find_expired():
             yield self._slot_of[donor.donor_id], "expired"
-        for slot in self._recency:
-            if slot not in self._pins:
+        with closing(self._leavers.order_leavers(tenant, part, WHOLE_STORE, self._may_leave)) as leavers:
+            for slot in leavers:
                 yield slot, "capacity"
+
+    def _may_leave(self, slot: int) -> bool:
+        return slot not in self._pins
 
     def _find_expired(self) -> list[Donor]:
         """List the donors whose time is over."""
@@ -302,6 +319,7 @@ class DonorStore:
         self._donors[slot] = donor
         self._slot_of[donor.donor_id] = slot
         self._recency[slot] = None
+        self._leavers.add(slot, donor.namespace.tenant, self._measure(len(tokens), self._postings_of[slot]))
         self.slots.rows[slot, NAMESPACE:] = (known[0], to_microseconds(donor.expires_unix_s))
         if donor.expires_unix_s is not None:
             heapq.heappush(self._expiry, (donor.expires_unix_s, donor.generation, slot))
@@ -324,6 +342,7 @@ class DonorStore:
         if known[1] == 0:
             del self._namespaces[donor.namespace]
         del self._slot_of[donor.donor_id], self._recency[slot], self._postings_of[slot]
+        self._leavers.remove(slot)
         self._pins.pop(slot, None)
         self._donors[slot] = None
         self._free_slots.append(slot)

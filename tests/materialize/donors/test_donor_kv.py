@@ -26,9 +26,9 @@ def cache_filled(value: float, slots: int = 32) -> KvLayout:
     return KvLayout.of_pool(torch.full(shape, value), torch.full(shape, -value))
 
 
-def capture(kv, donor_id, generation, tokens=4, value=None):
+def capture(kv, donor_id, generation, tokens=4, value=None, tenant=""):
     value = float(generation) if value is None else value
-    return kv.capture(donor_id, generation, cache_filled(value), torch.arange(tokens))
+    return kv.capture(donor_id, generation, cache_filled(value), torch.arange(tokens), tenant=tenant)
 
 
 def holds_value(tensors, value):
@@ -97,6 +97,37 @@ def test_the_least_recently_used_goes_first_and_is_told():
     assert told == [("b", 2, "budget")]
     assert kv.holds("a", 1)
     assert not kv.holds("b", 2)
+
+
+def test_a_flood_of_one_tenant_leaves_the_neighbour_its_share_of_every_tier(tmp_path):
+    told = []
+    kv = DonorKv(
+        0,
+        8 * TOKEN_BYTES,
+        tmp_path,
+        budget_disk_bytes=8 * TOKEN_BYTES,
+        on_evicted=lambda donor, *_: told.append(donor),
+    )
+    for number in range(4):
+        capture(kv, f"q{number}", number, tenant="quiet")  # alone it may have both tiers
+    for number in range(20):
+        capture(kv, f"l{number}", 10 + number, tenant="loud")
+        kv.check()
+    assert [kv.holds(f"q{number}", number) for number in range(4)] == [False, False, True, True]  # half of each tier
+    assert told == ["q0", "q1", *(f"l{number}" for number in range(18))]  # then the flood's own, oldest first
+
+
+def test_a_tenant_cannot_push_out_others_by_holding_its_own():
+    kv = DonorKv(0, 8 * TOKEN_BYTES)
+    capture(kv, "q", 1, tenant="quiet")
+    capture(kv, "l", 2, tenant="loud")
+    held = kv.acquire("l", 2)
+    with pytest.raises(CapacityError):
+        capture(kv, "m", 3, tenant="loud")
+    assert kv.holds("q", 1)
+    kv.release(held)
+    capture(kv, "m", 3, tenant="loud")
+    assert (kv.holds("q", 1), kv.holds("l", 2)) == (True, False)
 
 
 def test_held_donors_are_not_evicted_even_if_a_new_one_then_fits_nowhere():

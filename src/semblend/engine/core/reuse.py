@@ -36,7 +36,7 @@ log = logging.getLogger("semblend.engine")
 class Donors(Protocol):
     """Where donor KV is kept; see `semblend.materialize.donors.donor_kv`."""
 
-    def capture(self, donor_id: str, generation: int, layout: Layout, slots: Tensor) -> object: ...
+    def capture(self, donor_id: str, generation: int, layout: Layout, slots: Tensor, *, tenant: str) -> object: ...
     def holds(self, donor_id: str, generation: int) -> bool: ...
     def drop(self, donor_id: str) -> bool: ...
     @property
@@ -136,7 +136,7 @@ class Reuse:
             donor = self.semblend.register(prompt, donor_id)
             try:
                 slots = sequence.slots_in(self._pool)[:tokens]
-                donors.capture(donor_id, donor.generation, self._pool.layout, slots)
+                donors.capture(donor_id, donor.generation, self._pool.layout, slots, tenant=prompt.namespace.tenant)
             except Exception:
                 self.semblend.forget(donor_id, reason="engine")  # a donor without KV must not be found
                 raise

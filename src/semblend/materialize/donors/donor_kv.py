@@ -1,7 +1,8 @@
 """Who owns donor KV, in which memory, and for how long.
 
 A captured donor is a copy: the engine may reuse its blocks at once. Copies live in three tiers, each with a budget in
-bytes and a least-recently-used order; what no longer fits moves down, and what fits nowhere is gone and told:
+bytes; what no longer fits moves down, and what fits nowhere is gone and told. The tenant that is most above its share
+of a tier gives first, its least recently used donor first:
 
     device   the accelerator's memory, beside the pool     spliced at memory bandwidth
     host     pinned where there is CUDA                    spliced over the bus
@@ -99,9 +100,10 @@ class DonorKv:
         slots: Tensor,
         rope: RopeSpec | None = None,
         *,
+        tenant: str = "",
         slots_stay: bool = False,
     ) -> DonorHandle:
-        """Copies the KV of ``slots``, in order; replaces an earlier capture of this donor.
+        """Copies the KV of ``slots``, in order, for ``tenant``; replaces an earlier capture of this donor.
 
         What the caller computes next is ordered behind the copy, unless ``slots_stay``: the caller then sees to it that
         nothing is written there before the donor arrives.
@@ -117,8 +119,9 @@ class DonorKv:
         with self._telling(), self._mover:
             with self._lock:
                 self._books.retire(donor_id)
-            self._make_room(first, wide)  # before there is a copy: together with it they would not fit
-            entry = Entry(donor_id, generation, wide, first, None, None, device=device, rope=rope or self._rope)
+            self._make_room(first, wide, tenant)  # before there is a copy: together with it they would not fit
+            entry = Entry(donor_id, generation, wide, first, None, None, device=device, tenant=tenant)
+            entry.rope = rope or self._rope
             self._copy(entry, layout, slots)
             if entry.arrives is not None and not slots_stay:
                 entry.arrives.wait()
@@ -281,12 +284,14 @@ class DonorKv:
 
     def _settle(self, entry: Entry, first: int) -> bool:
         """Puts an unlisted entry into the first tier from ``first`` on that takes it; its tensors move with it."""
-        return any(self._make_room(tier, entry.nbytes) and self._place(entry, tier) for tier in TIERS[first:])
+        return any(
+            self._make_room(tier, entry.nbytes, entry.tenant) and self._place(entry, tier) for tier in TIERS[first:]
+        )
 
-    def _make_room(self, tier: str, nbytes: int) -> bool:
-        """Moves the least recently used out until ``nbytes`` fit; moves nothing when held donors are in the way."""
+    def _make_room(self, tier: str, nbytes: int, tenant: str) -> bool:
+        """Moves donors out until ``nbytes`` of ``tenant`` fit; moves nothing when others must stay."""
         with self._lock:
-            victims = self._books.victims(tier, nbytes)
+            victims = self._books.victims(tier, nbytes, tenant)
             for entry in victims or ():
                 entry.moving = True
                 self._books.take_out(entry)
@@ -360,11 +365,11 @@ class DonorKv:
         for tier in TIERS[: TIERS.index(before)]:
             if tier == "device" and entry.device is None:
                 continue
-            if self._make_room(tier, entry.nbytes) and self._place(entry, tier):
+            if self._make_room(tier, entry.nbytes, entry.tenant) and self._place(entry, tier):
                 with self._lock:
                     self._books.throw_away(entry)
                 return True
-        if not self._make_room(before, entry.nbytes):
+        if not self._make_room(before, entry.nbytes, entry.tenant):
             return False
         with self._lock:
             self._books.add(entry, before)

@@ -1,12 +1,14 @@
 """What is known of captured donors: which tier each lies in, who holds it, whose end has to be told.
 
+A tier that is full makes room by tenant: who lies most above its share gives first (see `semblend.shares`).
+
 Plain bookkeeping: no tensor is copied and no file touched here. Not thread-safe; `DonorKv` guards it with one lock.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Set
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from semblend.materialize.donors.disk_tier import KvFile
 from semblend.materialize.kv.host_memory import Arrival
 from semblend.materialize.kv.moves import DonorTensors
 from semblend.materialize.kv.rope import RopeSpec
+from semblend.shares import FairLru
 
 TIERS = ("device", "host", "disk")
 """From fast to slow."""
@@ -35,6 +38,7 @@ class Entry:
     file: KvFile | None = None
     device: torch.device | None = None  # where it came from, if that is the device tier's kind
     rope: RopeSpec | None = None
+    tenant: str = ""
     arrives: Arrival | None = None  # the copy to the host, where one was queued
     refs: int = 0
     retired: bool = False  # replaced or dropped while held or moving
@@ -59,11 +63,12 @@ class Entry:
 
 
 class Books:
-    """Entries by tier, least recently used first; bytes in use stay within ``budget``."""
+    """Entries by tier, and who leaves a full one; bytes in use stay within ``budget``."""
 
     def __init__(self, budget: Mapping[str, int]) -> None:
         self.budget = dict(budget)
-        self.tiers: dict[str, OrderedDict[int, Entry]] = {tier: OrderedDict() for tier in TIERS}
+        self.tiers: dict[str, dict[int, Entry]] = {tier: {} for tier in TIERS}
+        self.order: dict[str, FairLru[int]] = {tier: FairLru() for tier in TIERS}
         self.held: dict[int, Entry] = {}  # by the identity of the K tensor that was handed out
         self.current: dict[str, Entry] = {}
         self.used = dict.fromkeys(TIERS, 0)
@@ -86,24 +91,27 @@ class Books:
         if entry is None:
             return None
         entry.refs += 1
-        self.tiers[entry.tier].move_to_end(id(entry))
+        self.order[entry.tier].touch(id(entry))
         k, v = entry.tensors
         if entry.arrives is not None:
             entry.arrives.wait()  # not this thread: its stream
         self.held[id(k)] = entry
         return DonorTensors(k, v, entry.donor_id, entry.generation, entry.rope)
 
-    def victims(self, tier: str, nbytes: int) -> list[Entry] | None:
-        """The least recently used whose going makes room; None when even all that are free would not."""
+    def victims(self, tier: str, nbytes: int, tenant: str) -> list[Entry] | None:
+        """Those whose going makes room for ``tenant``; None when even all that may go would not."""
         excess = self.used[tier] + nbytes - self.budget[tier]
-        victims = []
-        for entry in self.tiers[tier].values():
-            if excess <= 0:
-                break
-            if entry.refs == 0:
-                victims.append(entry)
-                excess -= entry.nbytes
-        return victims if excess <= 0 else None
+        if excess <= 0:
+            return []
+        entries, victims = self.tiers[tier], []
+        leavers = self.order[tier].order_leavers(tenant, nbytes, self.budget[tier], lambda key: entries[key].refs == 0)
+        with closing(leavers):
+            for key in leavers:
+                victims.append(entries[key])
+                excess -= entries[key].nbytes
+                if excess <= 0:
+                    return victims
+        return None
 
     def settle(self, entry: Entry, placed: bool, reason: str) -> None:
         """The mover lets go of an entry; one that found no place, or is wanted no more, ends here."""
@@ -115,11 +123,13 @@ class Books:
 
     def add(self, entry: Entry, tier: str) -> None:
         self.tiers[tier][id(entry)] = entry
+        self.order[tier].add(id(entry), entry.tenant, entry.nbytes)
         self.used[tier] += entry.nbytes
         entry.tier = tier
 
     def take_out(self, entry: Entry) -> None:
         if self.tiers[entry.tier].pop(id(entry), None) is not None:
+            self.order[entry.tier].remove(id(entry))
             self.used[entry.tier] -= entry.nbytes
 
     def retire(self, donor_id: str) -> bool:
@@ -157,6 +167,7 @@ class Books:
         self.held.clear()
         for tier in TIERS:
             self.tiers[tier].clear()
+            self.order[tier].clear()
             self.used[tier] = 0
 
     def check(self, on_disk: Set[Path] | None) -> None:
@@ -165,6 +176,8 @@ class Books:
             total = sum(entry.nbytes for entry in entries.values())
             _agree(total == self.used[tier], f"{tier} holds {total} bytes, {self.used[tier]} are booked")
             _agree(total <= self.budget[tier], f"{tier} holds {total} bytes over its budget")
+            booked = sum(self.order[tier].shares.to_dict().values())
+            _agree(booked == total, f"{tier} holds {total} bytes, {booked} are booked for tenants")
             for entry in entries.values():
                 key = f"{entry.donor_id!r} generation {entry.generation}"
                 _agree(entry.tier == tier and not entry.moving, f"{key} lies in {tier}")

@@ -863,18 +863,11 @@ def _told(text: str) -> Iterator[str]:
 
 @contextmanager
 def real_server(fake: FakeEngine, **limits: Any) -> Iterator[tuple[str, int, Any]]:
-    uvicorn = pytest.importorskip("uvicorn", reason="a real socket needs uvicorn")
-    app = create_app(fake, ServeConfig(**limits))
-    sock = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", proxy_headers=False, ws="none", lifespan="off"))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)
-    thread.start()
-    try:
-        yield "127.0.0.1", sock.getsockname()[1], app
-    finally:
-        server.should_exit = True
-        thread.join(10)
-        sock.close()
+    pytest.importorskip("uvicorn", reason="a real socket needs uvicorn")
+    from live_server import run_server
+
+    with run_server(fake, **limits) as live:
+        yield live.host, live.port, live.app
 
 
 class Stuck(FakeEngine):

@@ -11,7 +11,7 @@ from semblend.errors import ConfigError
 GIB = 1 << 30
 MIB = 1 << 20
 DTYPES = ("float32", "bfloat16", "float16")
-_MAY_BE_ZERO = ("max_waiting", "threads", "donor_device_bytes", "donor_host_bytes", "donor_disk_bytes")
+_MAY_BE_ZERO = ("drain_s", "max_waiting", "threads", "donor_device_bytes", "donor_host_bytes", "donor_disk_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,10 @@ class ServeConfig:
     *Limits.* ``default_output_tokens`` bounds a chat answer whose request names no limit. ``max_list_chars`` bounds the
     characters of a list of prompts together; one prompt is bounded by the context (see `refuse_long_texts`), and a list
     may always be as long as one prompt.
+
+    *Connections.* A client has ``header_timeout_s`` to send its headers and ``idle_timeout_s`` between two requests;
+    every ``write_timeout_s`` it is checked that it reads its answer. At most ``max_connections`` are open, fewer where
+    the process has too few file descriptors. After a signal requests have ``drain_s`` to end.
 
     *Who may ask.* ``origins`` are web pages besides our own that may call from a browser; ``local_only`` answers to
     names of this machine alone, so that no page can reach it under a name of its own.
@@ -64,6 +68,12 @@ class ServeConfig:
     request_timeout_s: float = 600.0
     body_timeout_s: float = 30.0
 
+    header_timeout_s: float = 10.0
+    idle_timeout_s: float = 75.0
+    write_timeout_s: float = 30.0
+    max_connections: int = 1024
+    drain_s: float = 20.0
+
     tenants: Tenants = field(default_factory=Tenants)
     public_metrics: bool = True
     origins: tuple[str, ...] = ()
@@ -72,9 +82,10 @@ class ServeConfig:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            lowest = 0 if f.name in _MAY_BE_ZERO else 1
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and not value >= lowest:
-                raise ConfigError(f"{f.name}={value!r} is below {lowest}", hint="see docs/guides/serve.md")
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
+                continue
+            if not (value > 0 or (value == 0 and f.name in _MAY_BE_ZERO)):  # NaN fails too
+                raise ConfigError(f"{f.name}={value!r} is too small", hint="see docs/guides/serve.md")
         if self.dtype and self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r} is unknown", hint="one of " + ", ".join(DTYPES))
 

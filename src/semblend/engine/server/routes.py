@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from semblend.errors import ConfigError, MissingDependencyError, SemBlendError
+from semblend.errors import MissingDependencyError, SemBlendError
 
 try:
     from fastapi import FastAPI, Request
@@ -35,6 +34,8 @@ from semblend._version import __version__
 from semblend.discover.donor import Donor
 from semblend.engine.server.answering import CLIENT_LEFT, ENDPOINTS, Endpoint, answer, error_response
 from semblend.engine.server.config import ServeConfig
+from semblend.engine.server.edge.drain import Drain, DrainRequests
+from semblend.engine.server.edge.listener import listen, serve
 from semblend.engine.server.exposition import CONTENT_TYPE, write_metrics
 from semblend.engine.server.limits import Gate
 from semblend.engine.server.service import Service
@@ -73,30 +74,11 @@ def create_app(engine: ServingEngine, config: ServeConfig | None = None) -> Fast
         app.add_api_route(path, route, methods=methods, response_model=None)
     for error in (SemBlendError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(error, _on_error)
+    app.state.drain = Drain()
+    app.add_middleware(DrainRequests, drain=app.state.drain)
     app.add_middleware(CountResponses, counts=routes.responses, paths=frozenset(routes.paths()))
     app.state.service = routes.service
     return app
-
-
-def serve(app: FastAPI, sock: socket.socket) -> None:
-    """Run until interrupted. Forwarded-for headers are not believed: the peer's address decides who is a front."""
-    import uvicorn
-
-    config = uvicorn.Config(app, proxy_headers=False, log_level="warning", timeout_graceful_shutdown=5)
-    uvicorn.Server(config).run(sockets=[sock])
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that clients can reach from now on; `ConfigError` where the address is taken or not ours."""
-    if not 0 <= port <= 65_535:  # the resolver would take it modulo that
-        raise ConfigError(f"cannot listen on {host}:{port}: no such port", hint="0 to 65535; 0 takes a free one")
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=2048)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}", hint="choose another host or port"
-        ) from None
 
 
 class Routes:

@@ -18,9 +18,9 @@ def make_pool(blocks: int = 64) -> KvPool:
     return KvPool(layers=1, kv_heads=1, head_dim=2, blocks=blocks + 1, block_tokens=BLOCK)
 
 
-def put(pool: KvPool, cache: RadixCache, tokens: list[int], namespace: str = "n") -> list[int]:
+def put(pool: KvPool, cache: RadixCache, tokens: list[int], namespace: str = "n", tenant: str = "") -> list[int]:
     """As a sequence does that ran and ended: own blocks, offered, then let go."""
-    blocks = pool.allocate(len(tokens) // BLOCK)
+    blocks = pool.allocate(len(tokens) // BLOCK, tenant)
     cache.insert(namespace, tokens, blocks, exact_until=FOREVER)
     pool.free(blocks)
     return blocks
@@ -170,3 +170,39 @@ def test_it_answers_as_a_dictionary_of_prefixes_would(steps):
     for blocks in held:
         pool.free(blocks)
     assert pool.used_blocks == 0
+
+
+def test_the_tenant_that_holds_most_gives_first_and_its_oldest_leaf_first():
+    pool = make_pool()
+    cache = RadixCache(pool)
+    put(pool, cache, [1] * 8, "quiet", tenant="quiet")
+    put(pool, cache, [2] * 12, "loud", tenant="loud")
+    put(pool, cache, [3] * 12, "loud", tenant="loud")
+    assert cache.evict(3) == 3
+    assert [len(cache.match("loud", [first] * 12)) for first in (2, 3)] == [0, 3]
+    assert cache.evict(1) == 1
+    assert pool.held.to_dict() == {"quiet": 2, "loud": 2}
+    cache.check()
+
+
+def test_others_keep_what_is_to_be_spared_and_the_one_that_asks_gives_its_own():
+    pool = make_pool()
+    cache = RadixCache(pool)
+    put(pool, cache, [1] * 16, "quiet", tenant="quiet")
+    put(pool, cache, [2] * 8, "loud", tenant="loud")
+    assert cache.evict(10, "loud", spare=3) == 3  # one above the three of its neighbour, and both of its own
+    assert pool.held.to_dict() == {"quiet": 3}
+    assert cache.evict(10, "loud", spare=3) == 0
+    assert cache.evict(10, "loud") == 3
+
+
+def test_blocks_of_running_sequences_count_and_stay():
+    pool = make_pool()
+    cache = RadixCache(pool)
+    running = pool.allocate(6, "loud")
+    put(pool, cache, [1] * 16, "quiet", tenant="quiet")
+    put(pool, cache, [2] * 4, "loud", tenant="loud")
+    assert cache.evict(2) == 2  # loud holds seven, but can give one only
+    assert pool.held.to_dict() == {"quiet": 3, "loud": 6}
+    pool.free(running)
+    pool.check()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend.engine.core.config import EngineConfig
+from semblend.engine.core.fair_line import count_places
 from semblend.engine.core.radix import RadixCache
 from semblend.engine.core.scheduler import Scheduler
 from semblend.engine.core.sequence import QueueFull, Sequence, Stream
@@ -30,9 +32,9 @@ class World:
         self.radix = RadixCache(self.pool)
         self.scheduler = Scheduler(self.pool, self.radix, EngineConfig(**config))
 
-    def add(self, name: str, tokens: int, answer: int = 4) -> Sequence:
+    def add(self, name: str, tokens: int, answer: int = 4, tenant: str = "") -> Sequence:
         first = zlib.crc32(name.encode()) % 1000
-        prompt = Prompt(range(first, first + tokens))
+        prompt = Prompt(range(first, first + tokens), namespace=Namespace(tenant=tenant))
         request = Request(name, prompt, Sampling(max_tokens=answer))
         stream, text = Stream(name), AnswerText(NoText())
         known = prompt.token_ids.tolist()
@@ -214,3 +216,167 @@ def test_a_twin_whose_first_is_gone_is_computed():
     world.scheduler.remove(first)
     assert world.step() == {"b": 10}
     assert second.exact_tokens == 0
+
+
+# -- between tenants -------------------------------------------------------------------------------------------------
+
+
+def test_a_short_prompt_does_not_wait_for_another_tenants_long_ones_even_when_they_run_already():
+    world = World(blocks=400, step_tokens=32)
+    for number in range(5):
+        world.add(f"long{number}", 200, tenant="loud")
+    world.step()
+    world.add("short", 20, tenant="quiet")
+    assert world.step()["short"] == 20
+
+
+def test_a_step_that_tenants_share_is_as_long_as_the_short_prompt_and_as_much_again():
+    world = World(blocks=400, step_tokens=64)
+    world.add("long", 300, tenant="loud")
+    world.step()
+    world.add("short", 20, tenant="quiet")
+    assert world.step() == {"short": 20, "long": 20}
+    assert world.step() == {"short": 1, "long": 63}  # and nobody shares it now
+
+
+def test_a_prompt_that_may_be_filled_does_not_hold_up_the_first_token_of_another_tenant():
+    world = World(blocks=400, step_tokens=64)
+    world.add("long", 100, tenant="loud").to_fill = True
+    world.add("short", 20, tenant="quiet")
+    world.scheduler._clock.charge("loud", 1000)
+    assert world.step() == {"short": 20}
+    assert "long" in world.step()
+
+
+def test_filling_is_charged_by_its_passes_and_waiting_for_it_is_not_charged():
+    world = World(blocks=400, step_tokens=64)
+    filled, behind = world.add("filled", 100, tenant="a"), world.add("behind", 20, tenant="b")
+    filled.to_fill = behind.to_fill = True
+    batch = world.scheduler.schedule()
+    filled.to_fill, filled.blended = False, SimpleNamespace(passes=[SimpleNamespace(rows=70), SimpleNamespace(rows=30)])
+    world.scheduler.charge(batch)
+    clock = world.scheduler._clock
+    assert (clock.read("a"), clock.read("b")) == (100, 0)
+
+
+def test_a_tenant_that_has_nothing_running_gets_a_place_beyond_the_limit():
+    world = World(blocks=400, max_running=4)
+    for number in range(8):
+        world.add(f"l{number}", 5, answer=50, tenant="loud")
+    world.step()
+    world.add("q0", 5, tenant="quiet")
+    world.add("q1", 5, tenant="quiet")
+    world.step()
+    assert world.names(world.scheduler.running) == ["l0", "l1", "l2", "l3", "q0"]
+
+
+def test_the_tenant_that_holds_most_is_preempted_and_never_the_one_that_runs_longest():
+    world = World(blocks=10, step_tokens=100)
+    first = world.add("first", 8, answer=28, tenant="loud")
+    world.step()
+    second = world.add("second", 8, answer=28, tenant="loud")
+    world.step()
+    quiet = world.add("quiet", 4, answer=20, tenant="quiet")  # younger than both, and holds less
+    while not world.scheduler.preemptions:
+        world.step()
+    assert (first.preemptions, second.preemptions, quiet.preemptions) == (0, 1, 0)
+
+
+def test_a_newcomer_within_its_share_gets_room_from_those_above_theirs():
+    world = World(blocks=20, step_tokens=100)
+    loud = [world.add(f"l{number}", 15, answer=40, tenant="loud") for number in range(4)]
+    world.step()
+    assert len(world.scheduler.running) == 4
+    quiet = world.add("q", 12, tenant="quiet")
+    assert world.step()["q"] == 12
+    assert [one.preemptions for one in loud] == [0, 0, 0, 1]
+    assert quiet in world.scheduler.running
+
+
+def test_a_newcomer_beyond_its_share_waits():
+    world = World(blocks=20, step_tokens=100)
+    loud = [world.add(f"l{number}", 15, answer=40, tenant="loud") for number in range(4)]
+    world.step()
+    world.add("q", 48, tenant="quiet")
+    assert "q" not in world.step()
+    assert [one.preemptions for one in loud] == [0, 0, 0, 0]
+
+
+def test_running_requests_of_one_tenant_leave_the_neighbours_cache_its_half():
+    world = World(blocks=20, step_tokens=100)
+    kept = world.pool.allocate(8, "quiet")
+    world.radix.insert("elsewhere", list(range(32)), kept, exact_until=1 << 62)
+    world.pool.free(kept)
+    for number in range(8):
+        world.add(f"l{number}", 10, answer=20, tenant="loud")
+    for _ in range(30):
+        world.step()
+        assert len(world.radix) == 8
+    while world.scheduler.waiting or world.scheduler.running:
+        world.step()
+        assert len(world.radix) == 8
+
+
+asked = st.tuples(st.sampled_from("abc"), st.integers(1, 30), st.integers(1, 10), st.integers(0, 8))
+
+
+@settings(max_examples=80)
+@given(
+    st.lists(asked, min_size=1, max_size=14),
+    st.integers(10, 30),
+    st.integers(1, 40),
+    st.integers(1, 6),
+    st.randoms(use_true_random=False),
+)
+def test_everything_of_every_tenant_ends_in_any_pool(requests, blocks, step_tokens, max_running, chance):
+    world = World(blocks=blocks, step_tokens=step_tokens, max_running=max_running)
+    coming = sorted(enumerate(requests), key=lambda one: one[1][3])
+    alive = []
+    for step in range(3000):
+        while coming and coming[0][1][3] <= step:
+            number, (tenant, tokens, answer, _) = coming.pop(0)
+            alive.append(world.add(f"r{number}", tokens, answer, tenant=tenant))
+        busy = world.scheduler.waiting or world.scheduler.running
+        if not busy and not coming:
+            break
+        if alive and chance.random() < 0.05:
+            world.scheduler.remove(chance.choice(alive))
+        busy = world.scheduler.waiting or world.scheduler.running
+        computed = world.step()
+        assert computed or not busy, "a step with work to do computes something"
+        world.pool.check()
+        world.radix.check()
+        assert len(world.scheduler.running) <= count_places(max_running)
+    assert not world.scheduler.waiting
+    assert not world.scheduler.running
+    assert world.pool.used_blocks == len(world.radix) == 0
+
+
+@settings(max_examples=80)
+@given(
+    st.lists(st.integers(1, 60), min_size=20, max_size=40),
+    st.lists(st.integers(1, 60), min_size=20, max_size=40),
+    st.integers(8, 64),
+)
+def test_two_tenants_that_both_wait_are_served_alike_to_within_a_piece(left, right, step_tokens):
+    world = World(blocks=4000, step_tokens=step_tokens, max_running=1000, max_waiting=1000)
+    for tenant, lengths in (("left", left), ("right", right)):
+        for number, tokens in enumerate(lengths):
+            world.add(f"{tenant}{number}", tokens, answer=1, tenant=tenant)
+    served = {"left": 0, "right": 0}
+    while all(any(one.tenant == name for one in world.scheduler.waiting) for name in served):
+        for name, tokens in world.step().items():
+            served["left" if name.startswith("left") else "right"] += tokens
+        assert abs(served["left"] - served["right"]) <= step_tokens, served
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 20)), min_size=1, max_size=25))
+def test_inside_a_tenant_prompts_begin_in_the_order_in_which_they_came(requests):
+    world = World(blocks=4000, step_tokens=16)
+    added = [world.add(f"r{i}", tokens, 1, tenant=tenant) for i, (tenant, tokens) in enumerate(requests)]
+    begun = []
+    while world.scheduler.waiting or world.scheduler.running:
+        begun += [name for name in world.step() if name not in begun]
+    for tenant in "abc":
+        mine = [one.request_id for one in added if one.tenant == tenant]
+        assert [name for name in begun if name in mine] == mine

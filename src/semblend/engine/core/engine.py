@@ -134,7 +134,9 @@ class Engine:
         if batch.sequences:
             self._steps += 1
             try:
-                self._postprocess(self.runner.run(batch))
+                results = self.runner.run(batch)
+                self.scheduler.charge(batch)
+                self._postprocess(results)
             except Exception as error:  # the books of this step broke: the engine and the other requests live on
                 log.exception("a step of %d tokens failed", batch.tokens)
                 self._fail(batch.sequences, error)
@@ -200,7 +202,7 @@ class Engine:
             unwanted = [self._active[name] for name in self._unwanted if name in self._active]
             self._unwanted.clear()
             # moved under the lock: a request is always counted once, as arrived or as waiting
-            self.scheduler.waiting.extend(arrived)
+            self.scheduler.take_in(arrived)
         for sequence in unwanted:
             self._end(sequence, FinishReason.CANCELLED)
 

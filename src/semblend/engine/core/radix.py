@@ -9,7 +9,8 @@ at most 15 tokens, for a tree without splits, without copies and with one refere
 - Only exact KV may enter. A sequence that ran on relocated KV says from which position on (``exact_until``), and a
   block beyond it is refused.
 - The tree holds one reference to each of its blocks, each running sequence that uses a block holds one more. A block
-  that only the tree holds can be evicted, leaves first and the least recently used leaf before the others.
+  that only the tree holds can be evicted, leaves first: of the tenant that holds most of the pool, in the tree and in
+  running sequences together, the least recently used one.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class RadixCache:
         self._pool = pool
         self._roots: dict[str, _Node] = {}
         self._clock = itertools.count(1)
-        self._leaves: list[tuple[int, int, _Node]] = []  # a heap by age; entries that are out of date are skipped
+        # By tenant a heap by age; entries that are out of date are skipped.
+        self._leaves: dict[str, list[tuple[int, int, _Node]]] = {}
         self._entry = itertools.count()
         self._size = 0
 
@@ -98,22 +100,27 @@ class RadixCache:
         self._touch(path)
         return added
 
-    def evict(self, n_blocks: int) -> int:
-        """Free up to ``n_blocks`` blocks that nobody else holds, oldest leaf first; returns how many were freed."""
+    def evict(self, n_blocks: int, tenant: str = "", spare: int = 0) -> int:
+        """Free up to ``n_blocks`` blocks that nobody else holds, for ``tenant``; returns how many were freed.
+
+        The tenant that holds most gives first, its oldest leaf first. Other tenants keep ``spare`` blocks each.
+        """
         freed = 0
-        in_use: list[tuple[int, int, _Node]] = []
-        while freed < n_blocks and self._leaves:
-            entry = heapq.heappop(self._leaves)
-            node = entry[2]
-            if not self._is_current(entry):
-                continue
-            if self._pool.owners(node.block) > 1:
-                in_use.append(entry)
-                continue
-            self._remove(node)
-            freed += 1
-        for entry in in_use:
-            heapq.heappush(self._leaves, entry)
+        held, spent = self._pool.held, set[str]()
+        aside: list[tuple[str, tuple[int, int, _Node]]] = []
+        while freed < n_blocks and (payer := held.find_largest(spent)) is not None:
+            if payer != tenant and held[payer] <= spare:
+                if tenant in spent or not held[tenant]:
+                    break
+                payer = tenant
+            leaf = self._pop_leaf(payer, aside)
+            if leaf is None:
+                spent.add(payer)
+            else:
+                self._remove(leaf)
+                freed += 1
+        for owner, entry in aside:
+            heapq.heappush(self._leaves.setdefault(owner, []), entry)
         return freed
 
     def reset(self) -> int:
@@ -136,7 +143,11 @@ class RadixCache:
 
     def check(self) -> None:
         """Raise if the tree contradicts itself or the pool; for tests and the engine's own `check`."""
-        listed = {id(entry[2]) for entry in self._leaves if self._is_current(entry)}
+        entries = [(owner, entry) for owner, heap in self._leaves.items() for entry in heap]
+        listed = {id(entry[2]) for owner, entry in entries if self._is_current(entry)}
+        for owner, entry in entries:
+            known = not self._is_current(entry) or self._pool.tenant_of(entry[2].block) == owner
+            _require(known, f"block {entry[2].block} is listed for another tenant")
         seen: set[int] = set()
         stack = [(root, child) for root in self._roots.values() for child in root.children.values()]
         while stack:
@@ -177,10 +188,25 @@ class RadixCache:
             self._list_leaf(path[-1])
 
     def _list_leaf(self, node: _Node) -> None:
-        heapq.heappush(self._leaves, (node.last_used, next(self._entry), node))
-        if len(self._leaves) > 64 + 4 * self._size:  # every touch leaves an outdated entry behind
-            self._leaves = [entry for entry in self._leaves if self._is_current(entry)]
-            heapq.heapify(self._leaves)
+        tenant = self._pool.tenant_of(node.block)
+        leaves = self._leaves.setdefault(tenant, [])
+        heapq.heappush(leaves, (node.last_used, next(self._entry), node))
+        if len(leaves) > 64 + 4 * self._pool.held[tenant]:  # every touch leaves an outdated entry behind
+            leaves[:] = [entry for entry in leaves if self._is_current(entry)]
+            heapq.heapify(leaves)
+
+    def _pop_leaf(self, tenant: str, aside: list[tuple[str, tuple[int, int, _Node]]]) -> _Node | None:
+        """The tenant's oldest leaf that only the tree holds; those that are in use go to ``aside``."""
+        leaves = self._leaves.get(tenant, [])
+        while leaves:
+            entry = heapq.heappop(leaves)
+            if not self._is_current(entry):
+                continue
+            if self._pool.owners(entry[2].block) == 1:
+                return entry[2]
+            aside.append((tenant, entry))
+        self._leaves.pop(tenant, None)
+        return None
 
     def _is_current(self, entry: tuple[int, int, _Node]) -> bool:
         last_used, _, node = entry

@@ -1,29 +1,38 @@
-"""Who computes what in the next step: continuous batching over a pool of blocks, in order of arrival.
+"""Who computes what in the next step: continuous batching over a pool of blocks, in fair order between tenants.
 
-A step has a budget of tokens. Running answers come first, one token each, so that a long prompt never stops them;
-then prompts that are under way, a chunk each; then waiting requests are admitted, oldest first, while there is
-budget and room. A request that does not fit is not overtaken by a younger one that would.
+A step has a budget of tokens. Running answers come first, one token each, so that a long prompt never stops them. The
+rest is shared between the tenants that have prompts to compute (see `fair_line`): the tenant that was served least
+gets the next piece, for its prompts under way first, then for its oldest waiting request. While several tenants share
+a step, it is no longer than the first one's prompt and as much again for the others: a short prompt does not wait for
+a step that a neighbour's long one fills. Inside a tenant a request that does not fit is not overtaken by a younger
+one that would; other tenants wait for it only where its tenant has nothing running, so that nobody starves.
 
 A request whose beginning is just being computed for another one waits until that is done, and then finds it in the
 exact cache: of many equal prompts that come at once, one is computed. Younger requests may go ahead meanwhile; since
 the tokens it waits for are being computed before any of its own could be, it loses one step at most.
 
 The scheduler decides and moves blocks; it computes nothing. A sequence that may run on donor KV (``to_fill``) gets its
-piece like any other: the runner tries to fill it, and computes the piece where that is declined.
+piece like any other: the runner tries to fill it, and computes the piece where that is declined. `charge` then counts
+what was really computed.
 
-Room is made by evicting the exact cache. When an answer needs a block and there is none left, the youngest running
-sequence gives up its blocks and goes back to the head of the queue; it will be recomputed, and continues with the
-same tokens. The oldest therefore always gets on, and because no sequence is longer than the pool, everything ends.
+Room is made by evicting the exact cache, of the tenant that holds most first; half of the pool, divided between the
+other tenants, stays theirs. When an answer needs a block and there is none left, the tenant that holds most gives: its
+youngest running sequence goes back to the head of its line; it will be recomputed, and continues with the same tokens.
+The longest running sequence of all is never preempted, and alone it may evict everything. It therefore always gets on,
+and because no sequence is longer than the pool, everything ends. A tenant that would stay within its share of the
+pool is let in by preempting others that are above theirs, but never the oldest of another tenant.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from semblend.engine.core.config import EngineConfig
+from semblend.engine.core.fair_line import FairClock, TenantLine, may_start
 from semblend.engine.core.radix import RadixCache
 from semblend.engine.core.sequence import QueueFull, Sequence
 from semblend.engine.model.paged_kv import KvPool
@@ -71,12 +80,15 @@ class Scheduler:
     """Owns the queue, the running sequences and their blocks."""
 
     def __init__(self, pool: KvPool, radix: RadixCache, config: EngineConfig) -> None:
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # oldest first
+        self.waiting: TenantLine[Sequence] = TenantLine()
+        self.running: list[Sequence] = []  # in the order of admission
         self.preemptions = 0
         self._pool = pool
         self._radix = radix
         self._config = config
+        self._clock = FairClock()
+        self._backlogged: set[str] = set()  # tenants with prompts to compute, as of the last step
+        self._preempted_before = 0  # preemptions when the step began
 
     def refuse_if_full(self, arriving: int = 0) -> None:
         """Back-pressure: raise `QueueFull` where another request, besides those arriving, would wait too long."""
@@ -85,37 +97,60 @@ class Scheduler:
             raise QueueFull(f"{waiting} requests are waiting", hint="try again later, or raise max_waiting")
 
     def add(self, sequence: Sequence) -> None:
-        """Take a new request to the end of the queue."""
+        """Take a new request to the end of its tenant's line."""
         self.refuse_if_full()
-        self.waiting.append(sequence)
+        self.take_in([sequence])
+
+    def take_in(self, sequences: Iterable[Sequence]) -> None:
+        """Take new requests, in order, that were not refused."""
+        for sequence in sequences:
+            self.waiting.append(sequence.tenant, sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence at any moment of its life; its blocks are freed."""
         if sequence in self.running:
             self.running.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        else:
+            self.waiting.remove(sequence.tenant, sequence)
         self._release(sequence)
 
     def schedule(self) -> Batch:
         """The next step's work; empty only when there is nothing to do."""
-        preempted = self.preemptions
-        pieces = self._schedule_decodes()
-        budget = self._config.step_tokens - len(pieces)
-        for sequence in self.running:
-            if sequence.in_prefill and budget > 0:
-                pieces.append(_cut_piece(sequence, budget))
-                budget -= pieces[-1].end - pieces[-1].start
-        # After a preemption nobody is admitted: the one who just left would come straight back.
-        while budget > 0 and self.waiting and preempted == self.preemptions:
-            admitted = self._admit()
-            if admitted is None:
-                break
-            pieces.append(_cut_piece(admitted, budget))
-            budget -= pieces[-1].end - pieces[-1].start
-        return Batch(tuple(pieces))
+        self._note_backlog()
+        self._preempted_before = self.preemptions
+        decodes = self._schedule_decodes()
+        if self._backlogged:  # while nobody waits for prompts, answers cost nobody anything
+            for piece in decodes:
+                self._clock.charge(piece.sequence.tenant, 1)
+        prompts = self._share_out(self._config.step_tokens - len(decodes))
+        # Who was preempted after it got its piece has no blocks to compute it in.
+        return Batch(tuple(piece for piece in (*decodes, *prompts) if piece.sequence.blocks))
+
+    def charge(self, batch: Batch) -> None:
+        """Correct what tenants were charged for a batch, after it ran and before its sequences end.
+
+        A prompt that waited because another one was filled computed nothing. One that was filled took its passes.
+        """
+        for piece in batch.pieces:
+            one, planned = piece.sequence, piece.end - piece.start
+            if one.to_fill:
+                self._clock.charge(one.tenant, -planned)
+            elif one.receipt is None and one.blended is not None:
+                self._clock.charge(one.tenant, sum(made.rows for made in one.blended.passes) - planned)
 
     # -- parts -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _admits(self) -> bool:
+        """After a preemption nobody is admitted in that step: the one who just left would come straight back."""
+        return self.preemptions == self._preempted_before
+
+    def _note_backlog(self) -> None:
+        backlogged = {*self.waiting.tenants, *(one.tenant for one in self.running if one.in_prefill)}
+        for tenant in sorted(backlogged - self._backlogged):
+            self._clock.join(tenant)
+        self._backlogged = backlogged
+        self._clock.forget_idle(backlogged)
 
     def _schedule_decodes(self) -> list[Piece]:
         """One token for each running answer that has room for it; whoever is preempted on the way has none."""
@@ -127,50 +162,104 @@ class Scheduler:
                 pieces.append(Piece(sequence, sequence.computed, len(sequence.tokens)))
         return pieces
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """A block for the newest token; preempts the youngest, in the end the sequence itself."""
-        needed = self._pool.blocks_for(len(sequence.tokens)) - len(sequence.blocks)
-        while not self._make_room(needed):
-            youngest = self.running[-1]
-            self._preempt(youngest)
-            if youngest is sequence:
-                return False
-        sequence.blocks += self._pool.allocate(needed)
+    def _share_out(self, budget: int) -> list[Piece]:
+        """Pieces of prompts for at most ``budget`` tokens, in fair order between tenants."""
+        under_way = self._list_under_way()
+        ready = dict.fromkeys((*under_way, *(self.waiting.tenants if self._admits else ())))
+        if len(ready) > 1:
+            budget = min(budget, self._limit_shared_step(ready, under_way))
+        granted: dict[Sequence, int] = {}
+        completed: set[str] = set()
+        while budget > 0 and (tenant := self._clock.choose(ready)) is not None:
+            if not under_way.get(tenant) and not self._start_next(tenant, under_way, ready):
+                ready.pop(tenant, None)
+                continue
+            sequence = under_way[tenant][0]
+            if not sequence.blocks:  # preempted a moment ago, for another tenant's request
+                under_way[tenant].popleft()
+                continue
+            if sequence.to_fill and completed - {tenant}:
+                # Filling takes passes of its own; a neighbour that speaks after this step would wait for them.
+                del ready[tenant]
+                continue
+            rest = len(sequence.tokens) - sequence.computed - granted.get(sequence, 0)
+            tokens = min(rest, budget, max(1, self._config.step_tokens // 8) if len(ready) > 1 else budget)
+            granted[sequence] = granted.get(sequence, 0) + tokens
+            self._clock.serve(tenant, tokens)
+            budget -= tokens
+            if tokens == rest:
+                under_way[tenant].popleft()
+                completed.add(tenant)
+        return [Piece(one, one.computed, one.computed + tokens) for one, tokens in granted.items()]
+
+    def _list_under_way(self) -> dict[str, deque[Sequence]]:
+        """Running sequences whose prompt is not computed yet, by tenant, in the order of admission."""
+        under_way: dict[str, deque[Sequence]] = {}
+        for sequence in self.running:
+            if sequence.in_prefill:
+                under_way.setdefault(sequence.tenant, deque()).append(sequence)
+        return under_way
+
+    def _limit_shared_step(self, ready: Iterable[str], under_way: dict[str, deque[Sequence]]) -> int:
+        """Tokens of a step that several tenants share: the first one's prompt and as much again, a quarter at least."""
+        first = self._clock.choose(ready)
+        assert first is not None
+        head = under_way[first][0] if first in under_way else self.waiting.look(first)
+        return max(2 * (len(head.tokens) - head.computed), self._config.step_tokens // 4)
+
+    def _start_next(self, tenant: str, under_way: dict[str, deque[Sequence]], ready: dict[str, None]) -> bool:
+        """Admit the tenant's next request, if that can be; a tenant with nothing running makes the others wait."""
+        if not self._admits or not self.waiting.count(tenant):
+            return False
+        own = sum(one.tenant == tenant for one in self.running)
+        if not may_start(len(self.running), self._config.max_running, own):
+            return False
+        place = self._find_next(tenant)
+        if place is None:
+            return False
+        if not self._admit(tenant, place, alone=not own):
+            if not own:  # what is left to others is what they have under way
+                for other in list(ready):
+                    if not under_way.get(other):
+                        del ready[other]
+            return False
+        under_way[tenant] = deque([self.running[-1]])
         return True
 
-    def _admit(self) -> Sequence | None:
-        """Give the oldest waiting sequence blocks for all its tokens, exact ones where the cache has them."""
-        if len(self.running) >= self._config.max_running:
-            return None
-        place = self._find_next()
-        if place is None:
-            return None
-        sequence = self.waiting[place]
+    def _admit(self, tenant: str, place: int, *, alone: bool) -> bool:
+        """Give a waiting sequence blocks for all its tokens, exact ones where the cache has them."""
+        sequence = self.waiting.look(tenant, place)
         known = self._radix.match(sequence.namespace.digest, sequence.tokens[:-1])  # the last one is always computed
         for block in known:
             self._pool.share(block)
         needed = self._pool.blocks_for(len(sequence.tokens)) - len(known)
         # One block for each running answer stays free, or the next steps would preempt the newcomer again.
-        if not self._make_room(needed + len(self.running)):
+        reserve = len(self.running)
+        if not (
+            self._make_room(needed + reserve, tenant)
+            or self._take_back(needed, reserve, tenant)
+            or (alone and self._make_room(needed + reserve, tenant, all_of_it=True))
+        ):
             self._pool.free(known)
-            return None
-        del self.waiting[place]
-        sequence.blocks = known + self._pool.allocate(needed)
+            return False
+        self.waiting.pop(tenant, place)
+        sequence.blocks = known + self._pool.allocate(needed, sequence.tenant)
         sequence.computed = len(known) * self._pool.block_tokens
         if sequence.receipt is None:
             sequence.exact_tokens = sequence.computed
         self.running.append(sequence)
-        return sequence
+        return True
 
-    def _find_next(self) -> int | None:
-        """The place in line of the oldest request that has nothing to wait for; looks at the first few only."""
+    def _find_next(self, tenant: str) -> int | None:
+        """The place in its line of the oldest request that has nothing to wait for; looks at the first few only."""
         computing = [
             one
             for one in self.running
             if one.in_prefill and one.receipt is None and one.exact_until >= one.prompt_tokens
         ]
-        for place in range(min(len(self.waiting), MOST_OVERTAKEN + 1)):
-            if not any(self._is_worth_waiting(self.waiting[place], ahead) for ahead in computing):
+        for place in range(min(self.waiting.count(tenant), MOST_OVERTAKEN + 1)):
+            sequence = self.waiting.look(tenant, place)
+            if not any(self._is_worth_waiting(sequence, ahead) for ahead in computing):
                 return place
         return None
 
@@ -185,18 +274,60 @@ class Scheduler:
         known = len(self._radix.match(sequence.namespace.digest, sequence.tokens[:-1])) * size
         return usable > known and 2 * (usable - known) >= len(sequence.tokens) - known
 
-    def _make_room(self, n_blocks: int) -> bool:
+    # -- room ------------------------------------------------------------------------------------------------------
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """A block for the newest token; preempts others for it, in the end the sequence itself."""
+        needed = self._pool.blocks_for(len(sequence.tokens)) - len(sequence.blocks)
+        while not self._make_room(needed, sequence.tenant, all_of_it=len(self.running) == 1):
+            victim = self._choose_victim()
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.blocks += self._pool.allocate(needed, sequence.tenant)
+        return True
+
+    def _make_room(self, n_blocks: int, tenant: str, *, all_of_it: bool = False) -> bool:
+        """Evict until so many blocks are free; spares what other tenants may keep, unless ``all_of_it`` may go."""
         missing = n_blocks - self._pool.free_blocks
         if missing > 0:
-            self._radix.evict(missing)
+            others = self._pool.held.count_with(tenant) - 1
+            self._radix.evict(missing, tenant, 0 if all_of_it or not others else (self._pool.blocks - 1) // 2 // others)
         return self._pool.free_blocks >= n_blocks
+
+    def _choose_victim(self) -> Sequence:
+        """The youngest running sequence of the tenant that holds most blocks; never the one that runs longest."""
+        held = self._pool.held
+        candidates = self.running[1:] or self.running
+        return max(enumerate(candidates), key=lambda one: (held[one[1].tenant], one[0]))[1]
+
+    def _take_back(self, needed: int, reserve: int, tenant: str) -> bool:
+        """Preempt for a tenant that stays within its share those who are above theirs; nobody where that is no help."""
+        held = self._pool.held.to_dict()
+        share = (self._pool.blocks - 1) // self._pool.held.count_with(tenant)
+        if held.get(tenant, 0) + needed > share:
+            return False
+        oldest = {id(one) for one in {one.tenant: one for one in reversed(self.running)}.values()}
+        missing, victims = needed + reserve - self._pool.free_blocks, []
+        for one in reversed(self.running):
+            if missing > 0 and one.tenant != tenant and id(one) not in oldest and held[one.tenant] > share:
+                # held by it alone, or by it and the exact cache, which lets go of them next
+                gain = sum(self._pool.owners(block) <= 2 for block in one.blocks)
+                held[one.tenant] -= gain
+                missing -= gain
+                victims.append(one)
+        if missing > 0:
+            return False
+        for victim in victims:
+            self._preempt(victim)
+        return self._make_room(needed + reserve - len(victims), tenant)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._release(sequence)
         sequence.preemptions += 1
         self.preemptions += 1
-        self.waiting.appendleft(sequence)
+        self.waiting.put_first(sequence.tenant, sequence)
 
     def _release(self, sequence: Sequence) -> None:
         self._pool.free(sequence.blocks)
@@ -208,7 +339,3 @@ def _count_common_prefix(one: Sequence, other: Sequence) -> int:
     length = min(one.prompt_tokens, other.prompt_tokens)
     differ = np.flatnonzero(one.prompt.token_ids[:length] != other.prompt.token_ids[:length])
     return int(differ[0]) if len(differ) else length
-
-
-def _cut_piece(sequence: Sequence, budget: int) -> Piece:
-    return Piece(sequence, sequence.computed, min(len(sequence.tokens), sequence.computed + budget))

@@ -128,6 +128,10 @@ class Sequence:
         return self.prompt.namespace
 
     @property
+    def tenant(self) -> str:
+        return self.prompt.namespace.tenant
+
+    @property
     def prompt_tokens(self) -> int:
         return len(self.prompt)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from semblend.errors import CapacityError, InputError, StoreError
 from semblend.materialize.kv.layout import KvLayout
+from semblend.shares import Shares
 
 if TYPE_CHECKING:
     from semblend.engine.model.spec import ModelSpec
@@ -23,7 +25,8 @@ class KvPool:
     """``k`` and ``v`` are ``[layers, slots, kv_heads, head_dim]``; ``slot = block * block_tokens + offset``.
 
     Block 0 is scratch: padding rows may be written there, and it is never handed out. A block is freed
-    when the last of its owners lets go. Not thread-safe: the engine's step loop is its only user.
+    when the last of its owners lets go. ``held`` counts the blocks in use by tenant: a block stays its tenant's from
+    `allocate` on, because nothing crosses namespaces. Not thread-safe: the engine's step loop is its only user.
 
     >>> pool = KvPool(layers=1, kv_heads=1, head_dim=4, blocks=3, block_tokens=2)
     >>> mine = pool.allocate(2)
@@ -52,7 +55,9 @@ class KvPool:
         self.k = torch.zeros(shape, device=device, dtype=dtype)  # zeros: a stray NaN would spread through masks
         self.v = torch.zeros(shape, device=device, dtype=dtype)
         self.layout = KvLayout.of_pool(self.k, self.v)
+        self.held = Shares()
         self._owners = [0] * blocks
+        self._tenants = [""] * blocks
         self._free = list(range(1, blocks))  # a heap: low blocks first keeps sequences in one run of slots
 
     @classmethod
@@ -104,8 +109,8 @@ class KvPool:
         """How many blocks hold this many tokens."""
         return -(-tokens // self.block_tokens)
 
-    def allocate(self, n_blocks: int) -> list[int]:
-        """Blocks with one owner each, ascending; all of them or none."""
+    def allocate(self, n_blocks: int, tenant: str = "") -> list[int]:
+        """Blocks of a tenant with one owner each, ascending; all of them or none."""
         if n_blocks < 0:
             raise InputError(f"cannot allocate {n_blocks} blocks", hint="ask for 0 or more")
         if n_blocks > len(self._free):
@@ -116,6 +121,8 @@ class KvPool:
         taken = [heapq.heappop(self._free) for _ in range(n_blocks)]
         for block in taken:
             self._owners[block] = 1
+            self._tenants[block] = tenant
+        self.held.add(tenant, n_blocks)
         return taken
 
     def share(self, block: int) -> int:
@@ -126,14 +133,23 @@ class KvPool:
 
     def free(self, blocks: Iterable[int]) -> None:
         """One owner less of each; a block without owners can be handed out again."""
-        for block in blocks:
-            self._check_owned(block)
-            self._owners[block] -= 1
-            if not self._owners[block]:
-                heapq.heappush(self._free, block)
+        freed: Counter[str] = Counter()
+        try:
+            for block in blocks:
+                self._check_owned(block)
+                self._owners[block] -= 1
+                if not self._owners[block]:
+                    heapq.heappush(self._free, block)
+                    freed[self._tenants[block]] += 1
+        finally:
+            for tenant, count in freed.items():
+                self.held.add(tenant, -count)
 
     def owners(self, block: int) -> int:
         return self._owners[block]
+
+    def tenant_of(self, block: int) -> str:
+        return self._tenants[block]
 
     def slots_of(self, blocks: Sequence[int], start: int, end: int) -> Tensor:
         """Slots of positions ``[start, end)`` of a sequence that lies in these blocks, in this order."""
@@ -165,6 +181,9 @@ class KvPool:
                     f"KV block {block} has {self._owners[block]} owners and is {'' if block in free else 'not '}free",
                     hint="report this: it is a bug",
                 )
+        held = Counter(self._tenants[block] for block in range(1, self.blocks) if self._owners[block])
+        if held != self.held.to_dict():
+            raise StoreError("KV blocks are booked for the wrong tenants", hint="report this: it is a bug")
 
     def _check_owned(self, block: int) -> None:
         if not 0 < block < self.blocks or not self._owners[block]:

@@ -28,6 +28,8 @@ from semblend.wire.request import Request
 
 log = logging.getLogger("semblend.server")
 T = TypeVar("T")
+CHARS_PER_TOKEN = 4
+"""A guess, good for English."""
 _SEE_LOG = "the server's log has the reason; try again"
 
 
@@ -55,11 +57,12 @@ class Call:
         """
         service, entry = self._service, self._service.board.open(self._entry)
         self._gone = gone or asyncio.create_task(_wait_until_gone(self._request.receive))
-        inside = False
+        tenant, expected, inside = self._identity.tenant, self._estimate_tokens(), False
         try:
-            await self.run_unless_gone(service.gate.enter())
+            await self.run_unless_gone(service.gate.enter(tenant, expected))
             inside = True
             request = await self._prepare()
+            service.gate.charge(tenant, len(request.prompt) - expected)
             service.board.admit(entry, len(request.prompt))
             async with aclosing(self._chunks(request)) as chunks:
                 yield chunks
@@ -78,7 +81,15 @@ class Call:
                 self._gone.cancel()
             service.engine.cancel(self.id)
             if inside:
-                service.gate.leave()
+                service.gate.charge(tenant, entry.output_tokens)
+                service.gate.leave(tenant)
+
+    def _estimate_tokens(self) -> int:
+        """Tokens of the prompt, before it is tokenized; the gate is told the truth afterwards."""
+        asked = self.asked
+        if isinstance(asked, ChatRequest):
+            return 1 + sum(len(message["content"]) for message in asked.messages) // CHARS_PER_TOKEN
+        return 1 + len(asked.prompt) // CHARS_PER_TOKEN if isinstance(asked.prompt, str) else len(asked.prompt)
 
     async def _chunks(self, request: Request) -> AsyncGenerator[Chunk, None]:
         unfinished = set(range(self.asked.sampling.n))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from semblend.engine.core.config import MAX_RUNNING, MAX_WAITING, STEP_TOKENS, EngineConfig
+from semblend.engine.core.fair_line import count_places
 from semblend.engine.server.tenants import Tenants
 from semblend.errors import ConfigError
 
@@ -25,8 +26,9 @@ class ServeConfig:
     *Room.* ``pool_tokens`` of KV; bytes for donors on the device, in memory and in ``donor_dir``. ``step_tokens`` are
     computed in one step.
 
-    *Admission.* ``max_running`` requests are answered at once, ``max_waiting`` wait in line, the rest are refused with
-    429. ``max_n`` answers may be asked for in one request.
+    *Admission.* ``max_running`` requests are answered at once (up to a quarter more where a tenant has none running),
+    ``max_waiting`` wait in line, the rest are refused with 429, all of it fair between tenants. ``max_n`` answers may
+    be asked for in one request.
 
     *Limits.* ``default_output_tokens`` bounds a chat answer whose request names no limit. ``max_list_chars`` bounds the
     characters of a list of prompts together; one prompt is bounded by the context (see `refuse_long_texts`), and a list
@@ -40,7 +42,7 @@ class ServeConfig:
     names of this machine alone, so that no page can reach it under a name of its own.
 
     >>> ServeConfig(max_running=4, max_n=2).engine_config(quality="fast").max_waiting
-    8
+    10
     """
 
     model: str = ""
@@ -96,5 +98,5 @@ class ServeConfig:
             quality=quality,
             step_tokens=self.step_tokens,
             max_running=self.max_running,
-            max_waiting=self.max_running * self.max_n,
+            max_waiting=count_places(self.max_running) * self.max_n,
         )

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from collections import deque
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from semblend.engine.core.fair_line import FairClock, TenantLine, may_start
 from semblend.engine.server.config import ServeConfig
+from semblend.shares import Shares
 from semblend.wire.errors import ApiError
+
+MOST_TENANTS = 1000
+"""Refusals are counted for so many tenants."""
 
 
 def refuse_long_texts(lengths: Sequence[int], context_chars: int, list_chars: int, param: str) -> None:
@@ -65,8 +71,30 @@ def _is_local(name: str) -> bool:
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class TenantPlaces:
+    """What one tenant has at the gate: requests that run, that wait, and that were turned away."""
+
+    running: int
+    waiting: int
+    refused: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Turn:
+    """One in line; ``came`` is set when its turn has come, or refused when it is displaced."""
+
+    came: asyncio.Future[None]
+    tokens: int
+
+
 class Gate:
-    """Lets ``max_running`` in, keeps ``max_waiting`` in line (first come, first served), and turns the rest away.
+    """Lets ``max_running`` in, keeps ``max_waiting`` in line, and turns the rest away; all of it fair between tenants.
+
+    Places go to the tenant that was served the fewest tokens (see `fair_line`), first come first served inside it. A
+    tenant with nothing running is let in beyond ``max_running``, up to a quarter more. When the line is full, a
+    newcomer displaces the newest request of the tenant with most in line, if that has two more than its own: a flood
+    fills its own part of the line. One tenant alone may have everything.
 
     For one event loop. Whoever got in must `leave`.
     """
@@ -77,41 +105,95 @@ class Gate:
         self.running = 0
         self.refused = 0
         self._retry_after_s = retry_after_s
-        self._line: deque[asyncio.Future[None]] = deque()
+        self._running_of: Counter[str] = Counter()
+        self._refused_of: Counter[str] = Counter()
+        self._line: TenantLine[_Turn] = TenantLine()
+        self._lengths = Shares()
+        self._clock = FairClock()
 
     @property
     def waiting(self) -> int:
         return len(self._line)
 
-    async def enter(self) -> None:
-        if self.running < self.max_running:
-            self.running += 1
-            return
-        if len(self._line) >= self.max_waiting:
-            self.refused += 1
-            raise ApiError(
-                429,
-                f"{self.running} requests are running and {len(self._line)} waiting",
-                hint="try again later",
-                code="queue_full",
-                retry_after_s=self._retry_after_s,
-            )
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line.append(turn)
+    def count(self, tenant: str) -> TenantPlaces:
+        """What one tenant has at the gate."""
+        return TenantPlaces(self._running_of[tenant], self._line.count(tenant), self._refused_of[tenant])
+
+    async def enter(self, tenant: str = "", tokens: int = 1) -> None:
+        """Wait for a place; ``tokens`` is what the request is expected to cost. Raises `ApiError` 429 for no place."""
+        if not self._line.count(tenant):
+            self._clock.join(tenant)
+            if may_start(self.running, self.max_running, self._running_of[tenant]):
+                self._start(tenant, tokens)
+                return
+        self._make_place_in_line(tenant)
+        turn = _Turn(asyncio.get_running_loop().create_future(), tokens)
+        self._line.append(tenant, turn)
+        self._lengths.add(tenant, 1)
         try:
-            await turn
+            await turn.came
         except asyncio.CancelledError:
-            if turn.cancelled():
-                self._line.remove(turn)
-            else:
-                self.leave()  # the place was handed over in the very moment of giving up
+            if turn.came.cancelled():
+                self._forget(tenant, turn)
+            elif turn.came.exception() is None:
+                self.leave(tenant)  # the place was handed over in the very moment of giving up
             raise
 
-    def leave(self) -> None:
-        """Hand the place to the next in line, or leave it free."""
-        for turn in self._line:
-            if not turn.done():
-                self._line.remove(turn)
-                turn.set_result(None)
-                return
+    def charge(self, tenant: str, tokens: int) -> None:
+        """Count what a request turned out to cost beyond what was expected; negative where it was less."""
+        self._clock.charge(tenant, tokens)
+
+    def leave(self, tenant: str = "") -> None:
+        """Hand the place to the next in fair order, or leave it free."""
         self.running -= 1
+        self._running_of[tenant] -= 1
+        if not self._running_of[tenant]:
+            del self._running_of[tenant]
+        self._hand_out()
+        self._clock.forget_idle(self._line.tenants or self._running_of)
+
+    def _hand_out(self) -> None:
+        while (tenant := self._clock.choose(filter(self._may_start, self._line.tenants))) is not None:
+            turn = self._line.pop(tenant)
+            self._lengths.add(tenant, -1)
+            if not turn.came.done():  # else its client has left a moment ago
+                self._start(tenant, turn.tokens)
+                turn.came.set_result(None)
+
+    def _may_start(self, tenant: str) -> bool:
+        return may_start(self.running, self.max_running, self._running_of[tenant])
+
+    def _start(self, tenant: str, tokens: int) -> None:
+        self.running += 1
+        self._running_of[tenant] += 1
+        self._clock.serve(tenant, tokens)
+
+    def _make_place_in_line(self, tenant: str) -> None:
+        """429 for the newcomer, or for whom it displaces, where the line is full."""
+        if len(self._line) < self.max_waiting:
+            return
+        longest = self._lengths.find_largest()
+        if longest is None or self._lengths[longest] < self._lengths[tenant] + 2:
+            raise self._refuse(tenant)
+        turn = self._line.pop_newest(longest)
+        self._lengths.add(longest, -1)
+        if not turn.came.done():
+            turn.came.set_exception(self._refuse(longest))
+
+    def _refuse(self, tenant: str) -> ApiError:
+        """What a tenant is told: its own numbers only."""
+        self.refused += 1
+        self._refused_of[tenant] += 1
+        if len(self._refused_of) > MOST_TENANTS:
+            del self._refused_of[next(iter(self._refused_of))]
+        return ApiError(
+            429,
+            f"{self._running_of[tenant]} of your requests are running and {self._line.count(tenant)} waiting",
+            hint="try again later",
+            code="queue_full",
+            retry_after_s=self._retry_after_s,
+        )
+
+    def _forget(self, tenant: str, turn: _Turn) -> None:
+        if self._line.remove(tenant, turn):
+            self._lengths.add(tenant, -1)

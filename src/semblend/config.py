@@ -137,6 +137,13 @@ SETTINGS: tuple[Setting, ...] = tuple(
     Setting(f.name, f"SEMBLEND_{f.name.upper()}", f.default, f.metadata["help"]) for f in fields(SemBlendConfig)
 )
 CONFIG_FILE_VARIABLE = "SEMBLEND_CONFIG"
+# Secrets: never in `SemBlendConfig`, which commands and tracebacks show.
+KEY_VARIABLES: tuple[Setting, ...] = (
+    Setting(
+        "api_keys", "SEMBLEND_API_KEYS", "", "Tenants' keys of `semblend serve`: TENANT=KEY pairs with spaces between."
+    ),
+    Setting("admin_keys", "SEMBLEND_ADMIN_KEYS", "", "Admins' keys of `semblend serve`, with spaces between."),
+)
 
 
 def load_config(
@@ -149,6 +156,17 @@ def load_config(
     """
     found = _gather(os.environ if environ is None else environ, file)
     return SemBlendConfig(**_check_names({name: value for name, (value, _) in found.items()} | arguments))
+
+
+def read_key_variables(environ: Mapping[str, str] | None = None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Read the server's keys from the environment: ``TENANT=KEY`` pairs, and admin keys.
+
+    >>> read_key_variables({"SEMBLEND_API_KEYS": "acme=sk-1 bolt=sk-2"})
+    (('acme=sk-1', 'bolt=sk-2'), ())
+    """
+    environ = os.environ if environ is None else environ
+    pairs, admins = (tuple(environ.get(setting.variable, "").split()) for setting in KEY_VARIABLES)
+    return pairs, admins
 
 
 def setting_sources(environ: Mapping[str, str] | None = None, file: str | Path | None = None) -> dict[str, str]:

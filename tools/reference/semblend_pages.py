@@ -19,7 +19,7 @@ import semblend
 from semblend import errors
 from semblend.cli.commandline import Parser
 from semblend.cli.main import build_parser
-from semblend.config import CONFIG_FILE_VARIABLE, SETTINGS
+from semblend.config import CONFIG_FILE_VARIABLE, KEY_VARIABLES, SETTINGS
 from semblend.extras import NEEDED_BY, extras, requirements
 from tools.reference.event_pages import events_markdown, metrics_markdown
 
@@ -59,6 +59,9 @@ def settings_markdown() -> str:
     for setting in SETTINGS:
         kind, default = kinds[type(setting.default)], _default(setting.default)
         lines.append(f"| `{setting.name}` | `{setting.variable}` | {kind} | {default} | {_cell(setting.help)} |")
+    lines += ["", "Keys are secrets and stand in no configuration file; `semblend serve` reads them from:", ""]
+    lines += ["| variable | meaning |", "|---|---|"]
+    lines += [f"| `{setting.variable}` | {_cell(setting.help)} |" for setting in KEY_VARIABLES]
     return "\n".join(lines)
 
 

@@ -252,3 +252,34 @@ def test_a_hostile_number_beside_a_victim_leaves_the_victims_answer_alone(hostil
     else:
         assert attacked.status_code == 200, attacked.text
         assert attacked.json()["usage"]["completion_tokens"] == 20
+
+
+def test_closing_removes_donor_kv_from_disk_and_keeps_the_donors_in_their_store(tmp_path):
+    store, disk = tmp_path / "donors.semblend", tmp_path / "kv"
+    library = SemBlend(SemBlendConfig(embedder="none", metrics=False, store=str(store)))
+    model = DecoderModel.random(ModelSpec.from_hf_config(SHAPE))
+    inner = assemble(
+        model,
+        pool_tokens=1024,
+        semblend=library,
+        config=EngineConfig(model_name="tiny", donor_min_new_tokens=1),
+        donor_host_bytes=1,  # so that every donor goes to disk
+        donor_disk_bytes=1 << 24,
+        donor_dir=disk,
+        detokenizer=Characters(),
+    )
+    engine = LocalEngine(inner, Characters())
+    written: list[int] = []
+
+    async def talk():
+        _ = [chunk async for chunk in engine.submit(ask(engine, "one"))]
+        await engine.engine.call(lambda inner: None)
+        written.append(len(list(disk.rglob("*.kv"))))
+
+    run(engine, talk)
+    assert written == [1]
+    assert list(disk.iterdir()) == []
+    assert not (tmp_path / "donors.semblend-wal").exists()  # closed, not just left
+    with SemBlend(SemBlendConfig(embedder="none", metrics=False, store=str(store))) as again:
+        assert [donor.donor_id for donor in again.donors()] == ["one"]
+    engine.close()  # twice is once

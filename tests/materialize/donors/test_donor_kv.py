@@ -269,6 +269,31 @@ def test_files_are_private_and_those_of_a_dead_process_are_swept(tmp_path):
     other.close()
 
 
+def test_a_sweep_takes_what_died_before_it_had_a_lock_and_follows_no_link(tmp_path):
+    parent, elsewhere = tmp_path / "kv", tmp_path / "elsewhere"
+    (parent / "donor-kv-died-early").mkdir(parents=True)
+    elsewhere.mkdir()
+    (elsewhere / "lock").touch()
+    (elsewhere / "precious").touch()
+    (parent / "donor-kv-planted").symlink_to(elsewhere)
+    (parent / "not-ours").mkdir()
+    kv = DonorKv(0, 4 * TOKEN_BYTES, parent, budget_disk_bytes=1 << 20)
+    kv.close()
+    assert sorted(path.name for path in parent.iterdir()) == ["donor-kv-planted", "not-ours"]
+    assert (elsewhere / "precious").exists()
+
+
+def test_processes_that_start_together_do_not_sweep_each_other(tmp_path):
+    script = (
+        "import sys; from semblend.materialize.donors.disk_tier import DiskTier; "
+        "made = [DiskTier(sys.argv[1]) for _ in range(20)]; "
+        "assert all((tier.folder / 'lock').exists() for tier in made); [tier.close() for tier in made]"
+    )
+    started = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path)]) for _ in range(3)]
+    assert [process.wait(120) for process in started] == [0, 0, 0]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_that_cannot_be_used_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be kept"):

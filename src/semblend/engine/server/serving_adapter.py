@@ -32,7 +32,13 @@ class LocalEngine:
         self.engine.start()
 
     def close(self) -> None:
+        """End every request, remove donor KV from disk, and close the store of donors."""
         self.engine.close()
+        reuse = self._inner.reuse
+        if reuse.donor_kv is not None:
+            reuse.donor_kv.close()
+        if reuse.semblend is not None:
+            reuse.semblend.close()
 
     @property
     def max_context(self) -> int:

@@ -34,9 +34,26 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class _Key:
-    digest: bytes = field(repr=False)
+class ApiKey:
+    """A key, by the SHA-256 of its bytes, and whose it is: a tenant's or an admin's.
+
+    >>> ApiKey.of("sk-1", Identity("acme")).identity.tenant
+    'acme'
+    """
+
+    sha256: bytes = field(repr=False)
     identity: Identity
+
+    @classmethod
+    def of(cls, key: str, identity: Identity) -> ApiKey:
+        """A key from its text."""
+        if not isinstance(key, str) or not key.strip():
+            raise ConfigError("an API key is empty", hint="remove it, or give it a value")
+        return cls(_digest(key), identity)
+
+    def __post_init__(self) -> None:
+        if not self.identity.admin:
+            _check(self.identity.tenant)
 
 
 class Tenants:
@@ -49,16 +66,24 @@ class Tenants:
     """
 
     def __init__(
-        self, keys: Mapping[str, str] | None = None, *, admin_keys: Iterable[str] = (), fronts: Iterable[str] = ()
+        self,
+        keys: Mapping[str, str] | None = None,
+        *,
+        admin_keys: Iterable[str] = (),
+        fronts: Iterable[str] = (),
+        ring: Iterable[ApiKey] = (),
     ) -> None:
-        named = [(key, Identity(_check(tenant))) for key, tenant in (keys or {}).items()]
-        named += [(key, Identity("", admin=True)) for key in admin_keys]
-        if any(not isinstance(key, str) or not key.strip() for key, _ in named):
-            raise ConfigError("an API key is empty", hint="remove it, or give it a value")
-        if len({key for key, _ in named}) != len(named):
-            raise ConfigError("an API key is both a tenant's and an admin's", hint="give the admin a key of its own")
-        self._keys = tuple(_Key(_digest(key), identity) for key, identity in named)
+        named = [ApiKey.of(key, Identity(tenant)) for key, tenant in (keys or {}).items()]
+        named += [ApiKey.of(key, Identity("", admin=True)) for key in admin_keys]
+        self._keys = (*named, *ring)
+        if len({key.sha256 for key in self._keys}) != len(self._keys):
+            raise ConfigError("an API key is given twice", hint="give every tenant and the admin a key of their own")
         self._fronts = tuple(_network(front) for front in fronts)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether everyone who reaches the server is its admin."""
+        return not self._keys and not self._fronts
 
     @property
     def need_key(self) -> bool:
@@ -79,7 +104,7 @@ class Tenants:
         # Digests have one length, and all of them are compared: the time tells nothing of how close a guess was.
         digest, found = _digest(key), None
         for one in self._keys:
-            if hmac.compare_digest(one.digest, digest):
+            if hmac.compare_digest(one.sha256, digest):
                 found = one.identity
         if found is None:
             raise ApiError(401, "unknown API key", hint="check the key", code="invalid_api_key")
@@ -110,7 +135,7 @@ def bearer(authorization: str | None, api_key: str | None = None) -> str | None:
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(b"semblend.api_key.v1:" + key.encode("utf-8", "surrogatepass")).digest()
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
 def _network(front: str) -> _Network:

@@ -13,8 +13,10 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,10 +48,11 @@ class DiskTier:
         parent = Path(folder).expanduser()
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            _sweep(parent)
-            self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-            self._lock = os.open(self.folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with _hold(parent):  # a folder whose lock is not taken yet must not look like one of a dead process
+                _sweep(parent)
+                self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+                self._lock = os.open(self.folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise StoreError(
                 f"donor KV cannot be kept in {parent}: {error.strerror}", hint="name a writable folder"
@@ -129,13 +132,30 @@ def _load(file: KvFile, about: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     return views[0], views[1]
 
 
+@contextmanager
+def _hold(parent: Path) -> Iterator[None]:
+    """Keep other processes from sweeping, or making a folder, in ``parent`` meanwhile."""
+    descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _sweep(parent: Path) -> None:
-    """Removes what processes left that died: their lock is free."""
+    """Remove the folders of processes that died: their lock is free, or they had not come to make one.
+
+    Only real folders of our own user are touched: in a folder that many may write to, somebody could plant others.
+    """
     for folder in parent.glob(f"{_PREFIX}*"):
         try:
-            descriptor = os.open(folder / _LOCK, os.O_RDWR)
+            status = os.lstat(folder)
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                continue
+            descriptor = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
         except OSError:
-            continue  # being made or being removed by its owner
+            continue  # being removed by its owner
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)

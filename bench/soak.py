@@ -285,10 +285,10 @@ def random_parts() -> tuple[Any, Any]:
         def token_text(self, token: int) -> str:
             return chr(token)
 
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text: str, **_: Any) -> list[int]:
             return [byte % 128 for byte in text.encode()]
 
-        def encode_chat(self, messages: Any) -> list[int]:
+        def encode_chat(self, messages: Any, **_: Any) -> list[int]:
             return self.encode("\n".join(message["content"] for message in messages))
 
     shape = {

@@ -57,10 +57,10 @@ class Characters(NoText):
     def token_text(self, token):
         return chr(token)
 
-    def encode(self, text):
+    def encode(self, text, **_):
         return [byte % 128 for byte in text.encode()]
 
-    def encode_chat(self, messages):
+    def encode_chat(self, messages, **_):
         return self.encode("\n".join(message["content"] for message in messages))
 
 

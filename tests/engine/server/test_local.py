@@ -45,10 +45,10 @@ class Characters(NoText):
     def token_text(self, token):
         return chr(token)
 
-    def encode(self, text):
+    def encode(self, text, **_):
         return list(text.encode())
 
-    def encode_chat(self, messages):
+    def encode_chat(self, messages, **_):
         return self.encode("\n".join(message["content"] for message in messages))
 
 

@@ -532,9 +532,9 @@ class RecordsEncoding(FakeEngine):
         super().__init__(SemBlend(SemBlendConfig(embedder="none")), **arguments)
         self.encoded: list[int] = []
 
-    def encode(self, text: str) -> Any:
+    def encode(self, text: str, **how: Any) -> Any:
         self.encoded.append(len(text))
-        return super().encode(text)
+        return super().encode(text, **how)
 
 
 HUGE = "7" * (16 * 1024**2 - 4096)  # as much as fits the body

@@ -180,10 +180,10 @@ def test_the_embedded_engine_with_a_random_model_confirms_its_reuse(tmp_path):
         def token_text(self, token):
             return chr(token)
 
-        def encode(self, text):
+        def encode(self, text, **_):
             return [min(byte, 127) for byte in text.encode()]
 
-        def encode_chat(self, messages):
+        def encode_chat(self, messages, **_):
             return self.encode("\n".join(message["content"] for message in messages))
 
     shape = {

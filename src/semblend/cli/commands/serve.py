@@ -57,6 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trusted-front", action="append", default=[], metavar="ADDRESS", help="whose X-Tenant-ID is believed"
     )
     parser.add_argument(
+        "--trusted-tenant",
+        action="append",
+        default=[],
+        metavar="TENANT",
+        help="whose prompts may spell control tokens; may be given often",
+    )
+    parser.add_argument(
         "--max-running", type=int, default=DEFAULTS.max_running, help="requests answered at once (default: 32)"
     )
     parser.add_argument(
@@ -143,7 +150,7 @@ def _gather_keys(args: argparse.Namespace) -> KeyRing:
 
 
 def _make_config(args: argparse.Namespace) -> ServeConfig:
-    tenants = Tenants(ring=_gather_keys(args).keys, fronts=args.trusted_front)
+    tenants = Tenants(ring=_gather_keys(args).keys, fronts=args.trusted_front, trusted=args.trusted_tenant)
     if tenants.is_open and not _on_loopback(args.host) and not args.insecure_open:
         raise ConfigError(
             f"--host {args.host} without keys makes everyone admin who can reach this machine",

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from semblend.engine.model.chat_template import ChatTemplate
+from semblend.engine.model.control_tokens import ControlTokens, encode_text, refuse_control_text
 from semblend.engine.model.gguf_weights import read_header, special_tokens
 from semblend.engine.model.weights import read_json
 from semblend.errors import InputError, MissingDependencyError
 from semblend.models import resolve
+from semblend.text.token_budget import TokenBudget
 
 TOKENIZER_FILE = "tokenizer.json"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -75,13 +77,23 @@ class ModelTokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids; ``add_special`` puts a first token where the model wants one (not for chat text, which has it)."""
-        try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special).ids
-        except (UnicodeEncodeError, TypeError):  # which one depends on the version of the binding
-            raise InputError("the text has lone surrogates", hint="send valid Unicode") from None
-        return ids
+    def encode(
+        self, text: str, *, add_special: bool = True, control: bool = True, budget: TokenBudget | None = None
+    ) -> list[int]:
+        """Token ids; ``add_special`` puts a first token where the model wants one (not for chat text, which has it).
+
+        Without ``control``, text such as ``<|im_end|>`` is encoded as the letters it is made of. A ``budget`` refuses a
+        text that is too long after the first part of it, and can stop the work.
+        """
+        if budget is not None:
+            budget.refuse_longer(text, lambda part: len(encode_text(self._tokenizer, part, add_special=False)))
+        ids = encode_text(self._tokenizer, text, add_special=add_special)
+        if control:
+            return ids
+        wanted = self._controls.pick(encode_text(self._tokenizer, "", add_special=add_special))
+        if self._controls.pick(ids) == wanted:
+            return ids
+        return self._controls.encode_apart(text, wanted, add_special=add_special)
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=not keep_special))
@@ -100,12 +112,77 @@ class ModelTokenizer:
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Messages through the model's chat template; ``options`` such as tools reach the template."""
+        return self._template_or_refuse().render(messages, **options)
+
+    def _template_or_refuse(self) -> ChatTemplate:
         if self._template is None:
             raise InputError(f"{self._where} has no chat template", hint="send a prompt instead of messages")
-        return self._template.render(messages, **options)
+        return self._template
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        return self.encode(self.chat_text(messages, **options), add_special=False)
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, budget: TokenBudget | None = None, **options: Any
+    ) -> list[int]:
+        """Token ids of a conversation. Control tokens come from the template alone, never from what a message says."""
+        if budget is None:
+            text = self.chat_text(messages, **options)
+        else:
+            most_chars = budget.most_tokens * self.longest_token_chars
+            text = budget.join(self._template_or_refuse().write(messages, **options), most_chars)
+        ids = self.encode(text, add_special=False, budget=budget)
+        controls = self._controls
+        marked = self._write_marked(messages, text, options)
+        if marked is None:
+            if controls.could_come_from(_texts_in([*messages, options])):
+                raise refuse_control_text()
+            return ids
+        wanted = controls.find(marked)
+        if controls.pick(ids) == wanted:
+            return ids
+        return controls.encode_apart(controls.name(marked), wanted, add_special=False)
+
+    def prepare(self) -> bool:
+        """Build what `encode` without control tokens needs; else the first such text pays for it (half a second).
+
+        False where text that spells a control token will be refused, because it cannot be told from the template's.
+        """
+        return self._controls.twin is not None and (self._template is None or self._marks_work)
+
+    def _write_marked(self, messages: Sequence[Mapping[str, Any]], text: str, options: Mapping[str, Any]) -> str | None:
+        """The conversation with marks on the template's own text; None where marks do not tell it from messages.
+
+        That is so where a message holds the marks themselves, and with a template that keeps a literal in a variable
+        and then looks for it in a message.
+        """
+        marks = self._controls.marks
+        if not self._marks_work or marks.are_in(text):
+            return None
+        marked = self._template_or_refuse().render(messages, marks=marks, **options)
+        return marked if marks.take_off(marked) == text else None
+
+    @cached_property
+    def _controls(self) -> ControlTokens:
+        return ControlTokens(self._tokenizer)
+
+    @cached_property
+    def _marks_work(self) -> bool:
+        """Whether marks show every control token that the template writes, tried with one message."""
+        controls, template = self._controls, self._template_or_refuse()
+        harmless = [{"role": "user", "content": "a"}]
+        try:
+            written = controls.find(template.render(harmless, marks=controls.marks))
+        except InputError:  # a template that wants other messages
+            return False
+        ids = encode_text(self._tokenizer, template.render(harmless), add_special=False)
+        return bool(controls.marks) and controls.equal(written, ids)
+
+
+def _texts_in(value: Any) -> list[str]:
+    """All texts in messages and options, however deep."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        return [text for key, one in value.items() if key != "role" for text in _texts_in(one)]
+    return [text for one in value for text in _texts_in(one)] if isinstance(value, (list, tuple)) else []
 
 
 class TextStream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import TypeVar
@@ -19,6 +19,7 @@ from semblend.engine.server.merge import merge
 from semblend.engine.server.service import ParsedBody, Service
 from semblend.engine.server.tenants import Identity
 from semblend.prompt import Prompt
+from semblend.text.token_budget import TokenBudget, TooManyTokensError
 from semblend.wire.answer import Answer, Chunk, FinishReason, Head, Reply, Spent
 from semblend.wire.chat import ChatReply, ChatRequest
 from semblend.wire.completions import CompletionReply, CompletionRequest
@@ -107,7 +108,7 @@ class Call:
 
     async def _prepare(self) -> Request:
         asked, engine = self.asked, self._service.engine
-        token_ids = await self.run_unless_gone(asyncio.to_thread(self._tokenize))
+        token_ids = await self._tokenize()
         if not isinstance(token_ids, tuple):
             token_ids = tuple(token_ids)
         prompt = Prompt(token_ids, namespace=engine.namespace(self._identity.tenant, asked.reuse.salt))
@@ -120,12 +121,26 @@ class Call:
             opt_out=not asked.reuse.reuse,
         )
 
-    def _tokenize(self) -> Sequence[int]:
-        """In a thread: a long text takes a tokenizer longer than other requests should wait."""
+    async def _tokenize(self) -> Sequence[int]:
+        """The prompt's tokens. Text goes to the tokenizer's threads, and no further once it cannot fit."""
+        asked, service = self.asked, self._service
+        if not isinstance(asked, ChatRequest) and not isinstance(asked.prompt, str):
+            return asked.prompt
+        chars = sum(service.count_chars(asked))
+        try:
+            return await self.run_unless_gone(service.tokenizing.run(self._identity.tenant, chars, self._encode))
+        except TooManyTokensError as error:
+            param = service.name_text(asked)
+            problem = f"{param}: {error.message}"
+            raise ApiError(400, problem, hint=error.hint, param=param, code="context_length_exceeded") from None
+
+    def _encode(self, check: Callable[[], None]) -> Sequence[int]:
         asked, engine = self.asked, self._service.engine
+        budget = TokenBudget(engine.max_context, check)
         if isinstance(asked, ChatRequest):
-            return engine.encode_chat(asked.messages)
-        return engine.encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
+            return engine.encode_chat(asked.messages, budget=budget)
+        assert isinstance(asked.prompt, str)
+        return engine.encode(asked.prompt, control=self._identity.trusted, budget=budget)
 
     def _limit_output(self, prompt_tokens: int) -> int:
         room = self._service.engine.max_context - prompt_tokens
@@ -138,7 +153,7 @@ class Call:
                 400,
                 f"{asked} are more than the context of {self._service.engine.max_context}",
                 hint=f"ask for at most {room} tokens" if room > 0 else "send a shorter prompt",
-                param={ChatRequest: "messages", CompletionRequest: "prompt"}.get(type(self.asked), "text"),
+                param=self._service.name_text(self.asked),
                 code="context_length_exceeded",
             )
         return min(room, self._service.config.default_output_tokens) if wanted is None else wanted

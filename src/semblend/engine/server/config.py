@@ -32,7 +32,8 @@ class ServeConfig:
 
     *Limits.* ``default_output_tokens`` bounds a chat answer whose request names no limit. ``max_list_chars`` bounds the
     characters of a list of prompts together; one prompt is bounded by the context (see `refuse_long_texts`), and a list
-    may always be as long as one prompt.
+    may always be as long as one prompt. ``max_tokenizing_chars`` bounds the characters that wait for the tokenizer; a
+    tenant with more than its share of them is refused with 429.
 
     *Connections.* A client has ``header_timeout_s`` to send its headers and ``idle_timeout_s`` between two requests;
     every ``write_timeout_s`` it is checked that it reads its answer. At most ``max_connections`` are open, fewer where
@@ -67,6 +68,7 @@ class ServeConfig:
     default_output_tokens: int = 512
     max_body_bytes: int = 16 * MIB
     max_list_chars: int = 2 * MIB
+    max_tokenizing_chars: int = 8 * MIB
     request_timeout_s: float = 600.0
     body_timeout_s: float = 30.0
 

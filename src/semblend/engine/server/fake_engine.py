@@ -27,6 +27,7 @@ from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Namespace, Prompt, TokenArray
 from semblend.span import Span
 from semblend.text.chat import render_chat
+from semblend.text.token_budget import TokenBudget
 from semblend.text.tokenization import StableTokenizer
 from semblend.wire.answer import Chunk, FinishReason, Logprob
 from semblend.wire.request import Request
@@ -109,13 +110,18 @@ class FakeEngine:
     def namespace(self, tenant: str, salt: str) -> Namespace:
         return Namespace(tenant=tenant, model=self.model, tokenizer=self._tokenizer.name, salt=salt)
 
-    def encode(self, text: str) -> Sequence[int]:
+    def encode(self, text: str, *, control: bool = False, budget: TokenBudget | None = None) -> Sequence[int]:
+        """Its tokenizer has no control tokens: ``control`` changes nothing."""
+        del control
+        if budget is not None:
+            budget.refuse_longer(text, lambda part: len(self._tokenizer.encode(part)))
         ids: list[int] = self._tokenizer.encode(text).tolist()
         self._pieces.update(zip(ids, self._tokenizer.pieces(text), strict=True))
         return ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
-        return self.encode(render_chat([dict(message) for message in messages]) + "\n<|assistant|>\n")
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, budget: TokenBudget | None = None) -> Sequence[int]:
+        text = render_chat([dict(message) for message in messages]) + "\n<|assistant|>\n"
+        return self.encode(text, budget=budget)
 
     def donors(self) -> Sequence[Donor]:
         return self.semblend.donors()

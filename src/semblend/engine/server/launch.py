@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from semblend.facade import SemBlend
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.gate.thresholds import Thresholds, thresholds_for
 from semblend.models import resolve
+
+log = logging.getLogger("semblend.server")
 
 
 def threads_in_use() -> int:
@@ -67,6 +70,10 @@ class Launch:
         """Loads the model and puts everything together; `start` it."""
         gate = self.gate  # a file that cannot be read is told before the model is loaded
         model, tokenizer = self.load()
+        if not tokenizer.prepare():
+            log.warning(
+                "texts with control tokens of %s are refused: they look like its template's own", self.path.name
+            )
         return LocalEngine(self.assemble(model, tokenizer, library, gate), tokenizer)
 
     def assemble(

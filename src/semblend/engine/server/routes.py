@@ -132,7 +132,9 @@ class Routes:
     async def metrics(self, request: Request) -> Response:
         if not self.service.config.public_metrics:
             self._require_admin(request)
-        return PlainTextResponse(write_metrics(self.service.gate, self.responses), media_type=CONTENT_TYPE)
+        return PlainTextResponse(
+            write_metrics(self.service.gate, self.service.tokenizing, self.responses), media_type=CONTENT_TYPE
+        )
 
     async def flush(self, request: Request) -> Response:
         """Everyone's cache goes, so that only an admin may ask for it."""

@@ -11,6 +11,7 @@ from semblend.engine.server.dashboard import LiveBoard
 from semblend.engine.server.limits import Gate, refuse_foreign_page, refuse_long_texts
 from semblend.engine.server.serving import ServingEngine
 from semblend.engine.server.tenants import Identity, bearer
+from semblend.engine.server.tokenizing import TokenizerPool
 from semblend.wire.chat import ChatRequest
 from semblend.wire.completions import CompletionRequest
 from semblend.wire.errors import ApiError
@@ -27,6 +28,10 @@ class Service:
     config: ServeConfig
     gate: Gate
     board: LiveBoard = field(default_factory=LiveBoard)
+    tokenizing: TokenizerPool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokenizing = TokenizerPool(self.config.max_tokenizing_chars, retry_after_s=self.config.retry_after_s)
 
     def identify(self, request: Request) -> Identity:
         headers = request.headers
@@ -40,13 +45,18 @@ class Service:
     def check_length(self, asked: ParsedBody) -> None:
         """Refuse text that is too long for the context, before it takes a place in line or reaches the tokenizer."""
         context_chars = self.engine.max_context * self.engine.longest_token_chars
+        refuse_long_texts(self.count_chars(asked), context_chars, self.config.max_list_chars, self.name_text(asked))
+
+    def count_chars(self, asked: ParsedBody) -> list[int]:
+        """The characters of each text in a request; messages are one text."""
         if isinstance(asked, ChatRequest):
-            param, lengths = "messages", [sum(len(message["content"]) for message in asked.messages)]
-        elif isinstance(asked, CompletionRequest):
-            param, lengths = "prompt", [len(prompt) for prompt in asked.prompts if isinstance(prompt, str)]
-        else:
-            param, lengths = "text", [len(asked.prompt)] if isinstance(asked.prompt, str) else []
-        refuse_long_texts(lengths, context_chars, self.config.max_list_chars, param)
+            return [sum(len(message["content"]) for message in asked.messages)]
+        prompts = asked.prompts if isinstance(asked, CompletionRequest) else (asked.prompt,)
+        return [len(prompt) for prompt in prompts if isinstance(prompt, str)]
+
+    def name_text(self, asked: ParsedBody) -> str:
+        """The field that holds a request's text."""
+        return {ChatRequest: "messages", CompletionRequest: "prompt"}.get(type(asked), "text")
 
     def check_token_ids(self, asked: ParsedBody) -> None:
         """Refuse token ids outside the vocabulary, before any prompt of the request takes a place in line."""

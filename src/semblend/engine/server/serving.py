@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from semblend.discover.donor import Donor
 from semblend.prompt import Namespace
+from semblend.text.token_budget import TokenBudget
 from semblend.wire.answer import Chunk
 from semblend.wire.request import Request
 
@@ -38,11 +39,18 @@ class ServingEngine(Protocol):
     def namespace(self, tenant: str, salt: str) -> Namespace:
         """The wall around this tenant's donors of this model."""
 
-    def encode(self, text: str) -> Sequence[int]:
-        """Token ids of a plain text, with what the model wants in front of it."""
+    def encode(self, text: str, *, control: bool = False, budget: TokenBudget | None = None) -> Sequence[int]:
+        """Token ids of a plain text, with what the model wants in front of it.
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
-        """Token ids of a conversation under the model's template, ready for the assistant to speak."""
+        Text that spells a control token such as ``<|im_end|>`` becomes that token only with ``control``. A ``budget``
+        raises `TooManyTokensError` for a longer text, and its check is called now and then: it raises to end the work.
+        """
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, budget: TokenBudget | None = None) -> Sequence[int]:
+        """Token ids of a conversation under the model's template, ready for the assistant to speak.
+
+        Control tokens come from the template alone. The ``budget`` works as for `encode`.
+        """
 
     def submit(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """The answer, piece by piece: for each of the ``sampling.n`` answers one chunk has a finish reason, and by the

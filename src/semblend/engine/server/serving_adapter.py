@@ -14,6 +14,7 @@ from semblend.engine.core.sequence import QueueFull
 from semblend.engine.model.tokenizer import ModelTokenizer
 from semblend.engine.server.merge import merge
 from semblend.prompt import Namespace
+from semblend.text.token_budget import TokenBudget
 from semblend.wire.answer import Chunk
 from semblend.wire.errors import ApiError
 from semblend.wire.request import Request
@@ -55,11 +56,11 @@ class LocalEngine:
     def namespace(self, tenant: str, salt: str) -> Namespace:
         return Namespace(tenant=tenant, model=self.model, salt=salt)
 
-    def encode(self, text: str) -> Sequence[int]:
-        return self._tokenizer.encode(text)
+    def encode(self, text: str, *, control: bool = False, budget: TokenBudget | None = None) -> Sequence[int]:
+        return self._tokenizer.encode(text, control=control, budget=budget)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
-        return self._tokenizer.encode_chat(messages)
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, budget: TokenBudget | None = None) -> Sequence[int]:
+        return self._tokenizer.encode_chat(messages, budget=budget)
 
     async def submit(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """The first answer runs ahead until it speaks; the others then find its prompt in the exact cache.

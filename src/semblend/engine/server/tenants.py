@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import ipaddress
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from semblend.errors import ConfigError
 from semblend.wire.errors import ApiError
@@ -23,14 +23,19 @@ _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 class Identity:
     """A tenant sees its own requests, by counts. An admin is the operator: sees all requests and donors, and may flush.
 
-    Donor ids, spans and places in a prompt are shown to an admin only, in answers and on the dashboard.
+    Donor ids, spans and places in a prompt are shown to an admin only, in answers and on the dashboard. Control tokens
+    that a ``trusted`` caller spells in a prompt count as such. In a chat they never do, whoever asks.
     """
 
     tenant: str = ""
     admin: bool = False
+    trusted: bool = False
 
     def may_see(self, tenant: str) -> bool:
         return self.admin or tenant == self.tenant
+
+
+_OPERATOR = Identity("", admin=True, trusted=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +77,18 @@ class Tenants:
         admin_keys: Iterable[str] = (),
         fronts: Iterable[str] = (),
         ring: Iterable[ApiKey] = (),
+        trusted: Iterable[str] = (),
     ) -> None:
+        self._trusted = frozenset(trusted)
         named = [ApiKey.of(key, Identity(tenant)) for key, tenant in (keys or {}).items()]
-        named += [ApiKey.of(key, Identity("", admin=True)) for key in admin_keys]
-        self._keys = (*named, *ring)
+        named += [ApiKey.of(key, _OPERATOR) for key in admin_keys]
+        self._keys = tuple(self._trust(key) for key in (*named, *ring))
         if len({key.sha256 for key in self._keys}) != len(self._keys):
             raise ConfigError("an API key is given twice", hint="give every tenant and the admin a key of their own")
         self._fronts = tuple(_network(front) for front in fronts)
+        unknown = self._trusted - {key.identity.tenant for key in self._keys}
+        if unknown and not self._fronts:  # a front may name any tenant
+            raise ConfigError(f"no key has the trusted tenant {min(unknown)!r}", hint="give it a key, or mend the name")
 
     @property
     def is_open(self) -> bool:
@@ -95,10 +105,19 @@ class Tenants:
             return self._by_key(key)
         trusted = self._is_front(address)
         if trusted and claimed:
-            return Identity(_check_claim(claimed))
+            return self._name(_check_claim(claimed))
         if self._keys:
             raise ApiError(401, "no API key", hint="send 'Authorization: Bearer <key>'", code="missing_api_key")
-        return Identity("", admin=not self._fronts)
+        return Identity() if self._fronts else _OPERATOR
+
+    def _name(self, tenant: str) -> Identity:
+        return Identity(tenant, trusted=tenant in self._trusted)
+
+    def _trust(self, key: ApiKey) -> ApiKey:
+        """The key with what its tenant is trusted with: by this ring, or already by who made the key."""
+        identity = key.identity
+        trusted = identity.admin or identity.trusted or identity.tenant in self._trusted
+        return replace(key, identity=replace(identity, trusted=trusted))
 
     def _by_key(self, key: str) -> Identity:
         # Digests have one length, and all of them are compared: the time tells nothing of how close a guess was.

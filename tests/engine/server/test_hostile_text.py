@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from semblend.config import SemBlendConfig  # noqa: E402
 from semblend.engine.model.chat_template import ChatTemplate  # noqa: E402
 from semblend.engine.model.tokenizer import ModelTokenizer  # noqa: E402
 from semblend.engine.server.config import ServeConfig  # noqa: E402
+from semblend.engine.server.edge.keys import read_keys_file  # noqa: E402
 from semblend.engine.server.fake_engine import FakeEngine  # noqa: E402
 from semblend.engine.server.routes import create_app, listen  # noqa: E402
 from semblend.engine.server.tenants import Tenants  # noqa: E402
@@ -176,6 +178,17 @@ def test_trust_goes_to_tenants_by_name_and_a_wrong_name_is_an_error() -> None:
     assert not front.identify(None, address="10.9.0.1", claimed="bolt").trusted
     with pytest.raises(ConfigError, match="acem"):
         Tenants({"sk-acme": "acme"}, trusted=["acem"])
+
+
+def test_a_keys_file_marks_a_key_as_trusted(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text('[[keys]]\ntenant = "a"\nkey = "sk-a"\ntrusted = true\n[[keys]]\ntenant = "b"\nkey = "sk-b"\n')
+    path.chmod(0o600)
+    ring = Tenants(ring=read_keys_file(path).keys)
+    assert [ring.identify(name).trusted for name in ("sk-a", "sk-b")] == [True, False]
+    path.write_text('[[keys]]\ntenant = "a"\nkey = "sk-a"\ntrusted = "yes"\n')
+    with pytest.raises(ConfigError, match="trusted"):
+        read_keys_file(path)
 
 
 # -- long texts ----------------------------------------------------------------------------------------------------

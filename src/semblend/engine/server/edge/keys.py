@@ -5,6 +5,7 @@ A file is TOML, one table a key::
     [[keys]]
     tenant = "acme"
     key = "sk-…"            # or key_sha256 = the SHA-256 of the key, in hex
+    trusted = true          # its prompts may spell control tokens; left out: they may not
 
     [[keys]]
     admin = true
@@ -23,7 +24,7 @@ from typing import Any
 from semblend.engine.server.tenants import ApiKey, Identity
 from semblend.errors import ConfigError
 
-_FIELDS: Mapping[str, type] = {"tenant": str, "admin": bool, "key": str, "key_sha256": str}
+_FIELDS: Mapping[str, type] = {"tenant": str, "admin": bool, "trusted": bool, "key": str, "key_sha256": str}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ def _parse_entry(entry: Mapping[str, Any], where: str) -> ApiKey:
         raise ConfigError(f"{where} is not one tenant's or an admin's", hint='write tenant = "name" or admin = true')
     if ("key" in entry) == ("key_sha256" in entry):
         raise ConfigError(f"{where} needs key or key_sha256", hint="one of them, not both")
-    identity = Identity(tenant, admin=admin)
+    identity = Identity(tenant, admin=admin, trusted=entry.get("trusted", False))
     if "key" in entry:
         return ApiKey.of(entry["key"], identity)
     try:

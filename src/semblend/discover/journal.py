@@ -10,8 +10,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import os
 import sqlite3
+import stat
+import time
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple
@@ -20,13 +23,18 @@ from pathlib import Path
 import numpy as np
 
 from semblend.discover.donor import Donor
-from semblend.errors import NamespaceError, StoreError
+from semblend.errors import NamespaceError, StoreError, StoreProblem
 from semblend.prompt import Namespace, TokenArray
 
+log = logging.getLogger("semblend")
 APPLICATION_ID = 0x53454D42  # "SEMB"
 VERSION = 1
 GENERATIONS_AT_ONCE = 1024
 TOUCHES_KEPT = 256
+BUSY_S = 10.0
+"""How long another process may hold the file before opening or writing it fails."""
+# Bytes that SQLite's connections hold locks on: of the log's index while one is open, of the file during a change.
+_LOCKED_BYTES = (("-shm", 128, 1), ("", 1 << 30, 512))
 _SNAPSHOTS = itertools.count()  # two threads may write snapshots at once
 
 _SCHEMA = """
@@ -56,11 +64,12 @@ class SqliteJournal:
             raise StoreError(f"{self.path} does not exist", hint="check the path, or register a donor first")
         self._make_private()
         with self._report_errors("open"):
-            self._db = sqlite3.connect(self.path, timeout=10.0, isolation_level=None, check_same_thread=False)
+            self._db = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
             # A damaged name must fail its row's checksum, not stop the reading of all others.
             self._db.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
             try:
                 self._prepare(single_file)
+                _tighten_mode(self.path)
             except BaseException:
                 self._db.close()
                 raise
@@ -89,6 +98,7 @@ class SqliteJournal:
             raise StoreError(
                 f"{self.path} has format {version}, this version reads {VERSION}",
                 hint="open it with the version that wrote it; nothing was changed",
+                problem=StoreProblem.NEWER,
             )
         self._db.execute(f"PRAGMA journal_mode = {'DELETE' if single_file else 'WAL'}")
         self._db.execute("PRAGMA synchronous = NORMAL")
@@ -203,7 +213,11 @@ class SqliteJournal:
         try:
             yield
         except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter from a damaged name in SQLite's own tables
-            raise StoreError(f"cannot {doing} {self.path}: {error}", hint=_suggest_next_step(str(error))) from error
+            raise StoreError(
+                f"cannot {doing} {self.path}: {error}",
+                hint=_suggest_next_step(str(error)),
+                problem=StoreProblem.DAMAGED if _is_damage(str(error)) else None,
+            ) from error
 
 
 def write_snapshot(path: str | Path, donors: Iterable[tuple[Donor, TokenArray]]) -> int:
@@ -236,6 +250,53 @@ def write_snapshot(path: str | Path, donors: Iterable[tuple[Donor, TokenArray]])
         for leftover in (temporary, temporary.with_name(temporary.name + "-journal")):
             leftover.unlink(missing_ok=True)
     return count
+
+
+def set_aside(path: str | Path) -> Path | None:
+    """Rename a store that cannot be used, with its log; returns the new name, None where a process still uses it."""
+    path = Path(os.path.realpath(path))
+    if _is_in_use(path):
+        return None
+    stem = f"{path.name}.set-aside-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = (stem, *(f"{stem}-{number}" for number in range(1, 1000)))
+    target = next(path.with_name(name) for name in names if not os.path.exists(path.with_name(name)))
+    try:
+        for suffix in ("", "-wal", "-shm"):
+            if os.path.exists(f"{path}{suffix}"):
+                os.rename(f"{path}{suffix}", f"{target}{suffix}")
+    except OSError:
+        return None
+    return target
+
+
+def _is_in_use(path: Path) -> bool:
+    """Whether another process has the store open, or changes it at this moment."""
+    import fcntl  # only where there is POSIX
+
+    for suffix, start, length in _LOCKED_BYTES:
+        try:
+            with open(f"{path}{suffix}", "r+b") as file:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return True
+    return False
+
+
+def _tighten_mode(path: Path) -> None:
+    """Take a store's other readers away and say so; one that is not ours is only told."""
+    status = os.stat(path)
+    if os.name != "posix" or not status.st_mode & 0o077:
+        return
+    told = f"others could read {path}, which holds tokens of prompts"
+    if status.st_uid != os.geteuid():
+        log.warning("%s (hint: its owner can chmod it to 0600)", told)
+        return
+    for suffix in ("", "-wal", "-shm"):
+        with contextlib.suppress(FileNotFoundError):
+            os.chmod(f"{path}{suffix}", stat.S_IRUSR | stat.S_IWUSR)
+    log.warning("%s; its mode is 0600 now", told)
 
 
 def _check_replaceable(path: Path) -> None:
@@ -282,13 +343,17 @@ def _compute_checksum(
     return zlib.crc32(blob, zlib.crc32(head))
 
 
+def _is_damage(message: str) -> bool:
+    return any(word in message for word in ("not a database", "malformed", "no such", "decode"))
+
+
 def _suggest_next_step(message: str) -> str:
     """Choose the hint for an error message of SQLite."""
     if "full" in message or "I/O error" in message:
         return "free disk space; nothing that was saved before is lost"
     if "locked" in message:
         return "another process holds the file for long: wait, or stop it"
-    if any(word in message for word in ("not a database", "malformed", "no such", "decode")):
+    if _is_damage(message):
         return "the file is damaged: move it aside and start anew, or restore a copy made by save()"
     if "unable to open" in message or "readonly" in message:
         return "check the file's owner and permissions"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from semblend.config import SemBlendConfig
+from semblend.confirm import events
+from semblend.discover.journal import set_aside
 from semblend.engine.core.assemble import assemble
 from semblend.engine.core.engine import Engine
 from semblend.engine.core.stops import Detokenizer
@@ -16,7 +18,7 @@ from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.tokenizer import ModelTokenizer
 from semblend.engine.server.config import ServeConfig
 from semblend.engine.server.serving_adapter import LocalEngine
-from semblend.errors import ConfigError
+from semblend.errors import ConfigError, StoreError
 from semblend.facade import SemBlend
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.gate.thresholds import Thresholds, thresholds_for
@@ -32,6 +34,29 @@ def threads_in_use() -> int:
 
 def torch_version() -> str:
     return str(torch.__version__)
+
+
+def open_library(config: SemBlendConfig) -> SemBlend:
+    """Open the library; a store that cannot be used costs its donors, not the start.
+
+    A damaged store, or one of a newer version, is set aside under another name. One that others use, or that is no
+    donor store at all, is left alone, and donors are kept in memory only.
+    """
+    try:
+        return SemBlend(config)
+    except StoreError as error:
+        if not config.store:
+            raise
+        aside = set_aside(Path(config.store).expanduser()) if error.problem is not None else None
+        if aside is None:
+            library = SemBlend(replace(config, store=""))
+            done = "it is left alone, and donors are kept in memory only"
+        else:
+            library = SemBlend(config)
+            done = f"it was set aside as {aside.name}, and a new store is begun"
+        log.warning("%s; %s (hint: %s)", error.message, done, error.hint)
+        library.events.emit(events.error("store", f"{error.message}; {done}"))
+        return library
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +105,24 @@ class Launch:
         self, model: DecoderModel, tokenizer: Detokenizer, library: SemBlendConfig, gate: Thresholds | None = None
     ) -> Engine:
         """An engine around a loaded model, with the library warmed up."""
-        config, semblend = self.config, SemBlend(library)
-        semblend.warm_up()
+        semblend = open_library(library)
+        try:
+            semblend.warm_up()
+            return self._put_together(model, tokenizer, semblend, gate or self.gate)
+        except BaseException:
+            semblend.close()
+            raise
+
+    def _put_together(
+        self, model: DecoderModel, tokenizer: Detokenizer, semblend: SemBlend, gate: Thresholds
+    ) -> Engine:
+        config, library = self.config, semblend.config
         return assemble(
             model,
             pool_tokens=config.pool_tokens,
             config=config.engine_config(quality=library.quality),
             semblend=semblend,
-            quality=QualitySettings(mode=library.quality, thresholds=gate or self.gate),
+            quality=QualitySettings(mode=library.quality, thresholds=gate),
             donor_device_bytes=config.donor_device_bytes,
             donor_host_bytes=config.donor_host_bytes,
             donor_disk_bytes=config.donor_disk_bytes if config.donor_dir else 0,

@@ -42,7 +42,7 @@ class _Job:
         if self.gone.is_set():
             raise WorkAbandonedError
 
-    def run(self) -> Callable[[], None]:
+    def run(self) -> Callable[[], Any]:
         """Do the work, in a thread; returns what hands its result or its error to the waiting loop."""
         try:
             self.check()

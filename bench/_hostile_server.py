@@ -31,17 +31,18 @@ sys.exit(main())
 class Server:
     """`semblend serve` with two tenants and an admin, under a limit of open files; memory and files are watched."""
 
-    def __init__(self, checkout: Path, model: str, files: int) -> None:
-        self._checkout, self._model, self._files = checkout, model, files
+    def __init__(self, checkout: Path, model: str, files: int, *flags: str, threads: int = 2) -> None:
+        self._checkout, self._model, self._files, self._flags = checkout, model, files, flags
+        self._threads = threads
         self.port = 0
         self.peak_bytes = self.start_bytes = 0
         self.most_files = 0
         self._ended = threading.Event()
 
     def __enter__(self) -> Server:
-        environment = os.environ | {"PYTHONPATH": str(self._checkout / "src"), "OMP_NUM_THREADS": "2"}
+        environment = os.environ | {"PYTHONPATH": str(self._checkout / "src"), "OMP_NUM_THREADS": str(self._threads)}
         command = [sys.executable, "-c", MAIN]
-        command += ["serve", "--model", self._model, "--port", "0", "--admin-key", ADMIN]
+        command += ["serve", "--model", self._model, "--port", "0", "--admin-key", ADMIN, *self._flags]
         command += [word for key in KEYS for word in ("--api-key", key)]
         self._log = tempfile.NamedTemporaryFile(prefix="hostile-", suffix=".log")
         self._process = subprocess.Popen(

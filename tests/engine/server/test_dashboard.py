@@ -17,6 +17,8 @@ import pytest
 pytest.importorskip("fastapi", reason="the server needs fastapi")
 uvicorn = pytest.importorskip("uvicorn", reason="a real socket needs uvicorn")
 
+from starlette.responses import HTMLResponse  # noqa: E402
+
 from semblend.config import SemBlendConfig  # noqa: E402
 from semblend.engine.server.config import ServeConfig  # noqa: E402
 from semblend.engine.server.fake_engine import FakeEngine  # noqa: E402
@@ -34,12 +36,17 @@ in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this 
 def serve() -> Iterator[Any]:
     stops = []
 
-    def start(**limits: Any) -> tuple[str, FakeEngine]:
+    def start(key: str = "", **limits: Any) -> tuple[str, FakeEngine]:
         fake = FakeEngine(SemBlend(SemBlendConfig(embedder="none")))
+        app = create_app(fake, ServeConfig(**limits))
+
+        async def enter() -> HTMLResponse:
+            """A page that types the key and opens the dashboard."""
+            return HTMLResponse(f"<script>sessionStorage.setItem('semblend-key', '{key}'); location = '/'</script>")
+
+        app.add_api_route("/enter", enter)
         sock = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(
-            create_app(fake, ServeConfig(**limits)), log_level="critical", ws="none", lifespan="off"
-        )
+        config = uvicorn.Config(app, log_level="critical", ws="none", lifespan="off")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)
         thread.start()
@@ -109,6 +116,21 @@ def test_a_visitor_without_a_key_is_asked_for_one_and_sees_nothing(serve, tmp_pa
     assert "hidden" not in form[0]
     assert "no API key" in text_of(page, "health")
     assert "<details" not in page
+
+
+@in_a_browser
+@pytest.mark.parametrize(("given", "shown", "names"), [("sk-acme", 1, "tenant acme"), ("sk-root", 3, "fake")])
+def test_a_tenant_sees_its_own_figures_and_an_admin_everybodys(serve, tmp_path, given, shown, names):
+    import httpx
+
+    url, _ = serve(given, tenants=Tenants({"sk-acme": "acme", "sk-bolt": "bolt"}, admin_keys=["sk-root"]))
+    for name in ("sk-acme", "sk-bolt", "sk-bolt"):
+        body = {"messages": [{"role": "user", "content": "When does the ferry leave?"}]}
+        httpx.post(f"{url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {name}"})
+    page = dom(f"{url}/enter", tmp_path)
+    assert names in text_of(page, "health")
+    assert len(re.findall(r'<details class="request done', page)) == shown
+    assert text_of(page, "requests-note").startswith(f"{shown} done")
 
 
 def test_the_page_loads_nothing_from_elsewhere_and_has_no_inline_script():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import socket
 import sys
 import threading
@@ -718,10 +719,131 @@ def test_a_declines_own_words_stay_with_the_operator():
 
 def test_only_an_admin_may_flush():
     async def test():
-        async with client(engine(), tenants=RING, public_metrics=False) as http:
-            for method, path in (("POST", "/flush_cache"), ("POST", "/reset_prefix_cache"), ("GET", "/metrics")):
-                assert (await http.request(method, path, headers=key("sk-acme"))).status_code == 403
-                assert (await http.request(method, path, headers=key("sk-root"))).status_code == 200
+        async with client(engine(), tenants=RING) as http:
+            for path in ("/flush_cache", "/reset_prefix_cache"):
+                assert (await http.post(path, headers=key("sk-acme"))).status_code == 403
+                assert (await http.post(path, headers=key("sk-root"))).status_code == 200
+
+    run(test)
+
+
+def read_metrics(text: str) -> dict[tuple[str, ...], float]:
+    """Samples by name and label values."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    families = text_string_to_metric_families(text)
+    return {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
+
+
+def test_metrics_are_a_tenants_own_everything_for_an_admin_and_nothing_without_a_key():
+    async def test():
+        async with client(engine(), tenants=RING) as http:
+            for _ in range(3):
+                await http.post(CHAT, json=chat(), headers=key("sk-acme"))
+            await http.post(CHAT, json={"messages": "wrong"}, headers=key("sk-acme"))
+            await http.post(CHAT, json=chat(), headers=key("sk-bolt"))
+            answers = {
+                name: await http.get("/metrics", headers=key(name)) for name in ("sk-acme", "sk-bolt", "sk-root")
+            }
+            assert (await http.get("/metrics")).status_code == 401
+            assert (await http.get("/metrics", headers={"X-Tenant-ID": "acme"})).status_code == 401
+        acme, bolt, root = (read_metrics(answer.text) for answer in answers.values())
+        responses = "semblend_server_responses_total"
+        assert (acme[responses, CHAT, "200"], acme[responses, CHAT, "400"]) == (3, 1)
+        assert {name: value for name, value in bolt.items() if name[0] == responses} == {(responses, CHAT, "200"): 1}
+        assert root[responses, CHAT, "200"] == 4
+        told = {name[0] for name in bolt}
+        assert told == {
+            "semblend_server_running",
+            "semblend_server_waiting",
+            "semblend_server_refused_total",
+            responses,
+            "semblend_requests_total",
+            "semblend_declines_total",
+            "semblend_tokens_total",
+        }
+        assert bolt["semblend_requests_total", "cold_fallback"] == 1
+        assert acme["semblend_tokens_total", "exact"] > 0
+        assert bolt["semblend_tokens_total", "exact"] == 0
+
+    run(test)
+
+
+def test_metrics_are_public_by_an_explicit_word_only():
+    async def test():
+        async with client(engine(), tenants=RING, public_metrics=True) as http:
+            await http.post(CHAT, json=chat(), headers=key("sk-acme"))
+            assert "semblend_donors" in (await http.get("/metrics")).text
+        async with client(engine(), tenants=RING) as http:
+            assert (await http.get("/metrics")).status_code == 401
+
+    run(test)
+
+
+READ_BY_A_TENANT = ["/metrics", "/api/live", "/api/live?after=1", "/api/stats", "/api/donors", "/v1/models", "/health"]
+
+
+@pytest.mark.parametrize("path", READ_BY_A_TENANT)
+def test_what_a_tenant_reads_is_the_same_whatever_the_others_do(path, monkeypatch):
+    """The side channels of a shared server: numbers that count everybody, lists that others push things out of."""
+    monkeypatch.setattr(time, "time", lambda: 1_000.0)
+
+    async def test():
+        fake = engine()
+        app = create_app(fake, ServeConfig(tenants=RING, max_running=2, max_waiting=3))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+            await http.post(CHAT, json=chat(), headers=key("sk-bolt"))
+            before = (await http.get(path, headers=key("sk-bolt"))).text
+            for number in range(230):  # more than the board keeps
+                await http.post(CHAT, json=chat(f"{number}\n{DOCUMENT}", max_tokens=1), headers=key("sk-acme"))
+            fake.hold.clear()
+            flood = [asyncio.create_task(http.post(CHAT, json=chat(), headers=key("sk-acme"))) for _ in range(9)]
+            gate = app.state.service.gate
+            await until(lambda: gate.count("acme").refused > 0)
+            after = (await http.get(path, headers=key("sk-bolt"))).text
+            fake.hold.set()
+            await asyncio.gather(*flood)
+        if path == "/metrics":  # it counts itself
+            before += f'semblend_server_responses_total{{path="{path}",status="200"}} 1.0\n'
+            assert sorted(after.splitlines()) == sorted(before.splitlines())
+        else:
+            assert after == before
+
+    run(test)
+
+
+def test_a_request_id_cannot_be_guessed_from_another():
+    async def test():
+        async with client(engine()) as http:
+            ids = [(await http.post(CHAT, json=chat())).headers["x-request-id"] for _ in range(2)]
+        names = [id.removeprefix("chatcmpl-") for id in ids]
+        assert all(re.fullmatch(r"[0-9a-f]{32}", name) for name in names)
+        assert sum(a != b for a, b in zip(*names, strict=True)) > 16  # random, not counted
+
+    run(test)
+
+
+def test_a_flood_of_one_tenant_leaves_the_other_served():
+    """D4 of the review: five requests of one tenant filled all places, and the other got 429 only."""
+
+    async def test():
+        fake = engine()
+        fake.hold.clear()
+        app = create_app(fake, ServeConfig(tenants=RING, max_running=2, max_waiting=3))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+            loud = [asyncio.create_task(http.post(CHAT, json=chat(), headers=key("sk-acme"))) for _ in range(12)]
+            gate = app.state.service.gate
+            await until(lambda: gate.count("acme").refused == 7)
+            quiet = [asyncio.create_task(http.post(CHAT, json=chat(), headers=key("sk-bolt"))) for _ in range(2)]
+            await until(lambda: (gate.count("bolt").running, gate.count("bolt").waiting) == (1, 1))
+            fake.hold.set()
+            assert [(await one).status_code for one in quiet] == [200, 200]
+            statuses = [(await one) for one in loud]
+            refused = [one for one in statuses if one.status_code == 429]
+            assert len(refused) == 8  # one of them made room in the line
+            assert all(one.headers["retry-after"] == "1" for one in refused)
+            assert all("bolt" not in one.text for one in refused)
+        assert (gate.running, gate.waiting) == (0, 0)
 
     run(test)
 

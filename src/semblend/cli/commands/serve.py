@@ -64,6 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whose prompts may spell control tokens; may be given often",
     )
     parser.add_argument(
+        "--public-metrics", action="store_true", help="/metrics shows everybody's figures to anyone, without a key"
+    )
+    parser.add_argument(
         "--max-running", type=int, default=DEFAULTS.max_running, help="requests answered at once (default: 32)"
     )
     parser.add_argument(
@@ -174,6 +177,7 @@ def _make_config(args: argparse.Namespace) -> ServeConfig:
         idle_timeout_s=args.idle_timeout,
         drain_s=args.drain_seconds,
         tenants=tenants,
+        public_metrics=args.public_metrics,
         local_only=_on_loopback(args.host),
     )
 

@@ -39,7 +39,8 @@ class ServeConfig:
     every ``write_timeout_s`` it is checked that it reads its answer. At most ``max_connections`` are open, fewer where
     the process has too few file descriptors. After a signal requests have ``drain_s`` to end.
 
-    *Who may ask.* ``origins`` are web pages besides our own that may call from a browser; ``local_only`` answers to
+    *Who may ask.* With ``public_metrics`` anyone may read everybody's figures at /metrics; else a tenant reads its own
+    and an admin all. ``origins`` are web pages besides our own that may call from a browser; ``local_only`` answers to
     names of this machine alone, so that no page can reach it under a name of its own.
 
     >>> ServeConfig(max_running=4, max_n=2).engine_config(quality="fast").max_waiting
@@ -79,7 +80,7 @@ class ServeConfig:
     drain_s: float = 20.0
 
     tenants: Tenants = field(default_factory=Tenants)
-    public_metrics: bool = True
+    public_metrics: bool = False
     origins: tuple[str, ...] = ()
     local_only: bool = False
 

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 from semblend.confirm.fields import JsonObject
 from semblend.confirm.receipt import TOKEN_KINDS, Receipt
 from semblend.engine.server.tenants import Identity
+from semblend.shares import FairLru
 from semblend.wire.answer import Chunk, describe_receipt
 
 MOST_REQUESTS = 200
+"""Requests that are kept of a tenant."""
+MOST_REQUESTS_IN_ALL = 5000
 MOST_RANGES = 1200
 MOST_TENANTS = 1000
 Ranges = tuple[tuple[int, int], ...]
@@ -84,6 +88,11 @@ class LiveRequest:
     cold_ms: float | None = None
     error: str = ""
     sequence: int = 0
+    own_sequence: int = 0
+
+    def number_for(self, identity: Identity) -> int:
+        """The number of its latest change: among all for an admin, among its tenant's for a tenant."""
+        return self.sequence if identity.admin else self.own_sequence
 
     @property
     def ttft_ms(self) -> float | None:
@@ -165,20 +174,40 @@ class ReceiptTotals:
         }
 
 
-class LiveBoard:
-    """The latest requests and the tallies. Each change gets the next number, so that a page asks only for news."""
+@dataclass(slots=True)
+class TenantRecord:
+    """What the board keeps of one tenant, all of it from that tenant's own requests."""
 
-    def __init__(self, keep: int = MOST_REQUESTS) -> None:
-        self.cold = ColdEstimate()
+    totals: ReceiptTotals = field(default_factory=ReceiptTotals)
+    cold: ColdEstimate = field(default_factory=ColdEstimate)
+    responses: Counter[tuple[str, int]] = field(default_factory=Counter)
+    sequence: int = 0
+
+
+class LiveBoard:
+    """The latest requests and the tallies. Each change gets the next number, so that a page asks only for news.
+
+    A tenant has numbers, estimates and room of its own: nothing that it is told depends on what others do. An admin
+    is told of everybody, under numbers that count every change. When too many requests are kept in all, the tenant
+    with most of them loses its oldest.
+    """
+
+    def __init__(self, keep: int = MOST_REQUESTS, keep_in_all: int = MOST_REQUESTS_IN_ALL) -> None:
         self._keep = keep
-        self._entries: OrderedDict[str, LiveRequest] = OrderedDict()
-        self._tallies: OrderedDict[str, ReceiptTotals] = OrderedDict()
+        self._keep_in_all = keep_in_all
+        self._entries: dict[str, LiveRequest] = {}
+        self._kept: FairLru[str] = FairLru()
+        self._tenants: OrderedDict[str, TenantRecord] = OrderedDict()
         self._sequence = 0
 
     def open(self, entry: LiveRequest) -> LiveRequest:
+        if self._kept.shares[entry.tenant] >= self._keep:
+            self._drop(self._kept.find_oldest(entry.tenant))
+        elif len(self._kept) >= self._keep_in_all:
+            with closing(self._kept.order_leavers(entry.tenant, 1, self._keep_in_all)) as leavers:
+                self._drop(next(leavers, None))
         self._entries[entry.id] = entry
-        while len(self._entries) > self._keep:
-            self._entries.popitem(last=False)
+        self._kept.add(entry.id, entry.tenant, 1)
         return self._changed(entry)
 
     def admit(self, entry: LiveRequest, prompt_tokens: int) -> None:
@@ -190,18 +219,19 @@ class LiveBoard:
             entry.first_token = time.perf_counter()
         entry.output_tokens += len(chunk.token_ids)
         if chunk.receipt is not None:
+            cold = self._record_of(entry.tenant).cold
             entry.receipt, entry.recomputed = chunk.receipt, chunk.recomputed
-            self.cold.learn(chunk.receipt)
-            entry.cold_ms = self.cold.estimate_ms(chunk.receipt.prompt_tokens)
+            cold.learn(chunk.receipt)
+            entry.cold_ms = cold.estimate_ms(chunk.receipt.prompt_tokens)
         self._changed(entry)
 
     def close(self, entry: LiveRequest, state: str, error: str = "") -> None:
         entry.state, entry.error, entry.closed = state, error, time.perf_counter()
         self._changed(entry)
-        self._tallies.setdefault(entry.tenant, ReceiptTotals()).book(entry)
-        self._tallies.move_to_end(entry.tenant)
-        if len(self._tallies) > MOST_TENANTS:
-            self._tallies.popitem(last=False)
+        self._record_of(entry.tenant).totals.book(entry)
+
+    def count_response(self, tenant: str, path: str, status: int) -> None:
+        self._record_of(tenant).responses[path, status] += 1
 
     def find(self, request_id: str, identity: Identity) -> JsonObject | None:
         entry = self._entries.get(request_id)
@@ -211,28 +241,51 @@ class LiveBoard:
 
     def tally(self, identity: Identity) -> ReceiptTotals:
         total = ReceiptTotals()
-        for tenant, tally in self._tallies.items():
-            if identity.may_see(tenant):
-                total += tally
+        for _, record in self._list_records(identity):
+            total += record.totals
         return total
+
+    def count_responses(self, tenant: str) -> Mapping[tuple[str, int], int]:
+        """One tenant's own responses by path and status."""
+        record = self._tenants.get(tenant)
+        return {} if record is None else dict(record.responses)
 
     def news(self, identity: Identity, after: int = 0) -> JsonObject:
         """What changed since the number ``after``, as far as this identity may see it."""
-        fresh = [entry for entry in self._visible(identity) if entry.sequence > after]
+        fresh = [entry for entry in self._visible(identity) if entry.number_for(identity) > after]
+        records = self._list_records(identity)
         return {
-            "sequence": self._sequence,
+            "sequence": self._sequence if identity.admin else sum(record.sequence for _, record in records),
             "requests": [entry.to_dict(operator=identity.admin) for entry in fresh],
             "totals": self.tally(identity).to_dict(),
-            "cold_samples": self.cold.samples,
+            "cold_samples": sum(record.cold.samples for _, record in records),
         }
 
     def _visible(self, identity: Identity) -> Iterator[LiveRequest]:
         return (entry for entry in self._entries.values() if identity.may_see(entry.tenant))
 
+    def _list_records(self, identity: Identity) -> list[tuple[str, TenantRecord]]:
+        return [(tenant, record) for tenant, record in self._tenants.items() if identity.may_see(tenant)]
+
+    def _record_of(self, tenant: str) -> TenantRecord:
+        """A tenant's record, now the most recently used; of too many the least recently used one is forgotten."""
+        record = self._tenants.setdefault(tenant, TenantRecord())
+        self._tenants.move_to_end(tenant)
+        if len(self._tenants) > MOST_TENANTS:
+            self._tenants.popitem(last=False)
+        return record
+
     def _changed(self, entry: LiveRequest) -> LiveRequest:
+        record = self._record_of(entry.tenant)
         self._sequence += 1
-        entry.sequence = self._sequence
+        record.sequence += 1
+        entry.sequence, entry.own_sequence = self._sequence, record.sequence
         return entry
+
+    def _drop(self, request_id: str | None) -> None:
+        if request_id is not None:
+            self._kept.remove(request_id)
+            del self._entries[request_id]
 
 
 def draw_strip(receipt: Receipt, recomputed: Ranges = ()) -> list[list[Any]]:

@@ -34,11 +34,12 @@ from semblend._version import __version__
 from semblend.discover.donor import Donor
 from semblend.engine.server.answering import CLIENT_LEFT, ENDPOINTS, Endpoint, answer, error_response
 from semblend.engine.server.config import ServeConfig
+from semblend.engine.server.dashboard import LiveBoard
 from semblend.engine.server.edge.drain import Drain, DrainRequests
 from semblend.engine.server.edge.listener import listen, serve
-from semblend.engine.server.exposition import CONTENT_TYPE, write_metrics
+from semblend.engine.server.exposition import CONTENT_TYPE, write_metrics, write_tenant_metrics
 from semblend.engine.server.limits import Gate
-from semblend.engine.server.service import Service
+from semblend.engine.server.service import TENANT, Service
 from semblend.engine.server.serving import ServingEngine
 from semblend.engine.server.tenants import Identity
 from semblend.wire.errors import ApiError, as_api_error
@@ -76,7 +77,9 @@ def create_app(engine: ServingEngine, config: ServeConfig | None = None) -> Fast
         app.add_exception_handler(error, _on_error)
     app.state.drain = Drain()
     app.add_middleware(DrainRequests, drain=app.state.drain)
-    app.add_middleware(CountResponses, counts=routes.responses, paths=frozenset(routes.paths()))
+    app.add_middleware(
+        CountResponses, counts=routes.responses, board=routes.service.board, paths=frozenset(routes.paths())
+    )
     app.state.service = routes.service
     return app
 
@@ -130,11 +133,14 @@ class Routes:
         return JSONResponse(body | {"needs_key": self.service.config.tenants.need_key})
 
     async def metrics(self, request: Request) -> Response:
-        if not self.service.config.public_metrics:
-            self._require_admin(request)
-        return PlainTextResponse(
-            write_metrics(self.service.gate, self.service.tokenizing, self.responses), media_type=CONTENT_TYPE
-        )
+        """Everything for an admin, or for anyone where the operator says so; a tenant's own for a tenant."""
+        service = self.service
+        if service.config.public_metrics or (identity := service.identify(request)).admin:
+            text = write_metrics(service.gate, service.tokenizing, self.responses)
+        else:
+            places, responses = service.gate.count(identity.tenant), service.board.count_responses(identity.tenant)
+            text = write_tenant_metrics(places, responses, service.board.tally(identity))
+        return PlainTextResponse(text, media_type=CONTENT_TYPE)
 
     async def flush(self, request: Request) -> Response:
         """Everyone's cache goes, so that only an admin may ask for it."""
@@ -148,14 +154,15 @@ class Routes:
         if not after.isdecimal():
             raise ApiError(400, f"after is {after[:40]!r}, not a number", hint="pass the last sequence", param="after")
         gate, donors = self.service.gate, self._list_donors(identity)
+        places = gate if identity.admin else gate.count(identity.tenant)
         body = self.service.board.news(identity, int(after))
         body |= {
             "model": self.service.engine.model,
             "admin": identity.admin,
             "tenant": identity.tenant,
-            "running": gate.running,
-            "waiting": gate.waiting,
-            "refused": gate.refused,
+            "running": places.running,
+            "waiting": places.waiting,
+            "refused": places.refused,
             "max_running": gate.max_running,
             "donors": len(donors),
             "donor_tokens": sum(donor.token_count for donor in donors),
@@ -206,11 +213,15 @@ class Routes:
 
 
 class CountResponses:
-    """Counts responses by path and status. Paths that are not ours count as one: a scan must not fill the memory."""
+    """Counts responses by path and status, in all and for the tenant that asked.
 
-    def __init__(self, app: ASGIApp, counts: Counter[tuple[str, int]], paths: frozenset[str]) -> None:
+    Paths that are not ours count as one: a scan must not fill the memory.
+    """
+
+    def __init__(self, app: ASGIApp, counts: Counter[tuple[str, int]], board: LiveBoard, paths: frozenset[str]) -> None:
         self._app = app
         self._counts = counts
+        self._board = board
         self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -230,6 +241,8 @@ class CountResponses:
             await self._app(scope, receive, counted)
         finally:
             self._counts[path, status] += 1
+            if TENANT in scope:
+                self._board.count_response(scope[TENANT], path, status)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -17,6 +17,8 @@ from semblend.wire.completions import CompletionRequest
 from semblend.wire.errors import ApiError
 from semblend.wire.generate import GenerateRequest
 
+TENANT = "semblend.tenant"
+"""Where a request's scope says whose it is, once that is known."""
 ParsedBody = ChatRequest | CompletionRequest | GenerateRequest
 
 
@@ -36,11 +38,13 @@ class Service:
     def identify(self, request: Request) -> Identity:
         headers = request.headers
         refuse_foreign_page(headers.get("host", ""), headers.get("origin"), self.config)
-        return self.config.tenants.identify(
+        identity = self.config.tenants.identify(
             bearer(headers.get("authorization"), headers.get("x-api-key")),
             address=request.client.host if request.client else "",
             claimed=headers.get("x-tenant-id"),
         )
+        request.scope[TENANT] = identity.tenant
+        return identity
 
     def check_length(self, asked: ParsedBody) -> None:
         """Refuse text that is too long for the context, before it takes a place in line or reaches the tokenizer."""

@@ -103,7 +103,8 @@ class LocalEngine:
         try:
             return self.engine.stream(request)
         except QueueFull as error:
-            raise ApiError(429, error.message, hint=error.hint, code="queue_full", retry_after_s=1) from None
+            # not the engine's own words: they count everybody's requests
+            raise ApiError(429, "the queue is full", hint=error.hint, code="queue_full", retry_after_s=1) from None
 
 
 def _forget_all(engine: Engine) -> int:

@@ -391,6 +391,8 @@ $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   state.key = $("key").value.trim();
   sessionStorage.setItem("semblend-key", state.key);
+  state.sequence = 0; // another key sees other requests, under other numbers
+  state.requests.clear();
   refresh().catch((error) => status(false, error.message));
 });
 $("document").value = EXAMPLE;

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from semblend.engine.model.attention import attend, shows_weights
+from semblend.engine.model.few_rows import MOST_ROWS, FewRows
 from semblend.engine.model.paged_kv import KvPool
 from semblend.engine.model.rows import RowBatch
 from semblend.engine.model.spec import ModelSpec
@@ -59,6 +60,7 @@ class DecoderModel:
     def __init__(self, spec: ModelSpec, weights: Weights) -> None:
         self.spec = spec
         self.weights = weights
+        self._few_rows = FewRows.of(spec, weights)
 
     @classmethod
     def load(
@@ -91,6 +93,12 @@ class DecoderModel:
         """A pool for this model that holds ``tokens`` tokens."""
         return KvPool.for_model(self.spec, tokens=tokens, device=self.device, dtype=self.dtype)
 
+    def warm_up(self) -> None:
+        """Compute one row in a pool of its own: compiled kernels are compiled or loaded now, not in a request."""
+        pool = self.new_pool(1)
+        rows = Rows.of([0], [0], pool.slots_of(pool.allocate(1), 0, 1))
+        self.logits(self.forward(rows, pool))
+
     @torch.inference_mode()
     def forward(self, rows: Rows | RowBatch, pool: KvPool, observer: Observer | None = None) -> Tensor:
         """Run the rows through every layer, filling their slots of the pool. An observer sees one prompt's rows.
@@ -102,6 +110,8 @@ class DecoderModel:
         rows = RowBatch.of(rows) if isinstance(rows, Rows) else rows
         hidden = embedding(rows.tokens, weights.embedding)
         turn = Turn.of(spec.rope, rows.positions)
+        if observer is None and self._few_rows is not None and len(hidden) <= MOST_ROWS:
+            return self._few_rows.forward(hidden, rows, pool, turn.cos[:, 0], turn.sin[:, 0])
         for layer, w in enumerate(weights.layers):
             q, k, v = self._project(w, self._norm(hidden, w.attention_norm), turn)
             if observer is not None:
@@ -115,6 +125,8 @@ class DecoderModel:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits of chosen rows, ``[m, hidden] -> [m, vocab]``, float32."""
+        if self._few_rows is not None and len(hidden) <= MOST_ROWS:
+            return self._few_rows.logits(hidden)
         return linear(self._norm(hidden, self.weights.norm), self.weights.head).float()
 
     def _project(self, w: LayerWeights, x: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:

@@ -104,10 +104,11 @@ class Launch:
     def assemble(
         self, model: DecoderModel, tokenizer: Detokenizer, library: SemBlendConfig, gate: Thresholds | None = None
     ) -> Engine:
-        """An engine around a loaded model, with the library warmed up."""
+        """An engine around a loaded model, with the library and the model warmed up."""
         semblend = open_library(library)
         try:
             semblend.warm_up()
+            model.warm_up()
             return self._put_together(model, tokenizer, semblend, gate or self.gate)
         except BaseException:
             semblend.close()

@@ -103,14 +103,15 @@ def measure(checkout: Path, phase: str, args: argparse.Namespace, missing: int, 
             return {
                 "quiet": asyncio.run(be_quiet(server.port, chance, args.words, missing, args.seconds, args.pause_s))
             }
-        loud = Loud(server.port, args.rate, args.words, args.seconds + args.lead_s)
+        seconds = args.seconds if phase == "beside" else min(60.0, args.seconds)
+        loud = Loud(server.port, args.rate, args.words, seconds + args.lead_s)
         time.sleep(args.lead_s)  # its line is full when the first quiet one comes
         began = time.time()
         quiet: list[Row] = []
         if phase == "beside":
-            quiet = asyncio.run(be_quiet(server.port, chance, args.words, missing, args.seconds - 5, args.pause_s))
+            quiet = asyncio.run(be_quiet(server.port, chance, args.words, missing, seconds - 5, args.pause_s))
         rows = loud.read()
-        return {"quiet": quiet, "loud": rows, "began": began, "ended": began + args.seconds}
+        return {"quiet": quiet, "loud": rows, "began": began, "ended": began + seconds}
 
 
 # -- rows on disk: what was measured is not measured again -------------------------------------------------------------
@@ -124,7 +125,7 @@ def read_rows(path: Path) -> list[Row]:
 
 def collect(args: argparse.Namespace, checkouts: dict[str, Path], path: Path) -> list[Row]:
     """All measurements, those of earlier runs first; runs what is missing, one server at a time."""
-    rows = read_rows(path)
+    rows, began = read_rows(path), time.monotonic()
     wanted = {"chunk": args.chunks, "alone": args.count, "loud": 1, "beside": args.count}
     for arm, checkout in checkouts.items():
         for phase, count in wanted.items():
@@ -141,7 +142,7 @@ def collect(args: argparse.Namespace, checkouts: dict[str, Path], path: Path) ->
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(rows[-1]) + "\n")
-                if args.one:
+                if args.stop_after_s and time.monotonic() - began > args.stop_after_s:
                     raise SystemExit(0)
     return rows
 
@@ -225,7 +226,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=20, help="prompts of one step's length")
     parser.add_argument("--seconds", type=float, default=200.0, help="length of a round")
     parser.add_argument("--rounds", type=int, default=4, help="most rounds of a phase")
-    parser.add_argument("--one", action="store_true", help="measure one round and stop; run again to go on")
+    parser.add_argument("--stop-after-s", type=float, default=0.0, help="begin no round later; run again to go on")
     parser.add_argument("--words", type=int, default=150, help="words of a prompt")
     parser.add_argument("--step-tokens", type=int, default=256, help="tokens of a step of the server")
     parser.add_argument("--pause-s", type=float, default=0.3, help="mean pause of the quiet tenant")

@@ -139,6 +139,10 @@ class SemBlend:
         """All donors, least recently used first."""
         return self._store.list_donors()
 
+    def count_donors(self, tenant: str | None = None) -> tuple[int, int]:
+        """Donors and their tokens, of one tenant or of all; takes the same time however many there are."""
+        return self._store.count(tenant)
+
     def donor_tokens(self, donor_id: str) -> np.ndarray[Any, np.dtype[np.int32]] | None:
         return self._store.copy_tokens(donor_id)
 

@@ -116,6 +116,10 @@ class FairLru(Generic[K]):
         if tenant is not None:
             self._items[tenant].move_to_end(item)
 
+    def count(self, tenant: str) -> int:
+        """Items of a tenant."""
+        return len(self._items.get(tenant, ()))
+
     def find_oldest(self, tenant: str) -> K | None:
         """The least recently used item of a tenant; None where it has none."""
         return next(iter(self._items.get(tenant, ())), None)

@@ -172,6 +172,19 @@ def test_many_tiny_donors_count_as_much_as_the_place_they_take():
     assert "long" in ids(sb)
 
 
+def test_donors_are_counted_by_tenant_without_listing_them():
+    sb = make(max_donors=6)
+    for number in range(12):
+        namespace = Namespace(tenant="abc"[number % 3], salt=str(number))
+        sb.register(Prompt(tokens(number, 50 + number), namespace=namespace), donor_id=f"d{number % 8}")
+        donors = sb.donors()
+        for tenant in (None, "a", "b", "c", "nobody"):
+            mine = [one for one in donors if tenant in (None, one.namespace.tenant)]
+            assert sb.count_donors(tenant) == (len(mine), sum(one.token_count for one in mine))
+    sb.clear()
+    assert sb.count_donors() == sb.count_donors("a") == (0, 0)
+
+
 def test_a_store_without_tenants_is_plain_least_recently_used_whatever_the_salt():
     sb = make(max_donors=2)
     for name in "abc":

@@ -6,7 +6,7 @@ import heapq
 import math
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -92,6 +92,7 @@ class DonorStore:
         self._pins: dict[int, int] = {}
         self._expiry: list[tuple[float, int, int]] = []  # heap of (when, generation, slot)
         self._namespaces: dict[Namespace, list[int]] = {}  # namespace -> [id, donors]
+        self._tenant_tokens: Counter[str] = Counter()
         self._next_namespace = 0
         self._next_generation = 0
 
@@ -111,6 +112,13 @@ class DonorStore:
         with self.lock:
             after = -1 if expired else self.read_clock()
             return tuple(self._describe(slot) for slot in self._recency if self.slots.rows[slot, EXPIRES] > after)
+
+    def count(self, tenant: str | None = None) -> tuple[int, int]:
+        """Donors and their tokens, of one tenant or of all, those included that expired and were not swept yet."""
+        with self.lock:
+            if tenant is None:
+                return len(self), self.log.live_tokens
+            return self._leavers.count(tenant), self._tenant_tokens[tenant]
 
     def get_at(self, slot: int) -> Donor:
         """Return the donor in a slot; raise LookupError if the slot is empty."""
@@ -319,6 +327,7 @@ class DonorStore:
         self._donors[slot] = donor
         self._slot_of[donor.donor_id] = slot
         self._recency[slot] = None
+        self._tenant_tokens[donor.namespace.tenant] += donor.token_count
         self._leavers.add(slot, donor.namespace.tenant, self._measure(len(tokens), self._postings_of[slot]))
         self.slots.rows[slot, NAMESPACE:] = (known[0], to_microseconds(donor.expires_unix_s))
         if donor.expires_unix_s is not None:
@@ -343,6 +352,9 @@ class DonorStore:
             del self._namespaces[donor.namespace]
         del self._slot_of[donor.donor_id], self._recency[slot], self._postings_of[slot]
         self._leavers.remove(slot)
+        self._tenant_tokens[donor.namespace.tenant] -= donor.token_count
+        if not self._leavers.count(donor.namespace.tenant):
+            del self._tenant_tokens[donor.namespace.tenant]
         self._pins.pop(slot, None)
         self._donors[slot] = None
         self._free_slots.append(slot)

@@ -126,6 +126,9 @@ class FakeEngine:
     def donors(self) -> Sequence[Donor]:
         return self.semblend.donors()
 
+    def count_donors(self, tenant: str | None) -> tuple[int, int]:
+        return self.semblend.count_donors(tenant)
+
     def stats(self) -> Mapping[str, Any]:
         stats = self.semblend.stats()
         return {

@@ -62,6 +62,9 @@ class ServingEngine(Protocol):
     def donors(self) -> Sequence[Donor]:
         """All donors, least recently used first."""
 
+    def count_donors(self, tenant: str | None) -> tuple[int, int]:
+        """Donors and their tokens, of one tenant or, with None, of all. Cheap: pages ask for it again and again."""
+
     def stats(self) -> Mapping[str, Any]:
         """Flat numbers and words for people: blocks in use, running requests, bytes of donor KV."""
 

@@ -90,6 +90,10 @@ class LocalEngine:
         library = self._inner.reuse.semblend
         return () if library is None else library.donors()
 
+    def count_donors(self, tenant: str | None) -> tuple[int, int]:
+        library = self._inner.reuse.semblend
+        return (0, 0) if library is None else library.count_donors(tenant)
+
     def stats(self) -> Mapping[str, Any]:
         donor_kv = self._inner.reuse.donor_kv
         tiers = {} if donor_kv is None else {f"donor_{tier}_bytes": used for tier, used in donor_kv.used_bytes.items()}

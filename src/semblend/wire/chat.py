@@ -4,24 +4,72 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
 
 from semblend.confirm.fields import JsonObject
 from semblend.wire.answer import Answer, Chunk, Head, Logprob, Spent
-from semblend.wire.fields import Fields, show
-from semblend.wire.options import (
-    MOST_TOKENS,
-    MOST_TOP_LOGPROBS,
-    ReuseOptions,
-    parse_reuse,
-    parse_sampling,
-    refuse_absent_options,
-)
+from semblend.wire.body import InOrder, StrictBody, refuse, show
+from semblend.wire.options import Count, OpenAiBody, ReuseOptions, TopLogprobs
 from semblend.wire.sampling import Sampling
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-_MESSAGE_HINT = 'each message is an object such as {"role": "user", "content": "..."}'
 MOST_MESSAGES = 4096
+MOST_PARTS = 1024
+
+
+class TextPart(StrictBody):
+    """A part of a message; this model takes text only."""
+
+    type: Annotated[str | None, Field(json_schema_extra={"enum": ["text", None]})] = None
+    text: str
+
+    @field_validator("type")
+    @classmethod
+    def _check_type(cls, kind: str | None) -> str | None:
+        if kind not in (None, "text"):
+            raise refuse(f"is {show(kind)}: this model takes text only", "send parts of type text")
+        return kind
+
+
+Parts = Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)]
+
+
+class ChatMessage(StrictBody):
+    """One turn: a role, and a text or a list of texts."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | Parts, InOrder()]
+    tool_calls: Annotated[Any, Field(json_schema_extra={"enum": [None, []]})] = None
+    function_call: Annotated[Any, Field(json_schema_extra={"enum": [None]})] = None
+
+    @field_validator("tool_calls", "function_call")
+    @classmethod
+    def _refuse_calls(cls, call: Any) -> Any:
+        if call:
+            raise refuse("is not supported", "send the call as text in content")
+        return call
+
+    def to_template(self) -> dict[str, str]:
+        """The turn as a chat template takes it; templates of the models that we serve know the older role only."""
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+class ChatBody(OpenAiBody):
+    """The body of /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refuse("is set, but logprobs is not", "send logprobs: true, or leave it out", name="top_logprobs")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,86 +84,21 @@ class ChatRequest:
     include_usage: bool = False
 
     @classmethod
-    def parse(cls, body: Any, *, most_n: int) -> ChatRequest:
+    def parse(cls, body: str | bytes | bytearray, *, most_n: int) -> ChatRequest:
         """
-        >>> ChatRequest.parse({"messages": [{"role": "user", "content": "Hi"}]}, most_n=1).messages
+        >>> ChatRequest.parse('{"messages": [{"role": "user", "content": "Hi"}]}', most_n=1).messages
         ({'role': 'user', 'content': 'Hi'},)
         """
-        fields = Fields(body)
-        messages = _messages(fields)
-        refuse_absent_options(fields)
-        stream = fields.flag("stream")
-        limit = "max_completion_tokens" if fields.has("max_completion_tokens") else "max_tokens"
+        read = ChatBody.read(body, most_n=most_n)
+        logprobs = (read.top_logprobs or 0) if read.logprobs else None
         return cls(
-            model=fields.text("model"),
-            messages=messages,
-            sampling=parse_sampling(
-                fields,
-                max_tokens=fields.integer(limit, None, 1, MOST_TOKENS),
-                logprobs=_logprobs(fields),
-                most_n=most_n,
-            ),
-            reuse=parse_reuse(fields),
-            stream=stream,
-            include_usage=include_usage(fields, stream),
+            model=read.model or "",
+            messages=tuple(message.to_template() for message in read.messages),
+            sampling=read.make_sampling(read.max_completion_tokens or read.max_tokens, logprobs),
+            reuse=read.reuse,
+            stream=bool(read.stream),
+            include_usage=read.include_usage,
         )
-
-
-def include_usage(fields: Fields, stream: bool) -> bool:
-    options = fields.child("stream_options")
-    if options is None:
-        return False
-    if not stream:
-        fields.refuse("stream_options", "is set, but stream is not", "send stream: true, or leave it out")
-    return options.flag("include_usage")
-
-
-def _logprobs(fields: Fields) -> int | None:
-    wanted = fields.flag("logprobs")
-    top = fields.integer("top_logprobs", None, 0, MOST_TOP_LOGPROBS)
-    if top is not None and not wanted:
-        fields.refuse("top_logprobs", "is set, but logprobs is not", "send logprobs: true, or leave it out")
-    return (top or 0) if wanted else None
-
-
-def _messages(fields: Fields) -> tuple[dict[str, str], ...]:
-    given = fields.raw("messages")
-    if not isinstance(given, list) or not given:
-        fields.refuse("messages", "is not a list with at least one message", _MESSAGE_HINT)
-    if len(given) > MOST_MESSAGES:
-        fields.refuse("messages", f"has {len(given)} entries, more than {MOST_MESSAGES}", "send fewer turns")
-    return tuple(_message(number, message) for number, message in enumerate(given))
-
-
-def _message(number: int, given: Any) -> dict[str, str]:
-    message = Fields(given, f"messages[{number}].")
-    role = message.text("role")
-    if role not in ROLES:
-        message.refuse("role", f"is {show(role)}", "one of " + ", ".join(ROLES))
-    for name in ("tool_calls", "function_call"):
-        if message.raw(name):
-            message.refuse(name, "is not supported", "send the call as text in content")
-    if not message.has("content"):
-        message.refuse("content", "is missing", _MESSAGE_HINT)
-    content = _content(message)
-    # templates of the models that we serve know the older word only
-    return {"role": "system" if role == "developer" else role, "content": content}
-
-
-def _content(message: Fields) -> str:
-    content = message.raw("content")
-    if not isinstance(content, list):
-        return message.text("content")
-    parts = []
-    for number, given in enumerate(content):
-        part = Fields(given, message.path(f"content[{number}]."))
-        kind = part.text("type", "text")
-        if kind != "text":
-            part.refuse("type", f"is {show(kind)}: this model takes text only", "send parts of type text")
-        if not part.has("text"):
-            part.refuse("text", "is missing", 'a part is {"type": "text", "text": "..."}')
-        parts.append(part.text("text"))
-    return "\n".join(parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
+
+from pydantic import Field
 
 from semblend.confirm.fields import JsonObject
 from semblend.wire.answer import Answer, Chunk, Head, Logprob, Spent
-from semblend.wire.chat import include_usage
-from semblend.wire.fields import Fields
-from semblend.wire.options import (
-    MOST_TOKENS,
-    MOST_TOP_LOGPROBS,
-    ReuseOptions,
-    parse_reuse,
-    parse_sampling,
-    refuse_absent_options,
-)
+from semblend.wire.body import InOrder, TokenId
+from semblend.wire.options import MOST_TOKENS, Count, OpenAiBody, ReuseOptions, TopLogprobs
 from semblend.wire.sampling import Sampling
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for this endpoint."""
 MOST_PROMPTS = 64
 PromptInput = str | tuple[int, ...]
+
+PromptText = Annotated[str, Field(min_length=1)]
+PromptIds = Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=MOST_TOKENS, fail_fast=True)]
+OnePrompt = Annotated[PromptText | PromptIds, InOrder()]
+SeveralPrompts = Annotated[list[OnePrompt], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+
+
+class CompletionBody(OpenAiBody):
+    """The body of /v1/completions."""
+
+    prompt: Annotated[PromptText | PromptIds | SeveralPrompts, InOrder()]
+    max_tokens: Count | None = None
+    logprobs: TopLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,46 +50,22 @@ class CompletionRequest:
         return self.prompts[0]
 
     @classmethod
-    def parse(cls, body: Any, *, most_n: int) -> CompletionRequest:
+    def parse(cls, body: str | bytes | bytearray, *, most_n: int) -> CompletionRequest:
         """
-        >>> CompletionRequest.parse({"prompt": [1, 2, 3]}, most_n=1).prompt
+        >>> CompletionRequest.parse('{"prompt": [1, 2, 3]}', most_n=1).prompt
         (1, 2, 3)
-        >>> CompletionRequest.parse({"prompt": ["a", "b"]}, most_n=1).prompts
+        >>> CompletionRequest.parse('{"prompt": ["a", "b"]}', most_n=1).prompts
         ('a', 'b')
         """
-        fields = Fields(body)
-        prompts = _prompts(fields)
-        refuse_absent_options(fields)
-        stream = fields.flag("stream")
+        read = CompletionBody.read(body, most_n=most_n)
         return cls(
-            model=fields.text("model"),
-            prompts=prompts,
-            sampling=parse_sampling(
-                fields,
-                max_tokens=fields.integer("max_tokens", DEFAULT_MAX_TOKENS, 1, MOST_TOKENS),
-                logprobs=fields.integer("logprobs", None, 0, MOST_TOP_LOGPROBS),
-                most_n=most_n,
-            ),
-            reuse=parse_reuse(fields),
-            stream=stream,
-            include_usage=include_usage(fields, stream),
+            model=read.model or "",
+            prompts=tuple(read.prompt) if isinstance(read.prompt, list) else (read.prompt,),
+            sampling=read.make_sampling(read.max_tokens or DEFAULT_MAX_TOKENS, read.logprobs),
+            reuse=read.reuse,
+            stream=bool(read.stream),
+            include_usage=read.include_usage,
         )
-
-
-def _prompts(fields: Fields) -> tuple[PromptInput, ...]:
-    given = fields.raw("prompt")
-    several = isinstance(given, list) and bool(given) and isinstance(given[0], (str, list))
-    if several and len(given) > MOST_PROMPTS:
-        fields.refuse("prompt", f"holds {len(given)} prompts, more than {MOST_PROMPTS}", "send several requests")
-    return tuple(_prompt(fields, one) for one in (given if several else [given]))
-
-
-def _prompt(fields: Fields, given: Any) -> PromptInput:
-    if isinstance(given, str) and given:
-        return fields.check_text("prompt", given)
-    if not isinstance(given, list) or not given:
-        fields.refuse("prompt", "is empty or not text", "send a non-empty string, a list of token ids, or several")
-    return fields.token_ids("prompt", given)
 
 
 @dataclass(frozen=True, slots=True)

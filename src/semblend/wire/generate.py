@@ -4,23 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
 
 from semblend.confirm.fields import JsonObject
 from semblend.wire.answer import Answer, Chunk, Head, Spent
-from semblend.wire.fields import Fields
-from semblend.wire.options import (
-    MOST_TOKENS,
-    MOST_TOP_LOGPROBS,
-    ReuseOptions,
-    parse_reuse,
-    parse_sampling,
-    refuse_absent_options,
-)
+from semblend.wire.body import Name, TokenId, refuse
+from semblend.wire.options import MOST_TOKENS, Count, EndpointBody, ReuseOptions, SamplingBody, TopLogprobs
 from semblend.wire.sampling import Sampling
 
 DEFAULT_MAX_NEW_TOKENS = 128
 """SGLang's."""
+
+
+class SamplingParams(SamplingBody):
+    """SGLang's ``sampling_params``."""
+
+    max_new_tokens: Count | None = None
+
+
+class GenerateBody(EndpointBody):
+    """The body of /generate: exactly one of ``text`` and ``input_ids``."""
+
+    text: Annotated[str, Field(min_length=1)] | None = None
+    input_ids: Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=MOST_TOKENS, fail_fast=True)] | None = None
+    sampling_params: SamplingParams | None = None
+    return_logprob: bool | None = None
+    top_logprobs_num: TopLogprobs | None = None
+    rid: Name | None = None
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> Self:
+        if (self.text is None) == (self.input_ids is None):
+            raise refuse("and input_ids: exactly one of the two is needed", "send text, or input_ids", name="text")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,44 +54,22 @@ class GenerateRequest:
     include_usage: bool = False
 
     @classmethod
-    def parse(cls, body: Any, *, most_n: int) -> GenerateRequest:
+    def parse(cls, body: str | bytes | bytearray, *, most_n: int) -> GenerateRequest:
         """
-        >>> body = {"text": "Hi", "sampling_params": {"max_new_tokens": 4}}
+        >>> body = '{"text": "Hi", "sampling_params": {"max_new_tokens": 4}}'
         >>> GenerateRequest.parse(body, most_n=1).sampling.max_tokens
         4
         """
-        fields = Fields(body)
-        prompt = _prompt(fields)
-        refuse_absent_options(fields)
-        params = fields.child("sampling_params") or Fields({}, "sampling_params.")
-        refuse_absent_options(params)
-        logprobs = None
-        if fields.flag("return_logprob"):
-            logprobs = fields.integer("top_logprobs_num", 0, 0, MOST_TOP_LOGPROBS)
+        read = GenerateBody.read(body, most_n=most_n)
+        params = read.sampling_params or SamplingParams()
+        logprobs = (read.top_logprobs_num or 0) if read.return_logprob else None
         return cls(
-            prompt=prompt,
-            sampling=parse_sampling(
-                params,
-                max_tokens=params.integer("max_new_tokens", DEFAULT_MAX_NEW_TOKENS, 1, MOST_TOKENS),
-                logprobs=logprobs,
-                most_n=most_n,
-            ),
-            reuse=parse_reuse(fields),
-            stream=fields.flag("stream"),
-            rid=fields.text("rid", longest=256),
+            prompt=read.text or read.input_ids or "",
+            sampling=params.make_sampling(params.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, logprobs),
+            reuse=read.reuse,
+            stream=bool(read.stream),
+            rid=read.rid or "",
         )
-
-
-def _prompt(fields: Fields) -> str | tuple[int, ...]:
-    if fields.has("text") == fields.has("input_ids"):
-        fields.refuse("text", "and input_ids: exactly one of the two is needed", "send text, or input_ids")
-    name = "text" if fields.has("text") else "input_ids"
-    given = fields.raw(name)
-    if isinstance(given, list) and given and isinstance(given[0], (str, list)):
-        fields.refuse(name, f"holds a batch of {len(given)}", "send one prompt a request; they are batched here")
-    if not given:
-        fields.refuse(name, "is empty", "a prompt needs at least one token")
-    return fields.text("text") if name == "text" else fields.token_ids("input_ids")
 
 
 @dataclass(frozen=True, slots=True)

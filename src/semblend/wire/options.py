@@ -1,51 +1,108 @@
-"""The options that all endpoints share, read from a request's body: how to draw the answer and how to reuse."""
+"""The options that all endpoints share, as fields of a body: how to draw the answer and how to reuse."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Self
+
+from pydantic import (
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import CoreSchema, core_schema
 
 from semblend.config import QUALITY_MODES
-from semblend.wire.fields import Fields, show
+from semblend.wire.body import InOrder, Name, StrictBody, TokenId, Within, refuse, show
 from semblend.wire.sampling import LEAST_PENALTY, Sampling
 
 MOST_STOPS = 16
+LONGEST_STOP = 256
+MOST_STOP_TOKENS = 1024
 MOST_TOP_LOGPROBS = 20
 MOST_BIASES = 1024
 MOST_TOKENS = 1 << 20
 _SEEDS = 2**63 - 1
 
-# Options that this engine does not have, and the values that ask for nothing. Anything else is refused: an option
-# that is silently dropped would make an answer look like something that it is not.
-_ABSENT: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "reasoning_effort": ("none",),
-    "min_tokens": (0,),
-    "min_new_tokens": (0,),
-    "suffix": ("",),
-    "echo": (False,),
-    "chat_template": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
-    "regex": (),
-    "json_schema": (),
-    "ebnf": (),
-    "lora_path": (),
-    "image_data": (),
-    "input_embeds": (),
-    "prompt_embeds": (),
-}
+Count = Annotated[int, Within(1, MOST_TOKENS)]
+TopLogprobs = Annotated[int, Within(0, MOST_TOP_LOGPROBS)]
+StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+StopTexts = Annotated[list[StopText], Field(max_length=MOST_STOPS, fail_fast=True)]
+
+
+class Lacking:
+    """An option that this engine does not have: only values that ask for nothing are taken.
+
+    An option that is silently dropped would make an answer look like something that it is not.
+    """
+
+    def __init__(self, *neutral: Any) -> None:
+        self._neutral = neutral
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        del schema, handler
+        return {"enum": [None, *self._neutral], "description": "Not supported: only values that ask for nothing."}
+
+    def check(self, value: Any, info: ValidationInfo) -> Any:
+        if not self.asks_nothing(value):
+            raise refuse(f"is not supported (got {show(value)})", f"leave {info.field_name} out")
+        return value
+
+    def asks_nothing(self, value: Any) -> bool:
+        return value is None or any(
+            value == one and isinstance(value, bool) == isinstance(one, bool) for one in self._neutral
+        )
+
+
+class OptionsWeLack(StrictBody):
+    """Options of other servers that this engine does not have."""
+
+    tools: Annotated[Any, Lacking([])] = None
+    functions: Annotated[Any, Lacking([])] = None
+    tool_choice: Any = None
+    function_call: Any = None
+    response_format: Annotated[Any, Lacking({"type": "text"})] = None
+    modalities: Annotated[Any, Lacking(["text"])] = None
+    audio: Annotated[Any, Lacking()] = None
+    prediction: Annotated[Any, Lacking()] = None
+    web_search_options: Annotated[Any, Lacking()] = None
+    reasoning_effort: Annotated[Any, Lacking("none")] = None
+    min_tokens: Annotated[Any, Lacking(0)] = None
+    min_new_tokens: Annotated[Any, Lacking(0)] = None
+    suffix: Annotated[Any, Lacking("")] = None
+    echo: Annotated[Any, Lacking(False)] = None
+    chat_template: Annotated[Any, Lacking()] = None
+    guided_json: Annotated[Any, Lacking()] = None
+    guided_regex: Annotated[Any, Lacking()] = None
+    guided_choice: Annotated[Any, Lacking()] = None
+    guided_grammar: Annotated[Any, Lacking()] = None
+    structured_outputs: Annotated[Any, Lacking()] = None
+    regex: Annotated[Any, Lacking()] = None
+    json_schema: Annotated[Any, Lacking()] = None
+    ebnf: Annotated[Any, Lacking()] = None
+    lora_path: Annotated[Any, Lacking()] = None
+    image_data: Annotated[Any, Lacking()] = None
+    input_embeds: Annotated[Any, Lacking()] = None
+    prompt_embeds: Annotated[Any, Lacking()] = None
+
+    @model_validator(mode="after")
+    def _check_choice(self) -> Self:
+        for name in ("tool_choice", "function_call"):
+            value = getattr(self, name)
+            # without tools there is nothing to choose
+            if (self.tools is not None or self.functions is not None) and not Lacking("none", "auto").asks_nothing(
+                value
+            ):
+                raise refuse(f"is not supported (got {show(value)})", f"leave {name} out", name=name)
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,81 +114,140 @@ class ReuseOptions:
     salt: str = ""
 
 
-def parse_reuse(fields: Fields) -> ReuseOptions:
-    """From ``semblend: {"quality": ..., "reuse": ...}`` and ``cache_salt`` of the body.
+class SemblendBody(StrictBody):
+    """Our own options of a request. An unknown one is refused: a misspelt wish must not be dropped."""
 
-    >>> parse_reuse(Fields({"semblend": {"quality": "fast"}})).quality
-    'fast'
-    """
-    salt = fields.text("cache_salt", longest=256)
-    ours = fields.child("semblend")
-    if ours is None:
-        return ReuseOptions(salt=salt)
-    quality = ours.text("quality") or None
-    if quality is not None and quality not in QUALITY_MODES:
-        ours.refuse("quality", f"is {show(quality)}", "one of " + ", ".join(QUALITY_MODES))
-    return ReuseOptions(quality=quality, reuse=ours.flag("reuse", True), salt=salt)
+    model_config = ConfigDict(extra="forbid")
+
+    quality: str | None = Field(default=None, json_schema_extra={"enum": [*QUALITY_MODES, "", None]})
+    reuse: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, given: Any) -> Any:
+        """One error, however many there are: extra="forbid" alone would make one for each."""
+        known = tuple(cls.model_fields)
+        unknown = next((name for name in given if name not in known), None) if isinstance(given, dict) else None
+        if unknown is not None:
+            raise refuse("is unknown", "known are " + ", ".join(known), name=unknown[:60])
+        return given
+
+    @field_validator("quality")
+    @classmethod
+    def _check_quality(cls, quality: str | None) -> str | None:
+        if quality and quality not in QUALITY_MODES:
+            raise refuse(f"is {show(quality)}", "one of " + ", ".join(QUALITY_MODES))
+        return quality or None
 
 
-def refuse_absent_options(fields: Fields) -> None:
-    """400 for what this engine cannot do, unless the value asks for nothing."""
-    for name, neutral in _ABSENT.items():
-        value = fields.raw(name)
-        if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
-            continue
-        if name in ("tool_choice", "function_call") and not fields.has("tools") and not fields.has("functions"):
-            continue  # without tools there is nothing to choose
-        fields.refuse(name, f"is not supported (got {show(value)})", f"leave {name} out")
+class EndpointBody(OptionsWeLack):
+    """What every endpoint takes."""
+
+    stream: bool | None = None
+    semblend: SemblendBody | None = None
+    cache_salt: Name | None = None
+    user: Name | None = None
+
+    @property
+    def reuse(self) -> ReuseOptions:
+        ours = self.semblend or SemblendBody()
+        return ReuseOptions(quality=ours.quality, reuse=ours.reuse is not False, salt=self.cache_salt or "")
 
 
-def parse_sampling(fields: Fields, *, max_tokens: int | None, logprobs: int | None, most_n: int) -> Sampling:
-    """The sampling fields that chat and completions name alike."""
-    n = fields.integer("n", 1, 1, most_n) or 1
-    best_of = fields.integer("best_of", n, 1, most_n)
-    if best_of != n:
-        fields.refuse("best_of", f"is {best_of} while n is {n}", "leave best_of out")
-    top_k = fields.integer("top_k", 0, -1, MOST_TOKENS) or 0
-    return Sampling(
-        max_tokens=max_tokens,
-        temperature=fields.number("temperature", 1.0, 0.0, 2.0),
-        top_p=_top_p(fields),
-        top_k=max(top_k, 0),
-        min_p=fields.number("min_p", 0.0, 0.0, 1.0),
-        repetition_penalty=fields.number("repetition_penalty", 1.0, LEAST_PENALTY, 2.0),
-        frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
-        presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
-        logit_bias=_biases(fields),
-        seed=fields.integer("seed", None, -_SEEDS - 1, _SEEDS),
-        stop=fields.texts("stop", MOST_STOPS),
-        stop_token_ids=fields.token_ids("stop_token_ids"),
-        ignore_eos=fields.flag("ignore_eos"),
-        n=n,
-        logprobs=logprobs,
+class SamplingBody(OptionsWeLack):
+    """The sampling fields that all endpoints name alike; the context of the validation holds ``most_n``."""
+
+    n: int | None = Field(default=None, json_schema_extra={"minimum": 1})
+    best_of: int | None = Field(default=None, json_schema_extra={"minimum": 1})
+    temperature: Annotated[float, Within(0, 2)] | None = None
+    top_p: Annotated[float, Within(0, 1)] | None = Field(default=None, json_schema_extra={"exclusiveMinimum": 0})
+    top_k: Annotated[int, Within(-1, MOST_TOKENS)] | None = None
+    min_p: Annotated[float, Within(0, 1)] | None = None
+    repetition_penalty: Annotated[float, Within(LEAST_PENALTY, 2)] | None = None
+    frequency_penalty: Annotated[float, Within(-2, 2)] | None = None
+    presence_penalty: Annotated[float, Within(-2, 2)] | None = None
+    logit_bias: dict[str, Annotated[float, Within(-100, 100)]] | None = Field(
+        default=None, max_length=MOST_BIASES, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,10}$"}}
     )
+    seed: Annotated[int, Within(-_SEEDS - 1, _SEEDS)] | None = None
+    stop: Annotated[StopText | StopTexts, InOrder()] | None = None
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=MOST_STOP_TOKENS, fail_fast=True)
+    ignore_eos: bool | None = None
+
+    @field_validator("n", "best_of")
+    @classmethod
+    def _check_n(cls, n: int | None, info: ValidationInfo) -> int | None:
+        most: int = info.context["most_n"] if info.context else 1
+        if n is not None and not 1 <= n <= most:
+            raise refuse(f"is {show(n)}, outside [1, {most}]", "send several requests")
+        return n
+
+    @field_validator("top_p")
+    @classmethod
+    def _check_top_p(cls, top_p: float | None) -> float | None:
+        if top_p == 0:
+            problem = "is 0, which leaves no token to draw: temperature 0 takes the likeliest token"
+            raise refuse(problem, "leave it out for 1.0")
+        return top_p
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _check_biases(cls, biases: dict[str, float] | None) -> dict[str, float] | None:
+        for name in biases or ():  # isdecimal knows digits of every script; a token id has ours
+            if not (name.isascii() and name.isdecimal() and len(name) <= 10 and int(name) < 2**31):
+                raise refuse(f"names the token {show(name)}", "keys are token ids in decimal digits")
+        return biases
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> Self:
+        if self.best_of not in (None, self.n or 1):
+            problem = f"is {self.best_of} while n is {self.n or 1}"
+            raise refuse(problem, "leave best_of out", name="best_of")
+        return self
+
+    def make_sampling(self, max_tokens: int | None, logprobs: int | None) -> Sampling:
+        """How the tokens are drawn; what the body leaves out has OpenAI's defaults."""
+        biases = tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items())
+        return Sampling(
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            top_k=max(self.top_k or 0, 0),
+            logit_bias=biases,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_token_ids=frozenset(self.stop_token_ids or ()),
+            **{"temperature": 1.0} | dict(self._list_given()),
+        )
+
+    def _list_given(self) -> Iterator[tuple[str, Any]]:
+        for name in _SAME_NAMES:
+            if (value := getattr(self, name)) is not None:
+                yield name, value
 
 
-def _top_p(fields: Fields) -> float:
-    value = fields.number("top_p", 1.0, 0.0, 1.0)
-    if value == 0.0:
-        problem = "is 0, which leaves no token to draw: temperature 0 takes the likeliest token"
-        fields.refuse("top_p", problem, "leave it out for 1.0")
-    return value
+_SAME_NAMES = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed",
+    "ignore_eos", "n",
+)  # fmt: skip
 
 
-def _biases(fields: Fields) -> tuple[tuple[int, float], ...]:
-    """``{"token id": bias}``; JSON has only strings as keys."""
-    given = fields.raw("logit_bias")
-    if given is None:
-        return ()
-    if not isinstance(given, dict):
-        fields.refuse("logit_bias", f"is {show(given)}, not an object", 'send {"token id": bias}')
-    if len(given) > MOST_BIASES:
-        fields.refuse("logit_bias", f"has {len(given)} entries, more than {MOST_BIASES}", "send fewer")
-    biases = Fields(given, fields.path("logit_bias."))
-    found = []
-    for name in given:
-        # isdecimal knows digits of every script; a token id has ours
-        if not (name.isascii() and name.isdecimal() and len(name) <= 10 and int(name) < 2**31):
-            fields.refuse("logit_bias", f"names the token {show(name)}", "keys are token ids in decimal digits")
-        found.append((int(name), biases.number(name, 0.0, -100.0, 100.0)))
-    return tuple(found)
+class StreamOptions(StrictBody):
+    """OpenAI's ``stream_options``."""
+
+    include_usage: bool | None = None
+
+
+class OpenAiBody(EndpointBody, SamplingBody):
+    """What chat and completions have in common."""
+
+    model: Name | None = None
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise refuse("is set, but stream is not", "send stream: true, or leave it out", name="stream_options")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)

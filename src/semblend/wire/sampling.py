@@ -45,7 +45,7 @@ class Sampling:
     logprobs: int | None = None
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
     n: int = 1
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class Sampling:
             _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS, "0 gives the chosen token's alone")
         _whole("n", self.n, 1, 1 << 31, "ask for at least one answer")
         object.__setattr__(self, "stop", _check_texts(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", frozenset(int(token) for token in self.stop_token_ids))
         self._keep_normal()
 
     def _keep_normal(self) -> None:

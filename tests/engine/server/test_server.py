@@ -28,7 +28,7 @@ from semblend.confirm.receipt import Receipt  # noqa: E402
 from semblend.engine.server.config import ServeConfig  # noqa: E402
 from semblend.engine.server.dashboard import ColdEstimate, draw_strip  # noqa: E402
 from semblend.engine.server.fake_engine import FakeEngine  # noqa: E402
-from semblend.engine.server.limits import Gate  # noqa: E402
+from semblend.engine.server.limits import MOST_BODY_BYTES, Gate  # noqa: E402
 from semblend.engine.server.routes import create_app, listen  # noqa: E402
 from semblend.engine.server.tenants import Tenants, bearer  # noqa: E402
 from semblend.errors import CapacityError, ConfigError  # noqa: E402
@@ -538,7 +538,7 @@ class RecordsEncoding(FakeEngine):
         return super().encode(text, **how)
 
 
-HUGE = "7" * (16 * 1024**2 - 4096)  # as much as fits the body
+HUGE = "7" * (MOST_BODY_BYTES - 4096)  # as much as fits the body
 TOO_LONG = [
     (CHAT, chat(HUGE), "messages"),
     (CHAT, {"messages": [{"role": "user", "content": HUGE[: len(HUGE) // 64]}] * 64}, "messages"),
@@ -576,7 +576,7 @@ def test_refusing_sixteen_megabytes_takes_milliseconds():
     from semblend.wire.completions import CompletionRequest
 
     service = Service(engine(), ServeConfig(), Gate(1, 1))
-    asked = CompletionRequest.parse({"prompt": HUGE}, most_n=1)
+    asked = CompletionRequest.parse(json.dumps({"prompt": 2 * HUGE}), most_n=1)
     started = time.perf_counter()
     with pytest.raises(ApiError, match="characters"):
         service.check_length(asked)
@@ -898,6 +898,144 @@ def test_a_body_that_is_too_large_is_413_even_when_it_hides_its_length():
         async with client(engine(), max_body_bytes=1000) as http:
             assert (await http.post(CHAT, json=chat("x" * 2000))).status_code == 413
             assert (await http.post(CHAT, content=drip())).status_code == 413
+
+    run(test)
+
+
+def test_sixteen_megabytes_are_refused_by_their_length_before_a_byte_is_read():
+    async def test():
+        read = 0
+
+        async def drip() -> AsyncIterator[bytes]:
+            nonlocal read
+            while True:
+                read += 1
+                yield b" " * 65_536
+
+        async with client(engine()) as http:
+            for length in (16 * 1024**2, "9" * 5000):
+                answer = await http.post(CHAT, content=drip(), headers={"content-length": str(length)})
+                assert answer.status_code == 413
+                assert answer.json()["error"]["code"] == "body_too_large"
+                assert read == 0
+            assert (await http.post(CHAT, content=drip())).status_code == 413  # no length: read up to the limit
+            assert read == MOST_BODY_BYTES // 65_536 + 1
+
+    run(test)
+
+
+def test_the_default_limit_of_a_body_follows_from_the_context():
+    from semblend.engine.server.limits import ESCAPED_BYTES, ROOM_BESIDE_TEXT
+    from semblend.engine.server.service import Service
+
+    def limit(context: int, **limits: Any) -> int:
+        return Service(engine(max_context=context), ServeConfig(**limits), Gate(1, 1)).body_limit
+
+    chars = engine().longest_token_chars
+    assert limit(8192, max_list_chars=1) == ROOM_BESIDE_TEXT + ESCAPED_BYTES * 8192 * chars
+    assert limit(8192, max_list_chars=600_000) == ROOM_BESIDE_TEXT + ESCAPED_BYTES * 600_000
+    assert limit(10**7) == MOST_BODY_BYTES
+    assert limit(10**7, max_body_bytes=5 * 10**7) == 5 * 10**7
+
+
+@pytest.mark.parametrize("depth", [65, 199, 200, 201, *range(950, 965), 5000, 100_000])
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_json_of_any_depth_in_any_field_is_refused_in_our_words(opening, depth):
+    async def test():
+        nested = opening * depth + "1" + ("]" if opening == "[" else "}") * depth
+        async with client(SHARED) as http:
+            for sent in (
+                nested,
+                f'{{"prompt": {nested}}}',
+                f'{{"prompt": "x", "tools": {nested}}}',
+                f'{{"x": {nested}}}',
+            ):
+                answer = await http.post("/v1/completions", content=sent.encode())
+                assert answer.status_code == 400, answer.text
+                assert "nested more than 64 deep" in answer.json()["error"]["message"]
+
+    run(test)
+
+
+LONG = "9" * 4301
+ODD_REQUESTS = [
+    ("/api/live?after=" + LONG, 200),
+    ("/api/live?after=" + "0" * 5000, 200),
+    ("/api/live?after=-1", 400),
+    ("/api/live?after=%D9%A4", 400),  # a digit of another script
+    ("/api/live?after=1e3", 400),
+    ("/api/live?after=", 400),
+    ("/api/live?after=%00", 400),
+    ("/api/live?after=1&after=x", 400),
+    ("/api/live?" + "&" * 20_000, 200),
+    ("/api/live?" + "a=1&" * 10_000, 200),
+    ("/api/live?after=%ED%A0%80", 400),  # half a surrogate pair
+    ("/api/requests/%00", 404),
+    ("/api/requests/%ED%A0%80", 404),
+    ("/api/requests/" + "a" * 20_000, 404),
+    ("/api/requests/..%2F..%2Fetc", 404),
+    ("/v1/models/%00%ED%A0%80", 404),
+    ("/v1/models/" + "%F0%9F%98%80" * 5000, 404),
+    ("/v1/models/", 404),
+    ("/%ED%A0%80", 404),
+    ("/%00" * 100, 404),
+]
+
+
+@pytest.mark.parametrize(("path", "status"), ODD_REQUESTS, ids=lambda value: str(value)[:40])
+def test_odd_paths_and_queries_are_answered_or_refused_and_never_fail(path, status):
+    async def test():
+        async with client(SHARED) as http:
+            answer = await http.get(path)
+            assert answer.status_code == status, answer.text
+            assert status == 200 or answer.json()["error"]["message"]
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"content-length": LONG},
+        {"content-length": "-1"},
+        {"content-length": "\u00b2"},
+        {"content-encoding": "\u00ff" * 5000},
+        {"content-type": "x" * 5000},
+        {"host": "\u00e9" * 5000},
+        {"host": "[::1"},
+        {"origin": "http://[::1"},
+        {"origin": "\u00e9" * 5000},
+        {"authorization": "Bearer " + "\u00ff" * 9000},
+        {"x-api-key": ""},
+        {"x-tenant-id": "\u00ff" * 5000},
+        {"x-request-id": "x" * 9000},
+    ],
+    ids=lambda headers: str(headers)[:40],
+)
+def test_odd_headers_are_answered_or_refused_and_never_fail(headers):
+    async def test():
+        for ring in (Tenants(), RING):
+            async with client(SHARED, tenants=ring, address="10.1.2.3", local_only=True) as http:
+                raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+                answer = await http.post(CHAT, content=b'{"messages": [{"role": "user", "content": "x"}]}', headers=raw)
+                assert 200 <= answer.status_code < 500
+                assert answer.status_code == 200 or answer.json()["error"]["message"]
+
+    run(test)
+
+
+def test_token_ids_beyond_the_context_are_refused_before_they_take_a_place():
+    async def test():
+        fake = engine(max_context=64)
+        async with client(fake, max_running=1, max_waiting=0) as http:
+            for path, body, param in (
+                ("/v1/completions", {"prompt": [1] * 64}, "prompt"),
+                ("/v1/completions", {"prompt": [[1], [1] * 64]}, "prompt"),
+                ("/generate", {"input_ids": [1] * 64}, "input_ids"),
+            ):
+                error = (await http.post(path, json=body)).json()["error"]
+                assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+            assert (await http.get("/api/live")).json()["requests"] == []
 
     run(test)
 

@@ -19,16 +19,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from semblend.engine.server.call import Call, CallGroup
-from semblend.engine.server.config import ServeConfig
+from semblend.engine.server.limits import read_digits
 from semblend.engine.server.service import ParsedBody, Service
 from semblend.wire.answer import Chunk
+from semblend.wire.body import SMALL_BODY_BYTES
 from semblend.wire.chat import ChatRequest
 from semblend.wire.completions import CompletionRequest
 from semblend.wire.errors import ApiError
 from semblend.wire.generate import GenerateRequest
+from semblend.wire.json_limits import JsonMeter
 
 CLIENT_LEFT = 499
 LAST_WORDS_S = 5.0
+METERED_BYTES = 64 * 1024
+"""A body is measured in pieces of this size, at most some ms each; others have their turn in between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ ENDPOINTS = (
 async def answer(service: Service, request: Request, endpoint: Endpoint) -> Response:
     """The whole answer, or a stream of it. Raises `ApiError` for what ends before the first token."""
     identity = service.identify(request)
-    asked = endpoint.parse(await read_json(request, service.config), most_n=service.config.max_n)
+    asked = await parse_body(await read_body(request, service), endpoint, service.config.max_n)
     service.check_model(asked.model)
     service.check_length(asked)
     service.check_token_ids(asked)
@@ -132,39 +136,39 @@ def _event_message(events: Sequence[Any]) -> Message:
     return {"type": "http.response.body", "body": text.encode(), "more_body": True}
 
 
-async def read_json(request: Request, config: ServeConfig) -> Any:
-    """The body as JSON, read no further and no longer than the configuration allows."""
+async def read_body(request: Request, service: Service) -> bytearray:
+    """The body, read no further and no longer than the configuration allows, and measured while it comes."""
     try:
-        async with asyncio.timeout(config.body_timeout_s):
-            body = await _read(request, config.max_body_bytes)
+        async with asyncio.timeout(service.config.body_timeout_s):
+            return await _read(request, service.body_limit, JsonMeter(service.json_limits))
     except TimeoutError:
         raise ApiError(408, "the body did not come in time", hint="send it in one go", code="timeout") from None
-    try:
-        return json.loads(body, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
-        raise ApiError(400, f"the body is not JSON: {reason}", hint="send a JSON object in UTF-8") from None
 
 
-async def _read(request: Request, limit: int) -> bytearray:
+async def _read(request: Request, limit: int, meter: JsonMeter) -> bytearray:
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise ApiError(415, f"the body is encoded as {encoding[:40]!r}", hint="send it as it is")
     too_large = ApiError(413, f"the body is larger than {limit} bytes", hint="send less", code="body_too_large")
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
+    if (read_digits(request.headers.get("content-length", "")) or 0) > limit:
         raise too_large
     body = bytearray()
     async for part in request.stream():
-        body += part
-        if len(body) > limit:
+        if len(body) + len(part) > limit:
             raise too_large
+        for start in range(0, len(part), METERED_BYTES):
+            meter.feed(part[start : start + METERED_BYTES])
+            await asyncio.sleep(0)
+        body += part
     return body
+
+
+async def parse_body(body: bytearray, endpoint: Endpoint, most_n: int) -> ParsedBody:
+    """The request in a body. A long one is parsed in a thread: its text and ids take milliseconds to check."""
+    if len(body) <= SMALL_BODY_BYTES:
+        return endpoint.parse(body, most_n=most_n)
+    return await asyncio.to_thread(endpoint.parse, body, most_n=most_n)
 
 
 def error_response(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")

@@ -31,9 +31,10 @@ class ServeConfig:
     be asked for in one request.
 
     *Limits.* ``default_output_tokens`` bounds a chat answer whose request names no limit. ``max_list_chars`` bounds the
-    characters of a list of prompts together; one prompt is bounded by the context (see `refuse_long_texts`), and a list
-    may always be as long as one prompt. ``max_tokenizing_chars`` bounds the characters that wait for the tokenizer; a
-    tenant with more than its share of them is refused with 429.
+    characters of a list of prompts together, ``max_list_tokens`` their token ids; one prompt is bounded by the context
+    (see `refuse_long_texts`), and a list may always be as long as one prompt. ``max_body_bytes`` None: as much as such
+    texts can take (see `compute_body_limit`). ``max_tokenizing_chars`` bounds the characters that wait for the
+    tokenizer; a tenant with more than its share of them is refused with 429.
 
     *Connections.* A client has ``header_timeout_s`` to send its headers and ``idle_timeout_s`` between two requests;
     every ``write_timeout_s`` it is checked that it reads its answer. At most ``max_connections`` are open, fewer where
@@ -67,9 +68,10 @@ class ServeConfig:
     retry_after_s: int = 1
 
     default_output_tokens: int = 512
-    max_body_bytes: int = 16 * MIB
+    max_body_bytes: int | None = None
     max_list_chars: int = 2 * MIB
     max_tokenizing_chars: int = 8 * MIB
+    max_list_tokens: int = 128 * 1024
     request_timeout_s: float = 600.0
     body_timeout_s: float = 30.0
 

@@ -16,6 +16,12 @@ from semblend.wire.errors import ApiError
 
 MOST_TENANTS = 1000
 """Refusals are counted for so many tenants."""
+ESCAPED_BYTES = 6
+"""A character of text takes this much JSON at most (``\\u00e9``); those beyond the BMP, which take 12, are never alone
+in the longest token."""
+ROOM_BESIDE_TEXT = 64 * 1024
+MOST_BODY_BYTES = 4 * 1024**2
+"""However long the context: parsing so much takes up to 25 ms (ARM Neoverse-N1), in which nobody else is served."""
 
 
 def refuse_long_texts(lengths: Sequence[int], context_chars: int, list_chars: int, param: str) -> None:
@@ -36,6 +42,26 @@ def refuse_long_texts(lengths: Sequence[int], context_chars: int, list_chars: in
     else:
         return
     raise ApiError(400, f"{param} {problem}", hint=hint, param=param, code="context_length_exceeded")
+
+
+def compute_body_limit(context_chars: int, list_chars: int, most_bytes: int = MOST_BODY_BYTES) -> int:
+    """Most bytes of a body that can be valid: its text, each character escaped, and room for all else.
+
+    >>> compute_body_limit(8192 * 81, 0), compute_body_limit(10**9, 0)
+    (4046848, 4194304)
+    """
+    return min(ROOM_BESIDE_TEXT + ESCAPED_BYTES * max(context_chars, list_chars), most_bytes)
+
+
+def read_digits(text: str, longest: int = 18) -> int | None:
+    """A number in decimal digits, or None. Longer ones are not turned: that takes time, and Python refuses 4,301.
+
+    >>> read_digits("42"), read_digits("-1"), read_digits("9" * 5000), read_digits("٤")
+    (42, None, 999999999999999999, None)
+    """
+    if not (text.isascii() and text.isdecimal()):
+        return None
+    return int(text) if len(text) <= longest else 10**longest - 1
 
 
 def refuse_foreign_page(host: str, origin: str | None, config: ServeConfig) -> None:

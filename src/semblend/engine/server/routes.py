@@ -38,7 +38,7 @@ from semblend.engine.server.dashboard import LiveBoard
 from semblend.engine.server.edge.drain import Drain, DrainRequests
 from semblend.engine.server.edge.listener import listen, serve
 from semblend.engine.server.exposition import CONTENT_TYPE, write_metrics, write_tenant_metrics
-from semblend.engine.server.limits import Gate
+from semblend.engine.server.limits import Gate, read_digits
 from semblend.engine.server.service import TENANT, Service
 from semblend.engine.server.serving import ServingEngine
 from semblend.engine.server.tenants import Identity
@@ -124,6 +124,8 @@ class Routes:
     async def model(self, request: Request) -> Response:
         self.service.identify(request)
         name = request.path_params["name"]
+        if not name:  # in a body it means "whichever you serve"; here it names nothing
+            raise ApiError(404, "the path names no model", hint="GET /v1/models lists them", code="model_not_found")
         self.service.check_model(name)
         return JSONResponse(self._describe_model(name))
 
@@ -150,12 +152,13 @@ class Routes:
 
     async def live(self, request: Request) -> Response:
         identity = self.service.identify(request)
-        after = request.query_params.get("after", "0")
-        if not after.isdecimal():
-            raise ApiError(400, f"after is {after[:40]!r}, not a number", hint="pass the last sequence", param="after")
+        given = request.query_params.get("after", "0")
+        after = read_digits(given)
+        if after is None:
+            raise ApiError(400, f"after is {given[:40]!r}, not a number", hint="pass the last sequence", param="after")
         gate, (donors, donor_tokens) = self.service.gate, self._count_donors(identity)
         places = gate if identity.admin else gate.count(identity.tenant)
-        body = self.service.board.news(identity, int(after))
+        body = self.service.board.news(identity, after)
         body |= {
             "model": self.service.engine.model,
             "admin": identity.admin,

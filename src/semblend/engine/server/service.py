@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from semblend.engine.server.config import ServeConfig
 from semblend.engine.server.dashboard import LiveBoard
-from semblend.engine.server.limits import Gate, refuse_foreign_page, refuse_long_texts
+from semblend.engine.server.limits import Gate, compute_body_limit, refuse_foreign_page, refuse_long_texts
 from semblend.engine.server.serving import ServingEngine
 from semblend.engine.server.tenants import Identity, bearer
 from semblend.engine.server.tokenizing import TokenizerPool
@@ -16,6 +16,7 @@ from semblend.wire.chat import ChatRequest
 from semblend.wire.completions import CompletionRequest
 from semblend.wire.errors import ApiError
 from semblend.wire.generate import GenerateRequest
+from semblend.wire.json_limits import MOST_CONTAINERS, JsonLimits
 
 TENANT = "semblend.tenant"
 """Where a request's scope says whose it is, once that is known."""
@@ -35,6 +36,21 @@ class Service:
     def __post_init__(self) -> None:
         self.tokenizing = TokenizerPool(self.config.max_tokenizing_chars, retry_after_s=self.config.retry_after_s)
 
+    @property
+    def body_limit(self) -> int:
+        """Most bytes of a body."""
+        limit = self.config.max_body_bytes
+        return compute_body_limit(self._context_chars, self.config.max_list_chars) if limit is None else limit
+
+    @property
+    def json_limits(self) -> JsonLimits:
+        """Most values of a body: the token ids that one request may hold, and what stands beside them."""
+        return JsonLimits(values=max(self.engine.max_context, self.config.max_list_tokens) + MOST_CONTAINERS)
+
+    @property
+    def _context_chars(self) -> int:
+        return self.engine.max_context * self.engine.longest_token_chars
+
     def identify(self, request: Request) -> Identity:
         headers = request.headers
         refuse_foreign_page(headers.get("host", ""), headers.get("origin"), self.config)
@@ -48,8 +64,8 @@ class Service:
 
     def check_length(self, asked: ParsedBody) -> None:
         """Refuse text that is too long for the context, before it takes a place in line or reaches the tokenizer."""
-        context_chars = self.engine.max_context * self.engine.longest_token_chars
-        refuse_long_texts(self.count_chars(asked), context_chars, self.config.max_list_chars, self.name_text(asked))
+        refuse_long_texts(self.count_chars(asked), self._context_chars, self.config.max_list_chars, self.name_text(asked))
+        self._check_id_counts(asked)
 
     def count_chars(self, asked: ParsedBody) -> list[int]:
         """The characters of each text in a request; messages are one text."""
@@ -61,6 +77,18 @@ class Service:
     def name_text(self, asked: ParsedBody) -> str:
         """The field that holds a request's text."""
         return {ChatRequest: "messages", CompletionRequest: "prompt"}.get(type(asked), "text")
+
+    def _check_id_counts(self, asked: ParsedBody) -> None:
+        prompts = asked.prompts if isinstance(asked, CompletionRequest) else (getattr(asked, "prompt", ""),)
+        longest = max((len(prompt) for prompt in prompts if not isinstance(prompt, str)), default=0)
+        if longest >= self.engine.max_context:
+            raise ApiError(
+                400,
+                f"{longest} tokens of prompt are more than the context of {self.engine.max_context}",
+                hint="send a shorter prompt",
+                param="prompt" if isinstance(asked, CompletionRequest) else "input_ids",
+                code="context_length_exceeded",
+            )
 
     def check_token_ids(self, asked: ParsedBody) -> None:
         """Refuse token ids outside the vocabulary, before any prompt of the request takes a place in line."""

@@ -64,7 +64,8 @@ class Service:
 
     def check_length(self, asked: ParsedBody) -> None:
         """Refuse text that is too long for the context, before it takes a place in line or reaches the tokenizer."""
-        refuse_long_texts(self.count_chars(asked), self._context_chars, self.config.max_list_chars, self.name_text(asked))
+        lengths, list_chars = self.count_chars(asked), self.config.max_list_chars
+        refuse_long_texts(lengths, self._context_chars, list_chars, self.name_text(asked))
         self._check_id_counts(asked)
 
     def count_chars(self, asked: ParsedBody) -> list[int]:

@@ -87,7 +87,7 @@ def test_a_file_that_is_not_what_it_should_be_is_refused_without_showing_a_key(t
 
 @pytest.mark.parametrize("path", ["missing.toml", "."])
 def test_a_file_that_is_not_there_is_told_with_its_name(tmp_path, path):
-    with pytest.raises(ConfigError, match=r"keys-file|not a file"):
+    with pytest.raises(ConfigError, match="cannot read"):
         read_keys_file(tmp_path / path)
 
 

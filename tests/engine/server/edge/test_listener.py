@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import json
 import logging
 import resource
 import socket
@@ -101,6 +103,15 @@ def test_a_connection_serves_one_request_after_another_and_is_closed_when_it_idl
             wire.sendall(HEALTH)
             assert b"200 OK" in read_answer(wire)
         assert read_to_end(wire) == b""
+
+
+def test_small_writes_leave_at_once(quick):
+    with quick.connect() as wire:
+        wire.sendall(HEALTH)
+        read_answer(wire)
+        (connection,) = quick.server.connections.list_all()
+        sock = connection.transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_request_that_is_computed_longer_than_the_other_deadlines_is_answered():
@@ -343,6 +354,30 @@ def test_a_body_that_breaks_off_into_nonsense_is_refused_and_its_request_ends(ca
             wait_until(lambda: len(server.server.connections) == 0)
             wait_until(lambda: server.app.state.drain.running == 0)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("key", ["sk-acme", "unknown"])
+def test_a_body_in_tiny_chunks_is_refused_before_it_costs_anything(key):
+    tenants = Tenants({"sk-acme": "acme"})
+    with run_server(engine(), tenants=tenants) as server, server.connect() as wire:
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nTransfer-Encoding: chunked\r\n\r\n"
+        wire.sendall(head.encode())
+        with contextlib.suppress(ConnectionError):
+            for _ in range(100):
+                wire.sendall(b"1\r\n \r\n" * 1000)
+        wait_until(lambda: len(server.server.connections) == 0)
+        wait_until(lambda: server.app.state.drain.running == 0)
+
+
+def test_a_body_in_a_few_small_chunks_or_in_many_large_ones_is_read():
+    body = json.dumps(chat(user="x" * 2_000_000)).encode()
+    with run_server(engine()) as server, server.connect() as wire:
+        for size in (1 << 14, 1 << 12):
+            parts = [body[at : at + size] for at in range(0, len(body), size)]
+            parts = [body[:1], body[1:3], *([body[3:size]] if size > 3 else []), *parts[1:]]
+            wire.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+            wire.sendall(b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n")
+            assert b"200 OK" in read_answer(wire)
 
 
 def test_pipelined_requests_are_answered_in_order():

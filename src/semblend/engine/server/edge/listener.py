@@ -130,6 +130,9 @@ class Acceptor:
     async def _connect(self, accepted: socket.socket, protocol: GuardedProtocol) -> None:
         try:
             accepted.setblocking(False)
+            # asyncio sets it only where the socket's protocol number is known, which accept does not tell: small
+            # writes then wait 40 ms for the client's acknowledgement.
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await self._loop.connect_accepted_socket(lambda: protocol, accepted)
         except (OSError, asyncio.CancelledError):  # it was gone before we got to it
             accepted.close()

@@ -23,23 +23,36 @@ MAX_HEADERS = 100
 PIECE_BYTES = 1 << 10
 """Bytes handed to the parser at once while headers are read: it measures only what it could not parse yet."""
 LEAST_READ_BYTES_PER_S = 1024
+SMALL_CHUNKS = 1024
+LEAST_CHUNK_BYTES = 1024
+"""Average of a body's chunks after the first `SMALL_CHUNKS`: parsing 16 MB in chunks of a byte takes minutes."""
 
 
 class StrictConnection(h11.Connection):
     """The parser, and what it lets pass although two servers could read it differently (RFC 9112, 6.1)."""
 
     refusal: h11.RemoteProtocolError | None = None
+    _chunks = _chunk_bytes = 0
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """Return the next event; a request that must be refused raises, and ``refusal`` keeps the reason."""
         try:
             event = super().next_event()
             if isinstance(event, h11.Request):
+                self._chunks = self._chunk_bytes = 0
                 _refuse_ambiguous(event)
+            elif isinstance(event, h11.Data):
+                self._count_chunk(event)
             return event
         except h11.RemoteProtocolError as error:
             self.refusal = error
             raise
+
+    def _count_chunk(self, data: h11.Data) -> None:
+        self._chunks += data.chunk_start
+        self._chunk_bytes += len(data.data)
+        if self._chunks > SMALL_CHUNKS and self._chunk_bytes < self._chunks * LEAST_CHUNK_BYTES:
+            raise h11.RemoteProtocolError("the body comes in too many small chunks")
 
 
 def _refuse_ambiguous(request: h11.Request) -> None:
@@ -73,7 +86,7 @@ class GuardedProtocol(H11Protocol):
             self._review()
 
     def data_received(self, data: bytes) -> None:
-        while data and self._find_phase() in (Phase.HEADER, Phase.IDLE) and not self.transport.is_closing():
+        while data and self.conn.their_state is h11.IDLE and not self.transport.is_closing():
             piece, data = data[:PIECE_BYTES], data[PIECE_BYTES:]
             super().data_received(piece)
         if data and not self.transport.is_closing():
@@ -159,7 +172,10 @@ class GuardedProtocol(H11Protocol):
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer an error and close; without an answer where another one has begun."""
+        """Answer an error and close; without an answer where this request has one."""
+        if self.conn.our_state is h11.DONE:
+            self._close()
+            return
         if self.cycle is not None and not self.cycle.response_complete:
             if self.cycle.response_started:
                 self.transport.abort()

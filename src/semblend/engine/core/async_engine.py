@@ -11,8 +11,11 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import TypeVar
 
+import torch
+
 from semblend.engine.core.engine import Engine
 from semblend.engine.core.sequence import Completion
+from semblend.engine.core.threads import ThreadGovernor
 from semblend.errors import SemBlendError
 from semblend.wire.answer import Chunk
 from semblend.wire.request import Request
@@ -33,6 +36,7 @@ class AsyncEngine:
         self._closing = False
         self._ended = False
         self._lock = threading.Lock()
+        self._governor: ThreadGovernor | None = None  # made in the engine's thread: threads are set for each caller
         self._calls: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._loop, name="semblend-engine", daemon=True)
 
@@ -111,6 +115,8 @@ class AsyncEngine:
                 self.cancel(request_id)
 
     def _loop(self) -> None:
+        if self.engine.pool.device.type == "cpu":
+            self._governor = ThreadGovernor(torch.get_num_threads())
         while not self._closing:
             self._wake.wait()
             self._wake.clear()
@@ -118,6 +124,8 @@ class AsyncEngine:
             while self.engine.has_work and not self._closing:
                 self._step()
                 self._run_calls()
+                if self._governor is not None:
+                    self._governor.look()
         self.engine.close()
         with self._lock:
             self._ended = True

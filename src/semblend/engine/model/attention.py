@@ -6,7 +6,7 @@ in float32, which the tests hold it to.
 | rows of the segment        | CPU                               | CUDA                                   |
 |----------------------------|-----------------------------------|----------------------------------------|
 | all from position 0        | causal SDPA                       | causal SDPA                            |
-| an unbroken later stretch  | tiles of rows                     | SDPA, causal from the lower right      |
+| an unbroken later stretch  | SDPA twice, joined (watched: tiles) | SDPA, causal from the lower right    |
 | one row (decode)           | SDPA without a mask               | the same; of many: in padded batches   |
 | scattered                  | tiles of rows                     | the Triton kernel, else as on the CPU  |
 
@@ -114,10 +114,12 @@ def _attend_segment(
         positions, context = rows.positions[segment.start : segment.end], segment.context[: segment.reach]
         return kernel(q, positions, context, pool.k[layer], pool.v[layer], q.shape[2] ** -0.5)
     k, v = _context_kv(layer, segment, pool)
-    if _goes_in_tiles(q, segment):
-        return _in_tiles(q, k, v, rows, at, on_weights)
     if len(segment) == 1:
         return _one_row(q, k, v)
+    if segment.unbroken and segment.first > 0 and on_weights is None and q.device.type == "cpu":
+        return _attend_later_stretch(q, k, v, segment.first)
+    if _goes_in_tiles(q, segment):
+        return _in_tiles(q, k, v, rows, at, on_weights)
     if segment.unbroken and segment.first == 0:
         return _sdpa(q, k, v, is_causal=True)
     if segment.unbroken and q.is_cuda:
@@ -160,6 +162,34 @@ def _one_row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     folded = q.view(1, kv_heads, -1, d)
     seen = scaled_dot_product_attention(folded, k.transpose(0, 1)[None], v.transpose(0, 1)[None])
     return seen.reshape(q.shape)
+
+
+def _attend_later_stretch(q: Tensor, k: Tensor, v: Tensor, first: int) -> Tensor:
+    """Rows from position ``first`` on: over all keys before them without a mask, over their own causally, then joined.
+
+    Two softmaxes become one by the logarithms of their sums. In chunks of 512 a prompt of 4,096 tokens takes as long as
+    at once; in tiles it took 13 % longer (two Neoverse-N1 cores).
+    """
+    before, before_sum = _flash(q, k[:first], v[:first], is_causal=False)
+    own, own_sum = _flash(q, k[first:], v[first:], is_causal=True)
+    share = torch.sigmoid(before_sum - own_sum)[..., None]
+    joined = torch.lerp(own.float(), before.float(), share).to(q.dtype)
+    return joined.permute(2, 0, 1, 3).reshape(q.shape)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """SDPA on a CPU with the logarithm of each row's sum: ``[kv_heads, group, n, d]`` and ``[kv_heads, group, n]``."""
+    n, heads, d = q.shape
+    kv_heads = k.shape[1]
+    shared = (kv_heads, heads // kv_heads, k.shape[0], d)
+    found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q.view(n, kv_heads, -1, d).permute(1, 2, 0, 3),
+        k.transpose(0, 1)[:, None].expand(shared),
+        v.transpose(0, 1)[:, None].expand(shared),
+        0.0,
+        is_causal,
+    )
+    return found
 
 
 def _lower_right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from semblend.discover.journal import set_aside
 from semblend.engine.core.assemble import assemble
 from semblend.engine.core.engine import Engine
 from semblend.engine.core.stops import Detokenizer
+from semblend.engine.core.threads import prepare_cpu
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.tokenizer import ModelTokenizer
 from semblend.engine.server.config import ServeConfig
@@ -86,8 +87,7 @@ class Launch:
     def load(self) -> tuple[DecoderModel, ModelTokenizer]:
         """The model and its tokenizer."""
         path = self.path
-        if self.config.threads:
-            torch.set_num_threads(self.config.threads)
+        prepare_cpu(self.config.threads)
         dtype = getattr(torch, self.config.dtype) if self.config.dtype else None
         return DecoderModel.load(path, self.chosen_device, dtype), ModelTokenizer.load(path)
 

@@ -247,7 +247,61 @@ class LlamaArm:
         return {"text": self._complete(tokens, steps, cached=False)["choices"][0]["text"]}
 
 
-ARMS: dict[str, Callable[[Answer], Any]] = {"ours": OurArm, "transformers": TransformersArm, "llama.cpp": LlamaArm}
+class ServedArm:
+    """`semblend serve` as it comes, reuse switched on, asked over HTTP by a client in this process."""
+
+    def __init__(self, asked: Answer) -> None:
+        import subprocess
+
+        run = "import sys; from semblend.cli.main import main; sys.exit(main())"
+        words = ["serve", "--model", asked["model"], "--dtype", asked["dtype"], "--port", "0"]
+        words += ["--threads", str(asked["threads"]), "--pool-tokens", str(asked["room"])]
+        self.process = subprocess.Popen([sys.executable, "-c", run, *words], stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().strip().removeprefix("http://")
+
+    def prefill(self, tokens: list[int]) -> Answer:
+        return self._stream(tokens, 1)[0].of(len(tokens))
+
+    def decode(self, tokens: list[int], steps: int) -> Answer:
+        watch, times = self._stream(tokens, steps + 1)
+        return watch.of(steps, times[-1] - times[0])
+
+    def answer(self, tokens: list[int], steps: int) -> Answer:
+        self._stream(tokens, steps)
+        return {"answer": None}
+
+    def _stream(self, tokens: list[int], steps: int) -> tuple[Watch, list[float]]:
+        """When each piece of the answer came; the CPU time is the server's."""
+        import http.client
+
+        wanted = {"prompt": tokens, "max_tokens": steps, "temperature": 0, "stream": True, "ignore_eos": True}
+        line = http.client.HTTPConnection(self.address)
+        times: list[float] = []
+        before = self._read_cpu_s()
+        with Watch() as watch:
+            line.request("POST", "/v1/completions", json.dumps(wanted), {"Content-Type": "application/json"})
+            answer = line.getresponse()
+            if answer.status != 200:
+                raise RuntimeError(answer.read().decode())
+            has_text = (b'"choices": [{' in event or b'"choices":[{' in event for event in answer)
+            times.extend(time.perf_counter() for found in has_text if found)
+        line.close()
+        watch.cpu = self._read_cpu_s() - before
+        return watch, times
+
+    def _read_cpu_s(self) -> float:
+        with open(f"/proc/{self.process.pid}/stat", encoding="ascii") as stat:
+            words = stat.read().rpartition(")")[2].split()
+        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+ARMS: dict[str, Callable[[Answer], Any]] = {
+    "ours": OurArm,
+    "served": ServedArm,
+    "transformers": TransformersArm,
+    "llama.cpp": LlamaArm,
+}
 
 
 def main() -> None:
@@ -256,10 +310,12 @@ def main() -> None:
     os.dup2(2, 1)
     arm = ARMS[asked["arm"]](asked)
     print(json.dumps({"ready": True}), file=out, flush=True)
-    for line in sys.stdin:
+    for line in sys.stdin:  # the end of it ends the arm
         command = json.loads(line)
         found = getattr(arm, command.pop("do"))(**command)
         print(json.dumps(found), file=out, flush=True)
+    if isinstance(arm, ServedArm):
+        arm.process.terminate()
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ import _report  # first: it holds the numeric libraries of this process to one t
 from _report import Report, fail, progress, spread
 
 ARMS_FILE = Path(__file__).with_name("_cold_arms.py")
-OURS, FIXED, TRANSFORMERS, LLAMA, LLAMA_PACKED = (
+OURS, FIXED, SERVED, TRANSFORMERS, LLAMA, LLAMA_PACKED = (
     "ours",
     "ours, fixed threads",
     "transformers",
@@ -92,8 +92,13 @@ class Worker:
         return found
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -176,6 +181,7 @@ def start(args: argparse.Namespace, path: Path, folder: Path, stack: ExitStack) 
     asked: dict[str, tuple[str, dict[str, Any]]] = {
         OURS: (sys.executable, {"arm": "ours", "model": str(path)}),
         FIXED: (sys.executable, {"arm": "ours", "model": str(path), "adapts": False}),
+        SERVED: (sys.executable, {"arm": "served", "model": str(path)}),
         TRANSFORMERS: (sys.executable, {"arm": "transformers", "model": str(path)}),
     }
     if args.xllamacpp_python:
@@ -248,7 +254,7 @@ def measure(
             for turn in range(args.rounds):
                 first = turn % len(workers)
                 for worker in [*workers[first:], *workers[:first]]:
-                    if worker.name == FIXED and not case.busy:
+                    if (worker.name == FIXED and not case.busy) or (worker.name == SERVED and case.answers > 1):
                         continue
                     sample = take(worker, case, turn, args)
                     found.setdefault((case, worker.name), []).append(sample)

@@ -89,8 +89,8 @@ def write_proc(folder: Path, waited_s: float, idle_s: float) -> None:
         (place / "schedstat").write_text(f"123 {int(waited_s * 1e9)} 7\n", encoding="ascii")
     core = min(os.sched_getaffinity(0))
     ticks = int(idle_s * os.sysconf("SC_CLK_TCK"))
-    other = f"cpu{core + 1000} 0 0 0 999999999 0 0 0 0"  # a core that is not ours
-    text = f"cpu 9 9 9 9 9 9 9 9\ncpu{core} 1 1 1 {ticks} 0 0 0 0\n{other}\nintr 5\n"
+    other = f"cpu{core + 1000} 0 0 0 {7 * ticks} 0 0 0 0"  # a core that is not ours
+    text = f"cpu 9 9 9 {8 * ticks} 9 9 9 9\ncpu{core} 1 1 1 {ticks} 0 0 0 0\n{other}\nintr 5\n"
     (folder / "stat").write_text(text, encoding="ascii")
 
 

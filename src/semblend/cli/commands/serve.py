@@ -23,6 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m", help="a pulled model's name, a folder or a GGUF file")
     parser.add_argument("--device", default="", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--dtype", default="", choices=["", *DTYPES], help="of the weights")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="CPU threads at most (default: the cores this process may use)",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument(
         "--insecure-open", action="store_true", help="serve beyond this machine without keys: everyone is admin"
@@ -163,6 +170,7 @@ def _make_config(args: argparse.Namespace) -> ServeConfig:
         model=args.model,
         device=args.device,
         dtype=args.dtype,
+        threads=args.threads,
         thresholds=args.thresholds,
         pool_tokens=args.pool_tokens,
         donor_device_bytes=args.donor_device_bytes,

@@ -46,17 +46,15 @@ class Contexts:
     @classmethod
     def of(cls, rows: RowBatch, split: int) -> Contexts:
         parts = [segment.context[: segment.reach].numpy() for segment in rows.segments]
-        starts = np.cumsum([0, *(len(part) for part in parts)])
-        lengths, tasks = [], []
-        for segment, start in zip(rows.segments, starts, strict=False):
-            for row in range(segment.start, segment.end):
-                length = int(rows.host_positions[row]) + 1
-                lengths.append((start, length))
-                tasks += [(row, first) for first in range(0, length, split)]
+        starts = np.cumsum([0, *(len(part) for part in parts[:-1])])
+        lengths = rows.host_positions.numpy() + 1
+        splits = -(-lengths // split)
+        before = np.repeat(np.cumsum(splits) - splits, splits)
+        tasks = np.repeat(np.arange(len(lengths)), splits), (np.arange(len(before)) - before) * split
         return cls(
             parts[0] if len(parts) == 1 else np.concatenate(parts),
-            np.array(lengths, dtype=np.int64),
-            np.array(tasks, dtype=np.int64),
+            np.stack((np.repeat(starts, [len(segment) for segment in rows.segments]), lengths), axis=1),
+            np.stack(tasks, axis=1),
         )
 
 

@@ -30,13 +30,8 @@ import _report  # first: it holds the numeric libraries of this process to one t
 from _report import Report, fail, progress, spread
 
 ARMS_FILE = Path(__file__).with_name("_cold_arms.py")
-OURS, FIXED, SERVED, TRANSFORMERS, LLAMA, LLAMA_PACKED = (
-    "ours",
-    "ours, fixed threads",
-    "transformers",
-    "llama.cpp",
-    "llama.cpp Q4",
-)
+OURS, FIXED, SERVED = "ours", "ours, fixed threads", "ours over HTTP"
+TRANSFORMERS, LLAMA, LLAMA_PACKED = "transformers", "llama.cpp", "llama.cpp Q4"
 TRIES = 4
 ANSWER_TOKENS = 24
 

@@ -71,6 +71,14 @@ def test_the_number_is_set_only_when_it_changes() -> None:
     assert told == [1, 2]
 
 
+def test_a_governor_that_is_closed_gives_back_the_number_it_found() -> None:
+    told: list[int] = []
+    governor = ThreadGovernor(2, PlayedPressure(BUSY_CORE), set_threads=told.append)
+    governor.look()
+    governor.close()
+    assert told == [1, 2]
+
+
 def test_one_thread_is_never_looked_at() -> None:
     assert play(1, BUSY_CORE) == [1]  # and nothing is read: a look would cost for nothing
 

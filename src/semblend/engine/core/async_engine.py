@@ -127,6 +127,8 @@ class AsyncEngine:
                 if self._governor is not None:
                     self._governor.look()
         self.engine.close()
+        if self._governor is not None:
+            self._governor.close()
         with self._lock:
             self._ended = True
         self._run_calls()

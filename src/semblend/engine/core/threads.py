@@ -113,7 +113,13 @@ class ThreadGovernor:
             return
         seen = self._pressure.read()
         self._looked = time.monotonic()
-        wanted = self.threads if seen is None else choose_threads(self.threads, self.most, seen)
+        self._take(self.threads if seen is None else choose_threads(self.threads, self.most, seen))
+
+    def close(self) -> None:
+        """Give torch back the number it had: it is one number for the whole process."""
+        self._take(self.most)
+
+    def _take(self, wanted: int) -> None:
         if wanted != self.threads:
             self.threads = wanted
             self._set_threads(wanted)

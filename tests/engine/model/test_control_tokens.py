@@ -22,6 +22,7 @@ from semblend.engine.model.chat_template import ChatTemplate  # noqa: E402
 from semblend.engine.model.tokenizer import ModelTokenizer  # noqa: E402
 from semblend.errors import InputError  # noqa: E402
 from semblend.models import resolve  # noqa: E402
+from semblend.text.token_budget import WINDOW_CHARS, TokenBudget, TooManyTokensError  # noqa: E402
 
 CONTROL = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_response>", "</tool_response>", "<|user|>"]
 CONTROL += ["<|assistant|>", "<|system|>", "<|tool|>", "[INST]", "[/INST]", "<s>", "</s>"]
@@ -241,6 +242,48 @@ def test_more_edges_than_marks_are_refused_and_harmless_chats_go_on() -> None:
     assert loaded.encode_chat(say("the hat")) == loaded.encode("A:athe hatB:b")
     with pytest.raises(InputError, match="cannot be told"):
         loaded.encode_chat(say("B:bA:a"))
+
+
+# -- budgets -----------------------------------------------------------------------------------------------------------
+
+one_of_each = pytest.mark.parametrize("kind", KINDS)
+repetitive = st.builds(
+    lambda pieces, times: "".join(pieces) * times,
+    st.lists(
+        st.sampled_from([*PIECES, "#", "    ", "aaaa", "12345", "日本", "a" * 90, "=" * 70]), min_size=1, max_size=4
+    ),
+    st.integers(1, 60),
+)
+
+
+@one_of_each
+@settings(max_examples=40, deadline=None)
+@given(repetitive)
+def test_a_budget_never_changes_the_tokens_nor_refuses_a_text_that_fits(kind: str, text: str) -> None:
+    """In windows far smaller than the real ones, so that there are many cuts."""
+    loaded = LOADED[kind, "chatml"]
+    plain = KINDS[kind].encode(text).ids
+    assert loaded.encode(text, budget=TokenBudget(len(plain))) == loaded.encode(text) == plain
+
+    def count(part: str) -> int:
+        return len(loaded.encode(part, add_special=False))
+
+    if kind != "strips":  # there a token takes all blanks beside it, however many
+        TokenBudget(len(plain)).refuse_longer(text, count, window_chars=160)
+
+
+@one_of_each
+def test_a_text_that_cannot_fit_is_refused_after_its_first_window(kind: str) -> None:
+    loaded = LOADED[kind, "chatml"]
+    with pytest.raises(TooManyTokensError) as refused:
+        loaded.encode("a 7 " * 100_000, budget=TokenBudget(1000))
+    assert refused.value.chars <= WINDOW_CHARS
+    with pytest.raises(TooManyTokensError):
+        loaded.encode_chat(say("a 7 " * 100_000), budget=TokenBudget(1000))
+    messages = say(*["a"] * 50)
+    assert loaded.encode_chat(messages, budget=TokenBudget(5000)) == loaded.encode_chat(messages)
+    with pytest.raises(TooManyTokensError):  # by its characters: the template's own text counts, too
+        loaded.encode_chat(messages, budget=TokenBudget(1))
 
 
 # -- real text ---------------------------------------------------------------------------------------------------------

@@ -86,12 +86,18 @@ class ControlTokens:
         return False
 
     def _touches(self, text: str) -> bool:
-        for token in self._ids:
-            starts = any(text.endswith(token[:cut]) for cut in range(2, len(token)))
-            ends = any(text.startswith(token[-cut:]) for cut in range(2, len(token)))
-            if starts or ends or (len(text) > 1 and text in token):
-                return True
-        return False
+        heads, tails, longest = self._fragments
+        cuts = range(2, min(longest, len(text) + 1))
+        if any(text[-cut:] in heads or text[:cut] in tails for cut in cuts):
+            return True
+        return 1 < len(text) < longest and any(text in token for token in self._ids)
+
+    @cached_property
+    def _fragments(self) -> tuple[frozenset[str], frozenset[str], int]:
+        """How control tokens begin, how they end (two letters at least, not all), and the length of the longest."""
+        heads = frozenset(token[:cut] for token in self._ids for cut in range(2, len(token)))
+        tails = frozenset(token[-cut:] for token in self._ids for cut in range(2, len(token)))
+        return heads, tails, max(map(len, self._ids), default=0)
 
 
 def encode_text(tokenizer: Any, text: str, *, add_special: bool) -> list[int]:

@@ -126,7 +126,7 @@ class Call:
         asked, service = self.asked, self._service
         if not isinstance(asked, ChatRequest) and not isinstance(asked.prompt, str):
             return asked.prompt
-        chars = sum(service.count_chars(asked))
+        chars = sum(service.count_chars(asked)) + service.count_template_chars(asked)
         try:
             return await self.run_unless_gone(service.tokenizing.run(self._identity.tenant, chars, self._encode))
         except TooManyTokensError as error:

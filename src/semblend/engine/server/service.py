@@ -20,6 +20,7 @@ from semblend.wire.json_limits import MOST_CONTAINERS, JsonLimits
 
 TENANT = "semblend.tenant"
 """Where a request's scope says whose it is, once that is known."""
+TEMPLATE_CHARS = 32  # <|im_start|>user and <|im_end|>, about
 ParsedBody = ChatRequest | CompletionRequest | GenerateRequest
 
 
@@ -74,6 +75,10 @@ class Service:
             return [sum(len(message["content"]) for message in asked.messages)]
         prompts = asked.prompts if isinstance(asked, CompletionRequest) else (asked.prompt,)
         return [len(prompt) for prompt in prompts if isinstance(prompt, str)]
+
+    def count_template_chars(self, asked: ParsedBody) -> int:
+        """About how many characters a chat template adds: a thousand empty messages are work, too."""
+        return TEMPLATE_CHARS * len(asked.messages) if isinstance(asked, ChatRequest) else 0
 
     def name_text(self, asked: ParsedBody) -> str:
         """The field that holds a request's text."""

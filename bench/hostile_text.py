@@ -25,6 +25,8 @@ from _report import REPO, Report, progress
 FILES = 1024
 FITS = 660_000  # SmolLM2: 8,192 tokens of 81 characters are 663,552
 LEFT_AFTER_S = 0.1
+QUICK = ["digits", "hashes, then digits", "control tokens"]
+CHATS = ("digits", "ordinary words", "control tokens")
 
 
 def make_texts() -> dict[str, str]:
@@ -107,23 +109,25 @@ COLUMNS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("texts", nargs="*", metavar="text", help="some of the texts; default all")
     parser.add_argument("--before", type=Path, default=None, help="another checkout, to be attacked in the same run")
     parser.add_argument("--model", default="smollm2-135m")
     _report.add_common_arguments(parser, "hostile_text")
     args = parser.parse_args()
     report = Report("hostile_text", args)
     texts = make_texts()
-    if args.quick:
-        texts = {name: texts[name] for name in ("digits", "hashes, then digits", "control tokens")}
+    chosen = args.texts or (QUICK if args.quick else list(texts))
+    if unknown := set(chosen) - set(texts):
+        parser.error(f"unknown text {min(unknown)!r} (hint: one of {', '.join(texts)})")
+    texts = {name: texts[name] for name in chosen}
     for name, checkout in (("before", args.before), ("after", REPO)):
         if checkout is None:
             continue
         with Server(checkout, args.model, FILES) as server:
-            rows = [asyncio.run(measure(one, text, server, False)) for one, text in texts.items()]
-            chats = ("digits", "ordinary words", "control tokens")
-            rows += [asyncio.run(measure(one, texts[one], server, True)) for one in chats if one in texts]
-        for row in rows:
-            progress(f"{name}: {row}")
+            rows = []
+            for one, chat in [*((one, False) for one in texts), *((one, True) for one in CHATS if one in texts)]:
+                rows.append(asyncio.run(measure(one, texts[one], server, chat)))
+                progress(f"{name}: {rows[-1]}")
         report.table(f"Texts, {name}", COLUMNS, rows)
     report.note("neighbour: another tenant's calls for one token, one after the other")
     report.write(args.out)

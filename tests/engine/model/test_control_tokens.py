@@ -234,6 +234,14 @@ def test_what_cannot_be_told_apart_is_refused(attack: str) -> None:
     assert with_marks.encode_chat(say("\ufdd0 the hat"))
 
 
+def test_what_comes_out_of_the_twin_is_checked_once_more() -> None:
+    loaded = ModelTokenizer(add(byte_level()), ChatTemplate.of(CHATML, TOKENS, "here"), "here")
+    loaded._controls.__dict__["twin"] = add(byte_level())  # as if secret names had failed
+    for refused in (lambda: loaded.encode_chat(say("a</s>")), lambda: loaded.encode("a</s>", control=False)):
+        with pytest.raises(InputError, match="cannot be told"):
+            refused()
+
+
 def test_more_edges_than_marks_are_refused_and_harmless_chats_go_on() -> None:
     tokenizer = byte_level()
     tokenizer.add_special_tokens([f"{chr(0x41 + at)}:{chr(0x61 + at)}" for at in range(26)])

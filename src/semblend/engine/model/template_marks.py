@@ -45,9 +45,6 @@ class Marks:
     def take_off(self, text: str) -> str:
         return text.translate(self._take_off)
 
-    def are_in(self, text: str) -> bool:
-        return any(twin in text for twin in self.twins.values())
-
     def mark_template(self, tree: Any) -> Any:
         """Mark, in place, all text of a parsed template that can reach its output; returns the tree."""
         self._mark(tree, True)
@@ -72,7 +69,7 @@ def _only_decides(node: Any, field: str, place: int) -> bool:
     """Whether a child, by its field and its place there, is looked at and never printed."""
     from jinja2 import nodes
 
-    if isinstance(node, (nodes.Compare, nodes.Test, nodes.Not)) or field == "test":
+    if isinstance(node, (nodes.Compare, nodes.Test, nodes.Not)):
         return True
     if isinstance(node, nodes.Getitem):
         return field == "arg"

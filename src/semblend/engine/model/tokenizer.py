@@ -154,10 +154,10 @@ class ModelTokenizer:
         and then looks for it in a message.
         """
         marks = self._controls.marks
-        if not self._marks_work or marks.are_in(text):
+        if not self._marks_work:
             return None
         marked = self._template_or_refuse().render(messages, marks=marks, **options)
-        return marked if marks.take_off(marked) == text else None
+        return marked if marks.take_off(marked) == text else None  # a mark in a message is taken off, too: not equal
 
     @cached_property
     def _controls(self) -> ControlTokens:

@@ -45,7 +45,11 @@ class World:
     def step(self) -> dict[str, int]:
         """Tokens computed for each request."""
         batch = self.scheduler.schedule()
+        names = [piece.sequence.request_id for piece in batch.pieces]
+        assert len(set(names)) == len(names), "a sequence has one piece a step"
         for piece in batch.pieces:
+            assert piece.start == piece.sequence.computed
+            assert len(piece.sequence.blocks) * BLOCK >= piece.end, "a piece has blocks to be computed in"
             piece.sequence.computed = piece.end
         for sequence in [piece.sequence for piece in batch.pieces if piece.completes]:
             sequence.tokens.append(7)
@@ -291,6 +295,44 @@ def test_a_newcomer_within_its_share_gets_room_from_those_above_theirs():
     assert world.step()["q"] == 12
     assert [one.preemptions for one in loud] == [0, 0, 0, 1]
     assert quiet in world.scheduler.running
+
+
+def test_the_sequence_that_runs_longest_is_never_preempted_even_if_its_tenant_holds_most():
+    world = World(blocks=14, step_tokens=100)
+    first = world.add("first", 30, answer=20, tenant="loud")
+    world.step()
+    others = [world.add(f"q{number}", 6, answer=16, tenant="quiet") for number in range(2)]
+    while not world.scheduler.preemptions:
+        world.step()
+    assert first.preemptions == 0
+    assert [one.preemptions for one in others] == [0, 1]
+
+
+def test_a_newcomer_does_not_push_out_the_oldest_request_of_another_tenant():
+    world = World(blocks=20, step_tokens=100)
+    world.add("small", 3, answer=40, tenant="third")
+    world.step()
+    large = world.add("large", 56, answer=8, tenant="loud")  # alone, and above its share
+    world.step()
+    world.add("q", 16, tenant="quiet")
+    assert "q" not in world.step()
+    assert large.preemptions == 0
+    while "q" not in world.step():
+        pass
+    assert large.preemptions == 0
+
+
+def test_a_tenant_that_comes_back_does_not_catch_up_for_the_time_it_was_away():
+    world = World(blocks=4000, step_tokens=40, max_waiting=1000, max_running=1000)
+    world.add("early", 20, answer=1, tenant="back")
+    for number in range(100):
+        world.add(f"l{number}", 20, answer=1, tenant="loud")
+    for _ in range(30):
+        world.step()
+    for number in range(30):
+        world.add(f"b{number}", 20, answer=1, tenant="back")
+    served = [name for _ in range(8) for name in world.step()]
+    assert sum(name.startswith("l") for name in served) >= 5, served
 
 
 def test_a_newcomer_beyond_its_share_waits():

@@ -13,112 +13,106 @@ from hypothesis import strategies as st
 
 from semblend.engine.core import threads as threads_module
 from semblend.engine.core.threads import (
-    CpuPressure,
-    ProcPressure,
+    HOLD_S,
+    WINDOW_S,
+    ProcWaiting,
     ThreadGovernor,
     choose_threads,
     limit_threads,
 )
 
 
-class PlayedPressure:
+class PlayedWaiting:
     """Tells what it was given, one after another."""
 
-    def __init__(self, *seen: CpuPressure | None) -> None:
+    def __init__(self, *seen: float | None) -> None:
         self._seen = list(seen)
 
-    def read(self) -> CpuPressure | None:
+    def read(self) -> float | None:
         return self._seen.pop(0)
 
 
-BUSY_CORE = CpuPressure(waiting=0.67, idle=0.0)
-FREE_CORE = CpuPressure(waiting=0.0, idle=1.0)
-HALF_USED = CpuPressure(waiting=0.1, idle=0.5)
+BUSY_CORE, NICE_NEIGHBOUR, ALONE = 0.6, 0.25, 0.0
 
 
-def play(most: int, *seen: CpuPressure | None) -> list[int]:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time in its only element; a test moves it."""
+    now = [1000.0]
+    monkeypatch.setattr(threads_module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def play(clock: list[float], most: int, *seen: float | None, every: float = WINDOW_S) -> list[int]:
     """The threads after each window."""
-    governor = ThreadGovernor(most, PlayedPressure(*seen), set_threads=lambda count: None)
+    governor = ThreadGovernor(most, PlayedWaiting(*seen), set_threads=lambda count: None)
     found = []
     for _ in seen:
+        clock[0] += every
         governor.look()
         found.append(governor.threads)
     return found
 
 
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads_module, "WINDOW_S", 0.0)
+def test_a_busy_core_takes_a_thread_until_it_is_tried_again(clock: list[float]) -> None:
+    assert play(clock, 2, BUSY_CORE, ALONE, ALONE) == [1, 1, 1]
+    assert play(clock, 2, BUSY_CORE, ALONE, BUSY_CORE, ALONE, every=HOLD_S) == [1, 2, 1, 2]
 
 
-def test_a_busy_core_takes_a_thread_and_a_free_one_gives_it_back() -> None:
-    assert play(2, BUSY_CORE, HALF_USED, FREE_CORE, HALF_USED) == [1, 1, 2, 2]
+def test_a_program_of_less_priority_takes_no_thread(clock: list[float]) -> None:
+    assert play(clock, 2, NICE_NEIGHBOUR, NICE_NEIGHBOUR) == [2, 2]
 
 
-def test_three_busy_cores_of_eight_take_three_threads() -> None:
-    assert play(8, CpuPressure(waiting=3.0, idle=0.0)) == [5]
+def test_three_busy_cores_of_eight_take_three_threads(clock: list[float]) -> None:
+    assert play(clock, 8, 3.0) == [5]
 
 
-def test_the_number_stays_where_the_system_does_not_tell() -> None:
-    assert play(4, None, None) == [4, 4]
+def test_the_number_stays_where_the_system_does_not_tell(clock: list[float]) -> None:
+    assert play(clock, 4, None, None) == [4, 4]
 
 
-def test_the_number_is_set_only_when_it_changes() -> None:
+def test_nothing_is_read_before_a_window_is_over_and_for_one_thread(clock: list[float]) -> None:
+    assert play(clock, 2, BUSY_CORE, every=WINDOW_S / 2) == [2]
+    assert play(clock, 1, BUSY_CORE) == [1]
+
+
+def test_the_number_is_set_when_it_changes_and_given_back_at_the_end(clock: list[float]) -> None:
     told: list[int] = []
-    governor = ThreadGovernor(2, PlayedPressure(HALF_USED, BUSY_CORE, HALF_USED, FREE_CORE), set_threads=told.append)
-    for _ in range(4):
+    governor = ThreadGovernor(2, PlayedWaiting(ALONE, BUSY_CORE, ALONE), set_threads=told.append)
+    for _ in range(3):
+        clock[0] += WINDOW_S
         governor.look()
-    assert told == [1, 2]
-
-
-def test_a_governor_that_is_closed_gives_back_the_number_it_found() -> None:
-    told: list[int] = []
-    governor = ThreadGovernor(2, PlayedPressure(BUSY_CORE), set_threads=told.append)
-    governor.look()
     governor.close()
     assert told == [1, 2]
 
 
-def test_one_thread_is_never_looked_at() -> None:
-    assert play(1, BUSY_CORE) == [1]  # and nothing is read: a look would cost for nothing
+@given(st.integers(1, 64), st.floats(0, 100))
+def test_there_is_always_a_thread_and_waiting_never_adds_one(now: int, waiting: float) -> None:
+    assert 1 <= choose_threads(now, waiting) <= now
 
 
-@given(st.integers(1, 64), st.integers(1, 64), st.floats(0, 100), st.floats(0, 100))
-def test_there_is_always_a_thread_and_never_more_than_allowed(now: int, most: int, waiting: float, idle: float) -> None:
-    assert 1 <= choose_threads(min(now, most), most, CpuPressure(waiting, idle)) <= most
+def write_schedstat(folder: Path, *waited_s: float) -> None:
+    for number, seconds in enumerate(waited_s):
+        task = folder / "self" / "task" / str(number)
+        task.mkdir(parents=True, exist_ok=True)
+        (task / "schedstat").write_text(f"123 {int(seconds * 1e9)} 7\n", encoding="ascii")
 
 
-def write_proc(folder: Path, waited_s: float, idle_s: float) -> None:
-    import os
-
-    task = folder / "self" / "task" / "1"
-    task.mkdir(parents=True, exist_ok=True)
-    for place in (task, folder / "self"):
-        (place / "schedstat").write_text(f"123 {int(waited_s * 1e9)} 7\n", encoding="ascii")
-    core = min(os.sched_getaffinity(0))
-    ticks = int(idle_s * os.sysconf("SC_CLK_TCK"))
-    other = f"cpu{core + 1000} 0 0 0 {7 * ticks} 0 0 0 0"  # a core that is not ours
-    text = f"cpu 9 9 9 {8 * ticks} 9 9 9 9\ncpu{core} 1 1 1 {ticks} 0 0 0 0\n{other}\nintr 5\n"
-    (folder / "stat").write_text(text, encoding="ascii")
-
-
-@pytest.mark.skipif(not hasattr(__import__("os"), "sched_getaffinity"), reason="Linux tells which cores are ours")
-def test_pressure_is_what_the_kernel_counted_since_the_last_reading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_waiting_is_what_the_kernel_counted_for_all_threads_since_the_last_reading(
+    tmp_path: Path, clock: list[float]
 ) -> None:
-    clock = iter([100.0, 102.0])
-    monkeypatch.setattr(threads_module.time, "monotonic", lambda: next(clock))
-    write_proc(tmp_path, waited_s=5.0, idle_s=10.0)
-    pressure = ProcPressure(tmp_path)
-    write_proc(tmp_path, waited_s=6.0, idle_s=11.5)
-    assert pressure.read() == CpuPressure(waiting=0.5, idle=0.75)
+    write_schedstat(tmp_path, 5.0, 1.0)
+    waiting = ProcWaiting(tmp_path)
+    write_schedstat(tmp_path, 6.0, 1.5)
+    clock[0] += 2.0
+    assert waiting.read() == pytest.approx(0.75)
 
 
-@pytest.mark.parametrize("stat", [None, "", "cpu0 1 2\n"])
-def test_a_system_that_tells_less_is_no_failure(tmp_path: Path, stat: str | None) -> None:
-    if stat is not None:
-        (tmp_path / "stat").write_text(stat, encoding="ascii")
-    assert ProcPressure(tmp_path).read() is None
+def test_a_system_that_tells_less_is_no_failure(tmp_path: Path) -> None:
+    assert ProcWaiting(tmp_path).read() is None
+    write_schedstat(tmp_path, 1.0)
+    (tmp_path / "self" / "task" / "0" / "schedstat").write_text("0\n", encoding="ascii")
+    assert ProcWaiting(tmp_path).read() is None
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,19 @@
-"""How many threads the CPU compute uses: as many as there are free cores, looked at while the engine works.
+"""How many threads the CPU compute uses: fewer while other programs keep cores busy, looked at while it works.
 
 A matrix product is cut to equal parts and ends with the slowest. Where another program keeps a core busy, the part on
-that core waits for its turn on it, milliseconds each time, and the other threads wait with it: two threads on one free
-core are several times slower than one. So the engine looks, a few times a second, how long its threads were ready to
-run and did not (`/proc/self/task/*/schedstat`), and how long its cores had nothing to do (`/proc/stat`).
-Where the kernel does not tell, the number stays.
+that core waits for its turn on it, milliseconds each time, and the other threads wait with it: a decode step of two
+threads on one free core takes longer than one of one thread. So the engine looks, a few times a second, how long its
+threads were ready to run and did not (`/proc/self/task/*/schedstat`), takes fewer threads where that is much, and tries
+all of them again every few seconds. Where the kernel does not tell, the number stays.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -22,98 +21,81 @@ import torch
 
 WINDOW_S = 0.25
 """So often the number is looked at."""
-MUCH_WAITING = 0.3
-MUCH_IDLE = 0.7
-"""In cores, over a window. Between the two nothing changes: a program that uses half a core takes no thread."""
+HOLD_S = 2.0
+"""So long fewer threads are kept before all are tried again: a try that fails costs one window."""
+MUCH_WAITING = 0.4
+"""In cores. A program of our priority on one core makes our threads wait for half a core or more, one that runs with
+less (``nice 5``) for a quarter: beside that one all threads together are still faster."""
 
 
-@dataclass(frozen=True, slots=True)
-class CpuPressure:
-    """Cores over a stretch of time: those that our threads were ready for and did not get, and those nobody used."""
+def choose_threads(now: int, waiting: float) -> int:
+    """Threads that do not wait: ``waiting`` is how many cores our threads were ready for and did not get.
 
-    waiting: float
-    idle: float
-
-
-def choose_threads(now: int, most: int, seen: CpuPressure) -> int:
-    """Threads for the next window.
-
-    >>> choose_threads(2, 2, CpuPressure(waiting=0.7, idle=0.0)), choose_threads(1, 2, CpuPressure(0.0, idle=1.0))
-    (1, 2)
+    >>> choose_threads(2, 0.6), choose_threads(8, 3.1), choose_threads(8, 0.2)
+    (1, 5, 8)
     """
-    if seen.waiting > MUCH_WAITING:
-        return max(1, now - max(1, round(seen.waiting)))
-    if seen.idle > MUCH_IDLE:
-        return min(most, now + round(seen.idle))
-    return now
+    return max(1, now - max(1, round(waiting))) if waiting > MUCH_WAITING else now
 
 
-class ReadsPressure(Protocol):
-    """Tells the pressure since it was last asked; None where the system does not tell."""
+class ReadsWaiting(Protocol):
+    """Tells for how many cores our threads have waited since it was last asked; None where the system does not tell."""
 
-    def read(self) -> CpuPressure | None: ...
+    def read(self) -> float | None: ...
 
 
-class ProcPressure:
-    """`ReadsPressure` of Linux, for this process and the cores it may use."""
+class ProcWaiting:
+    """`ReadsWaiting` of Linux."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
         self._last = self._sample()
 
-    def read(self) -> CpuPressure | None:
+    def read(self) -> float | None:
         before, self._last = self._last, self._sample()
         if before is None or self._last is None:
             return None
-        seconds = max(1e-9, self._last[0] - before[0])
-        waiting, idle = (max(0.0, new - old) / seconds for old, new in zip(before[1:], self._last[1:], strict=True))
-        return CpuPressure(waiting, idle)
+        return max(0.0, self._last[1] - before[1]) / max(1e-9, self._last[0] - before[0])
 
-    def _sample(self) -> tuple[float, float, float] | None:
-        """The time, seconds that our threads have waited for a core, seconds that our cores had nothing to do."""
-        try:
-            return time.monotonic(), self._read_waiting(), self._read_idle()
-        except (OSError, ValueError, IndexError, AttributeError):  # no /proc, or one that says less
-            return None
-
-    def _read_waiting(self) -> float:
+    def _sample(self) -> tuple[float, float] | None:
+        """The time, and the seconds that the threads of this process have waited for a core."""
         total = 0
-        for task in (self._proc / "self" / "task").iterdir():
-            try:
-                total += int((task / "schedstat").read_text(encoding="ascii").split()[1])
-            except (FileNotFoundError, ProcessLookupError):  # a thread that has just ended
-                if not (self._proc / "self" / "schedstat").exists():
-                    raise
-        return total / 1e9
-
-    def _read_idle(self) -> float:
-        ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-        lines = (line.split() for line in (self._proc / "stat").read_text(encoding="ascii").splitlines())
-        ticks = sum(int(words[4]) + int(words[5]) for words in lines if words and words[0] in ours)
-        return ticks / os.sysconf("SC_CLK_TCK")
+        try:
+            for task in (self._proc / "self" / "task").iterdir():
+                with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+                    total += int((task / "schedstat").read_text(encoding="ascii").split()[1])
+        except (OSError, ValueError, IndexError):  # no /proc, or one that says less
+            return None
+        return time.monotonic(), total / 1e9
 
 
 class ThreadGovernor:
-    """Sets torch's threads by the pressure; called by the engine's thread, between steps."""
+    """Sets torch's threads by how long they wait; called by the engine's thread, between steps."""
 
     def __init__(
         self,
         most: int,
-        pressure: ReadsPressure | None = None,
+        waiting: ReadsWaiting | None = None,
         set_threads: Callable[[int], None] = torch.set_num_threads,
     ) -> None:
         self.threads = self.most = max(1, most)
-        self._pressure = pressure or ProcPressure()
+        self._waiting = waiting or ProcWaiting()
         self._set_threads = set_threads
-        self._looked = time.monotonic()
+        self._looked = self._lowered = time.monotonic()
 
     def look(self) -> None:
-        """Look at the pressure when a window is over, and take more or fewer threads."""
-        if self.most == 1 or time.monotonic() - self._looked < WINDOW_S:
+        """When a window is over: take fewer threads where they wait, all of them again when that was long ago."""
+        now = time.monotonic()
+        if self.most == 1 or now - self._looked < WINDOW_S:
             return
-        seen = self._pressure.read()
-        self._looked = time.monotonic()
-        self._take(self.threads if seen is None else choose_threads(self.threads, self.most, seen))
+        self._looked = now
+        waiting = self._waiting.read()
+        if waiting is None:
+            return
+        if waiting > MUCH_WAITING:
+            self._lowered = now
+            self._take(choose_threads(self.threads, waiting))
+        elif now - self._lowered >= HOLD_S:
+            self._take(self.most)
 
     def close(self) -> None:
         """Give torch back the number it had: it is one number for the whole process."""

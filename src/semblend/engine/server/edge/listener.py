@@ -197,19 +197,27 @@ class HttpServer:
             connection.shutdown()
         if tasks:
             log.warning("stopping: %d requests have %g s to end", len(tasks), self._config.drain_s)
-        if not await self._wait_for_clients(self._config.drain_s, until_stops=2):
+        if not await self._wait_for_clients(self._config.drain_s):
             self._drain.end()
-            if not await self._wait_for_clients(LAST_WORDS_S, until_stops=3):
+            if not await self._say_last_words():
                 log.warning("%d connections are cut: their clients do not read", len(self.connections))
         for connection in self.connections.list_all():
             connection.evict()
         if tasks:
             await asyncio.wait(tasks, timeout=LAST_WORDS_S)
 
-    async def _wait_for_clients(self, seconds: float, until_stops: int) -> bool:
-        """Wait until every connection has closed; False where time, or a further signal, came first."""
+    async def _wait_for_clients(self, seconds: float) -> bool:
+        """Wait until every connection has closed; False where time, or a second signal, came first."""
         end = time.monotonic() + seconds
-        while len(self.connections) and time.monotonic() < end and self._stops < until_stops:
+        while len(self.connections) and time.monotonic() < end and self._stops < 2:
+            await asyncio.sleep(POLL_S)
+        return not len(self.connections)
+
+    async def _say_last_words(self) -> bool:
+        """Wait for the interrupted requests to be told so. Counted in looks, not in time: a busy machine gets more."""
+        for _ in range(int(LAST_WORDS_S / POLL_S)):
+            if not len(self.connections) or self._stops > 2:
+                break
             await asyncio.sleep(POLL_S)
         return not len(self.connections)
 

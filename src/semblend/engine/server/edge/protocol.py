@@ -23,6 +23,8 @@ MAX_HEADERS = 100
 PIECE_BYTES = 1 << 10
 """Bytes handed to the parser at once while headers are read: it measures only what it could not parse yet."""
 LEAST_READ_BYTES_PER_S = 1024
+LAST_LOOK_S = 0.1
+"""After a deadline we look once more: on a machine that was busy for long, what the client did may be unread as yet."""
 SMALL_CHUNKS = 1024
 LEAST_CHUNK_BYTES = 1024
 """Average of a body's chunks after the first `SMALL_CHUNKS`: parsing 16 MB in chunks of a byte takes minutes."""
@@ -155,7 +157,10 @@ class GuardedProtocol(H11Protocol):
         self._stop_waiting()
         # The body's deadline is the application's: it reads the body, and answers 408.
         seconds = {Phase.HEADER: self._deadlines.header_s, Phase.IDLE: self._deadlines.idle_s}.get(known[0])
-        self._wait = None if seconds is None else self.loop.call_later(seconds, self._give_up_waiting)
+        self._wait = None if seconds is None else self.loop.call_later(seconds, self._look_again)
+
+    def _look_again(self) -> None:
+        self._wait = self.loop.call_later(LAST_LOOK_S, self._give_up_waiting)
 
     def _give_up_waiting(self) -> None:
         self._wait = None
@@ -208,6 +213,13 @@ class GuardedProtocol(H11Protocol):
         self._stall = None
         left = self.transport.get_write_buffer_size()
         if left and before - left < LEAST_READ_BYTES_PER_S * self._deadlines.write_s:
+            self._stall = self.loop.call_later(LAST_LOOK_S, self._give_up_writing, left)
+        else:
+            self._watch_writes()
+
+    def _give_up_writing(self, before: int) -> None:
+        self._stall = None
+        if self.transport.get_write_buffer_size() >= before:
             self.transport.abort()
         else:
             self._watch_writes()

@@ -812,6 +812,21 @@ def test_what_a_tenant_reads_is_the_same_whatever_the_others_do(path, monkeypatc
     run(test)
 
 
+def test_a_tenants_news_are_counted_by_its_own_numbers():
+    async def test():
+        async with client(engine(), tenants=RING) as http:
+            for name in ("sk-acme", "sk-bolt"):
+                await http.post(CHAT, json=chat(), headers=key(name))
+            live = (await http.get("/api/live", headers=key("sk-bolt"))).json()
+            await http.post(CHAT, json=chat(), headers=key("sk-acme"))
+            path = f"/api/live?after={live['sequence']}"
+            assert (await http.get(path, headers=key("sk-bolt"))).json()["requests"] == []
+            await http.post(CHAT, json=chat(), headers=key("sk-bolt"))
+            assert len((await http.get(path, headers=key("sk-bolt"))).json()["requests"]) == 1
+
+    run(test)
+
+
 def test_a_request_id_cannot_be_guessed_from_another():
     async def test():
         async with client(engine()) as http:

@@ -96,7 +96,8 @@ class Loud:
 def measure(checkout: Path, phase: str, args: argparse.Namespace, missing: int, seed: str) -> Row:
     """One server, one phase: ``alone``, ``loud`` (nobody else), ``beside`` (both) or ``chunk`` (a prompt of a step)."""
     chance = random.Random(seed)
-    with Server(checkout, args.model, FILES, "--step-tokens", str(args.step_tokens), threads=1) as server:
+    flags = ("--step-tokens", args.step_tokens, "--max-running", args.places, "--max-waiting", 8 * args.places)
+    with Server(checkout, args.model, FILES, *map(str, flags), threads=1) as server:
         asyncio.run(be_quiet(server.port, random.Random(0), args.words, 3, 60, 0))  # the first ones warm it up
         if phase == "chunk":
             return {"quiet": asyncio.run(be_quiet(server.port, chance, args.step_tokens, missing, 120, 0))}
@@ -230,6 +231,7 @@ def main() -> None:
     parser.add_argument("--stop-after-s", type=float, default=0.0, help="begin no round later; run again to go on")
     parser.add_argument("--words", type=int, default=64, help="words of a prompt")
     parser.add_argument("--step-tokens", type=int, default=128, help="tokens of a step of the server")
+    parser.add_argument("--places", type=int, default=8, help="requests that run at once; eight times as many wait")
     parser.add_argument("--pause-s", type=float, default=0.2, help="mean pause of the quiet tenant")
     parser.add_argument("--lead-s", type=float, default=8.0, help="seconds that the loud tenant is there before")
     parser.add_argument("--realtime", action="store_true", help="other programs on this machine do not disturb (root)")

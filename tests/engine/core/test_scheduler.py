@@ -234,13 +234,15 @@ def test_a_short_prompt_does_not_wait_for_another_tenants_long_ones_even_when_th
     assert world.step()["short"] == 20
 
 
-def test_a_step_that_tenants_share_is_as_long_as_the_short_prompt_and_as_much_again():
+def test_a_step_that_tenants_share_is_as_long_as_the_short_prompt_or_a_quarter_of_a_step():
     world = World(blocks=400, step_tokens=64)
     world.add("long", 300, tenant="loud")
     world.step()
     world.add("short", 20, tenant="quiet")
-    assert world.step() == {"short": 20, "long": 20}
+    assert world.step() == {"short": 20}
     assert world.step() == {"short": 1, "long": 63}  # and nobody shares it now
+    world.add("tiny", 4, tenant="quiet")
+    assert world.step() == {"short": 1, "tiny": 4, "long": 12}
 
 
 def test_a_prompt_that_may_be_filled_does_not_hold_up_the_first_token_of_another_tenant():

@@ -3,8 +3,8 @@
 A step has a budget of tokens. Running answers come first, one token each, so that a long prompt never stops them. The
 rest is shared between the tenants that have prompts to compute (see `fair_line`): the tenant that was served least
 gets the next piece, for its prompts under way first, then for its oldest waiting request. While several tenants share
-a step, it is no longer than the first one's prompt and as much again for the others: a short prompt does not wait for
-a step that a neighbour's long one fills. Inside a tenant a request that does not fit is not overtaken by a younger
+a step, it is no longer than the first one's prompt (and a quarter of a step at least): a short prompt does not wait
+for a step that a neighbour's long one fills. Inside a tenant a request that does not fit is not overtaken by a younger
 one that would; other tenants wait for it only where its tenant has nothing running, so that nobody starves.
 
 A request whose beginning is just being computed for another one waits until that is done, and then finds it in the
@@ -201,11 +201,11 @@ class Scheduler:
         return under_way
 
     def _limit_shared_step(self, ready: Iterable[str], under_way: dict[str, deque[Sequence]]) -> int:
-        """Tokens of a step that several tenants share: the first one's prompt and as much again, a quarter at least."""
+        """Tokens of a step that several tenants share: the first one's prompt, and a quarter of a step at least."""
         first = self._clock.choose(ready)
         assert first is not None
         head = under_way[first][0] if first in under_way else self.waiting.look(first)
-        return max(2 * (len(head.tokens) - head.computed), self._config.step_tokens // 4)
+        return max(len(head.tokens) - head.computed, self._config.step_tokens // 4)
 
     def _start_next(self, tenant: str, under_way: dict[str, deque[Sequence]], ready: dict[str, None]) -> bool:
         """Admit the tenant's next request, if that can be; a tenant with nothing running makes the others wait."""

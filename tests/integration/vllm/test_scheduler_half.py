@@ -484,3 +484,60 @@ def test_a_small_piece_is_not_worth_a_donor(world):
     assert [capture.tokens for capture in orders.captures] == [542]
     world.served(orders)
     assert "becoming a donor" in world.half.finished("second").detail
+
+
+BALANCED = {"kv_transfer_params": {"semblend": {"quality": "balanced"}}}
+REFUSED = {"reused_tokens": 0, "recomputed_tokens": 200, "prefill_tokens": 27, "reason": DeclineReason.QUALITY_RISK}
+
+
+def test_the_second_request_of_a_kind_is_not_claimed_where_the_gate_refused_the_first(world):
+    world.donor()
+    claimed, orders = world.admit(target("first", **BALANCED))
+    assert claimed == 226
+    world.served(orders, **REFUSED, work=1.4)
+    request = target("second", lead=18, **BALANCED)
+    before = list(request.block_hashes)
+    claimed, orders = world.admit(request)
+    assert (claimed, orders.loads) == (0, [])
+    assert request.block_hashes == before  # its KV is vLLM's own, and enters the prefix cache
+    assert [capture.tokens for capture in orders.captures] == [228]
+    world.served(orders)
+    receipt = world.half.finished("second")
+    assert (receipt.reason, receipt.outcome) == ("quality_risk", "cold_fallback")
+    assert receipt.detail.startswith("such prompts cost 1.40 of a prefill")
+
+
+def test_a_request_that_waits_for_blocks_is_judged_once():
+    world = World()
+    world.donor()
+    _, orders = world.admit(target("first", **BALANCED))
+    world.served(orders, **REFUSED, work=1.05)
+    waiting = target("waiting", **BALANCED)
+    for number in range(50):  # vLLM asks in every step, and donors come and go meanwhile
+        world.half._epoch += 1
+        assert world.half.count_matched(waiting, 0) == 0, number
+
+
+def test_a_kind_that_the_worker_serves_is_claimed_each_time(world):
+    world.donor()
+    for number in range(20):
+        claimed, orders = world.admit(target(f"target-{number}", **BALANCED))
+        assert claimed
+        world.served(orders, work=0.3)
+        world.half.finished(f"target-{number}")
+
+
+def test_another_salt_does_not_learn_from_it(world):
+    world.donor()
+    world.donor("other", salt="x")
+    _, orders = world.admit(target("first", **BALANCED))
+    world.served(orders, **REFUSED, work=1.4)
+    assert world.half.count_matched(target("second", salt="x", **BALANCED), 0) > 0
+
+
+def test_a_load_that_failed_says_nothing_about_its_kind(world):
+    world.donor()
+    for name in ("first", "second"):
+        claimed, orders = world.admit(target(name, **BALANCED))
+        assert claimed
+        world.served(orders, reused_tokens=0, prefill_tokens=227, reason=DeclineReason.STALE)

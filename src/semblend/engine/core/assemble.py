@@ -15,6 +15,7 @@ from semblend.facade import SemBlend
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.donors.donor_kv import DonorKv
+from semblend.materialize.gate.outcome_memory import OutcomeMemory
 
 GIB = 1 << 30
 
@@ -59,4 +60,5 @@ def assemble(
 
     library.on_evicted(on_forgotten)
     blender = Blender(PooledModel(model, pool), donor_kv, quality or QualitySettings(mode=config.quality))
-    return Engine(model, pool, library, blender, config, detokenizer=detokenizer)
+    outcomes = OutcomeMemory(blender.settings.thresholds.expected_costs)
+    return Engine(model, pool, library, blender, config, detokenizer=detokenizer, outcomes=outcomes)

@@ -27,6 +27,7 @@ from semblend.engine.model.paged_kv import KvPool
 from semblend.engine.model.sampling import Sampled, make_generator
 from semblend.errors import InputError, SemBlendError
 from semblend.facade import SemBlend
+from semblend.materialize.gate.outcome_memory import OutcomeMemory
 from semblend.prompt import Prompt
 from semblend.wire.answer import Chunk, FinishReason, Logprob
 from semblend.wire.request import Request
@@ -60,13 +61,14 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         detokenizer: Detokenizer | None = None,
+        outcomes: OutcomeMemory | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         self.model = model
         self.pool = pool
         self.detokenizer: Detokenizer = detokenizer or NoText()
         self.radix = RadixCache(pool)
-        self.reuse = Reuse(semblend, blender or NoBlender(), pool, self.config)
+        self.reuse = Reuse(semblend, blender or NoBlender(), pool, self.config, outcomes)
         self.scheduler = Scheduler(pool, self.radix, self.config)
         self.runner = Runner(model, pool, self.reuse)
         self.max_length = min(

@@ -24,12 +24,15 @@ from semblend.engine.model.paged_kv import KvPool
 from semblend.facade import SemBlend
 from semblend.materialize.blend.quality import Blended
 from semblend.materialize.contract import Layout
+from semblend.materialize.gate.outcome_memory import OutcomeMemory
 from semblend.plan.donor_cost import explain_lost_donor
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Prompt
 from semblend.wire.request import Request
 
 ENGINE_NAME = "semblend"
+GATED_MODE = "balanced"
+"""The mode in which the gate may refuse what was computed."""
 log = logging.getLogger("semblend.engine")
 
 
@@ -65,8 +68,16 @@ class NoBlender:
 class Reuse:
     """Fill, confirm, capture: one verb each, called by the engine in this order for every request."""
 
-    def __init__(self, semblend: SemBlend | None, blender: PromptFiller, pool: KvPool, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        semblend: SemBlend | None,
+        blender: PromptFiller,
+        pool: KvPool,
+        config: EngineConfig,
+        outcomes: OutcomeMemory | None = None,
+    ) -> None:
         self.semblend = semblend
+        self.outcomes = OutcomeMemory() if outcomes is None else outcomes
         self._blender = blender
         self._pool = pool
         self._config = config
@@ -110,6 +121,9 @@ class Reuse:
         """The receipt, at the moment of the first token; only it counts as reuse."""
         sequence.times.ttft_ms = (time.perf_counter() - sequence.times.submitted) * 1e3
         receipt = sequence.receipt = self._build_receipt(sequence)
+        if isinstance(sequence.decision, ReusePlan) and receipt.mode == GATED_MODE:
+            work = sequence.blended.work if sequence.blended is not None else 0.0
+            self.outcomes.learn(sequence.decision, sequence.namespace, work=work, declined=receipt.reason)
         if self.semblend is not None:
             try:
                 self.semblend.confirm(receipt)
@@ -172,13 +186,19 @@ class Reuse:
             opt_out=sequence.request.opt_out,
         )
         if isinstance(decision, ReusePlan):
-            why = explain_lost_donor(decision) if self._config.keep_donors else None
-            if why is None:
-                decision = semblend.claim(decision, sequence.request_id)
-            else:
-                decision = Decline(DeclineReason.BELOW_BREAK_EVEN, why)
+            declined = self._decline_not_worth_it(sequence, decision)
+            decision = declined or semblend.claim(decision, sequence.request_id)
         sequence.times.lookup_ms = (time.perf_counter() - started) * 1e3
         return decision
+
+    def _decline_not_worth_it(self, sequence: Sequence, plan: ReusePlan) -> Decline | None:
+        """Decline a plan that costs more than it saves, before anything is claimed or computed."""
+        why = explain_lost_donor(plan) if self._config.keep_donors else None
+        if why is not None:
+            return Decline(DeclineReason.BELOW_BREAK_EVEN, why)
+        if self.find_mode(sequence.request) != GATED_MODE:
+            return None
+        return self.outcomes.decline_in_vain(plan, sequence.namespace)
 
     def _blend(self, sequence: Sequence, plan: ReusePlan) -> bool:
         # Before the blender writes anything: whatever happens from here on, these positions are no longer exact.

@@ -16,11 +16,13 @@ from semblend.engine.core.engine import Engine
 from semblend.engine.core.stops import Detokenizer
 from semblend.engine.core.threads import prepare_cpu
 from semblend.engine.model.model import DecoderModel
+from semblend.engine.model.pooled_model import PooledModel
 from semblend.engine.model.tokenizer import ModelTokenizer
 from semblend.engine.server.config import ServeConfig
 from semblend.engine.server.serving_adapter import LocalEngine
 from semblend.errors import ConfigError, StoreError
 from semblend.facade import SemBlend
+from semblend.materialize.blend.pass_cost import MANY_ROWS, measure_pass_rows
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.gate.thresholds import Thresholds, thresholds_for
 from semblend.models import resolve
@@ -123,10 +125,18 @@ class Launch:
             pool_tokens=config.pool_tokens,
             config=config.engine_config(quality=library.quality),
             semblend=semblend,
-            quality=QualitySettings(mode=library.quality, thresholds=gate),
+            quality=QualitySettings(mode=library.quality, thresholds=gate, pass_rows=_measure_pass_rows(model)),
             donor_device_bytes=config.donor_device_bytes,
             donor_host_bytes=config.donor_host_bytes,
             donor_disk_bytes=config.donor_disk_bytes if config.donor_dir else 0,
             donor_dir=config.donor_dir or None,
             detokenizer=tokenizer,
         )
+
+
+def _measure_pass_rows(model: DecoderModel) -> int:
+    """What a pass of this model costs on this machine beside its rows, in rows; takes less than a second."""
+    many = MANY_ROWS.get(model.device.type, 64)
+    pool = model.new_pool(2 * many)
+    slots = pool.slots_of(pool.allocate(pool.blocks_for(many)), 0, many)
+    return measure_pass_rows(PooledModel(model, pool), slots)

@@ -34,10 +34,12 @@ from semblend.integration.vllm.startup_checks import (
     load_failure_policy,
     make_semblend,
     make_worker_half,
+    quality_settings,
     refusal,
 )
 from semblend.integration.vllm.worker.model_access import StockModel, find_model_of_caller
 from semblend.integration.vllm.worker.worker_half import WorkerHalf
+from semblend.materialize.gate.outcome_memory import OutcomeMemory
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -111,7 +113,8 @@ class SemBlendConnectorV1(KVConnectorBase_V1):
             self._kv_transfer_config.kv_load_failure_policy = load_failure_policy(vllm_config)
             semblend, self._tally = make_semblend(self._settings)
             facts = engine_facts(vllm_config, kv_cache_config, vllm.__version__, PACKAGE)
-            self._scheduler = SchedulerHalf(facts, self._settings, semblend)
+            expected = quality_settings(self._settings, vllm_config).thresholds.expected_costs
+            self._scheduler = SchedulerHalf(facts, self._settings, semblend, outcomes=OutcomeMemory(expected))
 
     @property
     def requires_kv_delivery(self) -> bool:

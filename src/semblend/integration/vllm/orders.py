@@ -66,7 +66,7 @@ class Loaded:
     """What became of a `Load`; tokens add up to ``plan_tokens`` of it.
 
     ``reason`` is set when no donor KV is in the prompt: the worker computed all of it then, or, when ``failed``, could
-    not and vLLM computes it.
+    not and vLLM computes it. ``work`` of all passes is a share of a cold prefill's.
     """
 
     request_id: str
@@ -82,6 +82,7 @@ class Loaded:
     reason: DeclineReason | None = None
     detail: str = ""
     failed: bool = False
+    work: float = 0.0
 
 
 @dataclass(slots=True)

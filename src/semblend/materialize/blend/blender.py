@@ -185,6 +185,7 @@ class Blender:
             compute_ms=sum(one.ms for one in state.passes),
             passes=tuple(state.passes),
             recomputed_runs=find_runs(state.reused[state.computed[state.reused]]),
+            work=state.count_work(self.model.layout.layers),
         )
 
 

@@ -31,9 +31,13 @@ def two_passes_cost_more(first: Positions, spans: Sequence[Span], cold: int, set
     """Why mode balanced is not worth its work; None when it is. ``cold``: the rows of a prefill.
 
     Two passes at least: with many gaps behind the first donor token they cost nearly as much as a prefill. And they may
-    be in vain. So the bound is that of all repairs, not the whole prefill.
+    be in vain. So the bound is that of all repairs, not the whole prefill. What each pass costs beside its rows counts:
+    a short prompt cannot win.
     """
     again, reused = int((first > spans[0].target_start).sum()), sum(span.length for span in spans)
     rows = len(first) + again + sum(round(step.percent / 100 * reused) for step in settings.steps[:1])
     bound = min(1.0, settings.most_work)
-    return f"two passes compute {rows} rows, over {bound:.0%} of a prefill's {cold}" if rows >= bound * cold else None
+    if rows + 2 * settings.pass_rows < bound * (cold + settings.pass_rows):
+        return None
+    beside = f" and cost {settings.pass_rows} rows more each" if settings.pass_rows else ""
+    return f"two passes compute {rows} rows{beside}, over {bound:.0%} of a prefill's {cold}"

@@ -50,6 +50,7 @@ class QualitySettings:
     ``most_work``: no repair is begun that would bring all passes above this share of a prefill; the prefill is.
     ``layer_share``: where deviation is measured, all reused tokens are computed through the leading layers of a bathtub
     schedule with this share of the layers (`semblend.plan.layers`), and these layers are exact then; 0 only looks.
+    ``pass_rows``: what a pass costs beside its rows, in rows (`semblend.materialize.blend.pass_cost`); 0: not measured.
     ``refresh`` off leaves repaired tokens and gaps of earlier passes as they are: cheaper, and less exact.
     """
 
@@ -69,6 +70,7 @@ class QualitySettings:
     most_work: float = 0.7
     layer_share: float = 0.0
     chunk_tokens: int = 8192
+    pass_rows: int = 0
     canary_tolerance: float | None = None
 
     def __post_init__(self) -> None:
@@ -106,6 +108,7 @@ class Blended:
     must enter no exact cache. ``decision``: exact, fast, accepted, over_budget, prefill. ``risk`` is the divergence
     from cold, in nats, that ``features`` let expect; ``glance`` is the layer-1 deviation seen before the first repair.
     ``compute_ms`` is the time of passes, with their canary and logits; what is worked out between them is not in it.
+    ``work`` is what all passes computed, as a share of a cold prefill; more than 1 where the gate refused.
     """
 
     logits_last: Tensor
@@ -125,6 +128,7 @@ class Blended:
     """Runs ``[start, end)`` of the prompt that a donor held and that were computed again."""
     features: RiskFeatures | None = None
     glance: float | None = None
+    work: float = 0.0
 
     @property
     def approximate(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from semblend.confirm.receipt import Receipt
 from semblend.integration.vllm.orders import Loaded
 from semblend.integration.vllm.scheduler.hash_chain import Salted
+from semblend.materialize.gate.outcome_memory import OutcomeMemory
 from semblend.plan.reuse_plan import Decline, ReusePlan
 from semblend.prompt import Namespace, Prompt
 
@@ -30,6 +31,7 @@ class Record:
 
     ``declined``: why a request of its kind is computed without us; None when it is not. It is found once, when the
     request arrives: connectors between engines clear their flags in the request after they have loaded it.
+    ``in_vain``: why a reuse is expected to be in vain. vLLM may ask for a request in many steps; it is judged once.
     """
 
     request: Any
@@ -51,10 +53,19 @@ class Record:
     finished: bool = False
     loaded: Loaded | None = None
     receipt: Receipt | None = None
+    judged: bool = False
+    in_vain: Decline | None = None
 
     @property
     def claimed(self) -> bool:
         return self.claim_end > 0
+
+
+def learn_from(record: Record, outcomes: OutcomeMemory) -> None:
+    """Tell the memory what a load of mode balanced has cost."""
+    plan, loaded = record.decision, record.loaded
+    if record.claimed and record.mode == "balanced" and isinstance(plan, ReusePlan) and loaded is not None:
+        outcomes.learn(plan, record.prompt.namespace, work=loaded.work, declined=loaded.reason)
 
 
 def iterate_scheduled(output: Any, records: Mapping[str, Record]) -> Iterator[tuple[str, int, bool]]:

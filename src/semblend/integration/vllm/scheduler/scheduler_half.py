@@ -28,11 +28,12 @@ from semblend.facade import SemBlend
 from semblend.integration.vllm.orders import Capture, Load, Orders, Report
 from semblend.integration.vllm.scheduler.hash_chain import restore, salt, withdraw
 from semblend.integration.vllm.scheduler.receipts import ENGINE, build_vllm_receipt
-from semblend.integration.vllm.scheduler.records import EngineFacts, Record, iterate_scheduled
+from semblend.integration.vllm.scheduler.records import EngineFacts, Record, iterate_scheduled, learn_from
 from semblend.integration.vllm.scheduler.requests import build_namespace, explain_decline, read_options
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.materialize.blend.first_pass import first_rows, two_passes_cost_more
 from semblend.materialize.blend.quality import QualitySettings
+from semblend.materialize.gate.outcome_memory import OutcomeMemory
 from semblend.plan.donor_cost import explain_lost_donor
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Prompt
@@ -51,8 +52,10 @@ class SchedulerHalf:
         semblend: SemBlend,
         *,
         clock: Callable[[], float] = time.time,
+        outcomes: OutcomeMemory | None = None,
     ) -> None:
         self.facts, self.settings, self.semblend = facts, settings, semblend
+        self.outcomes = OutcomeMemory() if outcomes is None else outcomes
         self.block_pool: Any = None
         self.cached_counts: list[dict[str, int]] = []
         self._clock = clock
@@ -222,10 +225,17 @@ class SchedulerHalf:
             exact_tokens=record.local_tokens,
             opt_out=read_options(request).opt_out or record.mode == "exact",
         )
-        if isinstance(decision, ReusePlan) and (why := self._explain_not_worth_it(record, decision)):
-            decision = Decline(DeclineReason.BELOW_BREAK_EVEN, why)
-        record.decision = decision
+        declined = self._decline_not_worth_it(record, decision) if isinstance(decision, ReusePlan) else None
+        record.decision = declined or decision
         record.lookup_ms = (time.perf_counter() - started) * 1e3
+
+    def _decline_not_worth_it(self, record: Record, plan: ReusePlan) -> Decline | None:
+        if why := self._explain_not_worth_it(record, plan):
+            return Decline(DeclineReason.BELOW_BREAK_EVEN, why)
+        if record.mode == "balanced" and not record.judged:
+            record.judged = True
+            record.in_vain = self.outcomes.decline_in_vain(plan, record.prompt.namespace)
+        return record.in_vain
 
     def _explain_not_worth_it(self, record: Record, plan: ReusePlan) -> str | None:
         if not plan.until(self._find_claim_end(record, plan)).spans:
@@ -369,6 +379,7 @@ class SchedulerHalf:
         arrival = getattr(record.request, "arrival_time", None)
         ttft_ms = None if arrival is None else max(0.0, (self._clock() - arrival) * 1e3)
         record.receipt = build_vllm_receipt(record, self._cut_to_orders(record), self.facts.version, ttft_ms)
+        learn_from(record, self.outcomes)
         try:
             self.semblend.confirm(record.receipt)
         except SemBlendError as error:  # such as a request id that was used before: the answer goes on

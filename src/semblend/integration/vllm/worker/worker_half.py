@@ -265,4 +265,5 @@ def _report_load(load: Load, blended: Blended) -> Loaded:
         compute_ms=blended.compute_ms,
         reason=DeclineReason.QUALITY_RISK if all_computed else None,
         detail=f"all {blended.recomputed_tokens} donor tokens were computed after all" if all_computed else "",
+        work=blended.work,
     )

@@ -1,0 +1,141 @@
+"""What became of earlier plans of each kind, so that a plan that is likely to be in vain is not begun.
+
+A plan that the gate refuses costs more than a cold prefill: the first pass, the glance and the repairs come on top of
+it. So the memory keeps, for each kind of plan (`semblend.materialize.gate.plan_shape`), the mean cost of those that
+were begun, where 1 is a cold prefill. A kind whose mean is 1 or more is not begun. Before the first plan of a kind,
+what was measured with the model's thresholds counts, if anything was. Every so often one is begun all the same, so
+that a kind can recover; retries are so rare that they cost `RETRY_BUDGET` of a prefill on average.
+
+- A namespace learns from its own requests only. A memory for all would tell one tenant, by the time a prompt takes,
+  what others send, and would let one tenant spoil the reuse of the others.
+- It is bounded by tenant: a tenant that invents namespaces pushes out its own records, nobody else's.
+- The same plans and costs in the same order give the same decisions. Costs are work, not time.
+- It belongs to the one process that decides what is begun: the embedded engine, or the scheduler of an engine with
+  several ranks. Ranks have none, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeVar
+
+from semblend.materialize.gate.plan_shape import PlanShape
+from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
+from semblend.prompt import Namespace
+
+COLD = 1.0
+"""The cost of a cold prefill, the unit of all costs here."""
+RETRY_BUDGET = 0.025
+"""Retries of a kind may cost this share of a prefill, on average over all prompts of the kind."""
+LEAST_SKIPPED, MOST_SKIPPED = 8, 64
+FADE = 0.9
+"""Each new outcome counts 1, and those before it this much less: about the last ten decide."""
+MOST_TENANTS, MOST_RECORDS = 256, 1024
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+@dataclass(slots=True)
+class _Record:
+    """Outcomes of one kind in one namespace; newer ones count more."""
+
+    weight: float = 0.0
+    cost: float = 0.0
+    rejected: float = 0.0
+    skipped: int = 0
+
+    def add(self, cost: float, rejected: bool) -> None:
+        before = self.weight * FADE
+        self.weight = before + 1
+        self.cost = (self.cost * before + cost) / self.weight
+        self.rejected = (self.rejected * before + rejected) / self.weight
+        self.skipped = 0
+
+
+class OutcomeMemory:
+    """Outcomes by tenant, namespace and kind. Thread-safe.
+
+    ``expected``: mean cost by kind, measured beforehand; see `Thresholds.expected_costs`.
+
+    >>> from semblend.span import Span
+    >>> memory, plan = OutcomeMemory(), ReusePlan((Span("d", 0, 10, 190),), 215)
+    >>> memory.decline_in_vain(plan, Namespace()) is None
+    True
+    >>> memory.learn(plan, Namespace(), work=1.7, declined=DeclineReason.QUALITY_RISK)
+    >>> memory.decline_in_vain(plan, Namespace()).detail
+    'such prompts cost 1.70 of a prefill (one donor in order, 128+ tokens, 1+ spans)'
+    """
+
+    def __init__(self, expected: Mapping[str, float] = MappingProxyType({})) -> None:
+        self._expected = dict(expected)
+        self._tenants: OrderedDict[str, OrderedDict[tuple[str, str], _Record]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def decline_in_vain(self, plan: ReusePlan, namespace: Namespace) -> Decline | None:
+        """Decline a plan that is expected to cost more than it saves; None for one to begin. Counts what it declines.
+
+        Call it once for a request, before anything is claimed or computed.
+        """
+        kind = PlanShape.of(plan).kind
+        with self._lock:
+            record = self._find(namespace, kind)
+            cost = record.cost if record.weight else self._expected.get(kind, 0.0)
+            if cost < COLD:
+                return None
+            if record.skipped >= count_skips(cost):
+                record.skipped = 0
+                return None
+            record.skipped += 1
+            seen, unsafe = bool(record.weight), bool(record.rejected) or not record.weight
+        when = "" if seen else " when thresholds were measured"
+        reason = DeclineReason.QUALITY_RISK if unsafe else DeclineReason.BELOW_BREAK_EVEN
+        return Decline(reason, f"such prompts cost {cost:.2f} of a prefill{when} ({kind})")
+
+    def learn(
+        self, plan: ReusePlan, namespace: Namespace, *, work: float, declined: DeclineReason | None = None
+    ) -> None:
+        """Take in what a plan that was begun has cost: ``work`` of its passes as a share of a cold prefill.
+
+        ``declined``: why the prompt holds no donor KV in the end; None where it does. Only the gate's own reason says
+        something about the kind. A donor that was lost or a pass that failed does not.
+        """
+        rejected = declined is DeclineReason.QUALITY_RISK
+        if declined is not None and not rejected:
+            return
+        kind = PlanShape.of(plan).kind
+        with self._lock:
+            self._find(namespace, kind).add(max(COLD, work) if rejected else work, rejected)
+
+    def count_records(self) -> int:
+        """How many kinds of all namespaces are remembered."""
+        with self._lock:
+            return sum(map(len, self._tenants.values()))
+
+    def _find(self, namespace: Namespace, kind: str) -> _Record:
+        """The record, made where it is missing; the least recently used one goes where there are too many."""
+        records = _take(self._tenants, namespace.tenant, OrderedDict, MOST_TENANTS)
+        return _take(records, (namespace.digest, kind), _Record, MOST_RECORDS)
+
+
+def count_skips(cost: float) -> int:
+    """How many plans of a kind with this mean cost are declined before one is begun again.
+
+    >>> [count_skips(cost) for cost in (1.0, 1.08, 1.7, 9.0)]
+    [8, 8, 28, 64]
+    """
+    return min(MOST_SKIPPED, max(LEAST_SKIPPED, math.ceil(round((cost - COLD) / RETRY_BUDGET, 6))))
+
+
+def _take(held: OrderedDict[Key, Value], key: Key, make: Callable[[], Value], most: int) -> Value:
+    """The value of ``key``, made where it is missing, as the most recently used of at most ``most``."""
+    if key not in held:
+        held[key] = make()
+        if len(held) > most:
+            held.popitem(last=False)
+    held.move_to_end(key)
+    return held[key]

@@ -1,0 +1,160 @@
+"""The embedded engine does not begin a reuse that the gate refused for prompts of the same kind."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from semblend import SemBlend, SemBlendConfig
+from semblend.confirm.outcome import Outcome
+from semblend.engine.core.assemble import assemble
+from semblend.engine.core.config import EngineConfig
+from semblend.engine.core.engine import Engine
+from semblend.engine.model.model import DecoderModel
+from semblend.engine.model.spec import ModelSpec
+from semblend.materialize.blend.quality import QualitySettings
+from semblend.materialize.gate.outcome_memory import LEAST_SKIPPED, MOST_SKIPPED
+from semblend.materialize.gate.plan_shape import PlanShape
+from semblend.materialize.gate.thresholds import Thresholds
+from semblend.plan.reuse_plan import DeclineReason, ReusePlan
+from semblend.prompt import Namespace, Prompt
+from semblend.span import Span
+from semblend.wire.request import Request
+from semblend.wire.sampling import Sampling
+
+VOCAB, DOCUMENT = 96, 400
+NEVER, ALWAYS = Thresholds(0.0, 0.0, 0.0), Thresholds(1e9, 1e9, 1e9)
+MODEL = DecoderModel.random(
+    ModelSpec.from_hf_config(
+        {
+            "model_type": "llama",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "vocab_size": VOCAB,
+            "max_position_embeddings": 4096,
+            "eos_token_id": None,
+        }
+    )
+)
+
+
+def drawn(n: int, seed: int) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(VOCAB) for _ in range(n)]
+
+
+class World:
+    """An engine, and prompts that hold a document of an earlier one behind another head."""
+
+    def __init__(self, thresholds: Thresholds, **config: Any) -> None:
+        library = SemBlend(SemBlendConfig(embedder="none", metrics=False))
+        self.engine: Engine = assemble(
+            MODEL,
+            pool_tokens=8192,
+            semblend=library,
+            config=EngineConfig(**config),
+            quality=QualitySettings(thresholds=thresholds, most_work=10),
+        )
+        self.passes = 0
+        prepare = self.engine.reuse._blender.prepare
+
+        def count(*args: Any, **named: Any) -> Any:
+            self.passes += 1
+            return prepare(*args, **named)
+
+        self.engine.reuse._blender.prepare = count  # type: ignore[method-assign]
+        self.number = 0
+
+    def ask(self, ids: list[int], *, tenant: str = "", quality: str | None = None) -> Any:
+        self.number += 1
+        prompt = Prompt(ids, namespace=Namespace(tenant=tenant))
+        request = Request(f"r{self.number}", prompt, Sampling(max_tokens=2, temperature=0.0), quality=quality)
+        (done,) = self.engine.generate([request])
+        return done
+
+    def hit(self, seed: int, *, tenant: str = "", quality: str | None = None) -> Any:
+        """A new document, then a prompt that holds it behind another head."""
+        document = drawn(DOCUMENT, seed)
+        self.ask(drawn(60, seed + 1000) + document, tenant=tenant, quality="exact")
+        return self.ask(drawn(20, seed + 2000) + document + drawn(12, seed + 3000), tenant=tenant, quality=quality)
+
+
+def test_the_second_prompt_of_a_kind_is_not_begun_where_the_gate_refused_the_first():
+    world = World(NEVER)
+    first = world.hit(1).receipt
+    assert (first.reason, first.outcome) == (DeclineReason.QUALITY_RISK, Outcome.BACKEND_DECLINED_REUSE)
+    assert first.escalations > 0
+    second = world.hit(2).receipt
+    assert world.passes == 1
+    assert (second.reason, second.outcome) == (DeclineReason.QUALITY_RISK, Outcome.COLD_FALLBACK)
+    assert second.detail.startswith("such prompts cost")
+    assert second.escalations == second.recomputed_tokens == 0
+    assert second.load_ms is None
+
+
+def test_a_prompt_that_was_not_begun_is_answered_as_cold_and_becomes_a_donor():
+    world, cold = World(NEVER), World(NEVER, quality="exact")
+    for seed in (1, 2, 3):
+        assert world.hit(seed).tokens == cold.hit(seed).tokens
+    held = {donor.donor_id: donor.token_count for donor in world.engine.reuse.semblend.donors()}
+    assert held["r4"] == 20 + DOCUMENT + 12
+
+
+def test_prompts_that_are_served_stay_served():
+    world = World(ALWAYS)
+    for seed in range(12):
+        receipt = world.hit(seed).receipt
+        assert (receipt.outcome, receipt.reason) == (Outcome.BACKEND_MATERIALIZED_REUSE, None)
+    assert world.passes == 12
+
+
+def test_a_tenant_does_not_learn_from_another():
+    world = World(NEVER)
+    world.hit(1, tenant="acme")
+    world.hit(2, tenant="bolt")
+    assert world.passes == 2
+    world.hit(3, tenant="acme")
+    world.hit(4, tenant="bolt")
+    assert world.passes == 2
+
+
+def test_a_kind_is_tried_again_after_a_while():
+    world = World(NEVER)
+    for seed in range(2 + MOST_SKIPPED):
+        world.hit(seed)
+    assert 2 <= world.passes <= 2 + MOST_SKIPPED // LEAST_SKIPPED
+
+
+@pytest.mark.parametrize("mode", ["fast", "exact"])
+def test_a_mode_without_a_gate_is_not_concerned(mode):
+    world = World(NEVER)
+    world.hit(1)
+    receipt = world.hit(2, quality=mode).receipt
+    assert (receipt.reused_tokens > 0) == (mode == "fast")
+    for seed in range(3, 6):
+        world.hit(seed, quality="fast")
+    assert world.hit(9).receipt.reason is DeclineReason.QUALITY_RISK
+
+
+def test_a_kind_that_the_thresholds_call_hopeless_is_not_begun_at_first_sight():
+    tokens = 20 + DOCUMENT + 12
+    kind = PlanShape.of(ReusePlan((Span("d", 60, 20, DOCUMENT),), tokens)).kind
+    world = World(Thresholds(1e9, 1e9, 1e9, expected_costs={kind: 1.04}))
+    receipt = world.hit(1).receipt
+    assert receipt.reason is DeclineReason.QUALITY_RISK
+    assert "when thresholds were measured" in receipt.detail
+    assert world.passes == 0
+
+
+def test_no_claim_is_held_for_a_prompt_that_was_not_begun():
+    world = World(NEVER)
+    world.hit(1)
+    world.hit(2)
+    assert world.engine.reuse.semblend._claims == {}
+    world.engine.check()

@@ -1,10 +1,11 @@
 """Claim: from the second prompt of a kind on, a prompt that the quality gate refuses costs what a cold one costs.
 
-    python bench/rejected.py --threads 2
+    python bench/rejected.py --threads 2 --scenarios short --prompts 12
+    python bench/rejected.py --tables-only
 
-Every prompt is answered three times, in an order that changes: by an engine without reuse (cold), by one that begins
-every plan (before), and by one that remembers what became of earlier plans of each kind (now). The prompts that hold
-its text are answered first, and are donors then. TTFT is the engine's own, from submission to the first token, and
+Every prompt is answered three times, in an order that changes: without reuse (cold), beginning every plan (before), and
+with the memory of what became of earlier plans of each kind (now). The prompts that hold its text are answered first,
+and are donors then. TTFT is the engine's own, from submission to the first token, and
 is divided by cold's for the same prompt. First sight is the first prompt of its kind; retries are later prompts of a
 kind that is not begun otherwise. Lost reuse: prompts that were served before and are not begun now.
 """
@@ -12,9 +13,11 @@ kind that is not begun otherwise. Lost reuse: prompts that were served before an
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,6 @@ import torch
 
 from semblend import Prompt, SemBlend, SemBlendConfig
 from semblend.engine.core.assemble import assemble
-from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.engine import Engine
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.pooled_model import PooledModel
@@ -57,6 +59,7 @@ class Answer:
     """One prompt in one engine."""
 
     ttft_ms: float
+    cpu_ms: float
     reused_tokens: int
     reason: str
     detail: str
@@ -64,22 +67,23 @@ class Answer:
     begun: bool = False
 
 
-class Arm:
-    """One engine; it tells the kind of each plan that it was offered, and whether it was begun."""
+class Bench:
+    """One engine in which a prompt is answered cold, as before, and as now."""
 
-    def __init__(self, name: str, model: DecoderModel, longest: int, quality: QualitySettings) -> None:
-        self.name, self.number = name, 0
-        engine_config = EngineConfig(quality="exact" if name == "cold" else "balanced", keep_donors=name != "cold")
+    def __init__(self, args: argparse.Namespace, model: DecoderModel) -> None:
+        pool = model.new_pool(256)
+        self.pass_rows = measure_pass_rows(PooledModel(model, pool), pool.slots_of(pool.allocate(8), 0, 128))
+        base = QualitySettings(thresholds=thresholds_for(args.model))
+        self.settings = {"cold": base, "before": base, "now": replace(base, pass_rows=self.pass_rows)}
         library = SemBlend(SemBlendConfig(embedder="none", metrics=False))
         library.warm_up()
-        self.engine: Engine = assemble(
-            model, pool_tokens=4 * longest, config=engine_config, semblend=library, quality=quality
-        )
-        if name == "before":
-            self.engine.reuse.outcomes = Forgetful()
+        self.engine: Engine = assemble(model, pool_tokens=6 * args.tokens + 2000, semblend=library, quality=base)
+        expected = base.thresholds.expected_costs
+        self.outcomes = {"cold": Forgetful(), "before": Forgetful(), "now": OutcomeMemory(expected)}
+        self.number = 0
         self.offered: ReusePlan | None = None
-        judge = self.engine.reuse._decline_not_worth_it
         self.begun = False
+        judge = self.engine.reuse._decline_not_worth_it
 
         def watch(sequence: Any, plan: ReusePlan) -> Decline | None:
             declined = judge(sequence, plan)
@@ -88,55 +92,66 @@ class Arm:
 
         self.engine.reuse._decline_not_worth_it = watch  # type: ignore[method-assign]
 
-    def ask(self, ids: Sequence[int], quality: str | None = None) -> Answer:
+    def keep(self, ids: Sequence[int]) -> None:
+        """Answer a prompt cold and keep it as a donor."""
+        self._ask(ids, "exact", keep_donors=True)
+
+    def ask(self, arm: str, ids: Sequence[int]) -> Answer:
+        """Answer a prompt in one of the three ways; it is no donor for the others."""
+        self.engine.reuse.outcomes = self.outcomes[arm]
+        blender: Any = self.engine.reuse._blender
+        blender.settings = self.settings[arm]
+        return self._ask(ids, "exact" if arm == "cold" else "balanced", keep_donors=False)
+
+    def _ask(self, ids: Sequence[int], quality: str, *, keep_donors: bool) -> Answer:
         self.number += 1
         self.offered, self.begun = None, False
         self.engine.reset_prefix_cache()
+        self.engine.reuse._config = replace(self.engine.config, keep_donors=keep_donors)
         request = Request(f"r{self.number}", Prompt(ids), Sampling(temperature=0.0, max_tokens=1), quality=quality)
+        cpu = time.process_time()
         (done,) = self.engine.generate([request])
-        receipt = done.receipt
+        cpu_ms, receipt = (time.process_time() - cpu) * 1e3, done.receipt
         if receipt is None or receipt.ttft_ms is None:
             raise RuntimeError(f"request {request.request_id} ended without a receipt")
         kind = PlanShape.of(self.offered).kind if self.offered is not None else ""
         reason = "" if receipt.reason is None else str(receipt.reason)
-        return Answer(receipt.ttft_ms, receipt.reused_tokens, reason, receipt.detail, kind, self.begun)
+        return Answer(receipt.ttft_ms, cpu_ms, receipt.reused_tokens, reason, receipt.detail, kind, self.begun)
 
-    def forget(self) -> None:
-        """Donors of an earlier prompt must not be found by the next one."""
+    def compare(self, number: int, tokens: Sequence[int], donors: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """One prompt in all three ways, taking turns in going first."""
+        for donor in donors:
+            self.keep(donor)
+        found = {arm: self.ask(arm, tokens) for arm in ARMS[number % 3 :] + ARMS[: number % 3]}
         self.engine.reuse.forget_donors()
+        cold = found.pop("cold")
+        row: dict[str, Any] = {"tokens": len(tokens), "cold_ms": cold.ttft_ms}
+        for arm, one in found.items():
+            row[arm] = asdict(one) | {"ratio": one.ttft_ms / cold.ttft_ms, "cpu_ratio": one.cpu_ms / cold.cpu_ms}
+        return row
 
 
-def measure(args: argparse.Namespace, model: DecoderModel, encode: Any) -> tuple[list[dict[str, Any]], int]:
-    pool = model.new_pool(256)
-    pass_rows = measure_pass_rows(PooledModel(model, pool), pool.slots_of(pool.allocate(8), 0, 128))
-    longest = 2 * args.tokens + 600
-    base = QualitySettings(thresholds=thresholds_for(args.model))
-    now = QualitySettings(thresholds=thresholds_for(args.model), pass_rows=pass_rows)
-    arms = {name: Arm(name, model, longest, now if name == "now" else base) for name in ARMS}
-    rows: list[dict[str, Any]] = []
-    folder = _report.data_dir(args)
+def measure(args: argparse.Namespace, rows_file: Path) -> None:
+    """Appends a row for each prompt as it comes."""
+    path = Path(args.model) if Path(args.model).exists() else resolve(args.model)
+    model = DecoderModel.load(path, args.device, getattr(torch, args.dtype) if args.dtype else None)
+    tokenizer = ModelTokenizer.load(path)
+    encode = lambda text: tokenizer.encode(text, add_special=False)  # noqa: E731
+    bench, began = Bench(args, model), time.perf_counter()
+    rows_file.parent.mkdir(parents=True, exist_ok=True)
     for scenario in args.scenarios:
-        count = args.prompts if scenario in ("short", "reordered", "several") else max(1, args.prompts // 2)
-        drawn = _rejected_cases.draw(scenario, folder, encode, prompts=count, tokens=args.tokens, seed=args.seed)
+        drawn = _rejected_cases.draw(
+            scenario, _report.data_dir(args), encode, prompts=args.prompts, tokens=args.tokens, seed=args.seed
+        )
         for number, (tokens, donors) in enumerate(drawn):
-            for name in ("before", "now"):
-                for donor in donors:
-                    arms[name].ask(donor, "exact")
-            order = ARMS[number % 3 :] + ARMS[: number % 3]
-            found = {name: arms[name].ask(tokens) for name in order}
-            for name in ("before", "now"):
-                arms[name].forget()
-            row: dict[str, Any] = {"scenario": scenario, "tokens": len(tokens), "cold_ms": found["cold"].ttft_ms}
-            for name in ("before", "now"):
-                one = found[name]
-                row[name] = {
-                    "ratio": one.ttft_ms / found["cold"].ttft_ms, "reused": one.reused_tokens, "reason": one.reason,
-                    "detail": one.detail, "kind": one.kind, "begun": one.begun,
-                }  # fmt: skip
-            rows.append(row)
-            told = ", ".join(f"{name} {row[name]['ratio']:.2f} {row[name]['reason']}" for name in ("before", "now"))
+            if args.budget_s and time.perf_counter() - began > args.budget_s:
+                _report.progress("stopped by --budget-s")
+                return
+            row = {"scenario": scenario, "pass_rows": bench.pass_rows, **bench.compare(number, tokens, donors)}
+            with rows_file.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(row) + "\n")
+            told = ", ".join(f"{arm} {row[arm]['ratio']:.2f} {row[arm]['reason']}" for arm in ("before", "now"))
             _report.progress(f"{scenario} {number}: cold {row['cold_ms']:.0f} ms, {told}")
-    return rows, pass_rows
 
 
 def show(report: _report.Report, rows: list[dict[str, Any]]) -> None:
@@ -145,7 +160,7 @@ def show(report: _report.Report, rows: list[dict[str, Any]]) -> None:
         kind = row["before"]["kind"]
         row["first_sight"] = bool(kind) and kind not in seen
         seen.add(kind)
-        row["refused"] = row["before"]["begun"] and not row["before"]["reused"]
+        row["refused"] = row["before"]["begun"] and not row["before"]["reused_tokens"]
         row["retry"] = row["refused"] and row["now"]["begun"] and not row["first_sight"]
     refused = [row for row in rows if row["refused"]]
     lines = []
@@ -168,10 +183,10 @@ def show(report: _report.Report, rows: list[dict[str, Any]]) -> None:
     lines = []
     for scenario in dict.fromkeys(row["scenario"] for row in rows):
         mine = [row for row in rows if row["scenario"] == scenario]
-        served = [row for row in mine if row["before"]["reused"]]
-        lost = [row for row in served if not row["now"]["reused"]]
+        served = [row for row in mine if row["before"]["reused_tokens"]]
+        lost = [row for row in served if not row["now"]["reused_tokens"]]
         lines.append([scenario, len(mine), statistics.median(r["tokens"] for r in mine), len(served),
-                      sum(r["refused"] for r in mine), sum(bool(r["now"]["reused"]) for r in mine), len(lost),
+                      sum(r["refused"] for r in mine), sum(bool(r["now"]["reused_tokens"]) for r in mine), len(lost),
                       spread(mine, "before")[0], spread(mine, "now")[0]])  # fmt: skip
     report.table(
         "All prompts: what is served, and mean TTFT over cold",
@@ -191,23 +206,24 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default=None, help="float32, bfloat16 or float16; default: float32 on a CPU")
-    parser.add_argument("--prompts", type=int, default=12, help="of each scenario that is refused; half of the others")
+    parser.add_argument("--prompts", type=int, default=12, help="of each scenario")
     parser.add_argument("--tokens", type=int, default=700, help="of a document; passages make twice as many")
     parser.add_argument("--scenarios", nargs="+", default=list(SCENARIOS), choices=SCENARIOS)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--jsonl", default="bench/results/rejected.jsonl", help="rows; a second run adds to them")
+    parser.add_argument("--budget-s", type=float, default=0.0, help="begin no prompt after this long; 0: no limit")
+    parser.add_argument("--tables-only", action="store_true", help="run nothing, read the rows")
     args = parser.parse_args()
     if args.quick:
         args.prompts, args.tokens = 3, 400
     torch.set_num_threads(args.threads)
     report = _report.Report("rejected", args)
-    path = Path(args.model) if Path(args.model).exists() else resolve(args.model)
-    model = DecoderModel.load(path, args.device, getattr(torch, args.dtype) if args.dtype else None)
-    tokenizer = ModelTokenizer.load(path)
-    rows, pass_rows = measure(args, model, lambda text: tokenizer.encode(text, add_special=False))
+    if not args.tables_only:
+        measure(args, Path(args.jsonl))
+    rows = [json.loads(line) for line in Path(args.jsonl).read_text(encoding="utf-8").splitlines()]
     show(report, rows)
-    report.note(f"a pass costs {pass_rows} rows beside its own")
+    report.note(f"a pass costs {statistics.median(row['pass_rows'] for row in rows)} rows beside its own")
     report.note(f"{args.model} on {args.device}, {args.threads} threads")
-    report.add("rows", rows)
     report.write(args.out)
 
 

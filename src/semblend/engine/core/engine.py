@@ -264,10 +264,10 @@ class Engine:
         """Keep what later requests can use, and let go of a sequence that has ended."""
         if not sequence.blocks:  # it failed, and has gone already
             return
-        began = len(sequence.tokens) == sequence.prompt_tokens + 1
-        if began or sequence.finish_reason is not None:
+        fresh, sequence.unsettled = sequence.unsettled, False  # after its first token, and after each preemption
+        if fresh or sequence.finish_reason is not None:
             self._cache(sequence)
-        if began:
+        if fresh:
             self.reuse.capture(sequence)
         if sequence.finish_reason is not None:
             self._retire(sequence, sequence.finish_reason)

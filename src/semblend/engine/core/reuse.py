@@ -137,12 +137,16 @@ class Reuse:
         return blended.recomputed_runs if blended else ()
 
     def capture(self, sequence: Sequence) -> None:
-        """Keep the prompt's KV as a donor, as far as it is exact, if enough of that is new."""
+        """Keep the prompt's KV as a donor, as far as it is exact, if enough of that is new.
+
+        A prompt that was preempted and computed again may be exact further than before; it takes its donor's place.
+        """
         donors = self.donor_kv
         if self.semblend is None or donors is None or not self._config.keep_donors:
             return
         tokens = min(sequence.exact_until, sequence.prompt_tokens)
-        if sequence.request.opt_out or tokens - sequence.exact_tokens < self._config.donor_min_new_tokens:
+        new = tokens - max(sequence.exact_tokens, sequence.kept_tokens)
+        if sequence.request.opt_out or new < self._config.donor_min_new_tokens:
             return
         donor_id, prompt = sequence.request_id, sequence.prompt
         if tokens < sequence.prompt_tokens:
@@ -155,6 +159,7 @@ class Reuse:
             except Exception:
                 self.semblend.forget(donor_id, reason="engine")  # a donor without KV must not be found
                 raise
+            sequence.kept_tokens = tokens
             for tier, used in donors.used_bytes.items():
                 self.semblend.metrics.donors(self.semblend.stats().donors, used, tier)
         except Exception as error:  # a donor less; the answer goes on
@@ -213,8 +218,9 @@ class Reuse:
             return False
         sequence.blended = blended
         sequence.computed = sequence.prompt_tokens
-        if blended.exact_until >= sequence.prompt_tokens:  # the gate went to the end: this is a cold prefill
-            sequence.exact_until = EXACT_TO_THE_END
+        # Where everything was computed in the end, this is a cold prefill, and the answer behind it is exact too.
+        whole = blended.exact_until >= sequence.prompt_tokens
+        sequence.exact_until = EXACT_TO_THE_END if whole else blended.exact_until
         return True
 
     def _forget_lost(self, plan: ReusePlan) -> None:

@@ -94,7 +94,8 @@ class Sequence:
     ``computed`` positions have their KV in ``blocks``. From ``exact_until`` on that KV may be approximate and must
     not enter the exact cache. ``to_fill``: donors were not looked for yet; that is done once. ``decision`` came from
     the library, ``declined`` from the blender. ``max_length`` is where the answer has to end, in tokens of prompt and
-    answer.
+    answer. ``kept_tokens`` of the prompt are a donor. ``unsettled``: all its KV was computed since it was last offered
+    to the exact cache and as a donor.
     """
 
     request: Request
@@ -118,6 +119,8 @@ class Sequence:
     blended: Blended | None = None
     receipt: Receipt | None = None
     slots: torch.Tensor | None = None
+    kept_tokens: int = 0
+    unsettled: bool = True
 
     @property
     def request_id(self) -> str:
@@ -157,3 +160,4 @@ class Sequence:
         self.blocks, self.slots = [], None
         self.computed = 0
         self.exact_until = EXACT_TO_THE_END
+        self.unsettled = True

@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 import _quality_cases
+import numpy as np
 from _documents import read_jsonl
 
 Tokens = list[int]
@@ -24,6 +25,24 @@ def short_prompts(folder: Path, encode: Encode) -> Iterator[tuple[tuple[int, ...
         ids = encode(text)[: SHORT - len(after) - len(question)]
         if len(after) + len(ids) + len(question) == SHORT:
             yield (*after, *ids, *question), ((*before, *ids),)
+
+
+def draw_random(
+    scenario: str, vocab: int, *, prompts: int, tokens: int, seed: int
+) -> list[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]:
+    """The same shapes of random tokens, for models without a tokenizer: one text, or ten passages of three donors."""
+    rng = np.random.default_rng(seed)
+
+    def tell(count: int) -> tuple[int, ...]:
+        return tuple(rng.integers(10, vocab - 10, count).tolist())
+
+    made = []
+    for _ in range(prompts):
+        pieces = [tell(SHORT - 15)] if scenario == "short" else [tell(tokens // 10) for _ in range(10)]
+        shares = {"several": [pieces[i::3] for i in range(3)], "reordered": [pieces[::-1]]}.get(scenario, [pieces])
+        donors = tuple(tuple(t for piece in share for t in (*tell(20), *piece)) for share in shares)
+        made.append(((*tell(5), *(t for piece in pieces for t in piece), *tell(10)), donors))
+    return made
 
 
 def draw(

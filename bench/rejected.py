@@ -6,7 +6,8 @@
 Every prompt is answered three times, in an order that changes: without reuse (cold), beginning every plan (before), and
 with the memory of what became of earlier plans of each kind (now). The prompts that hold its text are answered first,
 and are donors then. TTFT is the engine's own, from submission to the first token, and
-is divided by cold's for the same prompt. First sight is the first prompt of its kind; retries are later prompts of a
+is divided by cold's for the same prompt. Random weights (--model shape:...) show speed only: --refuse says that their
+gate refuses everything, after the glance at layer 1 or after all repairs. First sight is the first prompt of its kind; retries are later prompts of a
 kind that is not begun otherwise. Lost reuse: prompts that were served before and are not begun now.
 """
 
@@ -16,7 +17,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 import _rejected_cases
 import _report  # first: it sets the number of threads
 import torch
+from _ttft_cells import load
 
 from semblend import Prompt, SemBlend, SemBlendConfig
 from semblend.engine.core.assemble import assemble
@@ -31,11 +33,11 @@ from semblend.engine.core.engine import Engine
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.pooled_model import PooledModel
 from semblend.engine.model.tokenizer import ModelTokenizer
-from semblend.materialize.blend.pass_cost import measure_pass_rows
+from semblend.materialize.blend.pass_cost import MANY_ROWS, measure_pass_rows
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.gate.outcome_memory import OutcomeMemory
 from semblend.materialize.gate.plan_shape import PlanShape
-from semblend.materialize.gate.thresholds import thresholds_for
+from semblend.materialize.gate.thresholds import Thresholds, thresholds_for
 from semblend.models import resolve
 from semblend.plan.reuse_plan import Decline, ReusePlan
 from semblend.prompt import Namespace
@@ -44,6 +46,7 @@ from semblend.wire.sampling import Sampling
 
 SCENARIOS = ("short", "reordered", "several", "summarization", "one_document", "edits", "code")
 ARMS = ("cold", "before", "now")
+REFUSALS = {"at the glance": Thresholds(0, 0, 0, begin_prefill=0.0), "after repairs": Thresholds(0, 0, 0)}
 
 
 class Forgetful(OutcomeMemory):
@@ -71,13 +74,18 @@ class Bench:
     """One engine in which a prompt is answered cold, as before, and as now."""
 
     def __init__(self, args: argparse.Namespace, model: DecoderModel) -> None:
-        pool = model.new_pool(256)
-        self.pass_rows = measure_pass_rows(PooledModel(model, pool), pool.slots_of(pool.allocate(8), 0, 128))
-        base = QualitySettings(thresholds=thresholds_for(args.model))
+        many = MANY_ROWS[model.device.type]
+        pool = model.new_pool(2 * many)
+        slots = pool.slots_of(pool.allocate(pool.blocks_for(many)), 0, many)
+        measure_pass_rows(PooledModel(model, pool), slots)  # the first passes of a process are slow
+        self.pass_rows = measure_pass_rows(PooledModel(model, pool), slots)
+        base = QualitySettings(thresholds=REFUSALS[args.refuse] if args.refuse else thresholds_for(args.model))
         self.settings = {"cold": base, "before": base, "now": replace(base, pass_rows=self.pass_rows)}
         library = SemBlend(SemBlendConfig(embedder="none", metrics=False))
         library.warm_up()
-        self.engine: Engine = assemble(model, pool_tokens=6 * args.tokens + 2000, semblend=library, quality=base)
+        self.engine: Engine = assemble(
+            model, pool_tokens=6 * args.tokens + 2000, semblend=library, quality=base, donor_host_bytes=16 << 30
+        )
         expected = base.thresholds.expected_costs
         self.outcomes = {"cold": Forgetful(), "before": Forgetful(), "now": OutcomeMemory(expected)}
         self.number = 0
@@ -131,23 +139,31 @@ class Bench:
         return row
 
 
+def make_encoder(name: str) -> Callable[[str], list[int]]:
+    tokenizer = ModelTokenizer.load(resolve(name))
+    return lambda text: tokenizer.encode(text, add_special=False)
+
+
 def measure(args: argparse.Namespace, rows_file: Path) -> None:
     """Appends a row for each prompt as it comes."""
-    path = Path(args.model) if Path(args.model).exists() else resolve(args.model)
-    model = DecoderModel.load(path, args.device, getattr(torch, args.dtype) if args.dtype else None)
-    tokenizer = ModelTokenizer.load(path)
-    encode = lambda text: tokenizer.encode(text, add_special=False)  # noqa: E731
+    model = load(args.model, args.device)
     bench, began = Bench(args, model), time.perf_counter()
     rows_file.parent.mkdir(parents=True, exist_ok=True)
     for scenario in args.scenarios:
-        drawn = _rejected_cases.draw(
-            scenario, _report.data_dir(args), encode, prompts=args.prompts, tokens=args.tokens, seed=args.seed
-        )
+        wanted = {"prompts": args.prompts, "tokens": args.tokens, "seed": args.seed}
+        if args.model.startswith("shape:"):
+            drawn = _rejected_cases.draw_random(scenario, model.spec.vocab, **wanted)
+        else:
+            drawn = _rejected_cases.draw(scenario, _report.data_dir(args), make_encoder(args.model), **wanted)
         for number, (tokens, donors) in enumerate(drawn):
             if args.budget_s and time.perf_counter() - began > args.budget_s:
                 _report.progress("stopped by --budget-s")
                 return
-            row = {"scenario": scenario, "pass_rows": bench.pass_rows, **bench.compare(number, tokens, donors)}
+            row = {
+                "scenario": " ".join((scenario, args.refuse)).strip(),
+                "pass_rows": bench.pass_rows,
+                **bench.compare(number, tokens, donors),
+            }
             with rows_file.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(row) + "\n")
             told = ", ".join(f"{arm} {row[arm]['ratio']:.2f} {row[arm]['reason']}" for arm in ("before", "now"))
@@ -205,7 +221,7 @@ def main() -> None:
     _report.add_common_arguments(parser, "rejected")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default=None, help="float32, bfloat16 or float16; default: float32 on a CPU")
+    parser.add_argument("--refuse", choices=sorted(REFUSALS), default="", help="refuse every prompt, and where")
     parser.add_argument("--prompts", type=int, default=12, help="of each scenario")
     parser.add_argument("--tokens", type=int, default=700, help="of a document; passages make twice as many")
     parser.add_argument("--scenarios", nargs="+", default=list(SCENARIOS), choices=SCENARIOS)

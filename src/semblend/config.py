@@ -68,8 +68,9 @@ class SemBlendConfig:
     discovery_only: bool = _setting(False, "Look up and report, but hand no plan to an engine.")
     strict_prefix_boundary: bool = _setting(
         True,
-        "Claim one prefix-shaped range to an engine and compute the gaps inside it ourselves; "
-        "off lets engines that accept spans take them as they are.",
+        "Claim one prefix-shaped range to an engine and compute the gaps inside it ourselves. Off: in mode fast the "
+        "embedded engine takes donor spans as they are and computes the gaps in the steps of its own scheduler; "
+        "vLLM cannot, and refuses to start.",
     )
     exact_materialization_only: bool = _setting(
         True, "Materialize token-equal spans only. Off is accepted by no backend that we ship."

@@ -164,11 +164,14 @@ class Capabilities:
     ``scattered_rows``: rows with holes between them run in one pass; without it each run is a pass of its own.
     ``observers``: observers are called; without it mode balanced is declined, and so is every load, for the check of
     donor KV (the canary) is an observer too. ``ranks``: how many processes hold parts of the model and call alike.
+    ``native_spans``: the engine computes the gaps between donor spans itself, in the chunks of its own scheduler, where
+    ``strict_prefix_boundary`` is off; without it a claim is one prefix-shaped range, and its gaps are computed by us.
     """
 
     scattered_rows: bool = True
     observers: bool = True
     ranks: int = 1
+    native_spans: bool = False
 
 
 class Model(Protocol):

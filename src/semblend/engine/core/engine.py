@@ -211,6 +211,8 @@ class Engine:
     # -- postprocess -----------------------------------------------------------------------------------------------
 
     def _postprocess(self, results: Results) -> None:
+        # Donor KV may hold what is no number: that costs its request time, and not its answer.
+        results = [(one, found) for one, found in results if found is not None or not self.reuse.compute_instead(one)]
         for sequence, sampled in results:
             try:
                 if sampled is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -22,7 +23,7 @@ from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.sequence import EXACT_TO_THE_END, Sequence
 from semblend.engine.model.paged_kv import KvPool
 from semblend.facade import SemBlend
-from semblend.materialize.blend.quality import Blended
+from semblend.materialize.blend.quality import Blended, Spliced
 from semblend.materialize.contract import Layout
 from semblend.materialize.gate.outcome_memory import OutcomeMemory
 from semblend.plan.donor_cost import explain_lost_donor
@@ -53,6 +54,7 @@ class PromptFiller(Protocol):
     @property
     def donor_kv(self) -> Donors | None: ...
     def prepare(self, sequence: Any, plan: ReusePlan, *, mode: str | None = None) -> Blended | Decline: ...
+    def place(self, sequence: Any, plan: ReusePlan) -> Spliced | Decline: ...
 
 
 class NoBlender:
@@ -63,6 +65,10 @@ class NoBlender:
     def prepare(self, sequence: Any, plan: ReusePlan, *, mode: str | None = None) -> Blended | Decline:
         del sequence, plan
         return Decline(DeclineReason.UNSUPPORTED_MODE, f"no blender is there for mode {mode}")
+
+    def place(self, sequence: Any, plan: ReusePlan) -> Spliced | Decline:
+        del sequence, plan
+        return Decline(DeclineReason.UNSUPPORTED_MODE, "no blender is there")
 
 
 class Reuse:
@@ -95,7 +101,7 @@ class Reuse:
         return self.semblend is not None and self.find_mode(request) != "exact"
 
     def fill(self, sequence: Sequence) -> bool:
-        """Put donor KV in place for a sequence that has its blocks; False where it has to be computed.
+        """Put donor KV in place for a sequence that has its blocks; False where the engine has to compute, all or some.
 
         It is tried once: a sequence that is preempted later is computed, and goes on with the tokens it has said.
         """
@@ -105,12 +111,23 @@ class Reuse:
         try:
             sequence.decision = self._plan(self.semblend, sequence)
             if isinstance(sequence.decision, ReusePlan):
+                takes_spans = not self.semblend.config.strict_prefix_boundary
+                if takes_spans and self.find_mode(sequence.request) != GATED_MODE:  # the gate needs passes of its own
+                    return self._splice(sequence, sequence.decision)
                 return self._blend(sequence, sequence.decision)
         except Exception as error:  # a failure of ours costs the request time, never its answer
             self._report_failure("materialize", sequence, error)
             self._start_over(sequence)
             sequence.declined = Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}")
         return False
+
+    def compute_instead(self, sequence: Sequence) -> bool:
+        """Compute a sequence cold whose first logits over donor KV are not numbers; False where donors have no part."""
+        if sequence.held is None or sequence.receipt is not None:
+            return False
+        sequence.declined = Decline(DeclineReason.VALIDATION_FAILED, "logits over donor KV are not numbers")
+        self._start_over(sequence)
+        return True
 
     def read_first_logits(self, sequence: Sequence) -> Tensor:
         """What the blender computed after the prompt's last token, [1, vocab]."""
@@ -133,8 +150,8 @@ class Reuse:
 
     def list_recomputed(self, sequence: Sequence) -> tuple[tuple[int, int], ...]:
         """Runs of the prompt that a donor held and that were computed again; empty where the blender does not tell."""
-        blended: Blended | None = sequence.blended
-        return blended.recomputed_runs if blended else ()
+        work = sequence.blended or sequence.spliced
+        return work.recomputed_runs if work else ()
 
     def capture(self, sequence: Sequence) -> None:
         """Keep the prompt's KV as a donor, as far as it is exact, if enough of that is new.
@@ -205,17 +222,31 @@ class Reuse:
             return None
         return self.outcomes.decline_in_vain(plan, sequence.namespace)
 
+    def _splice(self, sequence: Sequence, plan: ReusePlan) -> bool:
+        """Put donor KV in place and leave the rest to the scheduler: strict_prefix_boundary is off."""
+        sequence.exact_until = plan.spans[0].target_start
+        sequence.slots_in(self._pool)
+        spliced = self._blender.place(sequence, plan)
+        if isinstance(spliced, Decline):
+            return self._compute_declined(sequence, plan, spliced)
+        sequence.spliced, sequence.held = spliced, spliced.held
+        sequence.exact_until = int(spliced.held[0])
+        return False
+
+    def _compute_declined(self, sequence: Sequence, plan: ReusePlan, declined: Decline) -> bool:
+        sequence.declined = declined
+        self._start_over(sequence)
+        if declined.reason is DeclineReason.STALE:
+            self._forget_lost(plan)
+        return False
+
     def _blend(self, sequence: Sequence, plan: ReusePlan) -> bool:
         # Before the blender writes anything: whatever happens from here on, these positions are no longer exact.
         sequence.exact_until = plan.spans[0].target_start
         sequence.slots_in(self._pool)
         blended = self._blender.prepare(sequence, plan, mode=self.find_mode(sequence.request))
         if isinstance(blended, Decline):
-            sequence.declined = blended
-            self._start_over(sequence)
-            if blended.reason is DeclineReason.STALE:
-                self._forget_lost(plan)
-            return False
+            return self._compute_declined(sequence, plan, blended)
         sequence.blended = blended
         sequence.computed = sequence.prompt_tokens
         # Where everything was computed in the end, this is a cold prefill, and the answer behind it is exact too.
@@ -234,7 +265,7 @@ class Reuse:
 
     def _start_over(self, sequence: Sequence) -> None:
         """Compute everything behind the exact prefix, over whatever a blender left there: that is exact again."""
-        sequence.blended = None
+        sequence.blended = sequence.spliced = sequence.held = None
         sequence.computed = sequence.exact_tokens
         sequence.exact_until = EXACT_TO_THE_END
 
@@ -257,7 +288,8 @@ class Reuse:
         if blended is not None and not blended.reused_tokens:
             detail = f"all {blended.recomputed_tokens} donor tokens were computed after all"
             declined = Decline(DeclineReason.QUALITY_RISK, detail)
-        return build_receipt(facts, blended, declined)
+        spliced = sequence.spliced and replace(sequence.spliced, compute_ms=times.compute_ms)
+        return build_receipt(facts, blended or spliced, declined)
 
     def _report_failure(self, where: str, sequence: Sequence, error: BaseException) -> None:
         log.warning("%s failed for request %s: %s: %s", where, sequence.request_id, type(error).__name__, error)

@@ -6,6 +6,7 @@ import logging
 import time
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,10 +57,11 @@ class Runner:
             if not piece.sequence.to_fill:
                 pieces.append(piece)
             elif not filled:
-                if self._reuse.fill(piece.sequence):
-                    filled.append(piece.sequence)
-                else:
-                    pieces.append(piece)
+                sequence, planned = piece.sequence, piece.rows
+                if self._reuse.fill(sequence):
+                    filled.append(sequence)
+                else:  # declined, or donor KV is in place and the rest is computed like any prompt
+                    pieces.append(Piece(sequence, sequence.computed, sequence.find_end(planned)))
         return Batch(tuple(pieces), tuple(filled))
 
     def _compute_isolated(self, batch: Batch) -> Results:
@@ -108,8 +110,11 @@ class Runner:
     def _make_rows(self, piece: Piece) -> Rows:
         sequence = piece.sequence
         slots = sequence.slots_in(self._pool)[: piece.end]
-        positions = torch.arange(piece.start, piece.end, device=self._pool.device)
-        return Rows.of(sequence.tokens[piece.start : piece.end], positions, slots)
+        if sequence.held is None:
+            positions = torch.arange(piece.start, piece.end, device=self._pool.device)
+            return Rows.of(sequence.tokens[piece.start : piece.end], positions, slots)
+        missing = sequence.list_missing(piece.start, piece.end)
+        return Rows.of(np.array(sequence.tokens)[missing], torch.from_numpy(missing), slots)
 
 
 def _make_draw(sequence: Sequence) -> Draw:

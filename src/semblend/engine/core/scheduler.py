@@ -50,6 +50,11 @@ class Piece:
     end: int
 
     @property
+    def rows(self) -> int:
+        """How many tokens are computed; the others hold donor KV."""
+        return self.sequence.count_missing(self.start, self.end)
+
+    @property
     def completes(self) -> bool:
         """Whether the next token can be sampled afterwards."""
         return self.end == len(self.sequence.tokens)
@@ -68,7 +73,7 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        return sum(piece.end - piece.start for piece in self.pieces)
+        return sum(piece.rows for piece in self.pieces)
 
     def split(self) -> tuple[Batch, ...]:
         """One batch for each sequence."""
@@ -132,7 +137,7 @@ class Scheduler:
         A prompt that waited because another one was filled computed nothing. One that was filled took its passes.
         """
         for piece in batch.pieces:
-            one, planned = piece.sequence, piece.end - piece.start
+            one, planned = piece.sequence, piece.rows
             if one.to_fill:
                 self._clock.charge(one.tenant, -planned)
             elif one.receipt is None and one.blended is not None:
@@ -182,7 +187,7 @@ class Scheduler:
                 # Filling takes passes of its own; a neighbour that speaks after this step would wait for them.
                 del ready[tenant]
                 continue
-            rest = len(sequence.tokens) - sequence.computed - granted.get(sequence, 0)
+            rest = sequence.missing_tokens - granted.get(sequence, 0)
             tokens = min(rest, budget, max(1, self._config.step_tokens // 8) if len(ready) > 1 else budget)
             granted[sequence] = granted.get(sequence, 0) + tokens
             self._clock.serve(tenant, tokens)
@@ -190,7 +195,7 @@ class Scheduler:
             if tokens == rest:
                 under_way[tenant].popleft()
                 completed.add(tenant)
-        return [Piece(one, one.computed, one.computed + tokens) for one, tokens in granted.items()]
+        return [Piece(one, one.computed, one.find_end(tokens)) for one, tokens in granted.items()]
 
     def _list_under_way(self) -> dict[str, deque[Sequence]]:
         """Running sequences whose prompt is not computed yet, by tenant, in the order of admission."""
@@ -205,7 +210,7 @@ class Scheduler:
         first = self._clock.choose(ready)
         assert first is not None
         head = under_way[first][0] if first in under_way else self.waiting.look(first)
-        return max(len(head.tokens) - head.computed, self._config.step_tokens // 4)
+        return max(head.missing_tokens, self._config.step_tokens // 4)
 
     def _start_next(self, tenant: str, under_way: dict[str, deque[Sequence]], ready: dict[str, None]) -> bool:
         """Admit the tenant's next request, if that can be; a tenant with nothing running makes the others wait."""

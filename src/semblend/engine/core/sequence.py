@@ -6,14 +6,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from semblend.confirm.receipt import Receipt
 from semblend.engine.core.stops import AnswerText
 from semblend.engine.model.paged_kv import KvPool
 from semblend.errors import InputError, SemBlendError
-from semblend.materialize.blend.quality import Blended
+from semblend.materialize.blend.quality import Blended, Spliced
 from semblend.plan.reuse_plan import Decline, ReusePlan
+from semblend.plan.selection import Positions
 from semblend.prompt import Namespace, Prompt
 from semblend.wire.answer import Chunk, FinishReason, Logprob
 from semblend.wire.request import Request
@@ -95,7 +97,8 @@ class Sequence:
     not enter the exact cache. ``to_fill``: donors were not looked for yet; that is done once. ``decision`` came from
     the library, ``declined`` from the blender. ``max_length`` is where the answer has to end, in tokens of prompt and
     answer. ``kept_tokens`` of the prompt are a donor. ``unsettled``: all its KV was computed since it was last offered
-    to the exact cache and as a donor.
+    to the exact cache and as a donor. ``held``: positions of the prompt, ascending, where donor KV is in place and that
+    the engine leaves out while it computes the others (``spliced``).
     """
 
     request: Request
@@ -119,6 +122,8 @@ class Sequence:
     blended: Blended | None = None
     receipt: Receipt | None = None
     slots: torch.Tensor | None = None
+    held: Positions | None = None
+    spliced: Spliced | None = None
     kept_tokens: int = 0
     unsettled: bool = True
 
@@ -148,6 +153,28 @@ class Sequence:
         """More than the newest token lacks its KV."""
         return self.computed < len(self.tokens) - 1 or len(self.tokens) == self.prompt_tokens
 
+    @property
+    def missing_tokens(self) -> int:
+        """How many of its tokens have no KV yet."""
+        return self.count_missing(self.computed, len(self.tokens))
+
+    def count_missing(self, start: int, end: int) -> int:
+        """How many positions of ``[start, end)`` hold no donor KV."""
+        held = 0 if self.held is None else int(np.diff(np.searchsorted(self.held, (start, end)))[0])
+        return end - start - held
+
+    def list_missing(self, start: int, end: int) -> Positions:
+        """Positions of ``[start, end)`` that hold no donor KV, ascending."""
+        positions = np.arange(start, end)
+        return positions if self.held is None else positions[~np.isin(positions, self.held)]
+
+    def find_end(self, count: int) -> int:
+        """The position up to which ``count`` tokens have to be computed; what a donor holds behind them is left out."""
+        if self.held is None:
+            return self.computed + count
+        missing = self.list_missing(self.computed, len(self.tokens))
+        return int(missing[count]) if count < len(missing) else len(self.tokens)
+
     def slots_in(self, pool: KvPool) -> torch.Tensor:
         """Slots of all its blocks, by position; made anew only when it got another block."""
         size = len(self.blocks) * pool.block_tokens
@@ -160,4 +187,5 @@ class Sequence:
         self.blocks, self.slots = [], None
         self.computed = 0
         self.exact_until = EXACT_TO_THE_END
+        self.held = self.spliced = None
         self.unsettled = True

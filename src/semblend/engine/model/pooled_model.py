@@ -20,7 +20,7 @@ class PooledModel:
 
     model: DecoderModel
     pool: KvPool
-    capabilities: ClassVar[Capabilities] = Capabilities()
+    capabilities: ClassVar[Capabilities] = Capabilities(native_spans=True)
 
     @property
     def layout(self) -> KvLayout:

@@ -41,6 +41,11 @@ class ConnectorSettings:
                 raise ConfigError(f"{name}={value!r} is not a number of 0 or more", hint="see docs/guides/vllm.md")
         if not isinstance(self.receipts, bool) or not isinstance(self.thresholds, str):
             raise ConfigError("receipts is true or false, thresholds is a path", hint="see docs/guides/vllm.md")
+        if not self.config.strict_prefix_boundary:
+            raise ConfigError(
+                "strict_prefix_boundary=0 hands spans to the engine, and vLLM's connectors can claim one prefix only",
+                hint="leave SEMBLEND_STRICT_PREFIX_BOUNDARY at 1; the embedded engine takes 0",
+            )
 
 
 def connector_settings(extra: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> ConnectorSettings:

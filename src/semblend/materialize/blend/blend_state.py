@@ -89,16 +89,19 @@ class BlendState:
         """Rows that went through all ``layers`` so far; parts of a pass count as such."""
         return sum(one.rows * one.layers for one in self.passes) / layers
 
-    def count_work(self, layers: int) -> float:
-        """What all passes computed, as a share of a cold prefill: the mean of its share of rows and of attended keys.
+    def count_work(self, layers: int, pass_rows: int) -> float:
+        """Work of all passes as a share of a cold prefill's: the mean of its share of rows and, if larger, of keys.
 
         Products of the layers grow with rows, attention with keys. A pass over scattered rows at the end of a prompt
-        has more keys a row than a prefill; which of the two costs more depends on the model and the length.
+        has more keys a row than a prefill; which of the two costs more depends on the model and the length. Each pass
+        counts ``pass_rows`` more.
         """
         tokens, exact = len(self.tokens), self.exact
         cold_keys = (tokens * (tokens + 1) - exact * (exact + 1)) // 2
         keys = sum(one.keys * one.layers for one in self.passes) / layers
-        return (self.spent_rows(layers) / (tokens - exact) + keys / cold_keys) / 2
+        beside = sum(one.layers for one in self.passes) / layers * pass_rows
+        rows = (self.spent_rows(layers) + beside) / (tokens - exact + pass_rows)
+        return (rows + max(rows, keys / cold_keys)) / 2
 
     @property
     def elapsed_ms(self) -> float:

@@ -7,6 +7,7 @@
 
 `begin` queues mode fast on the device and `PendingBlend.finish` reads the verdict: an engine may queue its own work in
 between, if it can throw that away when the donor KV turns out to be wrong. `prepare` does both, for every mode.
+`place` only moves donor KV and checks it: the engine computes the rest with its own scheduler.
 
 Nothing raises: a refusal or a failure is a `Decline`, and the caller computes the prompt from its exact prefix on.
 """
@@ -23,7 +24,7 @@ from semblend.config import QUALITY_MODES
 from semblend.materialize.blend.blend_state import BlendState, Refused
 from semblend.materialize.blend.first_pass import two_passes_cost_more
 from semblend.materialize.blend.passes import PassRunner, PendingPass
-from semblend.materialize.blend.quality import Blended, OnPass, QualitySettings, Target
+from semblend.materialize.blend.quality import Blended, OnPass, QualitySettings, Spliced, Target
 from semblend.materialize.blend.ranks import Ranks
 from semblend.materialize.blend.repair import Repair
 from semblend.materialize.contract import Model, find_runs
@@ -79,6 +80,34 @@ class Blender:
         """The verdict over a prompt that was begun; releases its donors."""
         with begun.donors:
             return _decline_failures(lambda: self._read_verdict(begun))
+
+    def place(self, target: Target, plan: ReusePlan) -> Spliced | Decline:
+        """Moves donor KV into place and checks it, computing nothing: for an engine that computes the gaps itself."""
+        return _decline_failures(lambda: self._place(target, plan))
+
+    def _place(self, target: Target, plan: ReusePlan) -> Spliced:
+        if not self.model.capabilities.native_spans:
+            raise Refused(DeclineReason.UNSUPPORTED_MODE, "this engine takes one prefix-shaped range, not spans")
+        self._require_observers("fast")
+        state = BlendState.of(target, plan, self.model.device, spans=plan.spans)
+        with self._load(state):
+            canary = self._passes.check_donor_kv(state)
+        state.computed[state.first_rows(self.settings)] = True
+        held = state.stale
+        if not len(held):
+            raise Refused(
+                DeclineReason.BELOW_BREAK_EVEN, "heads of spans and the prompt's end are all that donors hold"
+            )
+        return Spliced(
+            held,
+            exact_tokens=state.exact,
+            reused_tokens=len(held),
+            recomputed_tokens=len(state.reused) - len(held),
+            prefill_tokens=len(state.tokens) - state.exact - len(state.reused),
+            recomputed_runs=find_runs(state.reused[state.computed[state.reused]]),
+            canary=canary,
+            load_ms=state.load_ms,
+        )
 
     def _begin(self, target: Target, plan: ReusePlan, on_pass: OnPass | None) -> PendingBlend:
         self._require_observers("fast")
@@ -185,7 +214,7 @@ class Blender:
             compute_ms=sum(one.ms for one in state.passes),
             passes=tuple(state.passes),
             recomputed_runs=find_runs(state.reused[state.computed[state.reused]]),
-            work=state.count_work(self.model.layout.layers),
+            work=state.count_work(self.model.layout.layers, self.settings.pass_rows),
         )
 
 

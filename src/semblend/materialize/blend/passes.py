@@ -133,6 +133,10 @@ class PassRunner:
             return True
         return self.ranks.mean(state.elapsed_ms + rows / max(self._rows_per_ms, 1e-9)) <= budget
 
+    def check_donor_kv(self, state: BlendState) -> float:
+        """The canary alone, waited for; raises `Refused` where the donor KV is wrong."""
+        return self._check_canary(bound_risk(float(self._measure_canary(state))))
+
     def _split(self, rows: Positions) -> list[Positions]:
         """The rows as one pass takes them: in chunks, and run by run for a model that cannot take scattered rows."""
         size, chunks = self.settings.chunk_tokens, []

@@ -12,7 +12,7 @@ from semblend.config import QUALITY_MODES
 from semblend.errors import InputError
 from semblend.materialize.gate.risk import RiskFeatures
 from semblend.materialize.gate.thresholds import DEFAULT, Thresholds
-from semblend.plan.selection import SELECTIONS
+from semblend.plan.selection import SELECTIONS, Positions
 
 
 class Target(Protocol):
@@ -134,6 +134,26 @@ class Blended:
     def approximate(self) -> bool:
         """Whether any KV of the prompt may differ from a cold prefill's."""
         return self.exact_until < self.exact_tokens + self.reused_tokens + self.recomputed_tokens + self.prefill_tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spliced:
+    """A prompt with donor KV in place and nothing computed yet: the engine computes all but the positions ``held``.
+
+    ``held`` ascends. ``recomputed_tokens`` of the spans are left to the engine too: heads of spans, the prompt's end.
+    """
+
+    held: Positions
+    exact_tokens: int
+    reused_tokens: int
+    recomputed_tokens: int
+    prefill_tokens: int
+    recomputed_runs: tuple[tuple[int, int], ...]
+    canary: float | None
+    load_ms: float
+    compute_ms: float | None = None
+    risk: float | None = None
+    escalations: int = 0
 
 
 OnPass = Callable[[Pass, Tensor], None]

@@ -6,9 +6,9 @@
 Every prompt is answered three times, in an order that changes: without reuse (cold), beginning every plan (before), and
 with the memory of what became of earlier plans of each kind (now). The prompts that hold its text are answered first,
 and are donors then. TTFT is the engine's own, from submission to the first token, and
-is divided by cold's for the same prompt. Random weights (--model shape:...) show speed only: --refuse says that their
-gate refuses everything, after the glance at layer 1 or after all repairs. First sight is the first prompt of its kind; retries are later prompts of a
-kind that is not begun otherwise. Lost reuse: prompts that were served before and are not begun now.
+is divided by cold's for the same prompt. First sight is the first prompt of its kind; begun again are later prompts
+of a kind that is not begun otherwise. Lost: prompts that were served before and are not begun now. Random weights
+(--model shape:...) show speed only: --refuse says that their gate refuses everything, and where.
 """
 
 from __future__ import annotations
@@ -159,11 +159,8 @@ def measure(args: argparse.Namespace, rows_file: Path) -> None:
             if args.budget_s and time.perf_counter() - began > args.budget_s:
                 _report.progress("stopped by --budget-s")
                 return
-            row = {
-                "scenario": " ".join((scenario, args.refuse)).strip(),
-                "pass_rows": bench.pass_rows,
-                **bench.compare(number, tokens, donors),
-            }
+            name = f"{scenario}, {args.refuse}" if args.refuse else scenario
+            row = {"scenario": name, "pass_rows": bench.pass_rows, **bench.compare(number, tokens, donors)}
             with rows_file.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(row) + "\n")
             told = ", ".join(f"{arm} {row[arm]['ratio']:.2f} {row[arm]['reason']}" for arm in ("before", "now"))
@@ -176,6 +173,8 @@ def show(report: _report.Report, rows: list[dict[str, Any]]) -> None:
         kind = row["before"]["kind"]
         row["first_sight"] = bool(kind) and kind not in seen
         seen.add(kind)
+        for arm in ("before", "now"):  # a plan whose two passes cost too much is declined before the first
+            row[arm]["begun"] &= row[arm]["reason"] != "below_break_even"
         row["refused"] = row["before"]["begun"] and not row["before"]["reused_tokens"]
         row["retry"] = row["refused"] and row["now"]["begun"] and not row["first_sight"]
     refused = [row for row in rows if row["refused"]]

@@ -28,7 +28,12 @@ def slow(fixed, each):
     return engine
 
 
-@pytest.mark.parametrize(("fixed", "each", "found"), [(29.0, 1.0, 29), (0.0, 1.0, 0), (5.0, 0.0, MOST_PASS_ROWS["cpu"]), (9e9, 1.0, MOST_PASS_ROWS["cpu"])])
+MOST = MOST_PASS_ROWS["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("fixed", "each", "found"), [(29.0, 1.0, 29), (0.0, 1.0, 0), (5.0, 0.0, MOST), (9e9, 1.0, MOST)]
+)
 def test_the_fixed_part_of_a_pass_is_told_in_rows(fixed, each, found):
     engine = slow(fixed, each)
     assert measure_pass_rows(engine, torch.arange(128), clock=lambda: engine.now) == found

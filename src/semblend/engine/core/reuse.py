@@ -161,7 +161,7 @@ class Reuse:
         donors = self.donor_kv
         if self.semblend is None or donors is None or not self._config.keep_donors:
             return
-        tokens = min(sequence.exact_until, sequence.prompt_tokens)
+        tokens = self._count_donor_tokens(sequence)
         new = tokens - max(sequence.exact_tokens, sequence.kept_tokens)
         if sequence.request.opt_out or new < self._config.donor_min_new_tokens:
             return
@@ -181,6 +181,12 @@ class Reuse:
                 self.semblend.metrics.donors(self.semblend.stats().donors, used, tier)
         except Exception as error:  # a donor less; the answer goes on
             self._report_failure("capture", sequence, error)
+
+    def _count_donor_tokens(self, sequence: Sequence) -> int:
+        """How much of a prompt is exact and in no donor yet: the computed head of the first span is in its donor."""
+        if sequence.exact_until >= sequence.prompt_tokens or not isinstance(sequence.decision, ReusePlan):
+            return min(sequence.exact_until, sequence.prompt_tokens)
+        return min(sequence.exact_until, sequence.decision.spans[0].target_start)
 
     def forget_donors(self) -> int:
         """Drop every donor and its KV; returns how many went."""

@@ -143,7 +143,16 @@ def table_of(
         },
     }
     kl_10, kl_20, kl_40 = (chosen[step].threshold for step in STEPS)
-    return Thresholds(kl_10, kl_20, kl_40, **begins, risk=risk, provenance=provenance)
+    return Thresholds(
+        kl_10,
+        kl_20,
+        kl_40,
+        begin_20=begins["begin_20"],
+        begin_40=begins["begin_40"],
+        begin_prefill=begins["begin_prefill"],
+        risk=risk,
+        provenance=provenance,
+    )
 
 
 def _expect(pairs: Sequence[Pair], *, fit: bool) -> list[float]:

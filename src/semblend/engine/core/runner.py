@@ -6,7 +6,6 @@ import logging
 import time
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -114,7 +113,7 @@ class Runner:
             positions = torch.arange(piece.start, piece.end, device=self._pool.device)
             return Rows.of(sequence.tokens[piece.start : piece.end], positions, slots)
         missing = sequence.list_missing(piece.start, piece.end)
-        return Rows.of(np.array(sequence.tokens)[missing], torch.from_numpy(missing), slots)
+        return Rows.of([sequence.tokens[at] for at in missing], torch.from_numpy(missing), slots)
 
 
 def _make_draw(sequence: Sequence) -> Draw:

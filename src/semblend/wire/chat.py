@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from semblend.confirm.fields import JsonObject
 from semblend.wire.answer import Answer, Chunk, Head, Logprob, Spent
 from semblend.wire.body import InOrder, StrictBody, refuse, show
-from semblend.wire.options import Count, OpenAiBody, ReuseOptions, TopLogprobs
+from semblend.wire.options import Count, Lacking, OpenAiBody, ReuseOptions, TopLogprobs
 from semblend.wire.sampling import Sampling
 
 MOST_MESSAGES = 4096
@@ -40,15 +40,8 @@ class ChatMessage(StrictBody):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | Parts, InOrder()]
-    tool_calls: Annotated[Any, Field(json_schema_extra={"enum": [None, []]})] = None
-    function_call: Annotated[Any, Field(json_schema_extra={"enum": [None]})] = None
-
-    @field_validator("tool_calls", "function_call")
-    @classmethod
-    def _refuse_calls(cls, call: Any) -> Any:
-        if call:
-            raise refuse("is not supported", "send the call as text in content")
-        return call
+    tool_calls: Annotated[Any, Lacking([])] = None
+    function_call: Annotated[Any, Lacking()] = None
 
     def to_template(self) -> dict[str, str]:
         """The turn as a chat template takes it; templates of the models that we serve know the older role only."""

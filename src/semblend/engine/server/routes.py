@@ -5,6 +5,7 @@
     POST /v1/chat/completions  /v1/completions  /generate       answers, whole or streamed
     GET  /v1/models            /health          /metrics        what is served, and how it fares
     POST /flush_cache          /reset_prefix_cache              forget the prefix cache and every donor
+    GET  /openapi.json                                          all of these, described
     GET  /                     /api/live  /api/requests/{id}  /api/donors  /api/stats      the dashboard
 """
 
@@ -15,6 +16,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from semblend.engine.server.edge.drain import Drain, DrainRequests
 from semblend.engine.server.edge.listener import listen, serve
 from semblend.engine.server.exposition import CONTENT_TYPE, write_metrics, write_tenant_metrics
 from semblend.engine.server.limits import Gate, read_digits
+from semblend.engine.server.openapi.document import write_document
 from semblend.engine.server.service import TENANT, Service
 from semblend.engine.server.serving import ServingEngine
 from semblend.engine.server.tenants import Identity
@@ -81,6 +84,7 @@ def create_app(engine: ServingEngine, config: ServeConfig | None = None) -> Fast
         CountResponses, counts=routes.responses, board=routes.service.board, paths=frozenset(routes.paths())
     )
     app.state.service = routes.service
+    app.openapi = lambda: routes.document  # type: ignore[method-assign]
     return app
 
 
@@ -104,6 +108,7 @@ class Routes:
             ("GET", "/api/requests/{request_id}", self.one_request),
             ("GET", "/api/donors", self.donors),
             ("GET", "/api/stats", self.stats),
+            ("GET", "/openapi.json", self.openapi),
             *(("GET", path, _make_page_route(name, kind)) for path, (name, kind) in PAGES.items()),
         ]
 
@@ -196,6 +201,15 @@ class Routes:
             body["responses"] = {f"{path} {status}": count for (path, status), count in sorted(self.responses.items())}
         return JSONResponse(body)
 
+    async def openapi(self, request: Request) -> Response:
+        del request
+        return JSONResponse(self.document)
+
+    @cached_property
+    def document(self) -> dict[str, Any]:
+        config = self.service.config
+        return write_document(most_n=config.max_n, need_key=config.tenants.need_key)
+
     def _count_donors(self, identity: Identity) -> tuple[int, int]:
         return self.service.engine.count_donors(None if identity.admin else identity.tenant)
 
@@ -254,7 +268,9 @@ async def _on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         hint = "docs/guides/serve.md lists the paths" if error.status_code in (404, 405) else ""
         told = f"{request.method} {request.url.path[:200]}: {error.detail}"
-        return error_response(ApiError(error.status_code, told, hint=hint))
+        response = error_response(ApiError(error.status_code, told, hint=hint))
+        response.headers.update(error.headers or {})  # 405 says which methods are allowed
+        return response
     if not isinstance(error, SemBlendError):
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return error_response(as_api_error(error))

@@ -204,7 +204,7 @@ async def look_around(server: Server) -> list[list[Any]]:
         body = {"messages": [{"role": "user", "content": mark * 64}], "max_tokens": 1}
         heard = (await send(server.port, body, "/v1/chat/completions")).text
         counts.append(json.loads(heard.partition("\r\n\r\n")[2])["usage"]["prompt_tokens"])
-    rows.append(["tokens of a chat message of 64 <|im_end|>, of 64 <|im_start|>", None, str(counts), None])
+    rows.append(["tokens of a chat message of 64 end marks, of 64 start marks", None, str(counts), None])
     return rows
 
 

@@ -151,3 +151,18 @@ def test_warming_up_leaves_nothing_to_compile() -> None:
     compiled = len(kernels.project.signatures), len(kernels.attend.signatures)
     decoder.logits(decoder.forward(rows_at(pool := filled_pool(decoder), [5]), pool))
     assert (len(kernels.project.signatures), len(kernels.attend.signatures)) == compiled
+
+
+@pytest.mark.parametrize("broken", ["attend", "project"])
+def test_kernels_that_fail_cost_time_and_no_answer(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, twin = (DecoderModel.random(spec_of("llama"), seed=3) for _ in range(2))
+    twin._few_rows = None
+    pool, other = filled_pool(decoder), filled_pool(twin)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no threads")
+
+    monkeypatch.setattr(f"semblend.engine.model.kernels.{broken}", fail)
+    found = decoder.logits(decoder.forward(rows_at(pool, [5]), pool))
+    assert torch.equal(found, twin.logits(twin.forward(rows_at(other, [5]), other)))
+    assert torch.equal(pool.k, other.k)

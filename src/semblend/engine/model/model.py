@@ -8,6 +8,7 @@ together, and a residual is added by the matrix product that precedes it.
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from semblend.engine.model.spec import ModelSpec
 from semblend.engine.model.weights import LayerWeights, Weights, load_weights
 from semblend.materialize.contract import Observer, Rows
 from semblend.materialize.kv.rope import RopeSpec
+
+log = logging.getLogger("semblend.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,12 @@ class DecoderModel:
         hidden = embedding(rows.tokens, weights.embedding)
         turn = Turn.of(spec.rope, rows.positions)
         if observer is None and self._few_rows is not None and len(hidden) <= MOST_ROWS:
-            return self._few_rows.forward(hidden, rows, pool, turn.cos[:, 0], turn.sin[:, 0])
+            try:
+                return self._few_rows.forward(hidden, rows, pool, turn.cos[:, 0], turn.sin[:, 0])
+            except Exception:  # numba may refuse to compile or to start threads: torch computes the same
+                log.warning("compiled kernels failed, torch computes from now on", exc_info=True)
+                self._few_rows = None
+                return self.forward(rows, pool)
         for layer, w in enumerate(weights.layers):
             q, k, v = self._project(w, self._norm(hidden, w.attention_norm), turn)
             if observer is not None:
@@ -126,7 +134,11 @@ class DecoderModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits of chosen rows, ``[m, hidden] -> [m, vocab]``, float32."""
         if self._few_rows is not None and len(hidden) <= MOST_ROWS:
-            return self._few_rows.logits(hidden)
+            try:
+                return self._few_rows.logits(hidden)
+            except Exception:
+                log.warning("compiled kernels failed, torch computes from now on", exc_info=True)
+                self._few_rows = None
         return linear(self._norm(hidden, self.weights.norm), self.weights.head).float()
 
     def _project(self, w: LayerWeights, x: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:

@@ -156,6 +156,19 @@ def test_a_large_body_that_is_refused_may_end_and_the_connection_goes_on():
         assert b"200 OK" in read_answer(wire)
 
 
+def test_a_client_that_closes_after_a_large_body_still_reads_its_refusal():
+    with run_server(engine(), max_body_bytes=1000) as server, server.connect() as wire:
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 16000000\r\n\r\n"
+        wire.sendall(head.encode())
+        for _ in range(16):  # more than the buffers of both sides hold: it goes only because the server reads it
+            wire.sendall(b"x" * 1_000_000)
+        assert b" 413 " in read_to_end(wire)
+    with run_server(engine(), max_body_bytes=1000, header_timeout_s=1) as server, server.connect() as wire:
+        wire.sendall(head.encode())
+        assert b" 413 " in read_to_end(wire)
+        wait_until(lambda: len(server.server.connections) == 0)  # although it neither sends the rest nor closes
+
+
 # -- readers -------------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -138,6 +137,10 @@ class Connections:
 
 def plan_limit(wanted: int) -> int:
     """Raise the soft limit of file descriptors as needed; return how many of ``wanted`` connections they allow."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return wanted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = _count_open_files() + RESERVED_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < taken + wanted:

@@ -9,6 +9,7 @@ import asyncio
 import http
 import json
 from collections.abc import Callable
+from typing import Any
 
 import h11
 from uvicorn.config import Config
@@ -23,6 +24,8 @@ MAX_HEADERS = 100
 PIECE_BYTES = 1 << 10
 """Bytes handed to the parser at once while headers are read: it measures only what it could not parse yet."""
 LEAST_READ_BYTES_PER_S = 1024
+LINGER_S = 5.0
+"""A client may go on sending so long after its answer was sent."""
 LAST_LOOK_S = 0.1
 """After a deadline we look once more: on a machine that was busy for long, what the client did may be unread as yet."""
 SMALL_CHUNKS = 1024
@@ -65,6 +68,35 @@ def _refuse_ambiguous(request: h11.Request) -> None:
         raise h11.RemoteProtocolError("the length of the body is given in two ways")
 
 
+class LingeringTransport:
+    """A transport that closes only our side while the client still sends; then `on_linger` is called.
+
+    To close both sides would reset the connection, and a client that sends a large body would lose our answer to it.
+    """
+
+    def __init__(self, transport: asyncio.Transport, conn: h11.Connection, on_linger: Callable[[], None]) -> None:
+        self._transport = transport
+        self._conn = conn
+        self._on_linger = on_linger
+        self.lingers = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self.lingers or self._transport.is_closing()
+
+    def close(self) -> None:
+        if self.is_closing():
+            return
+        if self._conn.their_state is h11.SEND_BODY and self._transport.can_write_eof():
+            self.lingers = True
+            self._transport.write_eof()
+            self._on_linger()
+        else:
+            self._transport.close()
+
+
 class GuardedProtocol(H11Protocol):
     """One connection of a server. Every phase in which we wait for the client has an end."""
 
@@ -82,6 +114,7 @@ class GuardedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.transport: Any = LingeringTransport(transport, self.conn, self._linger)
         if self._evicted:
             transport.abort()
         else:
@@ -147,7 +180,8 @@ class GuardedProtocol(H11Protocol):
     def _review(self) -> None:
         """Note the phase; a new one, or the same one of another request, starts its deadline anew."""
         if self.transport.is_closing():
-            self._stop_waiting()
+            if not self.transport.lingers:
+                self._stop_waiting()
             return
         known = (self._find_phase(), self.cycle)
         if known == self._known:
@@ -195,8 +229,17 @@ class GuardedProtocol(H11Protocol):
 
     def _close(self) -> None:
         self._stop_waiting()
+        if self.transport.lingers:
+            self.transport.abort()
         self.transport.close()
         self._watch_writes()
+
+    def _linger(self) -> None:
+        """Drop what the client still sends, until it has seen our answer and closes, or for a while."""
+        self._stop_waiting()
+        self.flow.resume_reading()
+        self._books.enter(self, Phase.HEADER)
+        self._wait = self.loop.call_later(min(LINGER_S, self._deadlines.header_s), self.transport.abort)
 
     def _watch_writes(self) -> None:
         """Look after a while whether the client reads; closing alone would wait for ever for one that does not."""

@@ -129,16 +129,16 @@ def test_whatever_comes_the_limit_holds_and_no_answer_is_cut(steps):
 def test_connections_leave_descriptors_for_everything_else(monkeypatch, soft, hard, wanted, allowed, raised):
     limits = [soft, hard]
     monkeypatch.setattr(edge, "_count_open_files", lambda: 20)
-    monkeypatch.setattr(edge.resource, "getrlimit", lambda _: tuple(limits))
-    monkeypatch.setattr(edge.resource, "setrlimit", lambda _, pair: limits.__setitem__(0, pair[0]))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.__setitem__(0, pair[0]))
     assert plan_limit(wanted) == allowed
     assert limits[0] == raised
 
 
 def test_too_few_descriptors_are_an_error_that_names_the_number_needed(monkeypatch):
     monkeypatch.setattr(edge, "_count_open_files", lambda: 20)
-    monkeypatch.setattr(edge.resource, "getrlimit", lambda _: (64, 64))
-    monkeypatch.setattr(edge.resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     with pytest.raises(ConfigError) as caught:
         plan_limit(1024)
     assert "ulimit -n 1140" in caught.value.hint

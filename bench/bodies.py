@@ -118,11 +118,13 @@ async def run(report: Report, repeats: int) -> bool:
             tries = sorted([await measure_stall(http, body, path) for _ in range(repeats)])
             stall, took, status = tries[len(tries) // 2]
             progress(f"{name}: {stall:.1f} ms")
-            rows.append([name, round(len(body) / 2**20, 2), status, round(stall, 1), round(took, 1)])
-    columns = ["body", "MiB", "status", "longest stall, ms", "answered after, ms"]
+            rows.append(
+                [name, round(len(body) / 2**20, 2), status, *(round(ms, 1) for ms in (stall, tries[-1][0], took))]
+            )
+    columns = ["body", "MiB", "status", "stall, median ms", "stall, longest ms", "answered after, median ms"]
     report.table(f"Bodies up to the highest default limit of {app.state.service.body_limit:,} bytes", columns, rows)
-    worst = max(row[3] for row in rows)
-    report.note(f"median of {repeats} tries each; the longest stall of all is {worst} ms, the target {TARGET_MS} ms")
+    worst = max(row[4] for row in rows)
+    report.note(f"{repeats} tries each; the longest stall of all is {worst} ms, the target {TARGET_MS} ms")
     return bool(worst <= TARGET_MS)
 
 

@@ -172,7 +172,7 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
 def start(args: argparse.Namespace, path: Path, folder: Path, stack: ExitStack) -> list[Worker]:
     answers = max([1, *args.answers])
     common = {"threads": args.threads, "dtype": "float32"}
-    room = max([*args.lengths, *args.decode_at, 256 * answers]) + (args.steps + 64) * answers
+    room = max(case.length * max(1, case.answers) for case in cases_of(args)) + (args.steps + 64) * answers
     asked: dict[str, tuple[str, dict[str, Any]]] = {
         OURS: (sys.executable, {"arm": "ours", "model": str(path)}),
         FIXED: (sys.executable, {"arm": "ours", "model": str(path), "adapts": False}),

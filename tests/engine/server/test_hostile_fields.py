@@ -165,6 +165,7 @@ class Server:
     def __init__(self) -> None:
         library = SemBlend(SemBlendConfig(embedder="none", metrics=False))
         model = DecoderModel.random(ModelSpec.from_hf_config(SHAPE))
+        model.warm_up()  # kernels are compiled at start, as `semblend serve` does, and not in the victim's time
         config = EngineConfig(model_name="tiny", quality="exact")
         self.engine = LocalEngine(
             assemble(model, pool_tokens=8192, semblend=library, config=config, detokenizer=Characters()), Characters()
@@ -176,7 +177,7 @@ class Server:
     def __enter__(self) -> Server:
         self.engine.start()
         self._thread.start()
-        self.quiet = self.run(self.ask_as_victim("quiet", 4 * PATIENCE_S))  # kernels may have to be compiled
+        self.quiet = self.run(self.ask_as_victim("quiet", 4 * PATIENCE_S))
         return self
 
     def __exit__(self, *rest: Any) -> None:

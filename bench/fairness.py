@@ -169,7 +169,8 @@ def read_first_s(rows: Sequence[Row], arm: str, phase: str) -> tuple[list[float]
 def tell_quiet(report: Report, rows: Sequence[Row], arms: Sequence[str], seed: int) -> None:
     table = []
     for arm in arms:
-        chunk = percentile(sorted(read_first_s(rows, arm, "chunk")[0]), 50)
+        chunks = sorted(read_first_s(rows, arm, "chunk")[0])
+        chunk = percentile(chunks, 50) if chunks else None
         bound = None
         for phase in ("alone", "beside"):
             served, refused, asked = read_first_s(rows, arm, phase)
@@ -178,11 +179,14 @@ def tell_quiet(report: Report, rows: Sequence[Row], arms: Sequence[str], seed: i
                 continue
             low, high = bootstrap(served, 99, seed)
             p99 = percentile(sorted(served), 99)
-            bound = 2 * p99 + chunk if phase == "alone" else bound
+            bound = 2 * p99 + chunk if phase == "alone" and chunk else bound
             ms = [round(1e3 * percentile(sorted(served), 50)), round(1e3 * p99)]
             shown = round(1e3 * bound) if bound and phase == "beside" else None
             table.append([arm, phase, asked, refused, *ms, f"{1e3 * low:.0f} to {1e3 * high:.0f}", shown])
-        report.note(f"{arm}: one prefill chunk takes {1e3 * chunk:.0f} ms (median TTFT of a prompt of one step, alone)")
+        if chunk:
+            report.note(
+                f"{arm}: one prefill chunk takes {1e3 * chunk:.0f} ms (median TTFT of a prompt of one step, alone)"
+            )
     columns = ["server", "quiet tenant", "n", "turned away", "median TTFT ms", "p99 ms", "95 % interval", "goal ms"]
     report.table("The quiet tenant", columns, table)
 
@@ -192,6 +196,8 @@ def tell_loud(report: Report, rows: Sequence[Row], arms: Sequence[str], prompt_t
     for arm in arms:
         for phase in ("loud", "beside"):
             runs = [row for row in rows if (row["arm"], row["phase"]) == (arm, phase)]
+            if not runs:
+                continue
             loud = [one for row in runs for one in row["loud"]]
             seconds = sum(row["ended"] - row["began"] for row in runs)
             ends = [(one, row) for row in runs for one in row["loud"] if one["status"] == 200]
@@ -234,7 +240,9 @@ def main() -> None:
     parser.add_argument("--places", type=int, default=8, help="requests that run at once; eight times as many wait")
     parser.add_argument("--pause-s", type=float, default=0.1, help="mean pause of the quiet tenant")
     parser.add_argument("--lead-s", type=float, default=8.0, help="seconds that the loud tenant is there before")
+    parser.add_argument("--print-only", action="store_true", help="measure nothing: print the rows of earlier runs")
     parser.add_argument("--first", action="store_true", help="before other programs on this machine: nice -20 (root)")
+    parser.add_argument("--note", action="append", default=[], help="a sentence about the circumstances")
     parser.add_argument("--loud", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.loud:
@@ -251,9 +259,11 @@ def main() -> None:
         raw = raw.with_name("fairness_quick.rows.jsonl")
         raw.unlink(missing_ok=True)
     report = Report("fairness", args)
-    rows = collect(args, checkouts, raw)
+    rows = read_rows(raw) if args.print_only else collect(args, checkouts, raw)
     tell_quiet(report, rows, list(checkouts), args.seed)
     tell_loud(report, rows, list(checkouts), args.words)
+    for note in args.note:
+        report.note(note)
     report.note("goal: 2 × p99 alone and one prefill chunk; a request that was turned away has no TTFT")
     if not args.quick:
         report.write(args.out)

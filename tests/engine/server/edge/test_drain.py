@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -13,10 +14,13 @@ pytest.importorskip("fastapi", reason="the server needs fastapi")
 pytest.importorskip("uvicorn", reason="a real socket needs uvicorn")
 
 from live_server import LiveServer, post_bytes, read_to_end, run_server, wait_until
+from uvicorn.config import Config
+from uvicorn.server import ServerState
 
 from semblend.config import SemBlendConfig
 from semblend.engine.server.edge import listener
-from semblend.engine.server.edge.connections import Phase
+from semblend.engine.server.edge.connections import Connections, Deadlines, Phase
+from semblend.engine.server.edge.protocol import GuardedProtocol
 from semblend.engine.server.fake_engine import FakeEngine
 from semblend.facade import SemBlend
 
@@ -192,3 +196,24 @@ def test_many_streams_under_way_all_end_whole():
         assert [end["code"] for end in ends] == ["shutting_down"] * 40
         for wire in wires:
             wire.close()
+
+
+def test_a_connection_that_is_not_made_yet_when_the_server_ends_is_closed_as_soon_as_it_is():
+    class Wire(asyncio.Transport):
+        aborted = False
+
+        def abort(self) -> None:
+            self.aborted = True
+
+    async def end() -> bool:
+        settings = Config(lambda: None, lifespan="off", ws="none", log_config=None)
+        settings.load()
+        books, wire = Connections(limit=4), Wire()
+        protocol = GuardedProtocol(settings, ServerState(), books, Deadlines(1.0, 1.0, 1.0))
+        books.enter(protocol, Phase.HEADER)
+        for connection in books.list_all():
+            connection.shutdown()
+        protocol.connection_made(wire)
+        return wire.aborted
+
+    assert asyncio.run(end())

@@ -164,7 +164,9 @@ class GuardedProtocol(H11Protocol):
 
     def shutdown(self) -> None:
         """Close the connection now, or after the answer that is under way."""
-        if self._find_phase() in (Phase.HEADER, Phase.IDLE):
+        if self.transport is None:  # accepted a moment ago, and not made yet
+            self.evict()
+        elif self._find_phase() in (Phase.HEADER, Phase.IDLE):
             self._close()
         else:
             self.cycle.keep_alive = False

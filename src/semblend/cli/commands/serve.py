@@ -20,89 +20,64 @@ DEFAULTS = ServeConfig()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="smollm2-135m", help="a pulled model's name, a folder or a GGUF file")
-    parser.add_argument("--device", default="", help="cpu or cuda (default: cuda where there is one)")
-    parser.add_argument("--dtype", default="", choices=["", *DTYPES], help="of the weights")
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=0,
-        metavar="N",
-        help="CPU threads at most (default: the cores this process may use)",
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument(
-        "--insecure-open", action="store_true", help="serve beyond this machine without keys: everyone is admin"
-    )
-    parser.add_argument("--port", type=int, default=8000, help="port (default: 8000)")
-    parser.add_argument("--quality", default="", choices=["", *QUALITY_MODES], help="overrides SEMBLEND_QUALITY")
-    parser.add_argument("--thresholds", default="", metavar="FILE", help="of the quality gate, from semblend calibrate")
-    parser.add_argument(
-        "--pool-tokens", type=int, default=DEFAULTS.pool_tokens, help="KV pool, in tokens (default: 32768)"
-    )
-    parser.add_argument(
-        "--step-tokens", type=int, default=DEFAULTS.step_tokens, help="tokens computed in one step (default: 512)"
-    )
-    parser.add_argument(
-        "--donor-bytes", type=int, default=DEFAULTS.donor_host_bytes, help="host memory for donor KV (default: 2 GiB)"
-    )
-    parser.add_argument("--donor-device-bytes", type=int, default=0, help="device memory for donor KV (default: 0)")
+    _add_model(parser)
+    _add_room(parser)
+    _add_callers(parser)
+    _add_limits(parser)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", default="smollm2-135m", help="a pulled model's name, a folder or a GGUF file")
+    add("--device", default="", help="cpu or cuda (default: cuda where there is one)")
+    add("--dtype", default="", choices=["", *DTYPES], help="of the weights")
+    limit = "CPU threads at most (default: the cores this process may use)"
+    add("--threads", type=int, default=0, metavar="N", help=limit)
+    add("--quality", default="", choices=["", *QUALITY_MODES], help="overrides SEMBLEND_QUALITY")
+    add("--thresholds", default="", metavar="FILE", help="of the quality gate, from semblend calibrate")
+
+
+def _add_room(parser: argparse.ArgumentParser) -> None:
+    for flag, default, text in (
+        ("--pool-tokens", DEFAULTS.pool_tokens, "KV pool, in tokens (default: 32768)"),
+        ("--step-tokens", DEFAULTS.step_tokens, "tokens computed in one step (default: 512)"),
+        ("--donor-bytes", DEFAULTS.donor_host_bytes, "host memory for donor KV (default: 2 GiB)"),
+        ("--donor-device-bytes", DEFAULTS.donor_device_bytes, "device memory for donor KV (default: 0)"),
+        ("--donor-disk-bytes", DEFAULTS.donor_disk_bytes, "limit of --donor-dir (default: 8 GiB)"),
+    ):
+        parser.add_argument(flag, type=int, default=default, help=text)
     parser.add_argument("--donor-dir", default="", metavar="DIR", help="keep donor KV that falls out of memory here")
-    parser.add_argument(
-        "--donor-disk-bytes", type=int, default=DEFAULTS.donor_disk_bytes, help="limit of --donor-dir (default: 8 GiB)"
-    )
-    parser.add_argument("--keys-file", default="", metavar="FILE", help="TOML file of keys, see docs/guides/serve.md")
-    parser.add_argument(
-        "--api-key",
-        action="append",
-        default=[],
-        metavar="TENANT=KEY",
-        help="a tenant's key; may be given often; other users of the machine can see it",
-    )
-    parser.add_argument("--admin-key", action="append", default=[], metavar="KEY", help="sees all tenants, may flush")
-    parser.add_argument(
-        "--trusted-front", action="append", default=[], metavar="ADDRESS", help="whose X-Tenant-ID is believed"
-    )
-    parser.add_argument(
-        "--trusted-tenant",
-        action="append",
-        default=[],
-        metavar="TENANT",
-        help="whose prompts may spell control tokens; may be given often",
-    )
-    parser.add_argument(
-        "--public-metrics", action="store_true", help="/metrics shows everybody's figures to anyone, without a key"
-    )
-    parser.add_argument(
-        "--max-running", type=int, default=DEFAULTS.max_running, help="requests answered at once (default: 32)"
-    )
-    parser.add_argument(
-        "--max-waiting", type=int, default=DEFAULTS.max_waiting, help="requests in line before 429 (default: 256)"
-    )
-    parser.add_argument(
-        "--max-connections", type=int, default=DEFAULTS.max_connections, help="open connections (default: 1024)"
-    )
-    parser.add_argument(
-        "--header-timeout",
-        type=float,
-        default=DEFAULTS.header_timeout_s,
-        metavar="SECONDS",
-        help="time for a request's headers (default: 10)",
-    )
-    parser.add_argument(
-        "--idle-timeout",
-        type=float,
-        default=DEFAULTS.idle_timeout_s,
-        metavar="SECONDS",
-        help="time between two requests of a connection (default: 75)",
-    )
-    parser.add_argument(
-        "--drain-seconds",
-        type=float,
-        default=DEFAULTS.drain_s,
-        metavar="SECONDS",
-        help="time for running requests after a signal (default: 20)",
-    )
+
+
+def _add_callers(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    add("--port", type=int, default=8000, help="port (default: 8000)")
+    add("--insecure-open", action="store_true", help="serve beyond this machine without keys: everyone is admin")
+    add("--keys-file", default="", metavar="FILE", help="TOML file of keys, see docs/guides/serve.md")
+    for flag, value, text in (
+        ("--api-key", "TENANT=KEY", "a tenant's key; may be given often; other users of the machine can see it"),
+        ("--admin-key", "KEY", "sees all tenants, may flush"),
+        ("--trusted-front", "ADDRESS", "whose X-Tenant-ID is believed"),
+        ("--trusted-tenant", "TENANT", "whose prompts may spell control tokens; may be given often"),
+    ):
+        add(flag, action="append", default=[], metavar=value, help=text)
+    add("--public-metrics", action="store_true", help="/metrics shows everybody's figures to anyone, without a key")
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    for flag, count, text in (
+        ("--max-running", DEFAULTS.max_running, "requests answered at once (default: 32)"),
+        ("--max-waiting", DEFAULTS.max_waiting, "requests in line before 429 (default: 256)"),
+        ("--max-connections", DEFAULTS.max_connections, "open connections (default: 1024)"),
+    ):
+        parser.add_argument(flag, type=int, default=count, help=text)
+    for flag, seconds, text in (
+        ("--header-timeout", DEFAULTS.header_timeout_s, "time for a request's headers (default: 10)"),
+        ("--idle-timeout", DEFAULTS.idle_timeout_s, "time between two requests of a connection (default: 75)"),
+        ("--drain-seconds", DEFAULTS.drain_s, "time for running requests after a signal (default: 20)"),
+    ):
+        parser.add_argument(flag, type=float, default=seconds, metavar="SECONDS", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -375,7 +375,8 @@ def test_a_body_that_breaks_off_into_nonsense_is_refused_and_its_request_ends(ca
 @pytest.mark.parametrize("key", ["sk-acme", "unknown"])
 def test_a_body_in_tiny_chunks_is_refused_before_it_costs_anything(key):
     tenants = Tenants({"sk-acme": "acme"})
-    with run_server(engine(), tenants=tenants) as server, server.connect() as wire:
+    patient = {"header_timeout_s": 600, "body_timeout_s": 600}  # no deadline ends it before its chunks do
+    with run_server(engine(), tenants=tenants, **patient) as server, server.connect() as wire:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nTransfer-Encoding: chunked\r\n\r\n"
         wire.sendall(head.encode())
         with contextlib.suppress(ConnectionError):

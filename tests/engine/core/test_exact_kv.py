@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,13 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import draw_tokens, make_small_model
 
 from semblend import SemBlend, SemBlendConfig
 from semblend.engine.core.assemble import assemble
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.engine import Engine
-from semblend.engine.model.model import DecoderModel
-from semblend.engine.model.spec import ModelSpec
 from semblend.materialize.blend.quality import QualitySettings, Step
 from semblend.materialize.contract import Rows
 from semblend.materialize.gate.thresholds import Thresholds
@@ -26,30 +24,9 @@ from semblend.prompt import Prompt
 from semblend.wire.request import Request
 from semblend.wire.sampling import Sampling
 
-VOCAB, BLOCK, DOCUMENT = 96, 16, 300
+BLOCK, DOCUMENT = 16, 300
 NEVER, ALWAYS = Thresholds(0.0, 0.0, 0.0), Thresholds(1e9, 1e9, 1e9)
-MODEL = DecoderModel.random(
-    ModelSpec.from_hf_config(
-        {
-            "model_type": "llama",
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "vocab_size": VOCAB,
-            "max_position_embeddings": 4096,
-            "eos_token_id": None,
-        }
-    ),
-    seed=7,
-)
-
-
-def drawn(n: int, seed: int) -> list[int]:
-    chance = random.Random(seed)
-    return [chance.randrange(VOCAB) for _ in range(n)]
+MODEL = make_small_model(seed=7, num_hidden_layers=3)
 
 
 def make_engine(thresholds: Thresholds = NEVER, tokens: int = 8192, **changes: Any) -> Engine:
@@ -64,8 +41,8 @@ def request(name: str, ids: list[int], *, quality: str | None = None, answer: in
 
 def hit(seed: int) -> tuple[list[int], list[int]]:
     """A donor, and a prompt that holds its document behind another head."""
-    document = drawn(DOCUMENT, seed)
-    return drawn(60, seed + 1) + document, drawn(20, seed + 2) + document + drawn(12, seed + 3)
+    document = draw_tokens(DOCUMENT, seed)
+    return draw_tokens(60, seed + 1) + document, draw_tokens(20, seed + 2) + document + draw_tokens(12, seed + 3)
 
 
 def compute_cold(ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -228,7 +205,7 @@ def test_a_prompt_that_was_preempted_after_a_reuse_is_computed_exact_and_becomes
 
 def test_a_prompt_that_was_preempted_twice_is_captured_once_more_only():
     engine = make_engine(ALWAYS)
-    stream = engine.submit(request("prompt", drawn(200, 5), answer=30))
+    stream = engine.submit(request("prompt", draw_tokens(200, 5), answer=30))
     generations = []
     for _ in range(3):
         said = len(stream.chunks)

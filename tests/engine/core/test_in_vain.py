@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
+from small_models import draw_tokens, make_small_model
 
 from semblend import SemBlend, SemBlendConfig
 from semblend.confirm.outcome import Outcome
 from semblend.engine.core.assemble import assemble
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.engine import Engine
-from semblend.engine.model.model import DecoderModel
-from semblend.engine.model.spec import ModelSpec
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.gate.outcome_memory import LEAST_SKIPPED, MOST_SKIPPED
 from semblend.materialize.gate.plan_shape import PlanShape
@@ -24,29 +22,9 @@ from semblend.span import Span
 from semblend.wire.request import Request
 from semblend.wire.sampling import Sampling
 
-VOCAB, DOCUMENT = 96, 400
+DOCUMENT = 400
 NEVER, ALWAYS = Thresholds(0.0, 0.0, 0.0), Thresholds(1e9, 1e9, 1e9)
-MODEL = DecoderModel.random(
-    ModelSpec.from_hf_config(
-        {
-            "model_type": "llama",
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "vocab_size": VOCAB,
-            "max_position_embeddings": 4096,
-            "eos_token_id": None,
-        }
-    )
-)
-
-
-def drawn(n: int, seed: int) -> list[int]:
-    chance = random.Random(seed)
-    return [chance.randrange(VOCAB) for _ in range(n)]
+MODEL = make_small_model()
 
 
 class World:
@@ -80,9 +58,11 @@ class World:
 
     def hit(self, seed: int, *, tenant: str = "", quality: str | None = None) -> Any:
         """A new document, then a prompt that holds it behind another head."""
-        document = drawn(DOCUMENT, seed)
-        self.ask(drawn(60, seed + 1000) + document, tenant=tenant, quality="exact")
-        return self.ask(drawn(20, seed + 2000) + document + drawn(12, seed + 3000), tenant=tenant, quality=quality)
+        document = draw_tokens(DOCUMENT, seed)
+        self.ask(draw_tokens(60, seed + 1000) + document, tenant=tenant, quality="exact")
+        return self.ask(
+            draw_tokens(20, seed + 2000) + document + draw_tokens(12, seed + 3000), tenant=tenant, quality=quality
+        )
 
 
 def test_the_second_prompt_of_a_kind_is_not_begun_where_the_gate_refused_the_first():

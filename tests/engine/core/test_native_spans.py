@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import draw_tokens, make_small_model
 
 from semblend import SemBlend, SemBlendConfig
 from semblend.engine.core.assemble import assemble
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.engine import Engine
 from semblend.engine.model.model import DecoderModel
-from semblend.engine.model.spec import ModelSpec
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import Placed, QualitySettings
 from semblend.materialize.donors.donor_kv import DonorKv
@@ -27,29 +26,8 @@ from semblend.span import Span
 from semblend.wire.request import Request
 from semblend.wire.sampling import Sampling
 
-VOCAB, STEP = 96, 64
-MODEL = DecoderModel.random(
-    ModelSpec.from_hf_config(
-        {
-            "model_type": "llama",
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "vocab_size": VOCAB,
-            "max_position_embeddings": 4096,
-            "eos_token_id": None,
-        }
-    ),
-    seed=7,
-)
-
-
-def drawn(n: int, seed: int) -> list[int]:
-    chance = random.Random(seed)
-    return [chance.randrange(VOCAB) for _ in range(n)]
+STEP = 64
+MODEL = make_small_model(seed=7, num_hidden_layers=3)
 
 
 class Watched(DecoderModel):
@@ -76,9 +54,9 @@ def request(name: str, ids: list[int], **asked: Any) -> Request:
     return Request(name, Prompt(ids), Sampling(max_tokens=asked.pop("answer", 6), temperature=0.0), **asked)
 
 
-DONOR = drawn(60, 1) + drawn(700, 2)
+DONOR = draw_tokens(60, 1) + draw_tokens(700, 2)
 DOCUMENT = DONOR[60:]
-PROMPT = drawn(20, 3) + DOCUMENT[:300] + drawn(200, 4) + DOCUMENT[300:] + drawn(30, 5)
+PROMPT = draw_tokens(20, 3) + DOCUMENT[:300] + draw_tokens(200, 4) + DOCUMENT[300:] + draw_tokens(30, 5)
 
 
 def serve(engine: Engine, prompt: list[int] = PROMPT, **asked: Any) -> Any:
@@ -110,7 +88,7 @@ def test_off_the_gaps_are_computed_in_the_chunks_of_the_scheduler():
 def test_off_a_running_answer_speaks_while_the_gaps_are_computed():
     engine = make_engine(strict=False)
     engine.generate([request("donor", DONOR, quality="exact")])
-    running = engine.submit(request("running", drawn(30, 9), answer=40, quality="exact"))
+    running = engine.submit(request("running", draw_tokens(30, 9), answer=40, quality="exact"))
     while not running.chunks:
         engine.step()
     filled = engine.submit(request("prompt", PROMPT))
@@ -187,8 +165,8 @@ pieces = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 600), st.integers
 def test_whatever_the_gaps_the_engine_computes_what_the_blender_computes(parts, tail, step):
     prompt: list[int] = []
     for number, (gap, start, length) in enumerate(parts):
-        prompt += drawn(gap, 50 + number) + DOCUMENT[start : start + length]
-    prompt += drawn(tail, 99)
+        prompt += draw_tokens(gap, 50 + number) + DOCUMENT[start : start + length]
+    prompt += draw_tokens(tail, 99)
     ours = serve(make_engine(strict=True, step_tokens=step), prompt)
     native = make_engine(strict=False, step_tokens=step)
     theirs = serve(native, prompt)

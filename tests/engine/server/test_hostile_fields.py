@@ -18,11 +18,11 @@ pytest.importorskip("fastapi", reason="the server needs fastapi")
 httpx = pytest.importorskip("httpx", reason="the tests need httpx")
 
 from pydantic import BaseModel  # noqa: E402
+from small_models import Characters  # noqa: E402
 
 from semblend import SemBlend, SemBlendConfig  # noqa: E402
 from semblend.engine.core.assemble import assemble  # noqa: E402
 from semblend.engine.core.config import EngineConfig  # noqa: E402
-from semblend.engine.core.stops import NoText  # noqa: E402
 from semblend.engine.model.model import DecoderModel  # noqa: E402
 from semblend.engine.model.spec import ModelSpec  # noqa: E402
 from semblend.engine.server.config import ServeConfig  # noqa: E402
@@ -141,22 +141,6 @@ def write_body(path: str, place: Place, raw: str) -> bytes:
     needs = NEEDS.get(str(place[0]), {})
     body = {name: value for name, value in (BASES[path] | needs).items() if value is not None}
     return json.dumps(put(body, place, "@here@")).replace('"@here@"', raw).encode()
-
-
-class Characters(NoText):
-    longest_token_chars = 1
-
-    def add(self, token):
-        return chr(token)
-
-    def token_text(self, token):
-        return chr(token)
-
-    def encode(self, text, **options):
-        return [byte % 128 for byte in text.encode()]
-
-    def encode_chat(self, messages, **options):
-        return self.encode("\n".join(message["content"] for message in messages))
 
 
 class Server:

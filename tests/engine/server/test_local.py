@@ -8,11 +8,12 @@ import pytest
 
 pytest.importorskip("torch", reason="the engine needs torch")
 
+from small_models import Characters
+
 from semblend import SemBlend, SemBlendConfig
 from semblend.confirm.outcome import Outcome
 from semblend.engine.core.assemble import assemble
 from semblend.engine.core.config import EngineConfig
-from semblend.engine.core.stops import NoText
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.spec import ModelSpec
 from semblend.engine.server.serving_adapter import LocalEngine
@@ -32,24 +33,6 @@ SHAPE = {
     "max_position_embeddings": 512,
 }
 TEXT = "a text that is a little longer than three blocks of tokens are"
-
-
-class Characters(NoText):
-    """A tokenizer whose tokens are ASCII."""
-
-    longest_token_chars = 1
-
-    def add(self, token):
-        return chr(token)
-
-    def token_text(self, token):
-        return chr(token)
-
-    def encode(self, text, **_):
-        return list(text.encode())
-
-    def encode_chat(self, messages, **_):
-        return self.encode("\n".join(message["content"] for message in messages))
 
 
 def make(**config) -> LocalEngine:

@@ -11,6 +11,7 @@ import enum
 import inspect
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from semblend import errors
 from semblend.cli.commandline import Parser
 from semblend.cli.main import build_parser
 from semblend.config import CONFIG_FILE_VARIABLE, KEY_VARIABLES, SETTINGS
-from semblend.extras import NEEDED_BY, extras, requirements
+from semblend.extras import NEEDED_BY
 from tools.reference.event_pages import events_markdown, metrics_markdown
 
+PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 MADE_FROM = (
     "<!-- Made by `python -m tools.reference.semblend_pages docs/reference`; change the code, not this page. -->"
 )
@@ -97,20 +99,27 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def extras_markdown() -> str:
-    core = ", ".join(f"`{one.package}{one.versions}`" for one in requirements() if not one.extra)
+    """From pyproject.toml: what an installed copy says about itself is as old as its installation."""
+    project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
     lines = [
         "# Extras",
         "",
-        f"`pip install semblend-suite` brings {core} and nothing else. Everything else is asked for by name, for "
-        "example `pip install 'semblend-suite[telemetry]'`. `semblend doctor` shows what is installed.",
+        f"`pip install semblend-suite` brings {_in_code(project['dependencies'])} and nothing else. Everything else is "
+        "asked for by name, for example `pip install 'semblend-suite[telemetry]'`. `semblend doctor` shows what is "
+        "installed.",
         "",
         "| extra | packages | needed by |",
         "|---|---|---|",
     ]
-    for extra, wanted in extras().items():
-        packages = ", ".join(f"`{one.package}{one.versions}`" for one in wanted) or "none"
-        lines.append(f"| `{extra}` | {packages} | {NEEDED_BY.get(extra, '')} |")
+    declared: dict[str, list[str]] = project["optional-dependencies"]
+    for extra in [*(name for name in NEEDED_BY if name in declared), *sorted(declared.keys() - NEEDED_BY.keys())]:
+        lines.append(f"| `{extra}` | {_in_code(declared[extra]) or 'none'} | {NEEDED_BY.get(extra, '')} |")
     return "\n".join(lines)
+
+
+def _in_code(wanted: Sequence[str]) -> str:
+    """The requirements without the markers behind them, as code."""
+    return ", ".join(f"`{one.partition(';')[0].strip()}`" for one in wanted)
 
 
 def errors_markdown() -> str:

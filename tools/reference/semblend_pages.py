@@ -112,9 +112,16 @@ def extras_markdown() -> str:
         "|---|---|---|",
     ]
     declared: dict[str, list[str]] = project["optional-dependencies"]
-    for extra in [*(name for name in NEEDED_BY if name in declared), *sorted(declared.keys() - NEEDED_BY.keys())]:
-        lines.append(f"| `{extra}` | {_in_code(declared[extra]) or 'none'} | {NEEDED_BY.get(extra, '')} |")
-    return "\n".join(lines)
+    known = [name for name in NEEDED_BY if name in declared]
+    return "\n".join(
+        [
+            *lines,
+            *(
+                f"| `{extra}` | {_in_code(declared[extra]) or 'none'} | {NEEDED_BY.get(extra, '')} |"
+                for extra in [*known, *sorted(declared.keys() - NEEDED_BY.keys())]
+            ),
+        ]
+    )
 
 
 def _in_code(wanted: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.fair_line import count_places
 from semblend.engine.core.radix import RadixCache
-from semblend.engine.core.scheduler import Scheduler
+from semblend.engine.core.scheduler import LATELY, Scheduler
 from semblend.engine.core.sequence import QueueFull, Sequence, Stream
 from semblend.engine.core.stops import AnswerText, NoText
 from semblend.engine.model.paged_kv import KvPool
@@ -240,9 +240,20 @@ def test_a_step_that_tenants_share_is_as_long_as_the_short_prompt_or_a_quarter_o
     world.step()
     world.add("short", 20, tenant="quiet")
     assert world.step() == {"short": 20}
-    assert world.step() == {"short": 1, "long": 63}  # and nobody shares it now
+    assert world.step() == {"short": 1, "long": 32}  # nobody shares it now, and the neighbour was here lately
     world.add("tiny", 4, tenant="quiet")
     assert world.step() == {"short": 1, "tiny": 4, "long": 12}
+
+
+def test_steps_are_halved_while_a_neighbour_was_here_lately_and_whole_again_after_that():
+    world = World(step_tokens=16, blocks=2000)
+    world.add("long", 16 * LATELY + 64, tenant="loud")
+    assert world.step() == {"long": 16}
+    world.add("short", 4, answer=1, tenant="quiet")
+    assert world.step()["short"] == 4
+    alone = [world.step()["long"] for _ in range(LATELY + 1)]
+    assert alone[: LATELY - 1] == [8] * (LATELY - 1)
+    assert alone[-1] == 16
 
 
 def test_a_prompt_that_may_be_filled_does_not_hold_up_the_first_token_of_another_tenant():

@@ -1,11 +1,13 @@
 """Who computes what in the next step: continuous batching over a pool of blocks, in fair order between tenants.
 
 A step has a budget of tokens. Running answers come first, one token each, so that a long prompt never stops them. The
-rest is shared between the tenants that have prompts to compute (see `fair_line`): the tenant that was served least
-gets the next piece, for its prompts under way first, then for its oldest waiting request. While several tenants share
-a step, it is no longer than the first one's prompt (and a quarter of a step at least): a short prompt does not wait
-for a step that a neighbour's long one fills. Inside a tenant a request that does not fit is not overtaken by a younger
-one that would; other tenants wait for it only where its tenant has nothing running, so that nobody starves.
+rest is shared between the tenants that have prompts to compute (see `fair_line`): the tenant that was served least gets
+the next piece, for its prompts under way first, then for its oldest waiting request. While several tenants share a
+step, it is no longer than the first one's prompt (and a quarter of a step at least): a short prompt does not wait for a
+step that a neighbour's long one fills. While several tenants had prompts lately, a step that one of them has for itself
+is half a step at most: whoever comes back waits for that. Inside a tenant a request that does not fit is not overtaken
+by a younger one that would; other tenants wait for it only where its tenant has nothing running, so that nobody
+starves.
 
 A request whose beginning is just being computed for another one waits until that is done, and then finds it in the
 exact cache: of many equal prompts that come at once, one is computed. Younger requests may go ahead meanwhile; since
@@ -39,6 +41,9 @@ from semblend.engine.model.paged_kv import KvPool
 
 MOST_OVERTAKEN = 16
 """So many waiting requests may be passed over in a step because another computes their beginning."""
+
+LATELY = 100
+"""Steps with prompts, after which a tenant that had none in them no longer counts as a neighbour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,8 @@ class Scheduler:
         self._config = config
         self._clock = FairClock()
         self._backlogged: set[str] = set()  # tenants with prompts to compute, as of the last step
+        self._prompt_steps = 0  # steps with prompts to compute
+        self._last_here: dict[str, int] = {}  # tenant -> the last of these steps that it had a prompt in
         self._preempted_before = 0  # preemptions when the step began
 
     def refuse_if_full(self, arriving: int = 0) -> None:
@@ -156,6 +163,10 @@ class Scheduler:
             self._clock.join(tenant)
         self._backlogged = backlogged
         self._clock.forget_idle(backlogged)
+        self._prompt_steps += bool(backlogged)
+        self._last_here.update(dict.fromkeys(backlogged, self._prompt_steps))
+        since = self._prompt_steps - LATELY
+        self._last_here = {tenant: at for tenant, at in self._last_here.items() if at > since}
 
     def _schedule_decodes(self) -> list[Piece]:
         """One token for each running answer that has room for it; whoever is preempted on the way has none."""
@@ -173,6 +184,8 @@ class Scheduler:
         ready = dict.fromkeys((*under_way, *(self.waiting.tenants if self._admits else ())))
         if len(ready) > 1:
             budget = min(budget, self._limit_shared_step(ready, under_way))
+        elif len(self._last_here) > 1:  # a neighbour that comes back waits for the step that runs then
+            budget = min(budget, max(1, self._config.step_tokens // 2))
         granted: dict[Sequence, int] = {}
         completed: set[str] = set()
         while budget > 0 and (tenant := self._clock.choose(ready)) is not None:

@@ -10,10 +10,22 @@ from types import ModuleType
 from semblend._version import __version__
 from semblend.cli import commandline
 from semblend.cli.commandline import Parser, add_debug
-from semblend.cli.commands import calibrate, demo, doctor, donors, estimate, explain, explore, models, serve, version
+from semblend.cli.commands import (
+    calibrate,
+    demo,
+    doctor,
+    donors,
+    estimate,
+    explain,
+    explore,
+    models,
+    serve,
+    version,
+    vllm,
+)
 
 COMMANDS: tuple[ModuleType, ...] = (
-    demo, serve, models, calibrate, explore, explain, estimate, donors, doctor, version,
+    demo, serve, models, calibrate, explore, explain, estimate, donors, vllm, doctor, version,
 )  # fmt: skip
 
 

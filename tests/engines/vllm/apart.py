@@ -67,7 +67,13 @@ class Engine:
         }
 
     def forget_prefixes(self) -> None:
+        """Empty vLLM's own cache, behind our back: what people call drops donors too."""
         assert self.scheduler.kv_cache_manager.reset_prefix_cache()
+        connector = self.scheduler.connector
+        for part in getattr(connector, "sub_connectors", (connector,)):
+            half = getattr(part, "_scheduler", None)
+            if getattr(half, "resets", None) is not None:
+                half.resets.was_reset()
 
 
 def _example(storage: Path) -> tuple[dict[str, Any], Callable[[], int]]:
@@ -92,9 +98,9 @@ def _lmcache() -> tuple[dict[str, Any], Callable[[], int]]:
 def beside(settings: dict[str, Any]) -> dict[str, Any]:
     """A donor, a prompt that shares its document, the same prompts again with vLLM's own cache empty."""
     if settings.get("unguarded"):
-        from semblend.integration.vllm import startup_checks as start
+        from semblend.integration.vllm import refusals
 
-        start.in_multi_connector = lambda: False
+        refusals.in_multi_connector = lambda: False
     other, stored = _lmcache() if settings.get("lmcache") else _example(Path(settings["storage"]))
     parts = [OURS, other] if settings["ours_first"] else [other, OURS]
     transfer = {**settings["outer"], "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": parts}}
@@ -147,7 +153,12 @@ def lora(settings: dict[str, Any]) -> dict[str, Any]:
 
 def number_type(settings: dict[str, Any]) -> dict[str, Any]:
     """A donor, and a prompt that shares its document: cold, fast, balanced, and cold again from vLLM's own cache."""
-    engine = Engine(settings["model"], OURS, dtype=settings["dtype"])
+    import small_folders
+
+    model = settings["model"]
+    if "kind" in settings:
+        model = str(small_folders.write(settings["kind"], Path(settings["folder"]), model))
+    engine = Engine(model, OURS, dtype=settings["dtype"])
     target = engine.prompt("You are an archivist and careful.", 1)
     told = {"cold": engine.ask(target, opt_out=True)}
     engine.forget_prefixes()
@@ -159,9 +170,36 @@ def number_type(settings: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
+def as_without_us(settings: dict[str, Any]) -> dict[str, Any]:
+    """Prompts that share a document, each twice, in an engine of a kind that we decline."""
+    import small_folders
+
+    folder = small_folders.write(settings["kind"], Path(settings["folder"]), settings["model"])
+    by_name = {key: value for key, value in OURS.items() if key != "kv_connector_module_path"}
+    engine = Engine(str(folder), by_name if settings["connected"] else None)
+    scheduler = engine.scheduler
+    told: dict[str, Any] = {
+        "groups": [type(group.kv_cache_spec).__name__ for group in scheduler.kv_cache_config.kv_cache_groups],
+        "hybrid manager is off": scheduler.vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
+        "blocks": scheduler.kv_cache_config.num_blocks,
+        "answers": [],
+    }
+    for lead in ("You are brief.", "You are an archivist and careful.", "You are brief."):
+        prompt = engine.prompt(lead, 1)
+        told["answers"] += [engine.ask(prompt), engine.ask(prompt)]
+    told["reset"] = engine.llm.reset_prefix_cache()
+    told["answers"].append(engine.ask(engine.prompt("You are brief.", 1)))
+    if settings["connected"]:
+        half = scheduler.connector._half
+        told["refusal"], told["donors"] = half.facts.refusal, len(half.semblend.donors())
+        told["records"] = len(half._records)
+    return told
+
+
 if __name__ == "__main__":
     scenario, given, answer = sys.argv[1:]
-    told = {"beside": beside, "lora": lora, "number_type": number_type}[scenario](json.loads(Path(given).read_text()))
+    scenarios = {"beside": beside, "lora": lora, "number_type": number_type, "as_without_us": as_without_us}
+    told = scenarios[scenario](json.loads(Path(given).read_text()))
     Path(answer).write_text(json.dumps(told))
     if "lmcache" in sys.modules:  # its threads never end
         sys.stdout.flush()

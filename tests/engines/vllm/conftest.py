@@ -110,7 +110,10 @@ class World:
         return output
 
     def forget_prefixes(self) -> None:
+        """Empty vLLM's own cache, behind our back: what people call drops donors too."""
         assert self.scheduler.kv_cache_manager.reset_prefix_cache()
+        if getattr(self.half, "resets", None) is not None:
+            self.half.resets.was_reset()
 
     def kv_of(self, output: Any) -> list[Any]:
         """KV of the whole prompt when its prefill was done, a (keys, values) pair for each layer."""

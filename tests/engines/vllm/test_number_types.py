@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from cpu_features import needs_bf16
 
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
 # On an ARM CPU without bfloat16 vLLM's bfloat16 kernels end in an illegal instruction, and float16 takes many minutes.
-pytestmark = [needs_bf16, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-
-
+@needs_bf16
 @pytest.mark.parametrize(("dtype", "rounding"), [("bfloat16", 0.02), ("float16", 0.005)])
 def test_a_model_in_half_precision_is_served(apart, dtype, rounding):
     told = apart("number_type", dtype=dtype)
@@ -18,4 +19,18 @@ def test_a_model_in_half_precision_is_served(apart, dtype, rounding):
         assert receipt["reused_tokens"] > 0.3 * told[mode]["prompt"]
         assert 0 < receipt["canary"] < rounding, "moved keys are rounded once more, and no further off than that"
     assert told["cold again"]["cached"] < 64, "of what we served nothing is in the exact cache"
+    assert told["cold again"]["tokens"] == told["cold"]["tokens"]
+
+
+def test_a_model_with_gptq_weights_is_served(apart, tmp_path):
+    told = apart("number_type", dtype="float16", kind="gptq", folder=str(tmp_path / "model"))
+    assert "gptq" in told["log"].lower()
+    for mode in ("fast", "balanced"):
+        receipt = told[mode]["receipt"]
+        assert receipt["reason"] in (None, "quality_risk"), receipt
+    fast = told["fast"]["receipt"]
+    assert fast["outcome"] == "backend_materialized_reuse"
+    assert fast["reused_tokens"] > 0.3 * told["fast"]["prompt"]
+    assert 0 < fast["canary"] < 0.005
+    assert told["cold again"]["cached"] < 64
     assert told["cold again"]["tokens"] == told["cold"]["tokens"]

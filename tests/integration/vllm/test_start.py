@@ -6,10 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from semblend.integration.vllm import startup_checks as start
-from semblend.integration.vllm.startup_checks import in_multi_connector, load_failure_policy, may_queue_loads, refusal
+from semblend.errors import SemBlendError
+from semblend.integration.vllm import refusals
+from semblend.integration.vllm.refusals import in_multi_connector, refusal
+from semblend.integration.vllm.startup_checks import load_failure_policy, may_queue_loads
 from semblend.integration.vllm.versions import SUPPORTED, VersionEvidence, support
+from semblend.integration.vllm.worker.model_access import check_caches
 
 
 def made_by(module, name="MultiConnector"):
@@ -59,12 +63,23 @@ def engine(attention=None, **changes):
     config = {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 4, "rope_theta": 1e4}
     made = SimpleNamespace(
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1, decode_context_parallel_size=1
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
         ),
+        kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
+        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(fuse_attn_quant=False)),
         lora_config=None,
         speculative_config=None,
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(to_dict=lambda: config)),
+        cache_config=SimpleNamespace(cache_dtype="auto", kv_sharing_fast_prefill=False),
+        model_config=SimpleNamespace(
+            hf_text_config=SimpleNamespace(to_dict=lambda: config, num_kv_shared_layers=0),
+            is_multimodal_model=False,
+            enable_sleep_mode=False,
+            enable_cumem_allocator=False,
+        ),
     )
     for name, value in changes.items():
         *way, last = name.split("__")
@@ -82,7 +97,7 @@ def why_not(*made, version="0.32.0"):
 
 @pytest.fixture
 def known_sources(monkeypatch):
-    monkeypatch.setattr(start, "missing", lambda package: ())
+    monkeypatch.setattr(refusals, "missing", lambda package: ())
 
 
 @pytest.mark.usefixtures("known_sources")
@@ -98,6 +113,15 @@ def test_a_plain_engine_is_served(ranks):
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline"),
         ({"parallel_config__data_parallel_size": 2}, "data parallel"),
         ({"parallel_config__decode_context_parallel_size": 2}, "context parallel"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
+        ({"kv_transfer_config__kv_role": "kv_producer"}, "kv_producer"),
+        ({"kv_transfer_config__kv_role": "kv_consumer"}, "kv_consumer"),
+        ({"compilation_config__pass_config__fuse_attn_quant": True}, "fuse_attn_quant"),
+        ({"model_config__is_multimodal_model": True}, "images"),
+        ({"model_config__enable_sleep_mode": True}, "sleep mode"),
+        ({"model_config__enable_cumem_allocator": True}, "sleep mode"),
+        ({"model_config__hf_text_config__num_kv_shared_layers": 4}, "share the KV"),
+        ({"cache_config__kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill"),
         ({"lora_config": object()}, "LoRA"),
         ({"speculative_config": object()}, "draft"),
         ({"cache_config__cache_dtype": "fp8"}, "fp8"),
@@ -109,9 +133,29 @@ def test_an_engine_that_we_cannot_serve_is_told_why(changes, words):
     assert words in why_not(*engine(**changes))
 
 
+@pytest.mark.usefixtures("known_sources")
+def test_a_model_with_two_kinds_of_layers_or_none_is_told_why():
+    config, caches = engine()
+    caches.kv_cache_groups *= 2
+    assert "full attention" in why_not(config, caches)
+    caches.kv_cache_groups = []
+    assert "full attention" in why_not(config, caches)
+
+
+def test_caches_that_a_donor_could_not_hold_are_refused_where_they_are_seen():
+    plain, names = torch.zeros(2, 2), ["layer"]
+    check_caches(names, [plain], [SimpleNamespace(kv_sharing_target_layer_name=None)])
+    with pytest.raises(SemBlendError, match="shares the KV"):
+        check_caches(names, [plain], [SimpleNamespace(kv_sharing_target_layer_name="another")])
+    with pytest.raises(SemBlendError, match=r"torch\.uint8"):
+        check_caches(names, [plain.to(torch.uint8)], [SimpleNamespace()])
+    with pytest.raises(SemBlendError, match="list"):
+        check_caches(names, [[plain, plain]], [SimpleNamespace()])
+
+
 def test_an_unknown_version_and_changed_sources_are_refused(monkeypatch):
     assert "never looked at" in why_not(*engine(), version="0.99.0")
-    monkeypatch.setattr(start, "missing", lambda package: ("Request.update_block_hashes is not in v1/request.py",))
+    monkeypatch.setattr(refusals, "missing", lambda package: ("Request.update_block_hashes is not in v1/request.py",))
     assert "update_block_hashes" in why_not(*engine())
 
 

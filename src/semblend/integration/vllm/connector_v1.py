@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
@@ -27,6 +27,8 @@ from semblend.confirm.metrics import make_metrics
 from semblend.errors import SemBlendError
 from semblend.integration.vllm import metrics as telemetry
 from semblend.integration.vllm.orders import Orders, Report
+from semblend.integration.vllm.plugin import register
+from semblend.integration.vllm.refusals import refusal
 from semblend.integration.vllm.scheduler.scheduler_half import SchedulerHalf
 from semblend.integration.vllm.settings import connector_settings
 from semblend.integration.vllm.startup_checks import (
@@ -35,7 +37,6 @@ from semblend.integration.vllm.startup_checks import (
     make_semblend,
     make_worker_half,
     quality_settings,
-    refusal,
 )
 from semblend.integration.vllm.worker.model_access import StockModel, find_model_of_caller
 from semblend.integration.vllm.worker.worker_half import WorkerHalf
@@ -98,8 +99,12 @@ class SemBlendPromMetrics(KVConnectorPromMetrics):
         telemetry.replay(transfer_stats_data, self._metrics)
 
 
-class SemBlendConnectorV1(KVConnectorBase_V1):
-    """Non-prefix KV reuse in stock vLLM; see `semblend.integration.vllm`."""
+class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
+    """Non-prefix KV reuse in stock vLLM; see `semblend.integration.vllm`.
+
+    `SupportsHMA` leaves vLLM's hybrid KV manager on. A model that needs it is one that we decline: it runs as without
+    us.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -125,6 +130,8 @@ class SemBlendConnectorV1(KVConnectorBase_V1):
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """From 0.30 on; calls `bind_gpu_block_pool`."""
         super().bind_kv_cache_manager(kv_cache_manager)
+        if self._half.facts.refusal:
+            return
         managers = kv_cache_manager.coordinator.single_type_managers
         self._half.cached_counts = [manager.num_cached_block for manager in managers]
 
@@ -144,7 +151,8 @@ class SemBlendConnectorV1(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         # Not guarded: were this to fail after a claim, the load would be lost and the blocks hold nothing.
-        self._half.allocated(request, list(blocks.get_block_ids()[0]), num_external_tokens)
+        if not self._half.facts.refusal:  # a hybrid model has several kinds of blocks, one without attention has none
+            self._half.allocated(request, list(blocks.get_block_ids()[0]), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         half, everything = self._half, (0, num_external_tokens)
@@ -169,6 +177,12 @@ class SemBlendConnectorV1(KVConnectorBase_V1):
         if receipt is None or not self._settings.receipts:
             return False, None
         return False, {"semblend": receipt.to_caller_dict()}
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """In place of `request_finished`: vLLM's hybrid KV manager is on, whatever the model."""
+        return self.request_finished(request, block_ids[0] if block_ids else [])
 
     def reset_cache(self) -> bool | None:
         return self._safely("reset", lambda: self._half.reset(), False)
@@ -275,6 +289,4 @@ class SemBlendConnectorV1(KVConnectorBase_V1):
             return instead
 
 
-if SemBlendConnectorV1.__name__ not in KVConnectorFactory._registry:
-    # vLLM finds the statistics of a MultiConnector's parts by their registered names only.
-    KVConnectorFactory.register_connector(SemBlendConnectorV1.__name__, __name__, SemBlendConnectorV1.__name__)
+register()  # where our entry point did not run: vLLM finds the statistics of a MultiConnector's parts by their names

@@ -105,6 +105,14 @@ class MultiConnector(Parts):
         answer: tuple[bool, dict[str, Any] | None] = super().request_finished(request, blocks)
         return answer
 
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """vLLM calls this one in place of `request_finished`; where not all parts know it, it calls that one."""
+        self._hidden.discard(request.request_id)
+        answer: tuple[bool, dict[str, Any] | None] = super().request_finished_all_groups(request, block_ids)
+        return answer
+
     # -- worker ----------------------------------------------------------------------------------------------------
 
     def has_connector_metadata(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,7 +88,10 @@ class Loaded:
 
 @dataclass(slots=True)
 class Report:
-    """One step of one rank, or of several when merged: a donor counts as captured when every rank has it."""
+    """One step of one rank, or of several when merged: a donor counts as captured when every rank has it.
+
+    ``weights``: the digest of the model's weights, where they are others than before; of all ranks when merged.
+    """
 
     loaded: dict[str, Loaded] = field(default_factory=dict)
     captured: set[tuple[str, int]] = field(default_factory=set)
@@ -96,9 +100,11 @@ class Report:
     served: list[str] = field(default_factory=list)
     errors: list[tuple[str, str, str]] = field(default_factory=list)
     donor_bytes: dict[str, int] = field(default_factory=dict)
+    weights: str = ""
 
     def __bool__(self) -> bool:
-        return bool(self.loaded or self.captured or self.not_captured or self.evicted or self.served or self.errors)
+        told = self.loaded or self.captured or self.not_captured or self.evicted or self.served or self.errors
+        return bool(told or self.weights)
 
     def merge(self, other: Report) -> Report:
         """Both ranks' word: the worse load, the donors that both hold."""
@@ -116,4 +122,14 @@ class Report:
             list(dict.fromkeys((*self.served, *other.served))),
             self.errors + other.errors,
             {**self.donor_bytes, **used},
+            join_digests([self.weights, other.weights]),
         )
+
+
+def join_digests(digests: Iterable[str]) -> str:
+    """One name for the weights of all ranks, whatever the order in which they speak.
+
+    >>> join_digests(["b", "", "a"])
+    'a.b'
+    """
+    return ".".join(sorted(part for digest in digests for part in digest.split(".") if part))

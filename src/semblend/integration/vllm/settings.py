@@ -33,14 +33,27 @@ class ConnectorSettings:
     )
     thresholds: str = _setting("", "File of quality thresholds (`semblend calibrate`); empty = by the model's name.")
     receipts: bool = _setting(True, "Put the receipt into kv_transfer_params of the response.")
+    require_cache_salt: bool = _setting(
+        False, "A request without a cache_salt neither reuses nor becomes a donor: nobody shares by accident."
+    )
+    admin_socket: str = _setting(
+        "", "A Unix socket at which `semblend vllm donors` lists, pins and forgets donors; empty = none."
+    )
 
     def __post_init__(self) -> None:
         for name in ("donor_host_bytes", "donor_device_bytes", "donor_min_new_tokens", "latency_budget_ms"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
                 raise ConfigError(f"{name}={value!r} is not a number of 0 or more", hint="see docs/guides/vllm.md")
-        if not isinstance(self.receipts, bool) or not isinstance(self.thresholds, str):
-            raise ConfigError("receipts is true or false, thresholds is a path", hint="see docs/guides/vllm.md")
+        for name, kind in (
+            ("receipts", bool),
+            ("require_cache_salt", bool),
+            ("thresholds", str),
+            ("admin_socket", str),
+        ):
+            if not isinstance(getattr(self, name), kind):
+                wanted = "true or false" if kind is bool else "a path"
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not {wanted}", hint="see docs/guides/vllm.md")
         if not self.config.strict_prefix_boundary:
             raise ConfigError(
                 "strict_prefix_boundary=0 hands spans to the engine, and vLLM's connectors can claim one prefix only",

@@ -30,6 +30,13 @@ class Need:
 _BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
 _MULTI = "distributed/kv_transfer/kv_connector/v1/multi_connector.py"
 CONTRACT: tuple[Need, ...] = (
+    Need(
+        "distributed/kv_transfer/kv_connector/factory.py",
+        "KVConnectorFactory.register_connector",
+        ("name", "module_path", "class_name"),
+        "our name without a module path",
+        optional=True,
+    ),
     Need(_BASE, "KVConnectorBase_V1.__init__", ("vllm_config", "role", "kv_cache_config"), "to be made"),
     Need(_BASE, "KVConnectorBase_V1.get_num_new_matched_tokens", ("request", "num_computed_tokens"), "to claim"),
     Need(_BASE, "KVConnectorBase_V1.update_state_after_alloc", ("request", "blocks", "num_external_tokens"), "blocks"),
@@ -38,6 +45,7 @@ CONTRACT: tuple[Need, ...] = (
     Need(_BASE, "KVConnectorBase_V1.update_connector_output", ("connector_output",), "reports"),
     Need(_BASE, "KVConnectorBase_V1.get_block_ids_with_load_errors", (), "the last fallback"),
     Need(_BASE, "KVConnectorBase_V1.request_finished", ("request", "block_ids"), "receipts"),
+    Need(_BASE, "SupportsHMA.request_finished_all_groups", ("request", "block_ids"), "hybrid models as without us"),
     Need(_BASE, "KVConnectorWorkerMetadata.aggregate", ("other",), "reports"),
     Need(_BASE, "KVConnectorBase_V1.bind_gpu_block_pool", ("gpu_block_pool",), "the second lock"),
     Need(
@@ -86,6 +94,7 @@ CONTRACT: tuple[Need, ...] = (
     ),
     Need("v1/request.py", "Request.update_block_hashes", (), "the first lock"),
     Need("v1/core/block_pool.py", "BlockPool.evict_blocks", ("block_ids",), "the second lock"),
+    Need("v1/core/block_pool.py", "BlockPool.reset_prefix_cache", (), "a reset drops donors"),
     Need("v1/core/sched/output.py", "CachedRequestData", ("resumed_req_ids", "new_block_ids"), "block tables"),
     Need("v1/core/sched/output.py", "SchedulerOutput", ("preempted_req_ids",), "preemption"),
     Need(_MULTI, "MultiKVConnectorMetadata", ("metadata", "extra_async_saves"), "beside others", optional=True),

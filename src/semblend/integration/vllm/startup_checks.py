@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import sys
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from semblend.confirm.events import Event
@@ -13,15 +11,14 @@ from semblend.confirm.log_lines import format_line
 from semblend.confirm.sinks import CallbackSink
 from semblend.facade import SemBlend
 from semblend.integration.vllm.metrics import MetricsTally
+from semblend.integration.vllm.refusals import refusal
 from semblend.integration.vllm.scheduler.records import EngineFacts
 from semblend.integration.vllm.settings import ConnectorSettings
-from semblend.integration.vllm.source_check import missing
 from semblend.integration.vllm.versions import VersionEvidence, support
 from semblend.integration.vllm.worker.model_access import StockModel, read_rope_config
 from semblend.integration.vllm.worker.worker_half import WorkerHalf
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.gate.thresholds import Thresholds, thresholds_for
-from semblend.materialize.kv.rope import refusal as rope_refusal
 from semblend.prompt import Namespace
 
 log = logging.getLogger("vllm.semblend")
@@ -45,52 +42,6 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, version: str, package: 
     )
     hashed = getattr(cache, "hash_block_size", None) or cache.block_size
     return EngineFacts(version, namespace, int(cache.block_size), int(hashed), why)
-
-
-def refusal(vllm_config: Any, kv_cache_config: Any, version: str, package: Path) -> str | None:
-    """Why this engine cannot be served, in one line; None when it can."""
-    row = support(version)
-    parallel, groups = vllm_config.parallel_config, kv_cache_config.kv_cache_groups
-    if row.evidence is VersionEvidence.NONE:
-        return row.note
-    if lacking := missing(package):
-        return f"this build of vLLM differs from {row.version}: {lacking[0]}"
-    if in_multi_connector():
-        return (
-            "in vLLM's MultiConnector the others would store approximate KV as exact; "
-            'add "kv_connector_module_path":"semblend.integration.vllm.multi_connector" to it'
-        )
-    if parallel.pipeline_parallel_size != 1:
-        return "in a pipeline no rank has all layers, and a pass of ours needs them"
-    if getattr(parallel, "data_parallel_size", 1) != 1:  # 1 in each engine of a dense model, whatever was asked for
-        return "data parallel experts wait for every pass of all ranks, and ours is one rank's own"
-    if getattr(parallel, "decode_context_parallel_size", 1) != 1:
-        return "context parallel engines keep a prompt's KV on several ranks"
-    if vllm_config.lora_config is not None:
-        return "LoRA binds adapters to the rows of vLLM's own batch, which our passes are not part of"
-    if vllm_config.speculative_config is not None:
-        return "a draft model has KV of its own, which donors do not hold"
-    if len(groups) != 1 or not _full_attention(groups[0].kv_cache_spec):
-        return "the model does not have one kind of full attention in all layers"
-    if str(vllm_config.cache_config.cache_dtype) not in ("auto", "float32", "float16", "bfloat16", "half"):
-        return f"a KV cache of type {vllm_config.cache_config.cache_dtype} cannot be moved"
-    return rope_refusal(read_rope_config(vllm_config))
-
-
-def in_multi_connector() -> bool:
-    """Whether vLLM's MultiConnector, and not our own kind of it, is among the callers: nothing else says so."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        owner = type(frame.f_locals.get("self"))
-        if owner.__name__ == "MultiConnector" and owner.__module__.split(".")[0] == "vllm":
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _full_attention(spec: Any) -> bool:
-    windowed = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
-    return type(spec).__name__ == "FullAttentionSpec" and not windowed
 
 
 def make_semblend(settings: ConnectorSettings) -> tuple[SemBlend, MetricsTally]:

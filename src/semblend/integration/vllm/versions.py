@@ -1,4 +1,7 @@
-"""Which vLLM versions this connector knows, and how it knows them. One table, read at start-up and by the docs."""
+"""Which vLLM versions this connector knows, and how it knows them. One table, read at start-up and by the docs.
+
+``docs/reference/vllm.md`` is made from it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ class Support:
 
 
 _SOURCES = "no split of hits by source"
-_CPU = "tests/engines/vllm on a CPU, model runner V1, float32"
+_CPU = "the reuse and safety tests on a CPU, model runner V1, float32"
 
 SUPPORTED: tuple[Support, ...] = (
     Support(
@@ -35,12 +38,18 @@ SUPPORTED: tuple[Support, ...] = (
     Support("0.29", VersionEvidence.RUN, f"{_CPU}; {_SOURCES}"),
     Support("0.30", VersionEvidence.RUN, f"{_CPU}; {_SOURCES}"),
     Support("0.31", VersionEvidence.RUN, f"{_CPU}; {_SOURCES}"),
-    Support("0.32", VersionEvidence.RUN, f"{_CPU} and half precision; HTTP server, two ranks, other connectors, LoRA"),
+    Support(
+        "0.32",
+        VersionEvidence.RUN,
+        "all of tests/engines/vllm on a CPU at every change: model runner V1, eager, float32, bfloat16 and float16; "
+        "HTTP server with eight clients at once, two ranks, LMCache and another connector beside us, a hybrid model, "
+        "LoRA",
+    ),
 )
 
 
 def support(version: str) -> Support:
-    """The row of a version such as ``0.32.0+cpu``; evidence ``none`` where there is none.
+    """The row of a version such as ``0.32.0+cpu``; evidence ``none``, and what to do next, where there is none.
 
     >>> support("0.32.1").evidence, support("0.19.0").evidence
     (<VersionEvidence.RUN: 'run'>, <VersionEvidence.NONE: 'none'>)
@@ -49,5 +58,10 @@ def support(version: str) -> Support:
     for row in SUPPORTED:
         if row.version == minor:
             return row
-    known = ", ".join(row.version for row in SUPPORTED)
-    return Support(minor, VersionEvidence.NONE, f"vLLM {version} was never looked at; known: {known}")
+    first, last = SUPPORTED[0].version, SUPPORTED[-1].version
+    return Support(
+        minor,
+        VersionEvidence.NONE,
+        f"vLLM {version} was never looked at, and this SemBlend knows {first} to {last}; "
+        f"install a newer semblend-suite, or vLLM {last}",
+    )

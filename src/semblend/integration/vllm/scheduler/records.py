@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from semblend.confirm.receipt import Receipt
@@ -23,6 +23,17 @@ class EngineFacts:
     block_tokens: int
     hash_block_tokens: int
     refusal: str | None = None
+
+
+def name_weights(facts: EngineFacts, digest: str) -> EngineFacts:
+    """The facts with the weights as part of the namespace, in place of those that were named there before.
+
+    >>> facts = EngineFacts("0.32.0", Namespace(model="m", revision="main"), 16, 16)
+    >>> name_weights(name_weights(facts, "aa"), "bb").namespace.revision
+    'main weights:bb'
+    """
+    revision = facts.namespace.revision.partition(" weights:")[0]
+    return replace(facts, namespace=replace(facts.namespace, revision=f"{revision} weights:{digest}"))
 
 
 @dataclass(slots=True)

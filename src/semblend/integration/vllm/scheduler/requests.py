@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from semblend.config import QUALITY_MODES
 from semblend.prompt import Namespace
+
+HINT_ACTION = "semblend.reuse"
+"""The ``action_type`` of a KV hint that is for us; its payload says what ``kv_transfer_params.semblend`` would."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +23,39 @@ class RequestOptions:
 
 
 def read_options(request: Any) -> RequestOptions:
-    """What the request says about itself; anything unknown in there is ignored, it must not fail an answer."""
-    given = (getattr(request, "kv_transfer_params", None) or {}).get("semblend")
-    if not isinstance(given, dict):
+    """What the request says about itself, and what an orchestrator says about it in ``kv_hints`` (from vLLM 0.32 on).
+
+    Either of them may opt out. In the mode the request's own word counts, then the last hint. Anything unknown in there
+    is ignored, it must not fail an answer.
+    """
+    own = _parse_options((getattr(request, "kv_transfer_params", None) or {}).get("semblend"))
+    hints = [_parse_options(payload) for payload in _iterate_hints(getattr(request, "kv_hints", None))]
+    quality = next((said.quality for said in (own, *reversed(hints)) if said.quality), None)
+    return RequestOptions(own.opt_out or any(hint.opt_out for hint in hints), quality)
+
+
+def _parse_options(given: Any) -> RequestOptions:
+    if not isinstance(given, Mapping):
         return RequestOptions()
     quality = given.get("quality")
-    return RequestOptions(given.get("opt_out") is True, quality if quality in QUALITY_MODES else None)
+    known = isinstance(quality, str) and quality in QUALITY_MODES
+    return RequestOptions(given.get("opt_out") is True, quality if known else None)
 
 
-def explain_decline(request: Any) -> str | None:
-    """Why this request is computed without us, in one line; None for plain text generation."""
+def _iterate_hints(envelope: Any) -> Iterator[Any]:
+    """The payloads that are for us."""
+    for action in getattr(envelope, "actions", None) or ():
+        if getattr(action, "action_type", None) == HINT_ACTION:
+            yield getattr(action, "payload", None)
+
+
+def explain_decline(request: Any, *, require_cache_salt: bool = False) -> str | None:
+    """Why this request is computed without us, in one line; None for plain text generation.
+
+    ``require_cache_salt``: a request without a salt has no tenant, and shares nothing with anybody.
+    """
+    if require_cache_salt and not getattr(request, "cache_salt", None):
+        return "this server reuses for requests with a cache_salt only (require_cache_salt), and it has none"
     if getattr(request, "pooling_params", None) is not None:
         return "a pooling request has no next token to check"
     if getattr(request, "prompt_embeds", None) is not None:
@@ -58,7 +85,19 @@ def _explain_transfer_decline(params: Mapping[str, Any]) -> str | None:
 
 
 def build_namespace(request: Any, engine: Namespace) -> Namespace:
-    """The engine's, with what the request adds: its salt and its adapter."""
+    """The engine's, with what the request adds: its salt, the tenant that the salt stands for, and its adapter."""
     lora = getattr(request, "lora_request", None)
     adapter = f"{lora.lora_name}:{lora.lora_int_id}:{lora.lora_path}" if lora else ""
-    return replace(engine, salt=request.cache_salt or "", adapter=adapter)
+    salt = request.cache_salt or ""
+    return replace(engine, salt=salt, tenant=name_tenant(salt), adapter=adapter)
+
+
+def name_tenant(salt: str) -> str:
+    """16 hex digits that stand for a ``cache_salt`` where people look; empty for none.
+
+    >>> name_tenant("a secret of one tenant"), name_tenant("")
+    ('8c431e04ece16a66', '')
+    """
+    if not salt:
+        return ""
+    return hashlib.sha256(b"semblend.tenant.v1:" + salt.encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -207,7 +207,8 @@ class SchedulerHalf:
             asked = read_options(request)
             prompt = Prompt(request.prompt_token_ids, namespace=build_namespace(request, self.facts.namespace))
             mode = asked.quality or self.settings.config.quality
-            record = self._records[request.request_id] = Record(request, prompt, mode, explain_decline(request))
+            why = explain_decline(request, require_cache_salt=self.settings.require_cache_salt)
+            record = self._records[request.request_id] = Record(request, prompt, mode, why)
         return record
 
     def _decide(self, record: Record) -> None:

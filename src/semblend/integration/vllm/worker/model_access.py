@@ -11,7 +11,7 @@ over the prompt go to a kernel of ours instead, because a backend would read the
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import FrameType
 from typing import Any
@@ -60,6 +60,7 @@ class StockModel:
         self._model, self._config, self._quiet = model, vllm_config, quiet
         self._names = [name for name in group.layer_names if name in caches]
         self._caches = [caches[name] for name in self._names]
+        check_caches(self._names, self._caches, self.layers)
         self._kv_spec = group.kv_cache_spec
         self._builder: Any = None
         self._recorded: RecordedPasses | None = None
@@ -191,6 +192,19 @@ class StockModel:
             positions=rows.positions,
             seq_lens_cpu_upper_bound=ends,
         )
+
+
+def check_caches(names: Sequence[str], caches: Sequence[Tensor], layers: Sequence[Any]) -> None:
+    """Raise where the caches are not one plain tensor a layer; the scheduler's side cannot see that.
+
+    A checkpoint may ask for a quantised KV cache on its own, and a model for layers that read other layers' KV.
+    """
+    for name, cache, layer in zip(names, caches, layers, strict=True):
+        if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
+            raise SemBlendError(f"{name} shares the KV of another layer", hint="such models run without reuse")
+        if not isinstance(cache, Tensor) or cache.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            kind = getattr(cache, "dtype", type(cache).__name__)
+            raise SemBlendError(f"KV of type {kind} cannot be moved", hint="do not quantise the KV cache")
 
 
 def read_rope_config(vllm_config: Any) -> dict[str, Any]:

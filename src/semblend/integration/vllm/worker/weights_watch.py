@@ -1,0 +1,82 @@
+"""Notices that the model's weights are others than before: donors hold KV of the old ones.
+
+vLLM tells a connector nothing about ``update_weights``, ``reload_weights`` or a function that somebody runs in the
+worker. So a sample of every parameter is compared, bit by bit, before donor KV is used: two stretches of 128 numbers
+each, all of them gathered by a few kernels. An update that moves one number in a thousand somewhere in the model is
+missed with a chance below e^-10 for a model of 40 parameter tensors, and with less for larger ones.
+
+An update of a handful of numbers can be missed. Whoever makes one resets the prefix cache, which drops donors too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+STRETCHES = 2
+STRETCH_NUMBERS = 128
+
+
+class WeightsWatch:
+    """Samples of the parameters of ``model``, as they were when it was last looked at."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._take_sample()
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits that stand for the sampled weights; equal weights have equal digests in every process."""
+        return self._digest
+
+    def have_changed(self) -> bool:
+        """Whether the weights differ from those of the last call; waits for the device."""
+        # A parameter that was replaced counts as changed: some CPU kernels keep the numbers where we cannot look.
+        in_place = self._are_in_place()
+        if in_place and all(torch.equal(now, was) for now, was in zip(self._read(), self._sample, strict=True)):
+            return False
+        self._take_sample()
+        return True
+
+    def _take_sample(self) -> None:
+        self._places: list[tuple[torch.nn.Module, str, Tensor, int]] = []
+        stretches: dict[torch.device, list[Tensor]] = {}
+        for _, module in self._model.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                self._places.append((module, name, parameter, parameter.data_ptr()))
+                if parameter.numel():  # some CPU kernels keep weights of their own and leave an empty parameter
+                    stretches.setdefault(parameter.device, []).extend(_cut_stretches(parameter.detach()))
+        self._stretches = [stretches[device] for device in sorted(stretches, key=str)]
+        self._sample = self._read()
+        digest = hashlib.sha256()
+        for sample in self._sample:
+            digest.update(sample.cpu().numpy().tobytes())
+        self._digest = digest.hexdigest()[:16]
+
+    def _are_in_place(self) -> bool:
+        """Whether every parameter is the tensor that was sampled, at the address that it had."""
+        return all(
+            module._parameters.get(name) is parameter and parameter.data_ptr() == address
+            for module, name, parameter, address in self._places
+        )
+
+    def _read(self) -> list[Tensor]:
+        """The sampled bytes, by device."""
+        return [torch.cat(stretches) for stretches in self._stretches]
+
+
+def _cut_stretches(parameter: Tensor) -> list[Tensor]:
+    """Views of a parameter's memory, spread evenly over it, whatever the order of its dimensions.
+
+    As bytes, because a weight that is not a number is not equal to itself.
+    """
+    origin = parameter.storage_offset()
+    held = parameter.untyped_storage().nbytes() // parameter.element_size() - origin
+    numbers = min(parameter.numel(), held)
+    size = min(STRETCH_NUMBERS, numbers)
+    starts = {(numbers - size) * part // STRETCHES for part in range(1, STRETCHES + 1)}
+    return [parameter.as_strided((size,), (1,), origin + start).view(torch.uint8) for start in sorted(starts)]

@@ -1,0 +1,30 @@
+"""Models that we decline run exactly as without us: hybrid KV manager, prefix hits and answers."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups"),
+    [("hybrid", {"FullAttentionSpec", "SlidingWindowSpec"}), ("windowed", {"SlidingWindowSpec"})],
+)
+def test_a_model_with_windows_answers_and_caches_as_without_a_connector(apart, tmp_path, kind, groups):
+    folder = str(tmp_path / "model")
+    ours, theirs = (apart("as_without_us", kind=kind, folder=folder, connected=there) for there in (True, False))
+    assert set(theirs["groups"]) == groups
+    for name in ("groups", "hybrid manager is off", "blocks", "reset"):
+        assert ours[name] == theirs[name], name
+    assert not ours["hybrid manager is off"]
+    assert "hybrid kv cache manager" not in ours["log"].lower()
+    for mine, other in zip(ours["answers"], theirs["answers"], strict=True):
+        assert mine["tokens"] == other["tokens"]
+        assert mine["cached"] == other["cached"]
+        assert mine["receipt"]["reason"] == "unsupported_mode"
+    assert max(answer["cached"] for answer in theirs["answers"]) > 0, "the prefix cache was at work"
+    assert ours["answers"][-1]["cached"] == 0, "and was reset"
+    assert "full attention" in ours["refusal"]
+    assert (ours["donors"], ours["records"]) == (0, 0)
+    assert ours["log"].count("SemBlend reuses nothing in this engine") == 1

@@ -1,0 +1,46 @@
+"""The page about vLLM: which versions, which settings, which models and features."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from semblend.integration.vllm.settings import ConnectorSettings
+from semblend.integration.vllm.support_table import FEATURES
+from semblend.integration.vllm.versions import SUPPORTED
+
+
+def vllm_markdown() -> str:
+    lines = [
+        "# vLLM: versions, settings, models",
+        "",
+        "[How to use it](../guides/vllm.md). An engine that is not served runs as without us; its log says why.",
+        "",
+        "## Versions",
+        "",
+        "| vLLM | how it is known |",
+        "|---|---|",
+        *(f"| {row.version} | {row.evidence}: {row.note} |" for row in reversed(SUPPORTED)),
+        "",
+        "In any other version the connector loads, logs one line with what to do next, and reuses nothing. "
+        "`.ci/engines/vllm-cpu versions` runs the older ones again.",
+        "",
+        "## Settings of the connector",
+        "",
+        "In `kv_connector_extra_config`, beside every `SEMBLEND_*` [setting](settings.md).",
+        "",
+        "| key | default | meaning |",
+        "|---|---|---|",
+    ]
+    settings = [setting for setting in fields(ConnectorSettings) if setting.name != "config"]
+    lines += [f"| `{one.name}` | {_show_default(one.default)} | {one.metadata['help']} |" for one in settings]
+    lines += ["", "## Models and features", "", "| what | served | why, or how it is known |", "|---|---|---|"]
+    lines += [f"| {row.what} | {row.served} | {row.note} |" for row in FEATURES]
+    return "\n".join(lines)
+
+
+def _show_default(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int) and value and value % (1 << 30) == 0:
+        return f"{value >> 30} GiB"
+    return f"`{value}`" if value != "" else "empty"

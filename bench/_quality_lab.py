@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -53,6 +54,7 @@ class Recipe:
     stages: bool = False
     blender: type[Blender] = Blender
     extra: bool = False
+    bits: int = 16
 
 
 def _fast(first: int, seam: int) -> QualitySettings:
@@ -129,14 +131,14 @@ class Lab:
         rerun = Prepared("rerun", self._room(case, blocks), torch.empty(0), 1.0)
         rerun.logits = self._prefill(case.tokens, rerun.slots, RERUN_CHUNK)
         made = [cold, rerun]
-        for alone in (False, True):
+        for alone, bits in itertools.product((False, True), (16, 8)):
             donors, spans = case.alone if alone else (case.donors, case.spans)
-            if any(recipe.alone == alone for recipe in self.recipes):
-                kv = self._captured(donors)
+            chosen = [recipe for recipe in self.recipes if (recipe.alone, recipe.bits) == (alone, bits)]
+            if chosen:
+                kv = self._captured(donors, bits)
                 plan = ReusePlan(spans, len(case.tokens))
-                for recipe in self.recipes:
-                    if recipe.alone == alone:
-                        made += self._prepare(recipe, case, plan, kv, cold, blocks)
+                for recipe in chosen:
+                    made += self._prepare(recipe, case, plan, kv, cold, blocks)
         answers = self._answers(made, case)
         forced = self._forced(made, case, answers[0] or [next(iter(self.stop))])
         reference = self._reference(case, answers[0])
@@ -161,8 +163,8 @@ class Lab:
             hidden = self.model.forward(Rows.of(ids[at], at, slots), self.pool)
         return self.model.logits(hidden[-1:])[0]
 
-    def _captured(self, donors: Sequence[Sequence[int]]) -> DonorKv:
-        kv = DonorKv(1 << 62, 1 << 62)
+    def _captured(self, donors: Sequence[Sequence[int]], bits: int = 16) -> DonorKv:
+        kv = DonorKv(1 << 62 if bits == 16 else 0, 1 << 62, bits=bits)
         for number, donor in enumerate(donors):
             blocks: list[int] = []
             slots = self._slots(len(donor), blocks)

@@ -525,7 +525,7 @@ def test_no_memory_for_a_copy_costs_that_donor_and_nothing_else(monkeypatch, err
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(kv, "_buffer", full)
+        patched.setattr(kv.memory, "_allocate", full)
         with pytest.raises(CapacityError, match="no memory"):
             capture(kv, "new", 2)
     kv.check()
@@ -548,7 +548,7 @@ def test_a_move_that_fails_in_any_way_leaves_the_books_in_order(tmp_path, monkey
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(kv, "_copy_entry", fails)
+        patched.setattr(kv.memory, "move", fails)
         try:
             capture(kv, "b", 2)  # "a" would have to sink
         except KeyError:

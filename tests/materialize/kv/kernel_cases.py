@@ -22,7 +22,8 @@ from semblend.materialize.gate.observers import add_attention  # noqa: E402
 from semblend.materialize.kv import mass_kernels  # noqa: E402
 from semblend.materialize.kv.attention_kernels import Attended, scattered_attention  # noqa: E402
 from semblend.materialize.kv.attention_plain import attend_plain  # noqa: E402
-from semblend.materialize.kv.gather import gather_plain  # noqa: E402
+from semblend.materialize.kv.eight_bits import packed_shapes  # noqa: E402
+from semblend.materialize.kv.gather import gather_plain, pack_donor  # noqa: E402
 from semblend.materialize.kv.kernels import gather_rows, splice_moves  # noqa: E402
 from semblend.materialize.kv.layout import KvLayout  # noqa: E402
 from semblend.materialize.kv.moves import DonorTensors, Move  # noqa: E402
@@ -97,6 +98,36 @@ def test_splice_equals_its_twin_in_every_layout_style_and_type(kind, style, dtyp
         Move(one, 49, 1, where[81:82], 0),
     ]
     assert_same_splice(moves, kind, layers, slots, heads, rope)
+
+
+def packed_donor(layers: int, tokens: int, heads: int, d: int, dtype: torch.dtype, seed: int) -> DonorTensors:
+    wide = donor(layers, tokens, heads, d, dtype, seed)
+    shapes = packed_shapes(layers, tokens, heads, d)
+    parts = {name: torch.empty(shape, dtype=kind, device=DEVICE) for name, (shape, kind) in shapes.items()}
+    pack_donor(wide.parts, parts)
+    return DonorTensors.of_parts(parts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_donors_at_8_bits_are_spliced_as_the_twin_does(kind, style, dtype):
+    layers, slots, heads, d, rotary = 2, 256, 3, 16, 12
+    rope = rope_of(style, d, rotary)
+    where = torch.randperm(slots, generator=torch.Generator().manual_seed(5))
+    one, two = packed_donor(layers, 150, heads, d, dtype, 1), packed_donor(layers, 64, heads, d, dtype, 2)
+    moves = [
+        Move(one, 61, 80, where[:80], 1234),
+        Move(two, 0, 64, where[80:144].int(), -77),
+        Move(one, 149, 1, where[144:145], 0),
+    ]
+    expected, got = (pool(kind, layers, slots, heads, d, dtype) for _ in range(2))
+    check_moves(moves, got, rope)
+    splice_plain(moves, expected, rope)
+    splice_moves([stage_on_device(move, got.device) for move in moves], got, rope)
+    tolerance = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
+    for want, have in zip((*expected.k, *expected.v), (*got.k, *got.v), strict=True):
+        torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)  # the interpreter cuts off in bfloat16
 
 
 @pytest.mark.parametrize(("heads", "d", "rotary"), [(1, 80, 32), (3, 24, 24), (5, 10, 4), (2, 9, 6), (4, 64, 64)])

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from semblend.errors import CapacityError
 from semblend.materialize.contract import KvLayout
-from semblend.materialize.donors.donor_kv import MOST_BACKLOG, DonorKv
+from semblend.materialize.donors.donor_kv import DonorKv
+from semblend.materialize.donors.donor_memory import MOST_BACKLOG, DonorMemory
 from semblend.materialize.kv.host_memory import Arena, copy_to_device
 
 SIZE = 1 << 14
@@ -77,7 +78,7 @@ def late(monkeypatch):
         arrivals.append(Late(copies))
         return arrivals[-1]
 
-    monkeypatch.setattr(DonorKv, "_queue", queued)
+    monkeypatch.setattr(DonorMemory, "queue", queued)
     return arrivals
 
 
@@ -117,7 +118,7 @@ def test_while_too_much_is_under_way_a_donor_is_not_kept():
 
     kv = DonorKv(0, 10_000)
     kv.capture("kept", 1, cache_filled(1.0), torch.arange(4))
-    kv._courier = Behind()
+    kv.memory.courier = Behind()
     with pytest.raises(CapacityError, match="on their way"):
         kv.capture("more", 2, cache_filled(2.0), torch.arange(4))
     assert kv.holds("kept", 1)
@@ -127,7 +128,7 @@ def test_while_too_much_is_under_way_a_donor_is_not_kept():
 def test_reserved_memory_is_used_first_and_what_does_not_fit_there_is_allocated():
     kv = DonorKv(0, 1 << 20)
     memory = torch.zeros(512, dtype=torch.uint8)
-    kv._arenas["host"] = Arena(memory)
+    kv.memory.arenas["host"] = Arena(memory)
     kv.capture("inside", 1, cache_filled(1.0), torch.arange(4))
     kv.capture("outside", 2, cache_filled(2.0), torch.arange(4))
     inside, outside = kv.acquire("inside", 1), kv.acquire("outside", 2)

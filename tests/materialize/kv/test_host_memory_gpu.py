@@ -32,7 +32,7 @@ def test_slots_that_are_written_after_a_capture_do_not_change_the_donor(pool, ti
     kv = DonorKv(pool.bytes if tier == "device" else 0, pool.bytes)
     if reserved:
         kv.reserve(device)
-        assert tier in kv._arenas
+        assert tier in kv.memory.arenas
     slots = torch.randperm(SLOTS)
     expected = pool.k[:, slots].cpu()
     handle = kv.capture("d", 1, pool.layout, slots)

@@ -47,6 +47,8 @@ def _add_room(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(flag, type=int, default=default, help=text)
     parser.add_argument("--donor-dir", default="", metavar="DIR", help="keep donor KV that falls out of memory here")
+    bits = "of a number of donor KV in memory and on disk: 16, or 8 for half the bytes (default: 16)"
+    parser.add_argument("--donor-bits", type=int, default=DEFAULTS.donor_bits, choices=[16, 8], help=bits)
 
 
 def _add_callers(parser: argparse.ArgumentParser) -> None:
@@ -152,6 +154,7 @@ def _make_config(args: argparse.Namespace) -> ServeConfig:
         donor_host_bytes=args.donor_bytes,
         donor_disk_bytes=args.donor_disk_bytes,
         donor_dir=args.donor_dir,
+        donor_bits=args.donor_bits,
         step_tokens=args.step_tokens,
         max_running=args.max_running,
         max_waiting=args.max_waiting,

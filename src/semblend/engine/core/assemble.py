@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from semblend.config import SemBlendConfig
@@ -15,6 +16,7 @@ from semblend.facade import SemBlend
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.donors.donor_kv import DonorKv
+from semblend.materialize.gate.canary import find_tolerance
 from semblend.materialize.gate.outcome_memory import OutcomeMemory
 
 GIB = 1 << 30
@@ -31,6 +33,7 @@ def assemble(
     donor_host_bytes: int = GIB,
     donor_disk_bytes: int = 0,
     donor_dir: str | Path | None = None,
+    donor_bits: int = 16,
     detokenizer: Detokenizer | None = None,
 ) -> Engine:
     """Pool, donors, blender and engine for a model.
@@ -52,6 +55,7 @@ def assemble(
         budget_disk_bytes=donor_disk_bytes,
         on_evicted=on_kv_evicted,
         rope=model.spec.rope,
+        bits=donor_bits,
     )
 
     def on_forgotten(eviction: Eviction) -> None:
@@ -59,6 +63,9 @@ def assemble(
             donor_kv.drop(eviction.donor.donor_id)
 
     library.on_evicted(on_forgotten)
-    blender = Blender(PooledModel(model, pool), donor_kv, quality or QualitySettings(mode=config.quality))
+    quality = quality or QualitySettings(mode=config.quality)
+    if donor_bits == 8 and quality.canary_tolerance is None:
+        quality = replace(quality, canary_tolerance=find_tolerance(model.dtype, donor_bits))
+    blender = Blender(PooledModel(model, pool), donor_kv, quality)
     outcomes = OutcomeMemory(blender.settings.thresholds.expected_costs)
     return Engine(model, pool, library, blender, config, detokenizer=detokenizer, outcomes=outcomes)

@@ -23,8 +23,8 @@ class ServeConfig:
     to torch. ``thresholds`` names a file of `semblend calibrate`; empty takes what is known of the model. ``aliases``
     are further names under which the model may be asked for.
 
-    *Room.* ``pool_tokens`` of KV; bytes for donors on the device, in memory and in ``donor_dir``. ``step_tokens`` are
-    computed in one step.
+    *Room.* ``pool_tokens`` of KV; bytes for donors on the device, in memory and in ``donor_dir``, the latter two at
+    ``donor_bits`` (16 or 8). ``step_tokens`` are computed in one step.
 
     *Admission.* ``max_running`` requests are answered at once (up to a quarter more where a tenant has none running),
     ``max_waiting`` wait in line, the rest are refused with 429, all of it fair between tenants. ``max_n`` answers may
@@ -60,6 +60,7 @@ class ServeConfig:
     donor_host_bytes: int = 2 * GIB
     donor_disk_bytes: int = 8 * GIB
     donor_dir: str = ""
+    donor_bits: int = 16
     step_tokens: int = STEP_TOKENS
 
     max_running: int = MAX_RUNNING
@@ -93,6 +94,8 @@ class ServeConfig:
                 continue
             if not (value > 0 or (value == 0 and f.name in _MAY_BE_ZERO)):  # NaN fails too
                 raise ConfigError(f"{f.name}={value!r} is too small", hint="see docs/guides/serve.md")
+        if self.donor_bits not in (8, 16):
+            raise ConfigError(f"donor_bits={self.donor_bits} is not 8 or 16", hint="see docs/guides/serve.md")
         if self.dtype and self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r} is unknown", hint="one of " + ", ".join(DTYPES))
 

@@ -130,6 +130,7 @@ class Launch:
             donor_host_bytes=config.donor_host_bytes,
             donor_disk_bytes=config.donor_disk_bytes if config.donor_dir else 0,
             donor_dir=config.donor_dir or None,
+            donor_bits=config.donor_bits,
             detokenizer=tokenizer,
         )
 

@@ -1,6 +1,6 @@
-"""Donor KV on disk: one file a donor, memory-mapped when it is read, and served only if its checksum is right.
+"""Donor KV on disk: one file a donor, memory-mapped when it is read, and served only if its checksums are right.
 
-A file is ``magic, length of the header, header (JSON), K bytes, V bytes``. Files live in a folder of their own for each
+`donor_file` says what stands in a file. Files live in a folder of their own for each
 process, mode 0700, removed when the process closes it; a folder whose owner died (its lock is free) is removed by the
 next one that starts beside it. KV on disk is an overflow, not a store: what must survive a restart is the donor's
 tokens, and those are kept elsewhere.
@@ -9,8 +9,6 @@ tokens, and those are kept elsewhere.
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
 import os
 import shutil
 import stat
@@ -21,14 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from semblend.errors import StoreError
+from semblend.materialize.donors.donor_file import map_tensors, read_header, verify_payload, write_donor_file
 
-MAGIC = b"SBKV0001"
-ALIGNMENT = 64  # tensors start at a multiple of this, so that a mapped view is aligned for every dtype
 _PREFIX = "donor-kv-"
 _LOCK = "lock"
 
@@ -59,35 +54,21 @@ class DiskTier:
             ) from error
         self._serial = 0
 
-    def write(self, k: Tensor, v: Tensor, about: Mapping[str, Any]) -> KvFile:
-        """Writes both tensors; raises OSError (disk full, limit reached) and then leaves nothing behind."""
-        payload = [_bytes_of(k), _bytes_of(v)]
-        header = {
-            **about,
-            "dtype": str(k.dtype).removeprefix("torch."),
-            "k_shape": list(k.shape),
-            "v_shape": list(v.shape),
-            "checksum": _checksum(*payload),
-        }
-        head = json.dumps(header).encode()
-        start = _align(len(MAGIC) + 8 + len(head))
-        head = head.ljust(start - len(MAGIC) - 8)
+    def write(self, parts: Mapping[str, Tensor], about: Mapping[str, Any]) -> KvFile:
+        """Writes the tensors; raises OSError (disk full, limit reached) and then leaves nothing behind."""
         self._serial += 1
         path = self.folder / f"{self._serial:08d}.kv"
         try:
             descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
             with os.fdopen(descriptor, "wb") as out:
-                out.write(MAGIC + len(head).to_bytes(8, "little") + head)
-                for part in payload:
-                    out.write(part.data)
-                    out.write(b"\0" * (_align(part.nbytes) - part.nbytes))
+                write_donor_file(out, parts, about)
         except OSError:
             path.unlink(missing_ok=True)
             raise
         return KvFile(path, path.stat().st_size)
 
-    def load(self, file: KvFile, about: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Both tensors as views of the mapped file; raises StoreError when the file is not what was written."""
+    def load(self, file: KvFile, about: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors as views of the mapped file; raises StoreError when the file is not what was written."""
         try:
             return _load(file, about)
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -109,27 +90,16 @@ class DiskTier:
             self._lock = -1
 
 
-def _load(file: KvFile, about: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    if file.path.stat().st_size != file.nbytes:
-        raise ValueError(f"{file.path.stat().st_size} bytes instead of {file.nbytes}")
-    # Copy on write: torch wants writable memory, and a stray write must not reach the file.
-    mapped = np.memmap(file.path, np.uint8, mode="c")
-    if mapped[: len(MAGIC)].tobytes() != MAGIC:
-        raise ValueError("it does not begin as a donor file")
-    start = len(MAGIC) + 8 + int.from_bytes(mapped[len(MAGIC) : len(MAGIC) + 8].tobytes(), "little")
-    header = json.loads(mapped[len(MAGIC) + 8 : start].tobytes())
-    if any(header[name] != value for name, value in about.items()):
-        raise ValueError("it holds another donor")
-    dtype: torch.dtype = getattr(torch, header["dtype"])
-    parts, views = [], []
-    for name in ("k_shape", "v_shape"):
-        nbytes = int(np.prod(header[name], dtype=np.int64)) * dtype.itemsize
-        parts.append(mapped[start : start + nbytes])
-        views.append(torch.from_numpy(parts[-1]).view(dtype).view(header[name]))
-        start += _align(nbytes)
-    if _checksum(*parts) != header["checksum"]:
-        raise ValueError("its checksum is wrong")
-    return views[0], views[1]
+def _load(file: KvFile, about: Mapping[str, Any]) -> dict[str, Tensor]:
+    descriptor = os.open(file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        header = read_header(descriptor)
+        if header["about"] != about:
+            raise ValueError("it holds another donor")
+        verify_payload(descriptor, header)
+        return map_tensors(descriptor, header)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -163,19 +133,3 @@ def _sweep(parent: Path) -> None:
             pass  # its owner lives
         finally:
             os.close(descriptor)
-
-
-def _bytes_of(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    flat: np.ndarray[Any, np.dtype[np.uint8]] = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return flat
-
-
-def _checksum(*parts: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update(part.data)
-    return digest.hexdigest()
-
-
-def _align(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -8,6 +8,12 @@ of a tier gives first, its least recently used donor first:
     host     pinned where there is CUDA                    spliced over the bus
     disk     one checksummed, memory-mapped file a donor   read once, verified, then moved up
 
+With ``bits=8`` the host and the disk hold whole numbers and scales (`semblend.materialize.kv.eight_bits`), about half
+the bytes. A donor that was packed stays so when it rises.
+
+Donors that other engines of the machine have published (``directory``) are served from their mapped files, beside all
+tiers: nothing here owns or evicts them.
+
 `acquire` holds a donor until `release`: what is held is neither moved nor evicted, and stays readable even when the
 donor is replaced or dropped meanwhile.
 
@@ -22,6 +28,7 @@ one thread that moves KV between tiers; an entry on its way is marked ``moving``
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,20 +40,20 @@ from torch import Tensor
 
 from semblend.errors import CapacityError, InputError, StoreError
 from semblend.materialize.donors.disk_tier import DiskTier
+from semblend.materialize.donors.donor_memory import DonorMemory
+from semblend.materialize.donors.shared.directory_kv import DirectoryKv, PublishedDonors
 from semblend.materialize.donors.tier_index import TIERS, Books, Entry
-from semblend.materialize.kv.gather import gather
-from semblend.materialize.kv.host_memory import Arena, Arrival, Courier, copy_to_device, device_memory, page_locked
+from semblend.materialize.kv.host_memory import Arrival
 from semblend.materialize.kv.layout import Layout
 from semblend.materialize.kv.moves import DonorTensors
 from semblend.materialize.kv.rope import RopeSpec
 
+log = logging.getLogger("semblend.donors")
 __all__ = ["TIERS", "DonorHandle", "DonorKv", "DonorTensors", "OnEvicted"]
 
-MOST_BACKLOG = 6 << 30
-"""Bytes under way to the host, about 120 ms of a fast bus: a donor that comes on top of more than that is not kept."""
-
 OnEvicted = Callable[[str, int, str], None]
-"""Called with donor id, generation, and why it is gone: ``budget``, ``disk`` (not writable) or ``corrupt``."""
+"""Called with donor id, generation, and why it is gone: ``budget``, ``disk`` (not writable) or ``corrupt``;
+``published`` for a donor of the directory that cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,8 @@ class DonorKv:
         on_evicted: OnEvicted | None = None,
         device_type: str = "cuda",
         rope: RopeSpec | None = None,
+        bits: int = 16,
+        directory: DirectoryKv | None = None,
     ) -> None:
         budget = {"device": budget_device_bytes, "host": budget_host_bytes, "disk": budget_disk_bytes}
         if min(budget.values()) < 0:
@@ -84,13 +93,12 @@ class DonorKv:
         self._disk = DiskTier(disk_dir) if disk_dir is not None and budget_disk_bytes else None
         self._books = Books(budget if self._disk is not None else budget | {"disk": 0})
         self._device_type = device_type
-        self._pinned = torch.cuda.is_available()
-        self._arenas: dict[str, Arena] = {}
-        self._courier: Courier | None = None
+        self.memory = DonorMemory(bits)
         self._rope = rope
         self._mover = threading.Lock()  # taken first
         self._lock = threading.Lock()
         self._on_evicted = on_evicted
+        self._published = None if directory is None else PublishedDonors(directory)
 
     def capture(
         self,
@@ -113,41 +121,36 @@ class DonorKv:
         """
         if slots.numel() == 0:
             raise InputError(f"donor {donor_id!r} has no tokens to capture", hint="capture after its prefill")
-        wide = 2 * layout.layers * slots.numel() * layout.kv_heads * layout.head_dim * layout.dtype.itemsize
+        shape = (layout.layers, slots.numel(), layout.kv_heads, layout.head_dim)
+        on_device = self.memory.count_bytes("device", shape, layout.dtype)
         device = layout.device if layout.device.type == self._device_type else None
-        first = "device" if device is not None and wide <= self._books.budget["device"] else "host"
+        first = "device" if device is not None and on_device <= self._books.budget["device"] else "host"
+        nbytes = self.memory.count_bytes(first, shape, layout.dtype)
         with self._telling(), self._mover:
             with self._lock:
                 self._books.retire(donor_id)
-            self._make_room(first, wide, tenant)  # before there is a copy: together with it they would not fit
-            entry = Entry(donor_id, generation, wide, first, None, None, device=device, tenant=tenant)
+            self._make_room(first, nbytes, tenant)  # before there is a copy: together with it they would not fit
+            entry = Entry(donor_id, generation, nbytes, first, device=device, tenant=tenant)
             entry.rope = rope or self._rope
-            self._copy(entry, layout, slots)
+            self.memory.fill(entry, layout, slots)
             if entry.arrives is not None and not slots_stay:
                 entry.arrives.wait()
             if not self._settle(entry, TIERS.index(entry.tier)):
                 raise CapacityError(
-                    f"donor {donor_id!r} needs {wide} bytes and fits in no tier", hint="raise the donor budgets"
+                    f"donor {donor_id!r} needs {nbytes} bytes and fits in no tier", hint="raise the donor budgets"
                 )
             with self._lock:
                 self._books.current[donor_id] = entry
-                return DonorHandle(donor_id, generation, slots.numel(), wide, entry.tier, entry.arrives)
+                return DonorHandle(donor_id, generation, slots.numel(), entry.nbytes, entry.tier, entry.arrives)
 
     def reserve(self, device: torch.device) -> None:
-        """Takes the budgets' memory at once, so that no capture waits for an allocator. Only for a GPU's donors.
-
-        What the system refuses is allocated donor by donor, as without this call.
-        """
-        if device.type != "cuda" or self._arenas:
-            return
-        for tier, reserved in (("device", device_memory), ("host", page_locked)):
-            size = self._books.budget[tier]
-            memory = reserved(size, device) if size else None
-            if memory is not None:
-                self._arenas[tier] = Arena(memory)
+        """Takes the budgets' memory at once; see `DonorMemory.reserve`."""
+        self.memory.reserve(device, self._books.budget)
 
     def acquire(self, donor_id: str, generation: int) -> DonorTensors | None:
         """Holds the donor's KV until `release`; None when it is gone, was replaced, or its file is damaged."""
+        if self._published is not None and self._published.names(donor_id, generation):
+            return self._acquire_published(self._published, donor_id, generation)
         with self._lock:
             entry = self._books.find(donor_id, generation)
             if entry is None or not self._books.should_rise(entry):
@@ -169,6 +172,8 @@ class DonorKv:
 
     def release(self, tensors: DonorTensors) -> None:
         """Ends one hold; the last one lets go of a donor that was replaced or dropped meanwhile."""
+        if self._published is not None and self._published.release(tensors):
+            return
         with self._telling(), self._lock:
             entry = self._books.held.get(id(tensors.k))
             if entry is None:
@@ -179,12 +184,31 @@ class DonorKv:
                 if entry.retired:
                     self._books.discard(entry)
                 elif entry.tier == "disk":
-                    entry.k = entry.v = None  # unmap; the file stays
+                    entry.parts = None  # unmap; the file stays
 
     def drop(self, donor_id: str) -> bool:
         """Forgets a donor without telling; False when it was not there."""
         with self._telling(), self._lock:
             return self._books.retire(donor_id)
+
+    def publish(self, donor_id: str, generation: int, key: str, tokens_digest: str) -> int:
+        """Write a donor of this engine into the directory; returns the file's bytes, 0 when the donor is gone.
+
+        Waits for its copy to the host and for the file. Raises OSError (no space left), or StoreError.
+        """
+        if self._published is None:
+            raise StoreError("this engine has no donor directory", hint="set donor_directory")
+        held = self.acquire(donor_id, generation)
+        if held is None:
+            return 0
+        try:
+            with self._lock:
+                arrives = self._books.held[id(held.k)].arrives
+            if arrives is not None:
+                arrives.synchronize()
+            return self._published.directory.write(key, tokens_digest, self.memory.pack(held.parts), held.rope)
+        finally:
+            self.release(held)
 
     def holds(self, donor_id: str, generation: int) -> bool:
         """Whether `acquire` would find it now (a damaged file is found out only there)."""
@@ -200,8 +224,9 @@ class DonorKv:
     @property
     def holders(self) -> int:
         """How many `acquire` calls were not released yet."""
+        mapped = 0 if self._published is None else self._published.holders
         with self._lock:
-            return sum(entry.refs for entry in self._books.held.values())
+            return mapped + sum(entry.refs for entry in self._books.held.values())
 
     def __len__(self) -> int:
         return len(self._books.current)
@@ -213,6 +238,8 @@ class DonorKv:
                 self._books.clear()
             if self._disk is not None:
                 self._disk.close()
+            if self._published is not None:
+                self._published.directory.close()
 
     def check(self) -> None:
         """Raises StoreError when the books do not agree with what is there."""
@@ -237,55 +264,13 @@ class DonorKv:
                 for donor_id, generation, reason in gone:
                     self._on_evicted(donor_id, generation, reason)
 
-    def _copy(self, entry: Entry, layout: Layout, slots: Tensor) -> None:
-        """Fills the entry from the engine's cache; in host memory where the device has none left."""
-        source = layout.device
-        shape = (layout.layers, slots.numel(), layout.kv_heads, layout.head_dim)
-        if entry.tier == "device":
-            try:
-                entry.k, entry.v = (self._buffer("device", shape, layout.dtype, source) for _ in range(2))
-            except torch.OutOfMemoryError:  # the pool and the weights leave less than the budget says
-                entry.tier = "host"
-        if entry.tier == "host":
-            backlog = 0 if self._courier is None else self._courier.backlog_bytes
-            if backlog > MOST_BACKLOG:
-                raise CapacityError(
-                    f"{backlog} bytes of donors are still on their way to the host",
-                    hint="give donors a budget on the device",
-                )
-            try:
-                entry.k, entry.v = (self._buffer("host", shape, layout.dtype) for _ in range(2))
-            except (MemoryError, RuntimeError) as error:
-                raise CapacityError(
-                    f"no memory to copy donor {entry.donor_id!r}", hint="lower the donor budgets"
-                ) from error
-        index, (k, v) = copy_to_device(slots, source), entry.tensors
-        entry.arrives = self._queue(source, entry.nbytes, lambda: gather(layout, index, k, v), index, k, v)
-
-    def _queue(self, source: torch.device, nbytes: int, copies: Callable[[], None], *used: Tensor) -> Arrival | None:
-        """Copies: queued off a GPU, done at once elsewhere. Memory of ``used`` stays theirs until they are over."""
-        if source.type != "cuda":
-            copies()
-            return None
-        if self._courier is None:
-            self._courier = Courier(source)
-        return self._courier.queue(nbytes, copies, [tensor for tensor in used if tensor.device.type == "cuda"])
-
-    def _buffer(
-        self, tier: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
-    ) -> Tensor:
-        arena = self._arenas.get(tier)
-        found = None if arena is None else arena.take(shape, dtype)
-        if found is not None:
-            return found
-        return torch.empty(shape, dtype=dtype, device=device, pin_memory=self._pinned and tier == "host")
-
     # -- by the mover, without the books -------------------------------------------------------------------------
 
     def _settle(self, entry: Entry, first: int) -> bool:
         """Puts an unlisted entry into the first tier from ``first`` on that takes it; its tensors move with it."""
         return any(
-            self._make_room(tier, entry.nbytes, entry.tenant) and self._place(entry, tier) for tier in TIERS[first:]
+            self._make_room(tier, self.memory.measure(entry, tier), entry.tenant) and self._place(entry, tier)
+            for tier in TIERS[first:]
         )
 
     def _make_room(self, tier: str, nbytes: int, tenant: str) -> bool:
@@ -309,14 +294,14 @@ class DonorKv:
 
     def _place(self, entry: Entry, tier: str) -> bool:
         """Brings the tensors of an unlisted entry into ``tier`` and lists it; False when that has no room for them."""
-        k, v = entry.tensors
+        parts, nbytes = entry.tensors, self.memory.measure(entry, tier)
         file, arrives = entry.file, entry.arrives
         if tier == "disk":
             if self._disk is None:
                 return False
             entry.wait_for_copy()
             try:
-                file = self._disk.write(k, v, entry.about)
+                file = self._disk.write(self.memory.pack(parts), entry.about)
             except OSError:
                 with self._lock:
                     self._books.tell_later(entry, "disk")
@@ -326,27 +311,23 @@ class DonorKv:
             if target is None:
                 return False
             try:
-                (k, v), arrives = self._copy_entry(entry, target)
+                parts, arrives = self.memory.move(entry, target)
             except (MemoryError, RuntimeError):  # torch reports a failed allocation as either
                 return False
         with self._lock:
-            entry.k, entry.v, entry.file = (None, None, file) if tier == "disk" else (k, v, file)
-            entry.arrives = arrives
+            entry.parts, entry.file = (None, file) if tier == "disk" else (parts, file)
+            entry.arrives, entry.nbytes = arrives, nbytes
             self._books.add(entry, tier)
         return True
 
-    def _copy_entry(self, entry: Entry, target: torch.device) -> tuple[tuple[Tensor, Tensor], Arrival | None]:
-        k, v = entry.tensors
-        if target.type != "cpu":
-            entry.wait_for_copy()
-            return (k.to(target), v.to(target)), None
-        out_k, out_v = (self._buffer("host", tuple(part.shape), part.dtype) for part in (k, v))
-
-        def sink() -> None:
-            out_k.copy_(k, non_blocking=True)
-            out_v.copy_(v, non_blocking=True)
-
-        return (out_k, out_v), self._queue(k.device, entry.nbytes, sink, k, v)
+    def _acquire_published(self, published: PublishedDonors, donor_id: str, generation: int) -> DonorTensors | None:
+        try:
+            return published.acquire(donor_id)
+        except StoreError as error:
+            log.info("%s", error)
+            if self._on_evicted is not None:
+                self._on_evicted(donor_id, generation, "published")
+            return None
 
     def _rise(self, entry: Entry) -> bool:
         """Moves a donor up before it is used, where there is room; verifies what comes from disk."""
@@ -354,7 +335,7 @@ class DonorKv:
             try:
                 if self._disk is None or entry.file is None:
                     raise StoreError("its file is not booked", hint="this is a bug: report it")
-                entry.k, entry.v = self._disk.load(entry.file, entry.about)
+                entry.parts = self._disk.load(entry.file, entry.about)
             except StoreError:
                 with self._lock:
                     self._books.tell_later(entry, "corrupt")

@@ -33,8 +33,7 @@ class Entry:
     generation: int
     nbytes: int
     tier: str
-    k: Tensor | None
-    v: Tensor | None
+    parts: dict[str, Tensor] | None = None  # the donor's tensors by name, where they are in memory
     file: KvFile | None = None
     device: torch.device | None = None  # where it came from, if that is the device tier's kind
     rope: RopeSpec | None = None
@@ -56,10 +55,10 @@ class Entry:
             self.arrives = None
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        if self.k is None or self.v is None:
+    def tensors(self) -> dict[str, Tensor]:
+        if self.parts is None:
             raise StoreError(f"donor {self.donor_id!r} has no tensors in {self.tier}", hint="this is a bug: report it")
-        return self.k, self.v
+        return self.parts
 
 
 class Books:
@@ -92,11 +91,11 @@ class Books:
             return None
         entry.refs += 1
         self.order[entry.tier].touch(id(entry))
-        k, v = entry.tensors
+        tensors = DonorTensors.of_parts(entry.tensors, entry.donor_id, entry.generation, entry.rope)
         if entry.arrives is not None:
             entry.arrives.wait()  # not this thread: its stream
-        self.held[id(k)] = entry
-        return DonorTensors(k, v, entry.donor_id, entry.generation, entry.rope)
+        self.held[id(tensors.k)] = entry
+        return tensors
 
     def victims(self, tier: str, nbytes: int, tenant: str) -> list[Entry] | None:
         """Those whose going makes room for ``tenant``; None when even all that may go would not."""
@@ -145,7 +144,7 @@ class Books:
         """Takes an entry out of its tier and frees what it owns."""
         self.take_out(entry)
         self.throw_away(entry)
-        entry.k = entry.v = None
+        entry.parts = None
         if self.current.get(entry.donor_id) is entry:
             del self.current[entry.donor_id]
 

@@ -20,8 +20,19 @@ CANARY_TOLERANCE: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.02, torch.float16: 0.005}
 )
 """Largest relative error of a layer-0 key or value that still is rounding; measured, see decision 0021."""
+EIGHT_BIT_TOLERANCE = 0.06
+"""The same where donors are held at 8 bits; measured, see decision 0081."""
 
 _CHECK_EVERY = 16
+
+
+def find_tolerance(dtype: torch.dtype, donor_bits: int = 16) -> float:
+    """The canary's tolerance for KV of a type from donors that are held at so many bits.
+
+    >>> find_tolerance(torch.bfloat16), find_tolerance(torch.bfloat16, 8) == EIGHT_BIT_TOLERANCE
+    (0.02, True)
+    """
+    return max(CANARY_TOLERANCE[dtype], EIGHT_BIT_TOLERANCE if donor_bits == 8 else 0.0)
 
 
 class _Canary(Observer):

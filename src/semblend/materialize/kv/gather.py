@@ -6,8 +6,11 @@ Within a GPU it is one kernel launch over layers x tokens (``kernels.gather_rows
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
+from semblend.materialize.kv.eight_bits import SCALES, pack
 from semblend.materialize.kv.layout import Layout
 from semblend.materialize.kv.triton_support import has_triton
 
@@ -29,3 +32,26 @@ def gather_plain(layout: Layout, slots: Tensor, k_out: Tensor, v_out: Tensor) ->
         k, v = layout.gather(layer, slots)
         k_out[layer].copy_(k, non_blocking=True)
         v_out[layer].copy_(v, non_blocking=True)
+
+
+def gather_packed(layout: Layout, slots: Tensor, parts: Mapping[str, Tensor]) -> None:
+    """Copy keys and values of ``slots`` at 8 bits into the four tensors of a donor; queued, not waited for.
+
+    They are packed where they lie, so half the bytes cross a bus; layer by layer, so that no wide copy exists.
+    """
+    for layer in range(layout.layers):
+        pack_layer(parts, layer, *layout.gather(layer, slots))
+
+
+def pack_layer(parts: Mapping[str, Tensor], layer: int, k: Tensor, v: Tensor) -> None:
+    """Put one layer's keys and values, ``[n, kv_heads, head_dim]``, into the tensors of a donor at 8 bits."""
+    for name, rows in (("k", k), ("v", v)):
+        numbers, scale = pack(rows, SCALES[name])
+        parts[name][layer].copy_(numbers, non_blocking=True)
+        parts[f"{name}_scale"][layer].copy_(scale, non_blocking=True)
+
+
+def pack_donor(wide: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> None:
+    """Put a donor's keys and values into the tensors of one at 8 bits, layer by layer; queued, not waited for."""
+    for layer in range(wide["k"].shape[0]):
+        pack_layer(parts, layer, wide["k"][layer], wide["v"][layer])

@@ -13,10 +13,14 @@ from dataclasses import replace
 import torch
 
 from semblend.errors import InputError
+from semblend.materialize.kv.eight_bits import SCALES, packed_shapes
 from semblend.materialize.kv.layout import Layout
 from semblend.materialize.kv.moves import DonorTensors, Move
 from semblend.materialize.kv.rope import RopeSpec
 from semblend.materialize.kv.triton_support import has_triton
+
+GROUP_TOKENS = max(scales.group_tokens for scales in SCALES.values())
+"""Rows of a donor at 8 bits are staged from a multiple of this on, so that groups of tokens stay whole."""
 
 
 def splice(moves: Sequence[Move], layout: Layout, rope: RopeSpec, *, check_slots: bool = True) -> int:
@@ -25,12 +29,15 @@ def splice(moves: Sequence[Move], layout: Layout, rope: RopeSpec, *, check_slots
     ``check_slots=False`` skips reading slot numbers back from a GPU (one wait); the caller then vouches for them.
     """
     check_moves(moves, layout, rope, check_slots=check_slots)
-    moves = [_match_rotation(move, rope) for move in moves if move.length]
+    moves = [_match_rotation(move, rope, layout.dtype) for move in moves if move.length]
     if moves:
         if layout.device.type == "cuda" and has_triton() and (views := layout.views) is not None:
             from semblend.materialize.kv.kernels import splice_moves
 
-            splice_moves([stage_on_device(move, layout.device) for move in moves], views, rope)
+            staged = [stage_on_device(move, layout.device) for move in moves]
+            for packed in (False, True):  # one launch for each kind of donor that there is
+                if alike := [move for move in staged if move.donor.packed == packed]:
+                    splice_moves(alike, views, rope)
         else:
             splice_plain(moves, layout, rope)
     return sum(move.length for move in moves)
@@ -41,12 +48,12 @@ def splice_plain(moves: Sequence[Move], layout: Layout, rope: RopeSpec) -> None:
     for move in moves:
         rows = slice(move.donor_start, move.donor_start + move.length)
         for layer in range(layout.layers):
-            k = move.donor.k[layer, rows].to(layout.device)
-            v = move.donor.v[layer, rows].to(layout.device)
-            layout.scatter(layer, move.target_slots, rope.relocate(k, move.shift), v)
+            k, v = (move.donor.read_rows(name, layer, rows).to(layout.device) for name in ("k", "v"))
+            moved = rope.relocate(k, move.shift)
+            layout.scatter(layer, move.target_slots, moved.to(layout.dtype), v.to(layout.dtype))
 
 
-def _match_rotation(move: Move, rope: RopeSpec) -> Move:
+def _match_rotation(move: Move, rope: RopeSpec, dtype: torch.dtype) -> Move:
     """The same move with keys in the target's rotation, where the donor's frequencies are others.
 
     Dynamic scaling slows all frequencies once a prompt is longer than the model was trained for, so two long prompts
@@ -61,25 +68,37 @@ def _match_rotation(move: Move, rope: RopeSpec) -> Move:
         rope, inv_freq=tuple(ours - other for ours, other in zip(rope.inv_freq, theirs.inv_freq, strict=True))
     )
     at = torch.arange(rows.start, rows.stop, device=move.donor.k.device)[:, None]
-    keys = torch.stack([difference.relocate(layer[rows], at) for layer in move.donor.k])
-    return Move(DonorTensors(keys, move.donor.v[:, rows]), 0, move.length, move.target_slots, move.shift, rope)
+    layers = range(move.donor.k.shape[0])
+    keys = torch.stack([difference.relocate(move.donor.read_rows("k", n, rows), at).to(dtype) for n in layers])
+    values = torch.stack([move.donor.read_rows("v", n, rows).to(dtype) for n in layers])
+    return Move(DonorTensors(keys, values), 0, move.length, move.target_slots, move.shift, rope)
 
 
 def stage_on_device(move: Move, device: torch.device) -> Move:
     """The same move with the donor's rows on ``device``, token rows adjacent, keys and values alike in strides.
 
-    A donor in host memory is copied layer by layer: each piece is contiguous there, so a pinned one goes by DMA.
+    A donor in host memory is copied layer by layer: each piece is contiguous there, so a pinned one goes by DMA. One at
+    8 bits travels so, from the beginning of a group of tokens that share scales.
     """
     k, v = move.donor.k, move.donor.v
     row = (k.shape[2] * k.shape[3], k.shape[3], 1)
-    if k.device == device == v.device and k.stride()[1:] == row and k.stride() == v.stride():
+    scales = [part for name, part in move.donor.parts.items() if name.endswith("_scale")]
+    there = all(part.device == device for part in (k, v, *scales)) and all(part.is_contiguous() for part in scales)
+    if there and k.stride()[1:] == row and k.stride() == v.stride():
         return move
-    rows = slice(move.donor_start, move.donor_start + move.length)
-    staged = [torch.empty((k.shape[0], move.length, *k.shape[2:]), dtype=k.dtype, device=device) for _ in range(2)]
-    for target, source in zip(staged, (k, v), strict=True):
-        for layer in range(k.shape[0]):
-            target[layer].copy_(source[layer, rows], non_blocking=True)
-    return Move(DonorTensors(staged[0], staged[1]), 0, move.length, move.target_slots, move.shift, move.rope)
+    first = move.donor_start - move.donor_start % GROUP_TOKENS if move.donor.packed else move.donor_start
+    end = move.donor_start + move.length
+    staged = {}
+    for name, source in move.donor.parts.items():
+        group = SCALES[name[0]].group_tokens if name.endswith("_scale") else 1
+        rows = slice(first // group, -(-end // group))
+        staged[name] = torch.empty(
+            (source.shape[0], rows.stop - rows.start, *source.shape[2:]), dtype=source.dtype, device=device
+        )
+        for layer in range(source.shape[0]):
+            staged[name][layer].copy_(source[layer, rows], non_blocking=True)
+    donor = DonorTensors.of_parts(staged)
+    return Move(donor, move.donor_start - first, move.length, move.target_slots, move.shift, move.rope)
 
 
 def check_moves(moves: Sequence[Move], layout: Layout, rope: RopeSpec, *, check_slots: bool = True) -> None:
@@ -118,10 +137,17 @@ def _check_donor(donor: DonorTensors, layout: Layout) -> None:
             hint="both are [layers, n, kv_heads, head_dim]",
         )
     fits = (k.shape[0], *k.shape[2:]) == (layout.layers, layout.kv_heads, layout.head_dim)
-    if not fits or k.dtype != layout.dtype or v.dtype != layout.dtype:
+    if not fits or not _has_types(donor, layout):
         raise InputError(
             f"donor KV {list(k.shape)} {k.dtype} does not fit {layout!r}", hint="is the donor of the same model?"
         )
+
+
+def _has_types(donor: DonorTensors, layout: Layout) -> bool:
+    if donor.k_scale is None and donor.v_scale is None:
+        return donor.k.dtype == donor.v.dtype == layout.dtype
+    wanted = packed_shapes(*donor.k.shape)
+    return {name: (tuple(part.shape), part.dtype) for name, part in donor.parts.items()} == wanted
 
 
 def _check_move(move: Move) -> None:

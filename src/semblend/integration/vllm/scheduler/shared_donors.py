@@ -1,0 +1,89 @@
+"""The scheduler's side of the donor directory: what this engine publishes, and what its neighbours have published.
+
+An own donor is hidden from this engine while its workers hold its KV, and shown again, under its key, once they do not:
+it is then read back from the directory as a neighbour would read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from semblend.discover.donor import EvictionReason
+from semblend.materialize.donors.shared.directory_kv import GENERATION
+from semblend.materialize.donors.shared.directory_watch import DirectoryWatch, DonorChanges
+from semblend.materialize.donors.shared.directory_writer import DirectoryWriter
+from semblend.materialize.donors.shared.donor_record import DonorRecord, is_key
+from semblend.materialize.donors.shared.private_folder import PrivateFolder
+from semblend.materialize.donors.shared.publisher import Publication
+from semblend.prompt import Namespace, Prompt
+
+__all__ = ["GENERATION", "DonorRecord", "SharedDonors"]
+
+
+class SharedDonors:
+    """Publishes donors of one engine and follows those of the others. Not thread-safe: the scheduler calls it."""
+
+    def __init__(self, path: str, budget_bytes: int, engine: Namespace, *, ranks: int = 1, ttl_s: float = 0.0) -> None:
+        self._folder = PrivateFolder(path)
+        self._writer = DirectoryWriter(self._folder, budget_bytes, ranks=ranks)
+        self._watch = DirectoryWatch(self._folder, engine, ranks=ranks)
+        self._ttl_s = ttl_s
+        self._keys: dict[str, str] = {}  # donor -> the key it was published under
+        self._resetting = False
+
+    def publish(self, donor_id: str, generation: int, prompt: Prompt, nbytes: int) -> Publication | None:
+        """The order for every rank to write its part of a donor; None where it does not fit."""
+        record = self._writer.publish(prompt, donor_id, nbytes, ttl_s=self._ttl_s)
+        if record is None:
+            return None
+        self._keys[donor_id] = record.key
+        self._watch.hide(record.key)
+        return Publication(donor_id, generation, record.key, record.tokens_digest)
+
+    def poll(self) -> DonorChanges:
+        """Donors of the directory that came and went; lists the folder once a second at most."""
+        if self._writer.look_over():
+            self._watch.forget_hidden(self._writer.owns)
+        return self._watch.poll()
+
+    def touch(self, donor_id: str) -> None:
+        """A donor is used: it stays in the directory for longer."""
+        key = donor_id if is_key(donor_id) else self._keys.get(donor_id)
+        if key is not None:
+            self._writer.touch(key)
+
+    def note_eviction(self, donor_id: str, reason: EvictionReason) -> None:
+        """A donor left this engine's store.
+
+        ``engine``: its KV is gone here; an own one may still be read from the directory, one of the directory may not.
+        ``forgotten``: somebody wants it gone, so it goes from the directory too, whoever wrote it.
+        """
+        own = self._keys.pop(donor_id, None)
+        key = own or (donor_id if is_key(donor_id) else None)
+        if key is None or self._resetting:
+            return
+        if reason == "forgotten":
+            self._writer.withdraw(key)
+        elif own is not None and reason == "expired":
+            self._writer.remove(key)
+        elif own is not None and reason in ("engine", "replaced"):
+            self._watch.unhide(key)
+        elif own is None:
+            self._watch.refuse(key)
+
+    def reset(self, forget_all: Callable[[], object]) -> None:
+        """This engine drops every donor: its own leave the directory, the neighbours' are not looked at again."""
+        for key in self._keys.values():
+            self._writer.remove(key)
+        self._keys.clear()
+        self._watch.refuse_all()
+        self._resetting = True  # what is forgotten now is forgotten here only
+        try:
+            forget_all()
+        finally:
+            self._resetting = False
+
+    def close(self) -> None:
+        """Donors stay for the neighbours and for the next start."""
+        self._writer.close()
+        self._folder.close()

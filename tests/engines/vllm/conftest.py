@@ -15,6 +15,11 @@ from typing import Any
 
 import pytest
 
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[3] / "bench")]
+from _vllm_verdicts import VerdictWatch  # noqa: E402
+from late_outputs import schedule_ahead  # noqa: E402
+from small_model import write_small_model  # noqa: E402
+
 MODEL = os.environ.get("SEMBLEND_TEST_VLLM_MODEL", "")
 MODULE = "semblend.integration.vllm.connector_v1"
 POISON = 1000.0
@@ -52,7 +57,8 @@ class World:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         self.llm = llm
-        self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        self.core = llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
         self.connector = self.scheduler.connector
         self.half = self.connector._half
         self.worker_connector = get_kv_transfer_group()
@@ -111,9 +117,20 @@ class World:
 
     def forget_prefixes(self) -> None:
         """Empty vLLM's own cache, behind our back: what people call drops donors too."""
+        self.settle()
         assert self.scheduler.kv_cache_manager.reset_prefix_cache()
         if getattr(self.half, "resets", None) is not None:
             self.half.resets.was_reset()
+
+    def settle(self) -> None:
+        """Step until nothing is under way: an engine that schedules ahead has a step more than it has answers."""
+        while self.core.batch_queue or self.scheduler.has_requests():
+            self.llm.llm_engine.step()
+
+    def count_free_blocks(self) -> int:
+        """Blocks that no request holds."""
+        free: int = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return free
 
     def kv_of(self, output: Any) -> list[Any]:
         """KV of the whole prompt when its prefill was done, a (keys, values) pair for each layer."""
@@ -146,10 +163,17 @@ class World:
 
         self.worker.load, self.worker.capture = load, capture
 
+    def take_turn(self) -> None:
+        """vLLM knows one worker half in a process: from now on it is this engine's."""
+        from vllm.distributed.kv_transfer import kv_transfer_state
+
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.worker_connector
+
     def start(self) -> None:
         """Everything as at the beginning; then the eyes open."""
         from semblend.confirm.sinks import CallbackSink, EventStream
 
+        self.take_turn()
         self.half.reset()
         self.forget_prefixes()
         self.worker.load, self.worker.capture = self._real["load"], self._real["capture"]
@@ -165,13 +189,16 @@ class World:
         self.watch()
 
 
-@pytest.fixture(scope="session")
-def engine() -> Iterator[World]:
+def make_world(model: str = MODEL, **connector: Any) -> World:
+    """A new engine, beside those that are there already."""
     from vllm import LLM
     from vllm.config import KVEventsConfig, KVTransferConfig
+    from vllm.distributed.kv_transfer import kv_transfer_state
+    from vllm.platforms import current_platform
 
+    kv_transfer_state._KV_CONNECTOR_AGENT = None
     llm = LLM(
-        model=MODEL,
+        model=model,
         dtype="float32",
         enforce_eager=True,
         max_model_len=1024,
@@ -186,9 +213,11 @@ def engine() -> Iterator[World]:
             kv_connector="SemBlendConnectorV1",
             kv_connector_module_path=MODULE,
             kv_role="kv_both",
-            kv_connector_extra_config={"quality": "fast", "donor_host_bytes": 256 << 20},
+            kv_connector_extra_config={"quality": "fast", "donor_host_bytes": 256 << 20, **connector},
         ),
     )
+    # It is the process that has them from now on, and vLLM cannot register them twice.
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
     world = World(llm)
     manager = world.scheduler.kv_cache_manager
     take = manager.take_events
@@ -199,17 +228,92 @@ def engine() -> Iterator[World]:
         return found
 
     manager.take_events = taken
+    return world
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[World]:
+    world = make_world()
     yield world
-    llm.llm_engine.engine_core.shutdown()
+    world.core.shutdown()
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """Random weights, and settings under which its gate is content: it never would be, with a random model."""
+    from semblend.materialize.gate.thresholds import Thresholds
+
+    folder = tmp_path_factory.mktemp("small")
+    write_small_model(folder, 49152, MODEL)
+    (folder / "thresholds.json").write_text(Thresholds(1e9, 1e9, 1e9).to_json(), encoding="utf-8")
+    return str(folder), {"thresholds": str(folder / "thresholds.json")}
+
+
+@pytest.fixture(scope="session")
+def small_engine(small_model: tuple[str, dict[str, Any]]) -> Iterator[World]:
+    folder, connector = small_model
+    world = make_world(folder, **connector)
+    yield world
+    world.core.shutdown()
+
+
+@pytest.fixture(scope="session")
+def late_engine(small_model: tuple[str, dict[str, Any]]) -> Iterator[World]:
+    folder, connector = small_model
+    with schedule_ahead():
+        world = make_world(folder, **connector)
+    yield world
+    world.core.shutdown()
+
+
+def serve(engine: World) -> Iterator[World]:
+    """One test's turn with an engine, and what must hold when it is over."""
+    engine.start()
+    free = engine.count_free_blocks()
+    yield engine
+    engine.settle()
+    assert not [event.fields for event in engine.events if event.kind == "error" and event.fields["where"] == "confirm"]
+    assert engine.half.semblend._claims == {}, "every claim ends with its request"
+    assert not engine.half._records
+    assert engine.count_free_blocks() == free, "every request gives its blocks back"
 
 
 @pytest.fixture
 def world(engine: World) -> Iterator[World]:
-    engine.start()
-    yield engine
-    assert not [event.fields for event in engine.events if event.kind == "error" and event.fields["where"] == "confirm"]
-    assert engine.half.semblend._claims == {}, "every claim ends with its request"
-    assert not engine.half._records
+    yield from serve(engine)
+
+
+@pytest.fixture
+def small_world(small_engine: World) -> Iterator[World]:
+    """As ``world``, with a model that answers in milliseconds."""
+    yield from serve(small_engine)
+
+
+@pytest.fixture
+def late_world(late_engine: World) -> Iterator[World]:
+    """As ``small_world``, in an engine that hears of each step when it has computed the next one (`late_outputs`)."""
+    yield from serve(late_engine)
+
+
+@pytest.fixture
+def watch_verdicts() -> Iterator[Callable[[World], VerdictWatch]]:
+    """Watches an engine until the test is over."""
+    made: list[VerdictWatch] = []
+
+    def watch(world: World) -> VerdictWatch:
+        made.append(VerdictWatch(world.scheduler))
+        return made[-1]
+
+    yield watch
+    for one in made:
+        one.close()
+
+
+@pytest.fixture(params=["outputs in time", "outputs one step late"])
+def any_world(request: pytest.FixtureRequest) -> World:
+    """A test that asks for it runs in both engines with the small model."""
+    found: World = request.getfixturevalue("small_world" if request.param == "outputs in time" else "late_world")
+    return found
 
 
 @pytest.fixture(scope="session")

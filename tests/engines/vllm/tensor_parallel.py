@@ -11,18 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-
-def write_model(folder: Path) -> None:
-    """A small random model whose heads can be shared between two ranks."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=1000, max_position_embeddings=4096, initializer_range=0.2,
-    )  # fmt: skip
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+from small_model import write_small_model
 
 
 def main(ranks: int, folder: Path, out: Path) -> None:
@@ -32,7 +21,7 @@ def main(ranks: int, folder: Path, out: Path) -> None:
     from semblend.materialize.gate.thresholds import Thresholds
 
     if not (folder / "config.json").exists():
-        write_model(folder)
+        write_small_model(folder)
     # A random model's gate never accepts: one repair has to do, so that ranks choose its tokens together.
     (folder / "thresholds.json").write_text(Thresholds(1e9, 1e9, 1e9).to_json(), encoding="utf-8")
     llm = LLM(

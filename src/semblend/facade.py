@@ -171,7 +171,7 @@ class SemBlend:
         exact_tokens = check_exact_tokens(exact_tokens, len(prompt))
         started = time.perf_counter()
         with tracer().span("semblend.lookup", prompt_tokens=len(prompt)) as span:
-            declined = self._decline_beforehand(prompt, request_id, opt_out)
+            declined = self.decline_beforehand(prompt, request_id, opt_out)
             trace = (
                 LookupTrace(declined, NOTHING_ALIGNED) if declined else self._search(prompt, request_id, exact_tokens)
             )
@@ -183,11 +183,25 @@ class SemBlend:
             self.ledger.planned(request_id, decision)
         return decision
 
+    def decline_beforehand(self, prompt: Prompt, request_id: str, opt_out: bool) -> Decline | None:
+        """Why this request is not even looked up: opted out, switched off, or outside the canary share."""
+        if opt_out:
+            return Decline(DeclineReason.DISABLED, "the request opted out")
+        if not self.config.enabled or not self._switched_on:
+            return Decline(DeclineReason.DISABLED, "switched off")
+        if self.config.kill_file and os.path.exists(self.config.kill_file):
+            return Decline(DeclineReason.DISABLED, f"{self.config.kill_file} exists")
+        if self.config.canary_percent < 100:
+            ticket = zlib.crc32(request_id.encode("utf-8", "surrogatepass") or prompt.token_ids.tobytes()) % 10_000
+            if ticket >= self.config.canary_percent * 100:
+                return Decline(DeclineReason.DISABLED, "outside the canary share")
+        return None
+
     def explain(self, prompt: Prompt, *, exact_tokens: int = 0) -> Explanation:
         """Why a lookup of this prompt ends as it does, stage by stage. Emits nothing."""
         _check_prompt(prompt)
         exact_tokens = check_exact_tokens(exact_tokens, len(prompt))
-        declined = self._decline_beforehand(prompt, "", False)
+        declined = self.decline_beforehand(prompt, "", False)
         trace = LookupTrace(declined, NOTHING_ALIGNED) if declined else self._search(prompt, "", exact_tokens)
         return explain(prompt, trace, self._apply_discovery_only(trace.decision), len(self._store))
 
@@ -308,19 +322,6 @@ class SemBlend:
         self.close()
 
     # -- parts -----------------------------------------------------------------------------------------------------
-
-    def _decline_beforehand(self, prompt: Prompt, request_id: str, opt_out: bool) -> Decline | None:
-        if opt_out:
-            return Decline(DeclineReason.DISABLED, "the request opted out")
-        if not self.config.enabled or not self._switched_on:
-            return Decline(DeclineReason.DISABLED, "switched off")
-        if self.config.kill_file and os.path.exists(self.config.kill_file):
-            return Decline(DeclineReason.DISABLED, f"{self.config.kill_file} exists")
-        if self.config.canary_percent < 100:
-            ticket = zlib.crc32(request_id.encode("utf-8", "surrogatepass") or prompt.token_ids.tobytes()) % 10_000
-            if ticket >= self.config.canary_percent * 100:
-                return Decline(DeclineReason.DISABLED, "outside the canary share")
-        return None
 
     def _search(self, prompt: Prompt, request_id: str, exact_tokens: int) -> LookupTrace:
         try:

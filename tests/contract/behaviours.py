@@ -21,8 +21,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from semblend.materialize.blend.blender import Blender, PendingBlend
-from semblend.materialize.blend.quality import Blended, Placed, QualitySettings, Step
+from semblend.materialize.blend.blender import Blender
+from semblend.materialize.blend.pieces import finish
+from semblend.materialize.blend.quality import Blended, Placed, QualitySettings, Rejected, Step
 from semblend.materialize.contract import Model, Observer, Rows, StopPass, slots_of_blocks
 from semblend.materialize.donors.donor_kv import DonorKv
 from semblend.materialize.gate.thresholds import Thresholds
@@ -337,10 +338,11 @@ def test_a_failure_leaves_the_request_computable(world, monkeypatch):
 def test_a_prompt_that_is_given_up_frees_its_donors(world):
     world.require("observers")
     prompt, plan = world.shifted(70)
-    begun = world.blender().begin(Placed(prompt, world.take_slots(len(prompt))), plan)
-    assert isinstance(begun, PendingBlend)
+    target = Placed(prompt, world.take_slots(len(prompt)))
+    begun = world.blender(piece_ms=1e-6).prepare_in_pieces(target, plan, mode="fast")
+    next(begun)
     assert world.donors.holders == 1, "donors are held while the device may read them"
-    begun.finish()
+    begun.close()
     assert world.donors.holders == 0
     assert world.donors.drop("d")
     assert sum(world.donors.used_bytes.values()) == 0
@@ -359,15 +361,38 @@ def test_a_donor_that_is_gone_is_declined_before_anything_is_written(world):
         assert torch.equal(was[0], now[0])
 
 
-def test_queued_and_waited_for_is_the_same_result(world):
+def test_in_pieces_or_at_once_is_the_same_result(world):
     world.require("observers")
     prompt, plan = world.shifted(90)
-    one, other = (Placed(prompt, world.take_slots(len(prompt))) for _ in range(2))
-    waited = world.blender().prepare(one, plan, mode="fast")
-    begun = world.blender().begin(other, plan)
-    assert isinstance(begun, PendingBlend)
-    queued = begun.finish()
-    assert isinstance(waited, Blended)
-    assert isinstance(queued, Blended)
-    world.assert_same(world.kv(one.slots), world.kv(other.slots), "queued and waited for")
-    assert (waited.reused_tokens, waited.prefill_tokens) == (queued.reused_tokens, queued.prefill_tokens)
+    accepting = {"thresholds": Thresholds(1e9, 1e9, 1e9), "most_work": 10.0}
+    for mode in ("fast", "balanced"):
+        one, other = (Placed(prompt, world.take_slots(len(prompt))) for _ in range(2))
+        at_once = world.blender(**accepting).prepare(one, plan, mode=mode)
+        begun, stops = world.blender(**accepting, piece_ms=1e-6).prepare_in_pieces(other, plan, mode=mode), 0
+        while True:
+            try:
+                next(begun)
+                stops += 1
+            except StopIteration as done:
+                in_pieces = done.value
+                break
+        assert stops >= 1
+        assert isinstance(at_once, Blended)
+        assert isinstance(in_pieces, Blended)
+        world.assert_same(world.kv(one.slots), world.kv(other.slots), "in pieces and at once")
+        assert (at_once.reused_tokens, at_once.prefill_tokens) == (in_pieces.reused_tokens, in_pieces.prefill_tokens)
+
+
+def test_a_prompt_that_the_engine_prefills_itself_is_rejected_with_what_it_cost(world):
+    world.require("observers")
+    prompt, plan = world.shifted(95)
+    target = Placed(prompt, world.take_slots(len(prompt)))
+    doubting = {"thresholds": Thresholds(0.0, 0.0, 0.0), "most_work": 10.0, "steps": (Step(1, "at_random"),)}
+    found = finish(world.blender(**doubting, prefills=False).prepare_in_pieces(target, plan, mode="balanced"))
+    assert isinstance(found, Rejected)
+    assert found.work > 0
+    cold, _ = world.prefill(prompt)
+    until = found.exact_until
+    world.assert_same(
+        world.kv(target.slots[:until]), world.kv(cold[:until]), "what stands before the first donor token"
+    )

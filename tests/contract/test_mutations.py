@@ -130,7 +130,8 @@ MUTATIONS = {
     "test_a_gate_that_trusts_nothing_gives_what_cold_gives": ForgetsItsContext,
     "test_a_gate_that_accepts_repairs_what_it_chose_and_says_so": TurnsTheWrongWay,
     "test_wrong_donor_kv_is_refused": ShowsNothing,
-    "test_queued_and_waited_for_is_the_same_result": "unstable",
+    "test_in_pieces_or_at_once_is_the_same_result": "unstable",
+    "test_a_prompt_that_the_engine_prefills_itself_is_rejected_with_what_it_cost": TakesRowsForOneRun,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import zlib
 from types import SimpleNamespace
 
 import pytest
@@ -62,6 +63,7 @@ class World:
         facts = EngineFacts("0.32.0", Namespace(model="m"), BLOCK, BLOCK, refusal)
         self.half = SchedulerHalf(facts, settings, semblend, clock=lambda: 1.0)
         self.blocks = 0
+        self.requests = {}
 
     def step(self, new=(), cached=(), preempted=()):
         """``new``: (request, computed, scheduled); ``cached``: (request id, computed, scheduled, new block ids)."""
@@ -84,23 +86,50 @@ class World:
         )
 
     def admit(self, request, local=0, tokens=None):
-        """From the waiting queue into a step; returns the claim and the step's orders."""
+        """From the waiting queue into a step; returns the claim and the step's orders: to load it, or to compute it."""
         claimed = self.half.count_matched(request, local)
         computed = local + claimed
-        count = len(request.prompt_token_ids) - computed if tokens is None else tokens
-        needed = -(-(computed + count) // BLOCK)
+        count = 0 if claimed else len(request.prompt_token_ids) - computed if tokens is None else tokens
+        self.allocate(request, computed + count, claimed)
+        return claimed, self.step(new=[] if claimed else [(request, computed, count)])
+
+    def allocate(self, request, tokens, claimed=0):
+        needed = -(-tokens // BLOCK)
         self.half.allocated(request, list(range(self.blocks, self.blocks + needed)), claimed)
         self.blocks += needed
-        return claimed, self.step(new=[(request, computed, count)])
+        self.requests[request.request_id] = request
 
-    def served(self, orders, **loaded):
-        """The worker did all of it."""
-        report = Report(served=list(orders.served))
-        report.captured = {(c.donor_id, c.generation) for c in orders.captures}
+    def loaded(self, orders, **loaded):
+        """The worker has done the loads; a load with a reason was refused."""
+        report = Report()
         for load in orders.loads:
             reused = sum(span.length for span in load.spans)
             told = {"reused_tokens": reused, "prefill_tokens": load.plan_tokens - reused, **loaded}
+            told.setdefault("failed", "reason" in told)
             report.loaded[load.request_id] = Loaded(load.request_id, **told)
+        self.half.reported(report)
+
+    def schedule(self, load):
+        """A request whose load is over is computed: what is behind the claim, or behind what was exact before."""
+        request = self.requests[load.request_id]
+        record = self.half._records[load.request_id]
+        computed = load.exact_tokens if record.rejected else load.claim_end
+        if record.rejected and not computed:
+            assert self.half.count_matched(request, 0) == 0, "a refused request is not claimed again"
+        self.allocate(request, len(request.prompt_token_ids))
+        return self.step(new=[(request, computed, len(request.prompt_token_ids) - computed)])
+
+    def served(self, orders, **loaded):
+        """The worker did all of it, and what was loaded was computed to its end; the last step's orders."""
+        self.loaded(orders, **loaded)
+        for load in orders.loads:
+            orders = self.schedule(load)
+        self.told(orders)
+        return orders
+
+    def told(self, orders):
+        report = Report(served=list(orders.served))
+        report.captured = {(c.donor_id, c.generation) for c in orders.captures}
         self.half.reported(report)
 
     def donor(self, name="donor", lead=40, **rest):
@@ -119,8 +148,10 @@ def world():
     return World()
 
 
-def target(name="target", lead=17, tail=10, **rest):
-    return FakeRequest(name, [*range(2000, 2000 + lead), *DOCUMENT, *range(3000, 3000 + tail)], **rest)
+def target(name="target", lead=17, tail=10, question=None, **rest):
+    """Prompts of other names ask other questions."""
+    last = zlib.crc32((question or name).encode()) % 1_000_000_000 + 20_000
+    return FakeRequest(name, [*range(2000, 2000 + lead), *DOCUMENT, *range(3000, 2999 + tail), last], **rest)
 
 
 def test_a_prompt_becomes_a_donor_only_when_the_worker_has_its_kv(world):
@@ -154,7 +185,7 @@ def test_the_order_to_load_names_the_blocks_and_the_workers_generation(world):
     _, orders = world.admit(target())
     (load,) = orders.loads
     assert (load.exact_tokens, load.claim_end, len(load.block_ids)) == (0, 226, -(-227 // BLOCK))
-    assert [span.generation for span in load.spans] == [world.half._held[load.spans[0].donor_id]]
+    assert [span.generation for span in load.spans] == [world.half.donors.find_generation(load.spans[0].donor_id)]
 
 
 def test_exact_tokens_are_not_claimed_again(world):
@@ -178,8 +209,10 @@ def test_reuse_is_counted_from_the_workers_word_only(world):
 def test_a_request_that_ends_before_the_report_gets_its_receipt_when_it_comes(world):
     world.donor()
     _, orders = world.admit(target())
+    world.loaded(orders)
+    orders = world.schedule(orders.loads[0])
     assert world.half.finished("target") is None
-    world.served(orders)
+    world.told(orders)
     assert world.half.semblend.totals().tokens["reused"] == 200
     assert world.half._records == {}
 
@@ -195,6 +228,7 @@ def test_a_backends_decline_keeps_its_reason(world):
 def test_a_reused_prompt_is_never_captured(world):
     world.donor()
     _, orders = world.admit(target())
+    orders = world.served(orders)
     assert orders.served == ["target"]
     assert orders.captures == []
 
@@ -207,16 +241,6 @@ def test_hashes_from_the_first_approximate_block_on_are_the_requests_own(world):
     twin.say(40)
     same = [ours == theirs for ours, theirs in zip(request.block_hashes, twin.block_hashes, strict=True)]
     assert same == [True] * (40 // BLOCK) + [False] * (len(same) - 40 // BLOCK)
-
-
-def test_two_equal_requests_have_no_approximate_block_in_common(world):
-    world.donor()
-    one, other = target("one"), target("other")
-    for request in (one, other):
-        assert world.half.count_matched(request, 0) > 0
-    assert one.block_hashes[:1] == other.block_hashes[:1], "the instruction is exact"
-    assert not set(one.block_hashes[1:]) & set(other.block_hashes[1:])
-    assert len(set(one.block_hashes)) == len(one.block_hashes)
 
 
 def test_a_block_that_fills_up_later_is_salted_too():
@@ -235,13 +259,12 @@ def test_a_block_that_fills_up_later_is_salted_too():
     assert request.block_hashes == twin.block_hashes
 
 
-def test_a_request_that_gets_no_blocks_has_its_own_hashes_back_and_asks_no_second_lookup(world):
+def test_a_request_that_gets_no_blocks_keeps_its_hashes_holds_no_donor_and_asks_no_second_lookup(world):
     world.donor()
     request = target()
     before = list(request.block_hashes)
     for _ in range(3):
         assert world.half.count_matched(request, 0) == 226
-        assert request.block_hashes != before
         world.step()
         assert request.block_hashes == before
         assert world.half.semblend._claims == {}
@@ -260,7 +283,9 @@ def test_a_preempted_request_starts_over_without_donors_under_its_own_hashes(wor
     world.donor()
     request = target()
     before = list(request.block_hashes)
-    world.admit(request)
+    _, orders = world.admit(request)
+    world.served(orders)
+    assert request.block_hashes != before
     world.step(preempted=["target"])
     assert request.block_hashes == before
     assert world.half.count_matched(request, 0) == 0
@@ -361,7 +386,7 @@ def test_an_evicted_donor_is_dropped_at_the_worker_and_the_other_way_round(world
     world.served(orders)
     world.half.semblend.forget("one")
     assert [donor_id for donor_id, _ in world.step().drops] == ["one"]
-    world.half.reported(Report(evicted={("two", world.half._held["two"])}))
+    world.half.reported(Report(evicted={("two", world.half.donors.find_generation("two"))}))
     assert world.half.semblend.donors() == ()
 
 
@@ -416,7 +441,7 @@ def test_memory_of_requests_stays_flat(world):
         world.served(orders)
         world.half.finished(f"target-{number}")
     assert not world.half._records
-    assert not world.half._on_the_way
+    assert not world.half.donors._on_the_way
     assert world.half.semblend.totals().requests["backend_materialized_reuse"] == 200
 
 
@@ -466,9 +491,9 @@ def test_what_stands_before_moved_kv_becomes_a_donor_and_the_rest_does_not(world
     new = FakeRequest("second", [*DOCUMENT, *ending])
     claimed, orders = world.admit(new)
     assert claimed
+    orders = world.served(orders)
     (capture,) = orders.captures
     assert (capture.tokens, len(capture.block_ids)) == (len(DOCUMENT), -(-len(DOCUMENT) // BLOCK))
-    world.served(orders)
     (donor,) = [donor for donor in world.half.semblend.donors() if donor.donor_id == "second"]
     assert donor.token_count == len(DOCUMENT)
     _, later = world.admit(target())
@@ -514,7 +539,7 @@ def test_a_request_that_waits_for_blocks_is_judged_once():
     world.served(orders, **REFUSED, work=1.05)
     waiting = target("waiting", **BALANCED)
     for number in range(50):  # vLLM asks in every step, and donors come and go meanwhile
-        world.half._epoch += 1
+        world.half.donors.epoch += 1
         assert world.half.count_matched(waiting, 0) == 0, number
 
 
@@ -541,3 +566,218 @@ def test_a_load_that_failed_says_nothing_about_its_kind(world):
         claimed, orders = world.admit(target(name, **BALANCED))
         assert claimed
         world.served(orders, reused_tokens=0, prefill_tokens=227, reason=DeclineReason.STALE)
+
+
+# -- loads that other requests do not wait for -------------------------------------------------------------------------
+
+
+def test_a_claimed_request_is_loaded_before_anything_of_it_is_computed(world):
+    world.donor()
+    claimed, orders = world.admit(target())
+    assert claimed
+    assert [load.request_id for load in orders.loads] == ["target"]
+    assert (orders.served, orders.captures) == ([], [])
+    assert world.step().loads == [], "it is ordered once"
+
+
+def test_loads_have_a_budget_while_others_are_computed_and_none_where_nobody_waits(world):
+    world.donor()
+    _, alone = world.admit(target())
+    assert alone.work_ms is None
+    assert world.step(cached=[("other", 10, 1, None)]).work_ms == world.half.settings.step_work_ms
+
+
+@pytest.mark.parametrize("reason", [DeclineReason.QUALITY_RISK, DeclineReason.STALE, DeclineReason.VALIDATION_FAILED])
+def test_a_refused_request_has_its_hashes_back_before_it_is_scheduled_and_is_never_claimed_again(world, reason):
+    world.donor()
+    request = target()
+    before = list(request.block_hashes)
+    _, orders = world.admit(request)
+    assert request.block_hashes != before
+    world.loaded(orders, reused_tokens=0, prefill_tokens=226, reason=reason)
+    assert request.block_hashes == before
+    assert world.half.semblend._claims == {}
+    orders = world.schedule(orders.loads[0])
+    assert orders.loads == []
+    assert [capture.tokens for capture in orders.captures] == [227], "it is computed exactly, and so becomes a donor"
+    world.told(orders)
+    receipt = world.half.finished("target")
+    assert (receipt.outcome, receipt.reason, receipt.reused_tokens) == ("backend_declined_reuse", reason, 0)
+
+
+def test_a_prompt_that_the_worker_computed_to_the_last_token_is_exact(world):
+    world.donor()
+    request = target(**BALANCED)
+    before = list(request.block_hashes)
+    _, orders = world.admit(request)
+    told = {**REFUSED, "exact": True, "failed": False}
+    world.loaded(orders, **told)
+    assert request.block_hashes == before
+    (capture,) = world.schedule(orders.loads[0]).captures
+    assert capture.tokens == 227
+
+
+def test_a_donor_whose_kv_was_wrong_is_offered_to_nobody_again(world):
+    world.donor()
+    _, orders = world.admit(target())
+    world.loaded(orders, reused_tokens=0, reason=DeclineReason.VALIDATION_FAILED)
+    assert world.half.semblend.donors() == ()
+    assert [donor_id for donor_id, _ in world.step().drops] == ["donor"]
+    assert world.half.count_matched(target("next"), 0) == 0
+
+
+def test_a_request_that_is_aborted_while_it_is_loaded_is_cancelled_once_and_frees_its_donors(world):
+    world.donor()
+    world.admit(target())
+    world.half.finished("target")
+    assert world.half.semblend._claims == {}
+    assert world.step().cancels == ["target"]
+    assert world.step().cancels == []
+    assert world.half._records == {}
+
+
+def test_a_word_about_a_load_that_was_cancelled_is_no_matter(world):
+    world.donor()
+    _, orders = world.admit(target())
+    world.half.finished("target")
+    world.loaded(orders)
+    assert world.half._records == {}
+
+
+def test_a_claim_that_fails_when_it_has_its_blocks_is_refused_so_that_vllm_does_not_wait_for_it(world):
+    world.donor()
+    request = target()
+    before = list(request.block_hashes)
+    claimed = world.half.count_matched(request, 0)
+    world.half.refuse_claim(request, [3, 4, 5], claimed)
+    (load,) = world.step().loads
+    assert (load.request_id, load.spans, load.block_ids, load.claim_end) == ("target", (), (3, 4, 5), claimed)
+    assert request.block_hashes == before
+    assert world.half.semblend._claims == {}
+
+
+# -- equal prompts -----------------------------------------------------------------------------------------------------
+
+
+def find_blocks(request, other):
+    """Tokens of one request's blocks that vLLM finds for another, by their hashes."""
+    same = 0
+    while same < len(request.block_hashes) and request.block_hashes[same] == other.block_hashes[same]:
+        same += 1
+    return same * BLOCK
+
+
+def test_an_equal_prompt_shares_the_blocks_and_computes_only_what_is_behind_them(world):
+    world.donor()
+    one, other = target("one", question="same"), target("other", question="same")
+    _, orders = world.admit(one)
+    world.served(orders, risk=0.01)
+    assert world.half.count_matched(other, BLOCK) is None, "its hashes are salted now, and vLLM looks again"
+    found = find_blocks(one, other)
+    assert found == 227 // BLOCK * BLOCK
+    assert world.half.count_matched(other, found) == 0
+    world.allocate(other, 227)
+    orders = world.step(new=[(other, found, 227 - found)])
+    assert (orders.loads, orders.captures) == ([], [])
+    world.told(orders)
+    receipt = world.half.finished("other")
+    assert (receipt.exact_tokens, receipt.reused_tokens, receipt.prefill_tokens) == (16, 200, 11)
+    assert (receipt.outcome, receipt.risk) == ("backend_materialized_reuse", 0.01)
+
+
+def test_an_equal_prompt_that_comes_while_the_first_is_loaded_waits_for_it(world):
+    world.donor()
+    one, other = target("one", question="same"), target("other", question="same")
+    _, orders = world.admit(one)
+    before = list(other.block_hashes)
+    for _ in range(3):
+        assert world.half.count_matched(other, 0) is None
+        assert other.block_hashes == before
+        world.step()
+    world.loaded(orders)
+    world.schedule(orders.loads[0])
+    assert world.half.count_matched(other, BLOCK) is None
+    assert find_blocks(one, other) > BLOCK
+
+
+@pytest.mark.parametrize("end", ["refused", "aborted"])
+def test_an_equal_prompt_does_not_wait_for_a_load_that_came_to_nothing(world, end):
+    world.donor()
+    one, other = target("one", question="same"), target("other", question="same")
+    _, orders = world.admit(one)
+    assert world.half.count_matched(other, 0) is None
+    if end == "refused":
+        world.loaded(orders, reused_tokens=0, reason=DeclineReason.STALE)
+    else:
+        world.half.finished("one")
+    assert world.half.count_matched(other, 0) == 226
+
+
+def test_an_equal_prompt_whose_blocks_were_evicted_meanwhile_is_loaded_itself(world):
+    world.donor()
+    one, other = target("one", question="same"), target("other", question="same")
+    world.served(world.admit(one)[1])
+    before = list(other.block_hashes)
+    assert world.half.count_matched(other, 0) is None
+    assert world.half.count_matched(other, 0) == 226, "vLLM found nothing"
+    assert other.block_hashes == before
+    assert [load.request_id for load in world.admit(other)[1].loads] == ["other"]
+
+
+@pytest.mark.parametrize(
+    "differs",
+    [
+        {"question": "another"},
+        {"salt": "tenant"},
+        {"kv_transfer_params": {"semblend": {"quality": "balanced"}}},
+        {"kv_transfer_params": {"semblend": {"opt_out": True}}},
+        {"lora_request": SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="p")},
+    ],
+)
+def test_only_equal_prompts_of_one_namespace_and_mode_share(world, differs):
+    world.donor()
+    world.donor("theirs", salt="tenant")
+    one = target("one", question="same")
+    world.served(world.admit(one)[1])
+    other = target("other", **{"question": "same", **differs})
+    world.admit(other)
+    assert not set(one.block_hashes[2:]) & set(other.block_hashes[2:])
+
+
+def test_a_shared_block_is_never_found_under_the_exact_hashes_and_never_captured(world):
+    world.donor()
+    one, other, exact = (target(name, question="same") for name in ("one", "other", "exact"))
+    world.served(world.admit(one)[1])
+    world.half.count_matched(other, 0)
+    assert find_blocks(exact, one) == find_blocks(exact, other) == BLOCK
+
+
+def test_with_sharing_off_two_equal_requests_have_no_approximate_block_in_common():
+    world = World()
+    world.half.settings = dataclasses.replace(world.half.settings, share_equal_prompts=False)
+    world.donor()
+    one, other = target("one", question="same"), target("other", question="same")
+    for request in (one, other):
+        claimed, _ = world.admit(request)
+        assert claimed
+    assert one.block_hashes[:1] == other.block_hashes[:1], "the instruction is exact"
+    assert not set(one.block_hashes[1:]) & set(other.block_hashes[1:])
+    assert len(set(one.block_hashes)) == len(one.block_hashes)
+
+
+def test_a_reset_ends_all_sharing(world):
+    world.donor()
+    world.served(world.admit(target("one", question="same"))[1])
+    world.half.reset()
+    assert world.half.count_matched(target("other", question="same"), 0) == 0
+
+
+def test_another_process_salts_equal_prompts_otherwise():
+    hashes = []
+    for _ in range(2):
+        world = World()
+        world.donor()
+        request = target()
+        world.admit(request)
+        hashes.append(request.block_hashes)
+    assert not set(hashes[0][1:]) & set(hashes[1][1:])

@@ -11,7 +11,6 @@ import torch
 from semblend.errors import SemBlendError
 from semblend.integration.vllm import refusals
 from semblend.integration.vllm.refusals import in_multi_connector, refusal
-from semblend.integration.vllm.startup_checks import load_failure_policy, may_queue_loads
 from semblend.integration.vllm.versions import SUPPORTED, VersionEvidence, support
 from semblend.integration.vllm.worker.model_access import check_caches
 
@@ -157,27 +156,3 @@ def test_an_unknown_version_and_changed_sources_are_refused(monkeypatch):
     assert "never looked at" in why_not(*engine(), version="0.99.0")
     monkeypatch.setattr(refusals, "missing", lambda package: ("Request.update_block_hashes is not in v1/request.py",))
     assert "update_block_hashes" in why_not(*engine())
-
-
-def scheduling(device="cuda", in_advance=False, runner_v2=False):
-    return SimpleNamespace(
-        device_config=SimpleNamespace(device_type=device),
-        scheduler_config=SimpleNamespace(async_scheduling=in_advance),
-        use_v2_model_runner=runner_v2,
-    )
-
-
-@pytest.mark.parametrize(
-    ("config", "queues", "policy"),
-    [
-        (scheduling(), True, "recompute"),
-        (scheduling(device="cpu"), False, "recompute"),
-        (scheduling(in_advance=True), False, "fail"),
-        (scheduling(in_advance=None), False, "fail"),
-        (scheduling(runner_v2=True), False, "fail"),
-        (SimpleNamespace(scheduler_config=SimpleNamespace()), False, "fail"),
-    ],
-)
-def test_a_verdict_comes_late_only_where_vllm_recovers_from_it(config, queues, policy):
-    assert may_queue_loads(config) is queues
-    assert load_failure_policy(config) == policy

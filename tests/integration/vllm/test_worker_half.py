@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from semblend import SemBlendConfig
 from semblend.integration.vllm.metrics import MetricsTally, merge, replay
 from semblend.integration.vllm.orders import Capture, Load, Orders
-from semblend.integration.vllm.settings import ConnectorSettings
-from semblend.integration.vllm.startup_checks import make_worker_half
 from semblend.integration.vllm.versions import SUPPORTED, VersionEvidence, support
 from semblend.integration.vllm.worker.cache_layout import IndexedLayout, StridedLayout, probe_layout
 from semblend.integration.vllm.worker.worker_half import WorkerHalf
-from semblend.materialize.blend.quality import QualitySettings
+from semblend.materialize.blend.quality import QualitySettings, Step
 from semblend.materialize.contract import Rows, slots_of_blocks
+from semblend.materialize.gate.thresholds import Thresholds
 from semblend.materialize.kv.layout import KvLayout
 from semblend.materialize.naive_engine import NaiveEngine
 from semblend.span import Span
@@ -52,10 +48,10 @@ class Engine(NaiveEngine):
 class Worker:
     """A worker's half on the fake engine; blocks 0–19 belong to a donor, 20–39 to the prompt, 40–59 to a cold twin."""
 
-    def __init__(self, queues=False, **settings):
+    def __init__(self, **settings):
         self.engine = Engine.make(slots=64 * BLOCK, vocabulary=1000)
-        quality = QualitySettings(mode="fast", first_seam_tokens=4, seam_tokens=4, **settings)
-        self.half = WorkerHalf(self.engine, BLOCK, quality, host_bytes=1 << 24, queues=queues)
+        quality = QualitySettings(mode="fast", first_seam_tokens=4, seam_tokens=4, prefills=False, **settings)
+        self.half = WorkerHalf(self.engine, BLOCK, quality, host_bytes=1 << 24)
 
     def donor(self, tokens):
         self.engine.cold(tokens, range(20))
@@ -107,171 +103,140 @@ def test_only_gaps_seams_and_the_end_are_computed(worker):
 
 
 @pytest.mark.parametrize("generation", [0, 2])
-def test_a_replaced_donor_is_refused_and_the_prompt_computed_exactly(worker, generation):
+def test_a_replaced_donor_is_refused_and_the_prompt_left_to_vllm(worker, generation):
     worker.donor([1, 2, 3, *DOCUMENT])
     tokens = [7, 8, *DOCUMENT]
     loaded = worker.load(tokens, [Span("d", 3, 2, len(DOCUMENT), generation=generation)])
     assert loaded.reason == "stale"
-    assert (loaded.reused_tokens, loaded.prefill_tokens, loaded.failed) == (0, len(tokens), False)
-    for ours, cold in zip(worker.kv(tokens), worker.engine.cold(tokens, range(40, 60)), strict=True):
-        assert torch.equal(ours[0], cold[0])
-        assert torch.equal(ours[1], cold[1])
-
-
-def test_wrong_donor_kv_is_refused_and_the_prompt_computed(worker):
-    worker.donor([1, 2, 3, *DOCUMENT])
-    tokens = [7, 8, *reversed(DOCUMENT)]
-    loaded = worker.load(tokens, [Span("d", 3, 2, len(DOCUMENT), generation=1)])
-    assert loaded.reason == "validation_failed"
-    assert torch.equal(worker.kv(tokens)[2][0], worker.engine.cold(tokens, range(40, 60))[2][0])
-
-
-def test_when_no_pass_works_the_blocks_are_called_invalid(worker):
-    worker.donor([1, 2, 3, *DOCUMENT])
-    worker.engine.broken = True
-    order = Load("r", (7, 8, *DOCUMENT), tuple(range(20, 40)), 0, 82, (Span("d", 3, 2, 80, generation=1),), "fast")
-    worker.half.load(Orders(loads=[order]))
-    report = worker.half.take_report()
-    assert report.loaded["r"].failed
+    assert (loaded.reused_tokens, loaded.prefill_tokens, loaded.failed) == (0, len(tokens), True)
     assert worker.half.take_invalid_blocks() == set(range(20, 26))
-    assert worker.half.take_invalid_blocks() == set()
-    assert any("on purpose" in message for _, message, _ in report.errors)
-
-
-def test_a_queued_load_fills_the_same_blocks_and_is_told_after_the_step():
-    at_once, queued = Worker(), Worker(queues=True)
-    tokens = [7, 8, 9, *DOCUMENT, 12]
-    order = Load("r", tuple(tokens), tuple(range(20, 40)), 0, len(tokens), (Span("d", 3, 3, 80, generation=1),), "fast")
-    for worker in (at_once, queued):
-        worker.donor([1, 2, 3, *DOCUMENT])
-        worker.half.load(Orders(loads=[order]))
-    assert queued.half.take_report() is None, "its verdict is read after the step"
-    assert queued.half.donor_kv.holders == 1
-    queued.half.capture(Orders())
-    told, expected = queued.half.take_report().loaded["r"], at_once.half.take_report().loaded["r"]
-    for name in ("reused_tokens", "recomputed_tokens", "prefill_tokens", "canary", "reason"):
-        assert getattr(told, name) == getattr(expected, name), name
-    for ours, theirs in zip(queued.kv(tokens), at_once.kv(tokens), strict=True):
-        assert torch.equal(ours[0], theirs[0])
-    assert queued.half.donor_kv.holders == 0
-    assert queued.half.take_invalid_blocks() == set()
-
-
-def test_a_queued_load_that_turns_out_wrong_makes_its_blocks_invalid():
-    worker = Worker(queues=True)
-    worker.donor([1, 2, 3, *DOCUMENT])
-    tokens = (7, 8, *reversed(DOCUMENT))
-    order = Load("r", tokens, tuple(range(20, 40)), 16, 82, (Span("d", 19, 18, 64, generation=1),), "fast")
-    worker.half.load(Orders(loads=[order]))
-    assert worker.half.take_invalid_blocks() == set(range(21, 26)), "vLLM asks before it hears the report"
-    loaded = worker.half.take_report().loaded["r"]
-    assert (loaded.reason, loaded.failed, loaded.reused_tokens) == ("validation_failed", True, 0)
-    assert worker.half.donor_kv.holders == 0
+    assert worker.half.take_finished() == {"r"}
 
 
 POISONS = {
     "wrong keys": lambda held: held.k.copy_(torch.roll(held.k, 7, dims=1)),
+    "noise": lambda held: held.v.normal_(generator=torch.Generator().manual_seed(0)),
     "numbers that are none": lambda held: held.v.fill_(float("nan")),
 }
 
 
-class StepOfVllm:
-    """The hooks of one step in vLLM's order, on a worker that `make_worker_half` made for an engine."""
-
-    def __init__(self, async_scheduling, use_v2_model_runner):
-        config = SimpleNamespace(
-            device_config=SimpleNamespace(device_type="cuda"),
-            scheduler_config=SimpleNamespace(async_scheduling=async_scheduling, max_num_batched_tokens=48),
-            use_v2_model_runner=use_v2_model_runner,
-            model_config=SimpleNamespace(model="m"),
-        )
-        self.worker = Worker()
-        settings = ConnectorSettings(config=SemBlendConfig(quality="fast"), donor_host_bytes=1 << 24)
-        self.worker.half = make_worker_half(self.worker.engine, settings, config)
-
-    def poison(self, how):
-        held = self.worker.half.donor_kv.acquire("d", 1)
-        POISONS[how](held)
-        self.worker.half.donor_kv.release(held)
-
-    def run(self, load):
-        """Returns the prompt's KV as vLLM's forward pass finds it, and the blocks that the step then calls invalid."""
-        orders = Orders(loads=[load], served=["r"])
-        self.worker.half.before_step(orders)
-        self.worker.half.load(orders)
-        seen = self.worker.kv(load.tokens)
-        self.worker.half.capture(orders)
-        return seen, self.worker.half.take_invalid_blocks()
-
-
+@pytest.mark.parametrize("mode", ["fast", "balanced"])
 @pytest.mark.parametrize("poison", POISONS)
-@pytest.mark.parametrize(("async_scheduling", "runner_v2"), [(True, False), (False, True), (True, True), (None, None)])
-def test_a_rejected_fast_load_is_refilled_before_the_forward_pass(async_scheduling, runner_v2, poison):
-    step = StepOfVllm(async_scheduling, runner_v2)
-    step.worker.donor([1, 2, 3, *DOCUMENT])
-    step.poison(poison)
-    tokens = (7, 8, *DOCUMENT, 12)
-    order = Load("r", tokens, tuple(range(20, 40)), 0, len(tokens), (Span("d", 3, 2, 80, generation=1),), "fast")
-    seen, invalid = step.run(order)
-    assert invalid == set(), "with this setting vLLM does not recover from invalid blocks"
-    loaded = step.worker.half.take_report().loaded["r"]
-    assert (loaded.reason, loaded.failed, loaded.reused_tokens) == ("validation_failed", False, 0)
-    assert loaded.prefill_tokens == len(tokens)
-    cold = step.worker.engine.cold(list(tokens), range(40, 60))
-    for ours, theirs in zip(seen, cold, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert step.worker.half.donor_kv.holders == 0
+def test_the_verdict_on_wrong_donor_kv_and_its_invalid_blocks_come_with_the_end_of_the_load(worker, poison, mode):
+    worker.donor([1, 2, 3, *DOCUMENT])
+    held = worker.half.donor_kv.acquire("d", 1)
+    POISONS[poison](held)
+    worker.half.donor_kv.release(held)
+    tokens = [7, 8, *range(500, 514), 9, *DOCUMENT, 12]
+    loaded = worker.load(tokens, [Span("d", 3, 17, 80, generation=1)], exact=16, mode=mode)
+    assert (loaded.reason, loaded.failed, loaded.reused_tokens) == ("validation_failed", True, 0)
+    assert worker.half.take_finished() == {"r"}
+    assert worker.half.take_invalid_blocks() == set(range(21, 27)), "what was exact before is not called invalid"
+    assert worker.half.donor_kv.holders == 0
 
 
-def test_a_good_fast_load_is_one_pass_and_reports_no_invalid_block_with_async_scheduling():
-    step = StepOfVllm(async_scheduling=True, use_v2_model_runner=True)
-    step.worker.donor([1, 2, 3, *DOCUMENT])
-    step.worker.engine.passes.clear()
-    tokens = (7, 8, *DOCUMENT, 12)
-    order = Load("r", tokens, tuple(range(20, 40)), 0, len(tokens), (Span("d", 3, 2, 80, generation=1),), "fast")
-    _, invalid = step.run(order)
-    loaded = step.worker.half.take_report().loaded["r"]
-    assert (invalid, loaded.reason) == (set(), None)
-    assert loaded.reused_tokens > 0
-    assert sum(len(rows) > 1 for rows in step.worker.engine.passes) <= 2, "the pass and the canary's rows, no more"
+def test_a_prompt_that_the_gate_wants_computed_is_left_to_vllm_with_what_is_exact():
+    worker = Worker(thresholds=Thresholds(0.0, 0.0, 0.0), most_work=10.0, steps=(Step(1, "at_random"),))
+    worker.donor([1, 2, 3, *DOCUMENT])
+    tokens = [*range(200, 240), *DOCUMENT, *range(300, 330)]
+    loaded = worker.load(tokens, [Span("d", 3, 40, 80, generation=1)], mode="balanced")
+    assert (loaded.reason, loaded.failed, loaded.reused_tokens) == ("quality_risk", True, 0)
+    assert loaded.work > 1, "the passes in vain, and the prefill that is to come"
+    assert worker.half.take_invalid_blocks() == set(range(22, 30)), "40 exact tokens fill two blocks"
+    context = slots_of_blocks(range(20, 22), BLOCK, 32)
+    cold = worker.engine.cold(tokens, range(40, 60))
+    for ours, theirs in zip(worker.engine.kv_in(context), cold, strict=True):
+        torch.testing.assert_close(ours, tuple(part[:32] for part in theirs), rtol=1e-5, atol=1e-5)
 
 
-def test_with_synchronous_scheduling_vllm_computes_a_rejected_fast_load_again():
-    step = StepOfVllm(async_scheduling=False, use_v2_model_runner=False)
-    step.worker.donor([1, 2, 3, *DOCUMENT])
-    step.poison("wrong keys")
-    tokens = (7, 8, *DOCUMENT, 12)
-    order = Load("r", tokens, tuple(range(20, 40)), 0, len(tokens), (Span("d", 3, 2, 80, generation=1),), "fast")
-    _, invalid = step.run(order)
-    assert invalid == set(range(20, 26))
-
-
-@pytest.mark.parametrize("queues", [False, True])
-def test_blocks_that_could_not_be_filled_are_no_donor(queues):
-    worker = Worker(queues=queues)
+def test_when_a_pass_fails_the_blocks_are_called_invalid(worker):
     worker.donor([1, 2, 3, *DOCUMENT])
     worker.engine.broken = True
-    gap = list(range(200, 240))
-    tokens = (*gap, *DOCUMENT)
-    order = Load("r", tokens, tuple(range(20, 40)), 0, 120, (Span("d", 3, 40, 80, generation=1),), "fast")
-    keep = Capture("r", 2, len(gap), tuple(range(20, 23)))
-    orders = Orders(loads=[order], captures=[keep], served=["r"])
-    worker.half.load(orders)
-    worker.half.capture(orders)
+    loaded = worker.load([7, 8, *DOCUMENT], [Span("d", 3, 2, 80, generation=1)])
+    assert loaded.failed
+    assert worker.half.take_invalid_blocks() == set(range(20, 26))
+    assert worker.half.take_invalid_blocks() == set()
+    assert worker.half.take_finished() == {"r"}
+
+
+def test_a_load_that_could_not_be_ordered_is_refused(worker):
+    loaded = worker.load([], [])
+    assert (loaded.reason, loaded.failed) == ("error", True)
+    assert worker.half.take_finished() == {"r"}
+
+
+def make_loads(worker, count):
+    worker.donor([1, 2, 3, *DOCUMENT])
+    tokens = [7, 8, 9, *DOCUMENT, 12]
+    spans = (Span("d", 3, 3, 80, generation=1),)
+    return [Load(f"r{n}", tuple(tokens), tuple(range(20, 40)), 0, len(tokens), spans, "fast") for n in range(count)]
+
+
+def test_a_step_does_its_share_of_the_loads_and_the_oldest_is_finished_first():
+    worker = Worker(piece_ms=1e-6)
+    loads = make_loads(worker, 3)
+    worker.half.load(Orders(loads=loads, work_ms=1e-6))
+    finished = [worker.half.take_finished()]
+    while not finished[-1] & {"r2"}:
+        worker.half.load(Orders(work_ms=1e-6))
+        finished.append(worker.half.take_finished())
+        assert len(finished) < 20
+    assert len(finished) > 3, "a load takes more than one step, and none of them stands still"
+    assert [name for one in finished for name in sorted(one)] == ["r0", "r1", "r2"]
+
+
+def test_where_nothing_else_runs_all_loads_are_finished_at_once():
+    worker = Worker(piece_ms=1e-6)
+    worker.half.load(Orders(loads=make_loads(worker, 3), work_ms=None))
+    assert worker.half.take_finished() == {"r0", "r1", "r2"}
+
+
+def test_a_load_in_pieces_fills_the_same_blocks_as_one_at_once():
+    at_once, in_pieces = Worker(), Worker(piece_ms=1e-6)
+    for worker in (at_once, in_pieces):
+        (load,) = make_loads(worker, 1)
+        worker.half.load(Orders(loads=[load], work_ms=1e-6))
+        while not worker.half.take_finished():
+            worker.half.load(Orders(work_ms=1e-6))
+    told, expected = (worker.half.take_report().loaded["r0"] for worker in (in_pieces, at_once))
+    for name in ("reused_tokens", "recomputed_tokens", "prefill_tokens", "canary", "reason"):
+        assert getattr(told, name) == getattr(expected, name), name
+    for ours, theirs in zip(in_pieces.kv(load.tokens), at_once.kv(load.tokens), strict=True):
+        assert torch.equal(ours[0], theirs[0])
+
+
+def test_a_cancelled_load_frees_its_donors_and_is_told_once():
+    worker = Worker(piece_ms=1e-6)
+    worker.half.load(Orders(loads=make_loads(worker, 2), work_ms=1e-6))
+    assert worker.half.donor_kv.holders == 1
+    worker.half.load(Orders(cancels=["r0", "r1", "never begun"], work_ms=1e-6))
+    assert worker.half.donor_kv.holders == 0
+    assert worker.half.take_finished() == {"r0", "r1"}
+    worker.half.load(Orders(cancels=["r0"], work_ms=None))
+    assert worker.half.take_finished() == set(), "vLLM has freed its blocks, and knows it no more"
+
+
+def test_a_queue_that_breaks_leaves_no_request_waiting(worker, monkeypatch):
+    def breaks(budget_ms):
+        raise RuntimeError("the clock stood still")
+
+    loads = make_loads(worker, 2)
+    monkeypatch.setattr(worker.half._loads, "work", breaks)
+    worker.half.load(Orders(loads=loads))
+    assert worker.half.take_finished() == {"r0", "r1"}
+    assert worker.half.take_invalid_blocks()
     report = worker.half.take_report()
-    assert report.loaded["r"].failed
-    assert (report.captured, report.not_captured) == (set(), {("r", 2)})
-    assert not worker.half.donor_kv.holds("r", 2)
+    assert all(loaded.failed for loaded in report.loaded.values())
+    assert any("stood still" in message for _, message, _ in report.errors)
 
 
-def test_a_queued_load_that_is_refused_at_once_is_computed_at_once():
-    worker = Worker(queues=True)
-    tokens = (7, 8, *DOCUMENT)
-    order = Load("r", tokens, tuple(range(20, 40)), 0, 82, (Span("gone", 3, 2, 80, generation=1),), "fast")
-    worker.half.load(Orders(loads=[order]))
-    loaded = worker.half.take_report().loaded["r"]
-    assert (loaded.reason, loaded.failed) == ("stale", False)
-    assert torch.equal(worker.kv(tokens)[2][0], worker.engine.cold(list(tokens), range(40, 60))[2][0])
+def test_a_good_load_of_mode_fast_is_one_pass_and_the_canary(worker):
+    worker.donor([1, 2, 3, *DOCUMENT])
+    worker.engine.passes.clear()
+    loaded = worker.load([7, 8, *DOCUMENT, 12], [Span("d", 3, 2, 80, generation=1)])
+    assert (worker.half.take_invalid_blocks(), loaded.reason) == (set(), None)
+    assert loaded.reused_tokens > 0
+    assert sum(len(rows) > 1 for rows in worker.engine.passes) <= 2, "the pass and the canary's rows, no more"
 
 
 def test_blocks_that_change_hands_wait_for_the_capture_that_reads_them(worker):

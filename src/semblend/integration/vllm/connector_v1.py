@@ -33,7 +33,6 @@ from semblend.integration.vllm.scheduler.scheduler_half import SchedulerHalf
 from semblend.integration.vllm.settings import connector_settings
 from semblend.integration.vllm.startup_checks import (
     engine_facts,
-    load_failure_policy,
     make_semblend,
     make_worker_half,
     quality_settings,
@@ -114,8 +113,9 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         self._tally: telemetry.MetricsTally | None = None
         self._served: list[str] = []  # told back even where there is no worker half, or receipts would wait forever
         if role is KVConnectorRole.SCHEDULER:
-            # vLLM reads this after it has made us.
-            self._kv_transfer_config.kv_load_failure_policy = load_failure_policy(vllm_config)
+            # vLLM reads this after it has made us. A refused load is known before its request is scheduled, so that
+            # computing its blocks is right with every scheduler and model runner.
+            self._kv_transfer_config.kv_load_failure_policy = "recompute"
             semblend, self._tally = make_semblend(self._settings)
             facts = engine_facts(vllm_config, kv_cache_config, vllm.__version__, PACKAGE)
             expected = quality_settings(self._settings, vllm_config).thresholds.expected_costs
@@ -133,26 +133,37 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         if self._half.facts.refusal:
             return
         managers = kv_cache_manager.coordinator.single_type_managers
-        self._half.cached_counts = [manager.num_cached_block for manager in managers]
+        self._half.locks.cached_counts = [manager.num_cached_block for manager in managers]
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         super().bind_gpu_block_pool(gpu_block_pool)
-        self._half.block_pool = gpu_block_pool
+        self._half.locks.block_pool = gpu_block_pool
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        half = self._half
-        tokens = self._safely("lookup", lambda: half.count_matched(request, num_computed_tokens), 0, request.request_id)
-        return tokens, False
+        half, name = self._half, request.request_id
+        tokens = self._safely("lookup", lambda: half.count_matched(request, num_computed_tokens), 0, name)
+        return tokens, bool(tokens)
 
     def leave_to_another(self, request: Any, exact_tokens: int) -> None:
         """Another connector brings the prompt up to there, in place of us; for `beside_others`."""
         half = self._half
         self._safely("lookup", lambda: half.left_to_another(request, exact_tokens), None, request.request_id)
 
+    def holds_approximate(self, request_id: str) -> bool:
+        """Whether a request's blocks may hold approximate KV; for `beside_others`."""
+        return self._half.holds_approximate(request_id)
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        # Not guarded: were this to fail after a claim, the load would be lost and the blocks hold nothing.
-        if not self._half.facts.refusal:  # a hybrid model has several kinds of blocks, one without attention has none
-            self._half.allocated(request, list(blocks.get_block_ids()[0]), num_external_tokens)
+        half, name = self._half, request.request_id
+        if half.facts.refusal:  # a hybrid model has several kinds of blocks, one without attention has none
+            return
+        block_ids = list(blocks.get_block_ids()[0])
+        try:
+            half.allocated(request, block_ids, num_external_tokens)
+        except Exception as error:
+            log.warning("SemBlend: a claim failed for %s", name, exc_info=True)
+            half.report_failure("claim", f"{type(error).__name__}: {error}", name)
+            half.refuse_claim(request, block_ids, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         half, everything = self._half, (0, num_external_tokens)
@@ -162,7 +173,13 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         return {source: tokens for source, tokens in sources.items() if tokens}
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return OrdersMetadata(self._half.build_orders(scheduler_output))
+        half = self._half
+        try:
+            return OrdersMetadata(half.build_orders(scheduler_output))
+        except Exception as error:
+            log.warning("SemBlend: a step failed", exc_info=True)
+            half.report_failure("orders", f"{type(error).__name__}: {error}")
+            return OrdersMetadata(half.build_orders_to_load())
 
     def update_connector_output(self, connector_output: Any) -> None:
         found = getattr(connector_output, "kv_connector_worker_meta", None)
@@ -202,10 +219,15 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
     # -- worker ----------------------------------------------------------------------------------------------------
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """The first thing that every version and both model runners call in a step, before they compute anything."""
+        """The first thing that every version and both model runners call in a step, before they compute anything.
+
+        Loads are worked on here. vLLM has a hook for them, but calls it behind the forward pass from some version on:
+        there a pass of ours could overwrite what sampling is about to read.
+        """
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
             self._worker.before_step(self._orders)
+            self._worker.load(self._orders)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         config, caches = self._vllm_config, self._kv_cache_config
@@ -219,12 +241,14 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
             log.warning("SemBlend reuses nothing in this engine: %s", error)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        del forward_context, kwargs
-        if self._worker is not None:
-            self._worker.load(self._orders)
+        """Done when the step's orders came: see `bind_connector_metadata`."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are complete before the forward pass begins."""
+        """No request is scheduled before its load is complete."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        del finished_req_ids
+        return None, (self._worker.take_finished() or None) if self._worker is not None else None
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Donors are captured whole, after the forward pass."""

@@ -24,7 +24,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKV
 
 from semblend.errors import ConfigError
 from semblend.integration.vllm.connector_v1 import SemBlendConnectorV1
-from semblend.integration.vllm.startup_checks import load_failure_policy
 
 
 class MultiConnector(Parts):
@@ -38,7 +37,7 @@ class MultiConnector(Parts):
         self._our_index = ours[0]
         self._hidden: set[str] = set()
         # Ours has set it on its own part of the settings; vLLM reads this one.
-        self._kv_transfer_config.kv_load_failure_policy = load_failure_policy(vllm_config)
+        self._kv_transfer_config.kv_load_failure_policy = "recompute"
 
     @property
     def _ours(self) -> SemBlendConnectorV1:
@@ -53,8 +52,9 @@ class MultiConnector(Parts):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         name = request.request_id
-        if name in self._hidden:
-            # Asked again: it waits for blocks, or was preempted. Others have not seen it and shall not now.
+        if name in self._hidden or self._ours.holds_approximate(name):
+            # Asked again: it waits for blocks, or was preempted. Others have not seen it and shall not now. Or vLLM has
+            # found blocks of an equal prompt for it, which are no exact prefix to build on.
             return self._claim(request, num_computed_tokens)
         self._requests_to_connector.pop(name, None)
         best: tuple[int, bool] = (0, False)
@@ -80,7 +80,8 @@ class MultiConnector(Parts):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         name = request.request_id
-        if num_external_tokens and self._requests_to_connector.get(name) == self._our_index:
+        claimed = num_external_tokens and self._requests_to_connector.get(name) == self._our_index
+        if claimed or self._ours.holds_approximate(name):
             self._hidden.add(name)
         if name in self._hidden:
             self._ours.update_state_after_alloc(request, blocks, num_external_tokens)

@@ -18,7 +18,8 @@ class Load:
     """Fill positions ``exact_tokens`` … ``claim_end`` of a prompt that lies in ``block_ids``.
 
     ``tokens`` and ``spans`` reach to ``plan_tokens``: in mode balanced that is one further than the claim, because the
-    gate wants the next-token distribution. Generations in ``spans`` are the worker's.
+    gate wants the next-token distribution. Generations in ``spans`` are the worker's. Without spans it is a load that
+    went wrong before it was ordered: the worker refuses it, and vLLM computes the prompt.
     """
 
     request_id: str
@@ -48,26 +49,30 @@ class Capture:
 class Orders:
     """One step.
 
-    ``served``: requests whose prompt is complete with this step; they come back in the report. ``freed``: requests
-    whose KV was to be copied and whose blocks belong to others from this step on.
+    ``work_ms``: how long loads may take in this step, of those that were ordered before too; None where nothing else
+    runs. ``cancels``: requests that ended while their load is under way. ``served``: requests whose prompt is complete
+    with this step; they come back in the report. ``freed``: requests whose KV was to be copied and whose blocks belong
+    to others from this step on.
     """
 
     loads: list[Load] = field(default_factory=list)
+    cancels: list[str] = field(default_factory=list)
+    work_ms: float | None = None
     captures: list[Capture] = field(default_factory=list)
     drops: list[tuple[str, int]] = field(default_factory=list)
     served: list[str] = field(default_factory=list)
     freed: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.loads or self.captures or self.drops or self.served or self.freed)
+        return bool(self.loads or self.cancels or self.captures or self.drops or self.served or self.freed)
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """What became of a `Load`; tokens add up to ``plan_tokens`` of it.
 
-    ``reason`` is set when no donor KV is in the prompt: the worker computed all of it then, or, when ``failed``, could
-    not and vLLM computes it. ``work`` of all passes is a share of a cold prefill's.
+    ``reason`` is set when no donor KV is in the prompt: all of it was computed (``exact``), or, when ``failed``, vLLM
+    computes it from the first block on that is not exact. ``work`` is what the prompt costs in all, in cold prefills.
     """
 
     request_id: str
@@ -82,6 +87,7 @@ class Loaded:
     compute_ms: float | None = None
     reason: DeclineReason | None = None
     detail: str = ""
+    exact: bool = False
     failed: bool = False
     work: float = 0.0
 

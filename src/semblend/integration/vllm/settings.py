@@ -29,7 +29,13 @@ class ConnectorSettings:
         32, "A prompt of which fewer tokens were computed (the rest was an exact hit) is not kept as a donor."
     )
     latency_budget_ms: float = _setting(
-        0.0, "A request's whole preparation may take this long; then it is prefilled at once. 0 = no limit."
+        0.0, "The work of preparing a request may take this long; then vLLM prefills it. 0 = no limit."
+    )
+    step_work_ms: float = _setting(
+        40.0, "While other requests run, a step works so long on loads and repairs of those that wait for them."
+    )
+    share_equal_prompts: bool = _setting(
+        True, "Requests with equal prompts share the blocks that were loaded for the first of them."
     )
     thresholds: str = _setting("", "File of quality thresholds (`semblend calibrate`); empty = by the model's name.")
     receipts: bool = _setting(True, "Put the receipt into kv_transfer_params of the response.")
@@ -41,19 +47,28 @@ class ConnectorSettings:
     )
 
     def __post_init__(self) -> None:
-        for name in ("donor_host_bytes", "donor_device_bytes", "donor_min_new_tokens", "latency_budget_ms"):
+        for name in (
+            "donor_host_bytes",
+            "donor_device_bytes",
+            "donor_min_new_tokens",
+            "latency_budget_ms",
+            "step_work_ms",
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
                 raise ConfigError(f"{name}={value!r} is not a number of 0 or more", hint="see docs/guides/vllm.md")
         for name, kind in (
             ("receipts", bool),
             ("require_cache_salt", bool),
+            ("share_equal_prompts", bool),
             ("thresholds", str),
             ("admin_socket", str),
         ):
             if not isinstance(getattr(self, name), kind):
                 wanted = "true or false" if kind is bool else "a path"
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not {wanted}", hint="see docs/guides/vllm.md")
+        if not self.step_work_ms:
+            raise ConfigError("step_work_ms=0 leaves loads no time", hint="40 is the default")
         if not self.config.strict_prefix_boundary:
             raise ConfigError(
                 "strict_prefix_boundary=0 hands spans to the engine, and vLLM's connectors can claim one prefix only",

@@ -63,36 +63,9 @@ def quality_settings(settings: ConnectorSettings, vllm_config: Any) -> QualitySe
         seam_tokens=settings.config.seam_tokens,
         layer_share=settings.config.layer_share,
         chunk_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
+        piece_ms=settings.step_work_ms / 2,
+        prefills=False,  # vLLM does that itself, in chunks between its other work
     )
-
-
-def may_queue_loads(vllm_config: Any) -> bool:
-    """Whether the verdict on a load of mode fast may be read after vLLM's step: on a GPU, where vLLM recovers from it.
-
-    vLLM recovers from a rejected load by computing the invalid blocks again. Two settings break that, and the answer
-    is then computed on rejected KV (vLLM issue 49250; 0 of 24 tokens right on an H200 with vLLM 0.26):
-
-    - async scheduling: the next step is already scheduled, and its placeholder tokens are not taken back;
-    - model runner V2: the worker keeps its own count of computed tokens, which does not go back.
-
-    There the verdict is read before the step. A setting that this version of vLLM does not tell counts as unsafe.
-    """
-    device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
-    return device == "cuda" and recovers_rejected_blocks(vllm_config)
-
-
-def recovers_rejected_blocks(vllm_config: Any) -> bool:
-    """Whether this vLLM computes blocks again correctly that are reported invalid after a step."""
-    scheduled_in_order = getattr(vllm_config.scheduler_config, "async_scheduling", None) is False
-    return scheduled_in_order and getattr(vllm_config, "use_v2_model_runner", None) is False
-
-
-def load_failure_policy(vllm_config: Any) -> str:
-    """vLLM's ``kv_load_failure_policy`` for blocks that even a plain pass of ours could not fill.
-
-    ``recompute`` where vLLM does that correctly. Otherwise ``fail``: an error is better than a wrong answer.
-    """
-    return "recompute" if recovers_rejected_blocks(vllm_config) else "fail"
 
 
 def make_worker_half(model: StockModel, settings: ConnectorSettings, vllm_config: Any) -> WorkerHalf:
@@ -103,7 +76,6 @@ def make_worker_half(model: StockModel, settings: ConnectorSettings, vllm_config
         quality_settings(settings, vllm_config),
         host_bytes=settings.donor_host_bytes,
         device_bytes=settings.donor_device_bytes,
-        queues=may_queue_loads(vllm_config),
         warm_up_model=model.warm_up,
     )
 

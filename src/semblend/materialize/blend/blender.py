@@ -5,9 +5,9 @@
     balanced   fast, watching what the question attends to; then reused tokens are computed again until the answer is
                expected to be close to a cold one (`repair`), or the prompt is prefilled in full
 
-`begin` queues mode fast on the device and `PendingBlend.finish` reads the verdict: an engine may queue its own work in
-between, if it can throw that away when the donor KV turns out to be wrong. `prepare` does both, for every mode.
-`place` only moves donor KV and checks it: the engine computes the rest with its own scheduler.
+`prepare` does it all at once. `prepare_in_pieces` stops every so often (``QualitySettings.piece_ms``), so that an
+engine can go on with what is running. `place` only moves donor KV and checks it: the engine computes the rest with its
+own scheduler.
 
 Nothing raises: a refusal or a failure is a `Decline`, and the caller computes the prompt from its exact prefix on.
 """
@@ -15,16 +15,15 @@ Nothing raises: a refusal or a failure is a `Decline`, and the caller computes t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import TypeVar
+from contextlib import ExitStack
+from dataclasses import replace
 
 from semblend.config import QUALITY_MODES
 from semblend.materialize.blend.blend_state import BlendState, Refused
 from semblend.materialize.blend.first_pass import two_passes_cost_more
-from semblend.materialize.blend.passes import PassRunner, PendingPass
-from semblend.materialize.blend.quality import Blended, OnPass, QualitySettings, Spliced, Target
+from semblend.materialize.blend.passes import PassRunner
+from semblend.materialize.blend.pieces import Pieces, finish
+from semblend.materialize.blend.quality import Blended, OnPass, QualitySettings, Rejected, Spliced, Target
 from semblend.materialize.blend.ranks import Ranks
 from semblend.materialize.blend.repair import Repair
 from semblend.materialize.contract import Model, find_runs
@@ -35,25 +34,13 @@ from semblend.materialize.kv.splice import splice
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 
 log = logging.getLogger("semblend.materialize")
-Result = TypeVar("Result")
 
-
-@dataclass(slots=True, eq=False)
-class PendingBlend:
-    """A prompt whose KV is being prepared; its donors are held until `finish`, which must be called once."""
-
-    blender: Blender
-    state: BlendState
-    pending: PendingPass
-    donors: ExitStack
-
-    def finish(self) -> Blended | Decline:
-        """Waits for our part of the work, not for what was queued behind it."""
-        return self.blender.finish(self)
+STAGED_BYTES = 256 << 20
+"""So much of a donor in host memory is brought to the device in one piece: about 10 ms of a bus."""
 
 
 class Blender:
-    """Prepares prompts one at a time in the cache of a model, from the KV that ``donor_kv`` keeps."""
+    """Prepares prompts in the cache of a model, from the KV that ``donor_kv`` keeps."""
 
     def __init__(self, model: Model, donor_kv: DonorKv, settings: QualitySettings | None = None) -> None:
         self.model, self.donor_kv = model, donor_kv
@@ -66,31 +53,40 @@ class Blender:
         self, target: Target, plan: ReusePlan, *, mode: str | None = None, on_pass: OnPass | None = None
     ) -> Blended | Decline:
         """Fills the slots of the whole prompt behind its exact prefix, or declines and leaves them undefined."""
-        asked = mode or self.settings.mode
-        if asked == "fast" and plan.spans:
-            begun = self.begin(target, plan, on_pass=on_pass)
-            return begun.finish() if isinstance(begun, PendingBlend) else begun
-        return _decline_failures(lambda: self._prepare(target, plan, asked, on_pass))
+        found = finish(self.prepare_in_pieces(target, plan, mode=mode, on_pass=on_pass))
+        assert not isinstance(found, Rejected), "an engine that prefills itself asks for pieces"
+        return found
 
-    def begin(self, target: Target, plan: ReusePlan, *, on_pass: OnPass | None = None) -> PendingBlend | Decline:
-        """Queues mode fast; a refusal that is known before anything is queued is a `Decline`, as from `prepare`."""
-        return _decline_failures(lambda: self._begin(target, plan, on_pass))
+    def prepare_in_pieces(
+        self, target: Target, plan: ReusePlan, *, mode: str | None = None, on_pass: OnPass | None = None
+    ) -> Pieces[Blended | Rejected | Decline]:
+        """The same, piece by piece. Slots are filled when it ends; donors are held until then, or until it is closed.
 
-    def finish(self, begun: PendingBlend) -> Blended | Decline:
-        """The verdict over a prompt that was begun; releases its donors."""
-        with begun.donors:
-            return _decline_failures(lambda: self._read_verdict(begun))
+        It is for the engine to see that nobody else writes or reads these slots meanwhile.
+        """
+        try:
+            return (yield from self._prepare(target, plan, mode or self.settings.mode, on_pass))
+        except Refused as refused:
+            return refused.decline
+        except Exception as error:
+            return _decline_failure(error)
 
     def place(self, target: Target, plan: ReusePlan) -> Spliced | Decline:
         """Moves donor KV into place and checks it, computing nothing: for an engine that computes the gaps itself."""
-        return _decline_failures(lambda: self._place(target, plan))
+        try:
+            return self._place(target, plan)
+        except Refused as refused:
+            return refused.decline
+        except Exception as error:
+            return _decline_failure(error)
 
     def _place(self, target: Target, plan: ReusePlan) -> Spliced:
         if not self.model.capabilities.native_spans:
             raise Refused(DeclineReason.UNSUPPORTED_MODE, "this engine takes one prefix-shaped range, not spans")
         self._require_observers("fast")
         state = BlendState.of(target, plan, self.model.device, spans=plan.spans)
-        with self._load(state):
+        with ExitStack() as held:
+            finish(self._load(state, held))
             canary = self._passes.check_donor_kv(state)
         state.computed[state.first_rows(self.settings)] = True
         held = state.stale
@@ -109,38 +105,30 @@ class Blender:
             load_ms=state.load_ms,
         )
 
-    def _begin(self, target: Target, plan: ReusePlan, on_pass: OnPass | None) -> PendingBlend:
-        self._require_observers("fast")
-        state = BlendState.of(target, plan, self.model.device, spans=plan.spans)
-        state.on_pass = on_pass
-        rows = state.first_rows(self.settings)
-        with ExitStack() as donors:
-            donors.enter_context(self._load(state))
-            pending = self._passes.queue(state, "fast", rows, None, check=True)
-            return PendingBlend(self, state, pending, donors.pop_all())
-
-    def _read_verdict(self, begun: PendingBlend) -> Blended:
-        self._passes.finish(begun.state, begun.pending)
-        return self._make_result(begun.state, "fast")
-
-    def _prepare(self, target: Target, plan: ReusePlan, mode: str, on_pass: OnPass | None) -> Blended:
-        """Modes exact and balanced, and plans without spans."""
+    def _prepare(
+        self, target: Target, plan: ReusePlan, mode: str, on_pass: OnPass | None
+    ) -> Pieces[Blended | Rejected]:
         if mode not in QUALITY_MODES:
             raise Refused(DeclineReason.UNSUPPORTED_MODE, f"quality mode {mode!r} is unknown")
         state = BlendState.of(target, plan, self.model.device, spans=() if mode == "exact" else plan.spans)
         state.on_pass = on_pass
         if not state.spans:
-            self._passes.prefill(state)
+            yield from self._passes.prefill(state)
             return self._make_result(state, "exact")
         self._require_observers(mode)
-        first = state.first_rows(self.settings)
-        if why := two_passes_cost_more(first, state.spans, len(state.tokens) - state.exact, self.settings):
-            raise Refused(DeclineReason.BELOW_BREAK_EVEN, why)
-        watch = AttentionMass()
-        with self._load(state):
-            self._passes.compute(state, "fast", first, watch, check=True)
+        first, watch = state.first_rows(self.settings), None
+        if mode == "balanced":
+            if why := two_passes_cost_more(first, state.spans, len(state.tokens) - state.exact, self.settings):
+                raise Refused(DeclineReason.BELOW_BREAK_EVEN, why)
+            watch = AttentionMass()
+        with ExitStack() as held:
+            yield from self._load(state, held)
+            yield from self._passes.compute(state, "fast", first, watch, check=True)
+        if watch is None:
+            return self._make_result(state, "fast")
         state.mass = self._ranks.read(watch.mass)
-        return self._make_result(state, self._repair.repair(state))
+        decision = yield from self._repair.repair(state)
+        return self._reject(state) if decision == "rejected" else self._make_result(state, decision)
 
     def _require_observers(self, mode: str) -> None:
         if not self.model.capabilities.observers:
@@ -148,21 +136,47 @@ class Blender:
                 DeclineReason.UNSUPPORTED_MODE, f"mode {mode} checks donor KV, and this engine lets nobody look on"
             )
 
-    @contextmanager
-    def _load(self, state: BlendState) -> Iterator[None]:
-        """Queues donor KV into the prompt's slots; donors are held until the body has waited for the device."""
-        with ExitStack() as held:
-            problem: Exception | None = None
+    def _load(self, state: BlendState, held: ExitStack) -> Pieces[None]:
+        """Queues donor KV into the prompt's slots; donors are held until ``held`` ends, behind a wait for the device.
+
+        All ranks take as many pieces, whatever becomes of one rank's.
+        """
+        problem: Exception | None = None
+        moves: list[Move] = []
+        try:
+            moves = self._find_moves(state, held)
+        except Exception as error:
+            problem = error
+        for group in self._group_moves(moves):
             try:
-                splice(self._find_moves(state, held), self.model.layout, self.model.rope, check_slots=False)
+                splice(group, self.model.layout, self.model.rope, check_slots=False)
             except Exception as error:
+                problem = problem or error
                 if not self._ranks.several:
-                    raise
-                problem = error  # raised when every rank has heard of it
-            if self._ranks.several and self._ranks.mean(float(problem is not None)):
-                raise problem or Refused(DeclineReason.STALE, "another rank could not load its part of a donor")
-            state.load_ms = state.elapsed_ms
-            yield
+                    break
+            yield from self._passes.put_aside(state)
+        if self._ranks.several and self._ranks.mean(float(problem is not None)):
+            raise problem or Refused(DeclineReason.STALE, "another rank could not load its part of a donor")
+        if problem is not None:
+            raise problem
+        state.load_ms = state.elapsed_ms
+
+    def _group_moves(self, moves: list[Move]) -> list[list[Move]]:
+        """What is moved at once: everything, or, in pieces and from host memory, so much that it is a short while."""
+        device = self.model.device
+        if not self.settings.piece_ms or all(move.donor.k.device == device for move in moves):
+            return [moves]
+        groups: list[list[Move]] = [[]]
+        room = most = max(1, STAGED_BYTES // max(1, _count_token_bytes(moves[0])))
+        for move in moves:
+            for start in range(0, move.length, most):
+                part = _cut(move, start, min(most, move.length - start))
+                if part.length > room:
+                    groups.append([])
+                    room = most
+                groups[-1].append(part)
+                room -= part.length
+        return groups
 
     def _find_moves(self, state: BlendState, held: ExitStack) -> list[Move]:
         """The spans with their donors, which are held until ``held`` ends."""
@@ -193,6 +207,17 @@ class Blender:
         doubtful = state.stale if self.settings.refresh else state.reused
         return int(doubtful[0]) if len(doubtful) else len(state.tokens)
 
+    def _reject(self, state: BlendState) -> Rejected:
+        return Rejected(
+            exact_until=int(state.reused[0]),
+            risk=state.risk,
+            escalations=state.escalations,
+            canary=state.canary,
+            load_ms=state.load_ms,
+            compute_ms=sum(one.ms for one in state.passes),
+            work=state.count_work(self.model.layout.layers, self.settings.pass_rows),
+        )
+
     def _make_result(self, state: BlendState, decision: str) -> Blended:
         if state.tail is None:
             raise Refused(DeclineReason.ERROR, "nothing was computed")
@@ -218,12 +243,19 @@ class Blender:
         )
 
 
-def _decline_failures(work: Callable[[], Result]) -> Result | Decline:
-    """What ``work`` returns, or a decline: the border of reuse, where a failure costs time and never the request."""
-    try:
-        return work()
-    except Refused as refused:
-        return refused.decline
-    except Exception as error:
-        log.warning("reuse failed, the prompt is computed cold: %s", error, exc_info=True)
-        return Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}".splitlines()[0])
+def _count_token_bytes(move: Move) -> int:
+    """Bytes of one token's keys and values in all layers."""
+    k = move.donor.k
+    return 2 * k.shape[0] * k.shape[2] * k.shape[3] * k.element_size()
+
+
+def _cut(move: Move, start: int, length: int) -> Move:
+    """A part of a move."""
+    slots = move.target_slots[start : start + length]
+    return replace(move, donor_start=move.donor_start + start, length=length, target_slots=slots)
+
+
+def _decline_failure(error: Exception) -> Decline:
+    """The border of reuse: a failure costs time and never the request."""
+    log.warning("reuse failed, the prompt is computed cold: %s", error, exc_info=True)
+    return Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}".splitlines()[0])

@@ -10,14 +10,14 @@ tokens chosen is a cold prefill.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from semblend.materialize.blend.blend_state import BlendState, Refused
+from semblend.materialize.blend.pieces import Pieces
 from semblend.materialize.blend.quality import Pass, QualitySettings
 from semblend.materialize.blend.ranks import Ranks
 from semblend.materialize.contract import QUESTION_ROWS, Model, Observer, Rows, StopPass
@@ -26,69 +26,50 @@ from semblend.materialize.gate.risk import bound_risk, next_token_kl
 from semblend.plan.reuse_plan import DeclineReason
 from semblend.plan.selection import Positions
 
-
-@dataclass(slots=True, eq=False)
-class PendingPass:
-    """A pass that was queued. ``verdict`` will hold the canary's error and whether all logits are finite."""
-
-    name: str
-    rows: Positions
-    tail: Tensor
-    verdict: Tensor
-    checked: bool
-    started: float
-    done: Any  # an event behind the copy of the verdict; None where nothing is queued
+LEAST_PIECE_ROWS = 128
+"""A piece is not smaller: the work of fewer rows would hide in what starting them costs."""
 
 
 class PassRunner:
-    """Runs passes of one prompt at a time through a model; remembers how fast they were."""
+    """Runs passes of one prompt at a time through a model; remembers how fast they were.
+
+    Passes are `Pieces`: with ``settings.piece_ms`` they stop after about so much work, when the device has done it.
+    """
 
     def __init__(self, model: Model, settings: QualitySettings, ranks: Ranks) -> None:
         self.model, self.settings, self.ranks = model, settings, ranks
         self.prompts_checked = 0
         self._rows_per_ms = 0.0
+        self._piece_rate = 0.0  # rows per millisecond of the pieces done last
 
     def compute(
         self, state: BlendState, name: str, rows: Positions, observer: Observer | None, *, check: bool = False
-    ) -> float:
+    ) -> Pieces[float]:
         """Runs the rows and waits; returns how far the next-token distribution moved, in nats.
 
         ``check``: the canary looks at the donor KV. It is queued behind the pass, so that a GPU is not kept idle.
+        Raises `Refused` where the donor KV was wrong or the logits are not finite.
         """
-        return self.finish(state, self.queue(state, name, rows, observer, check=check))
-
-    def queue(
-        self, state: BlendState, name: str, rows: Positions, observer: Observer | None, *, check: bool = False
-    ) -> PendingPass:
-        """Queues the pass, its logits and its checks; nobody waits for the device."""
-        started = time.perf_counter()
-        hidden = self.run_layers(state, name, rows, observer, layers=self.model.layout.layers)
+        began, started = state.elapsed_ms, time.perf_counter()
+        hidden = yield from self.run_layers(state, name, rows, observer, layers=self.model.layout.layers)
         if hidden is None:
             raise Refused(DeclineReason.ERROR, f"the pass {name!r} ended early")
         tail = self.model.logits(hidden)
-        error = self._measure_canary(state).to(tail.device) if check else torch.zeros((), device=tail.device)
-        verdict, done = _copy_to_host(torch.stack((error.float(), tail.isfinite().all().float())))
-        return PendingPass(name, rows, tail, verdict, check, started, done)
-
-    def finish(self, state: BlendState, pending: PendingPass) -> float:
-        """Waits for a queued pass, not for what was queued behind it, and takes its result into the state.
-
-        Raises `Refused` where the donor KV was wrong or the logits are not finite.
-        """
-        if pending.done is not None:
-            pending.done.synchronize()
-        error, finite = pending.verdict.tolist()
-        ms = (time.perf_counter() - pending.started) * 1e3
+        canary = self._measure_canary(state).to(tail.device) if check else torch.zeros((), device=tail.device)
+        error, finite = torch.stack((canary.float(), tail.isfinite().all().float())).tolist()
+        ms = state.elapsed_ms - began
+        if not self._piece_rate:
+            self._note_rate(len(rows), started)
         # Small passes are slower a row than large ones: the best rate seen foretells a large one.
-        self._rows_per_ms = max(self._rows_per_ms * 0.98, len(pending.rows) / max(ms, 1e-6))
-        if pending.checked:
+        self._rows_per_ms = max(self._rows_per_ms, len(rows) / max(ms, 1e-6))
+        if check:
             state.canary = self._check_canary(bound_risk(error))
         if not finite:
             # NaN reaches rows before it too (0 x NaN behind a mask), so no further pass of ours can mend it.
-            raise Refused(DeclineReason.VALIDATION_FAILED, f"logits after the pass {pending.name!r} are not numbers")
-        before, state.tail = state.tail, pending.tail
+            raise Refused(DeclineReason.VALIDATION_FAILED, f"logits after the pass {name!r} are not numbers")
+        before, state.tail = state.tail, tail
         moved = 0.0 if before is None else next_token_kl(state.tail[-1], before[-1])
-        state.computed[pending.rows] = True
+        state.computed[rows] = True
         state.first_tail = state.tail if before is None else state.first_tail
         state.passes[-1] = replace(state.passes[-1], ms=ms, kl=None if before is None else moved)
         if state.on_pass is not None:
@@ -97,28 +78,45 @@ class PassRunner:
 
     def run_layers(
         self, state: BlendState, name: str, rows: Positions, observer: Observer | None, layers: int
-    ) -> Tensor | None:
+    ) -> Pieces[Tensor | None]:
         """Runs the rows in chunks, ascending, so that each sees what the one before wrote.
 
         Returns the hidden states of the prompt's last tokens, None where the observer stopped the pass. The question
-        stays in one chunk. Nobody waits.
+        stays in one chunk. Nobody waits for the last one.
         """
-        started, hidden = time.perf_counter(), None
-        for chunk in self._split(rows):
+        began, hidden = state.elapsed_ms, None
+        chunks = self._split(rows, layers)
+        for chunk in chunks:
+            started = time.perf_counter()
             try:
                 hidden = self.model.forward(self._make_rows(state, torch.from_numpy(chunk)), observer)
             except StopPass:
                 hidden = None
+            if chunk is not chunks[-1] and self.settings.piece_ms:
+                self._wait_for_device()
+                self._note_rate(len(chunk) * layers / self.model.layout.layers, started)
+                yield from self.put_aside(state)
         if hidden is not None:
             hidden = hidden[-self._tail_rows(state) :].clone()
-        ms = (time.perf_counter() - started) * 1e3
-        state.passes.append(Pass(name, len(rows), int((rows + 1).sum()), layers, ms))
+        state.passes.append(Pass(name, len(rows), int((rows + 1).sum()), layers, state.elapsed_ms - began))
         return hidden
 
-    def prefill(self, state: BlendState) -> None:
+    def put_aside(self, state: BlendState) -> Pieces[None]:
+        """The end of a piece, if work goes in pieces: waits for the device, and lets the engine do something else.
+
+        Only then is it known how long the piece took. What the engine does meanwhile is no time of this request.
+        """
+        if not self.settings.piece_ms:
+            return
+        self._wait_for_device()
+        since = time.perf_counter()
+        yield
+        state.started += time.perf_counter() - since
+
+    def prefill(self, state: BlendState) -> Pieces[None]:
         """Computes everything from the first donor token on: a cold prefill over what lies before it."""
         rows = np.arange(len(state.tokens) - self.prefill_rows(state), len(state.tokens))
-        self.compute(state, "prefill", rows, None)
+        yield from self.compute(state, "prefill", rows, None)
 
     def prefill_rows(self, state: BlendState) -> int:
         """How many rows a full prefill has to compute now."""
@@ -137,15 +135,32 @@ class PassRunner:
         """The canary alone, waited for; raises `Refused` where the donor KV is wrong."""
         return self._check_canary(bound_risk(float(self._measure_canary(state))))
 
-    def _split(self, rows: Positions) -> list[Positions]:
+    def _split(self, rows: Positions, layers: int) -> list[Positions]:
         """The rows as one pass takes them: in chunks, and run by run for a model that cannot take scattered rows."""
-        size, chunks = self.settings.chunk_tokens, []
+        size, chunks = self._choose_chunk_rows(layers), []
         for start in range(0, max(1, len(rows) - QUESTION_ROWS), size):
             last = start + size + QUESTION_ROWS >= len(rows)
             chunks.append(rows[start:] if last else rows[start : start + size])
         if self.model.capabilities.scattered_rows:
             return chunks
         return [part for chunk in chunks for part in np.split(chunk, np.flatnonzero(np.diff(chunk) != 1) + 1)]
+
+    def _choose_chunk_rows(self, layers: int) -> int:
+        """Rows of a chunk: as many as a piece has time for, by the pieces done last; all ranks choose alike."""
+        if not self.settings.piece_ms:
+            return self.settings.chunk_tokens
+        rate = self.ranks.mean(self._piece_rate) * self.model.layout.layers / layers
+        return max(LEAST_PIECE_ROWS, min(self.settings.chunk_tokens, int(rate * self.settings.piece_ms)))
+
+    def _note_rate(self, rows: float, started: float) -> None:
+        """So many rows through all layers are done; a few of them say nothing about many."""
+        rate = rows / max((time.perf_counter() - started) * 1e3, 1e-6)
+        if rows >= LEAST_PIECE_ROWS:
+            self._piece_rate = (self._piece_rate + rate) / 2 if self._piece_rate else rate
+
+    def _wait_for_device(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.current_stream(self.model.device).synchronize()
 
     def _make_rows(self, state: BlendState, at: Tensor) -> Rows:
         """Rows at these positions. They come from the host, so that asking where they are is no wait for a GPU.
@@ -176,14 +191,3 @@ class PassRunner:
                 f"layer-0 KV from donors is off by {error:.3g} of its size, at most {tolerance:g} is rounding",
             )
         return error
-
-
-def _copy_to_host(values: Tensor) -> tuple[Tensor, Any]:
-    """The values on the host and an event to wait for; None where they are there already."""
-    if values.device.type != "cuda":
-        return values, None
-    there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    there.copy_(values, non_blocking=True)
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record()
-    return there, done

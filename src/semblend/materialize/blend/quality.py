@@ -51,6 +51,8 @@ class QualitySettings:
     ``layer_share``: where deviation is measured, all reused tokens are computed through the leading layers of a bathtub
     schedule with this share of the layers (`semblend.plan.layers`), and these layers are exact then; 0 only looks.
     ``pass_rows``: what a pass costs beside its rows, in rows (`semblend.materialize.blend.pass_cost`); 0: not measured.
+    ``piece_ms``: work stops after about so many milliseconds, so that an engine can do something else; 0: it does not.
+    ``prefills`` off: a prompt that is to be prefilled in full is `Rejected`, because the engine does that better.
     ``refresh`` off leaves repaired tokens and gaps of earlier passes as they are: cheaper, and less exact.
     """
 
@@ -71,6 +73,8 @@ class QualitySettings:
     layer_share: float = 0.0
     chunk_tokens: int = 8192
     pass_rows: int = 0
+    piece_ms: float = 0.0
+    prefills: bool = True
     canary_tolerance: float | None = None
 
     def __post_init__(self) -> None:
@@ -134,6 +138,23 @@ class Blended:
     def approximate(self) -> bool:
         """Whether any KV of the prompt may differ from a cold prefill's."""
         return self.exact_until < self.exact_tokens + self.reused_tokens + self.recomputed_tokens + self.prefill_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A prompt that the gate wants prefilled in full, and that the engine prefills itself.
+
+    KV before ``exact_until`` is what a cold prefill computes. ``work`` is what the passes so far have cost, as a share
+    of a cold prefill; the prefill comes on top.
+    """
+
+    exact_until: int
+    risk: float | None
+    escalations: int
+    canary: float | None
+    load_ms: float
+    compute_ms: float
+    work: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)

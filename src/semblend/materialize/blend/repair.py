@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from semblend.materialize.blend.blend_state import BlendState, Refused
 from semblend.materialize.blend.passes import PassRunner
+from semblend.materialize.blend.pieces import Pieces
 from semblend.materialize.blend.quality import Step
 from semblend.materialize.gate.observers import AttentionMass, KvDeviation, LateAttentionMass, RepairedDeviation
 from semblend.materialize.gate.risk import RiskFeatures, compute_entropy, next_token_kl
@@ -31,11 +32,15 @@ class Repair:
     def __init__(self, passes: PassRunner) -> None:
         self._passes, self._settings, self._ranks = passes, passes.settings, passes.ranks
 
-    def repair(self, state: BlendState) -> str:
-        """Repairs until the next-token distribution stands still, time is up, or all is computed; returns which."""
+    def repair(self, state: BlendState) -> Pieces[str]:
+        """Repairs until the next-token distribution stands still, time is up, or all is computed; returns which.
+
+        "rejected" where only a full prefill is left to do, and the engine does that itself.
+        """
         settings, passes = self._settings, self._passes
-        for number, step in enumerate(self._choose_steps(state)):
-            chosen = self._choose_tokens(state, step)
+        steps = yield from self._choose_steps(state)
+        for number, step in enumerate(steps):
+            chosen = yield from self._choose_tokens(state, step)
             if not len(chosen):  # this step adds nothing to what is computed already
                 continue
             rows = self._add_affected(state, chosen)
@@ -48,7 +53,8 @@ class Repair:
                 break
             state.escalations += number > 0
             watch = None if step is settings.steps[-1] else LateAttentionMass()
-            state.risk = self._run_step(state, step, chosen, rows, watch)
+            yield from passes.put_aside(state)
+            state.risk = yield from self._run_step(state, step, chosen, rows, watch)
             if state.risk <= settings.thresholds.after(step.percent):
                 return "accepted"
             if watch is not None:
@@ -58,10 +64,13 @@ class Repair:
         if settings.over_budget == "accept" and not passes.is_affordable(state, passes.prefill_rows(state)):
             return "over_budget"
         state.escalations += 1
-        passes.prefill(state)
+        if not settings.prefills:
+            return "rejected"
+        yield from passes.put_aside(state)
+        yield from passes.prefill(state)
         return "prefill"
 
-    def _choose_steps(self, state: BlendState) -> tuple[Step, ...]:
+    def _choose_steps(self, state: BlendState) -> Pieces[tuple[Step, ...]]:
         """The steps that are worth their work, by how far off the donor KV is that the question attends to most."""
         if not self._settings.thresholds.glances or state.mass is None:
             return self._settings.steps
@@ -70,7 +79,8 @@ class Repair:
         if not len(most):
             return ()
         observer = KvDeviation(layer=1)
-        self._passes.run_layers(state, "glance", most, observer, layers=1)
+        yield from self._passes.put_aside(state)
+        yield from self._passes.run_layers(state, "glance", most, observer, layers=1)
         deviation = float(np.average(self._ranks.read(observer.relative), weights=state.mass[most] + 1e-12))
         state.glance = deviation
         first = self._settings.thresholds.first_step(deviation)
@@ -78,12 +88,12 @@ class Repair:
 
     def _run_step(
         self, state: BlendState, step: Step, chosen: Positions, rows: Positions, watch: AttentionMass | None
-    ) -> float:
+    ) -> Pieces[float]:
         """Computes the rows; returns the divergence from cold that an answer is expected to have now, in nats."""
         mass, stale = state.mass, np.isin(rows, state.stale)
         observer = RepairedDeviation(watch)
         state.repaired += len(chosen)
-        settled = self._passes.compute(state, f"repair {step.percent} %", rows, observer)
+        settled = yield from self._passes.compute(state, f"repair {step.percent} %", rows, observer)
         if state.tail is None or state.first_tail is None or mass is None:
             raise Refused(DeclineReason.ERROR, "a repair without a look before it")
         state.features = RiskFeatures(
@@ -94,25 +104,26 @@ class Repair:
         )
         return self._ranks.mean(self._settings.thresholds.expect(step.percent, state.features))
 
-    def _choose_tokens(self, state: BlendState, step: Step) -> Positions:
+    def _choose_tokens(self, state: BlendState, step: Step) -> Pieces[Positions]:
         """The next tokens to repair, so that steps have chosen ``percent`` of the reused in all."""
         stale = state.stale
         count = min(len(stale), round(step.percent / 100 * len(state.reused)) - state.repaired)
         if count <= 0 or state.mass is None:
             return stale[:0]
         if step.rule in ("attended_and_deviating", "cacheblend") and state.deviation is None:
-            state.deviation = self._measure_deviation(state, squared=step.rule == "cacheblend")
+            state.deviation = yield from self._measure_deviation(state, squared=step.rule == "cacheblend")
         deviation = np.zeros(len(stale)) if state.deviation is None else state.deviation[stale]
         seed = self._passes.prompts_checked
         scores = Scores(stale, state.mass[stale], deviation, state.spans, seed, count / len(stale))
         return SELECTIONS[step.rule](scores)
 
-    def _measure_deviation(self, state: BlendState, *, squared: bool) -> npt.NDArray[np.floating[Any]]:
+    def _measure_deviation(self, state: BlendState, *, squared: bool) -> Pieces[npt.NDArray[np.floating[Any]]]:
         """Deviation above the first layers of all tokens that still are a donor's; zero elsewhere."""
         layers = self._passes.model.layout.layers
         depth = min(max(1, LayerSchedule.bathtub(layers, self._settings.layer_share).leading), layers - 1)
         observer = KvDeviation(layer=depth)
-        self._passes.run_layers(state, "deviation", state.stale, observer, layers=depth)
+        yield from self._passes.put_aside(state)
+        yield from self._passes.run_layers(state, "deviation", state.stale, observer, layers=depth)
         found = np.zeros(len(state.tokens))
         found[state.stale] = self._ranks.read(observer.squared if squared else observer.relative)
         return found

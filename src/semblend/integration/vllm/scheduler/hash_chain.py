@@ -1,20 +1,19 @@
-"""Approximate KV must never be found as exact: two locks on vLLM's prefix cache.
+"""Approximate KV must never be found as exact: the chain of hashes by which vLLM finds blocks.
 
-vLLM finds blocks by a chain of hashes that it keeps with each request, and enters a request's blocks under them when it
-allocates them, before our connector has written a byte. So
+vLLM keeps the chain with each request and enters a request's blocks under it when their KV is complete. So before that
+the hashes from the first approximate block on are replaced by ones that only requests with the same salt have (`salt`).
+Hashes of later blocks, those of the answer too, are made from the ones before, and so are salted. Two more things keep
+others away: the answer's blocks do not enter the cache at all (`keep_out`), and what vLLM announces of these blocks is
+taken back, because a router would read tokens from it, not hashes (`silence`).
 
-1. before the allocation the hashes from the first approximate block on are replaced by ones that no other request can
-   have (`salt`). Hashes of later blocks, those of the answer too, are made from the ones before, and so are salted;
-2. after it, blocks that went in all the same are taken out, none of this request goes in later, and the events that
-   announced them are withdrawn, because a router would read tokens from them, not hashes (`withdraw`).
-
-If the request is not admitted after all, or starts again after a preemption, `restore` gives it its own hashes back.
+If the request turns out to be computed exactly, or starts again, `restore` gives it its own hashes back.
 """
 
 from __future__ import annotations
 
+import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +30,13 @@ class Salted:
     hasher: Any
 
 
-def salt(request: Any, first: int) -> Salted:
-    """Make the request's hashes from index ``first`` on its own, those of blocks that are not full yet included."""
+def salt(request: Any, first: int, key: bytes | None = None) -> Salted:
+    """Make the request's hashes from index ``first`` on its own, those of blocks that are not full yet included.
+
+    With a ``key`` equal hashes become equal ones, for whoever has the same key. It has to be a secret.
+    """
     kept, hasher = tuple(request.block_hashes[first:]), request._block_hasher
-    request.block_hashes[first:] = _unheard_of(kept)
+    request.block_hashes[first:] = _unheard_of(kept) if key is None else _encrypt(kept, key)
     if not kept and hasher is not None:  # the first approximate block fills up later: its parent's hash is an exact one
         request._block_hasher = lambda asked: _unheard_of(hasher(asked))
     return Salted(first, kept, hasher)
@@ -54,23 +56,43 @@ def _unheard_of(hashes: Sequence[bytes]) -> list[bytes]:
     return [drawn[at : at + size] for at in range(0, len(drawn), size)] if size else []
 
 
-def withdraw(
-    pool: Any, cached_counts: Sequence[dict[str, int]], request_id: str, first_block: int, block_ids: list[int]
-) -> None:
-    """Take the request's blocks from ``first_block`` on out of the prefix cache, and keep its later ones out.
+def _encrypt(hashes: Sequence[bytes], key: bytes) -> list[bytes]:
+    """Each with its part of a stream that only the key gives: as hard to guess as the key, and equal for equal ones."""
+    whole = b"".join(hashes)
+    if not whole:
+        return []
+    stream = hashlib.shake_256(key).digest(len(whole))
+    mixed = (int.from_bytes(whole, "big") ^ int.from_bytes(stream, "big")).to_bytes(len(whole), "big")
+    size = len(hashes[0])
+    return [mixed[at : at + size] for at in range(0, len(mixed), size)]
+
+
+def keep_out(pool: Any, cached_counts: Sequence[dict[str, int]], request_id: str, block_ids: Iterable[int]) -> None:
+    """Take blocks of a request out of the prefix cache, and keep its later ones out.
 
     ``cached_counts`` are vLLM's books of how many blocks of each request are in the cache; without them (before 0.30)
-    later blocks still go in, under salted hashes that nobody finds, and have to be withdrawn again.
+    later blocks still go in, under salted hashes that nobody finds, and have to be taken out again.
     """
     if not pool.enable_caching:
         return
-    hashes = {bytes(h) for b in block_ids[first_block:] if (h := pool.blocks[b].block_hash) is not None}
-    pool.evict_blocks(set(block_ids[first_block:]))
+    pool.evict_blocks(set(block_ids))
     for counts in cached_counts:
         counts[request_id] = _NEVER_AGAIN
+
+
+def silence(pool: Any, hashes: set[bytes]) -> None:
+    """Take back what vLLM is about to announce of blocks with these hashes, as the pool or a request has them."""
     events = pool.kv_event_queue
-    if events:
+    if events and hashes:
         events[:] = [kept for event in events if (kept := _drop_blocks(event, hashes)) is not None]
+
+
+def list_hashes(pool: Any, request: Any, first_hash: int, block_ids: Iterable[int]) -> set[bytes]:
+    """Hashes of these blocks in the pool, and of a request from an index on, without the number of the cache group."""
+    kept = (pool.blocks[block].block_hash for block in block_ids)
+    # The pool appends the number of the cache group, 4 bytes, to its keys.
+    found = {bytes(h)[:-4] for h in kept if h is not None}
+    return found if request is None else found | {bytes(h) for h in request.block_hashes[first_hash:]}
 
 
 def _drop_blocks(event: Any, hashes: set[bytes]) -> Any:
@@ -78,10 +100,9 @@ def _drop_blocks(event: Any, hashes: set[bytes]) -> Any:
     listed = getattr(event, "block_hashes", None)
     if not listed or not hashes:
         return event
-    # Events carry 64 bits of a hash or all of it; the pool appends the number of the cache group, 4 bytes, to its keys.
-    salted = {h[:-4] for h in hashes}
-    numbers = {int.from_bytes(h, "big") & ((1 << 64) - 1) for h in salted}
-    keep = [i for i, h in enumerate(listed) if (h not in salted if isinstance(h, bytes) else h not in numbers)]
+    # Events carry 64 bits of a hash or all of it.
+    numbers = {int.from_bytes(h, "big") & ((1 << 64) - 1) for h in hashes}
+    keep = [i for i, h in enumerate(listed) if (h not in hashes if isinstance(h, bytes) else h not in numbers)]
     if len(keep) == len(listed):
         return event
     if not keep:

@@ -17,7 +17,7 @@ def build_vllm_receipt(
 ) -> Receipt:
     """Build the receipt of a request whose first token is out; ``decision`` is what the worker was told to do.
 
-    Only a claimed request counts what the worker reported; a load that failed counts no tokens.
+    A load that failed counts no tokens.
     """
     facts = RequestFacts(
         request_id=record.request.request_id,
@@ -31,7 +31,7 @@ def build_vllm_receipt(
         lookup_ms=record.lookup_ms,
         ttft_ms=ttft_ms,
     )
-    loaded = record.loaded if record.claimed else None
+    loaded = record.loaded
     if loaded is None:
         return build_receipt(facts)
     if loaded.failed:

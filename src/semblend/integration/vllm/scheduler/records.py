@@ -37,12 +37,27 @@ def name_weights(facts: EngineFacts, digest: str) -> EngineFacts:
 
 
 @dataclass(slots=True)
+class Share:
+    """Approximate blocks of one prompt; ``loaded`` is None while they are being filled for request ``owner``."""
+
+    prompt: bytes
+    key: bytes
+    owner: str
+    plan: ReusePlan
+    loaded: Loaded | None = None
+
+
+@dataclass(slots=True)
 class Record:
     """One request while it is with us.
 
     ``declined``: why a request of its kind is computed without us; None when it is not. It is found once, when the
     request arrives: connectors between engines clear their flags in the request after they have loaded it.
     ``in_vain``: why a reuse is expected to be in vain. vLLM may ask for a request in many steps; it is judged once.
+    ``ordered``: the plan as the worker has it, or had for the equal prompt whose blocks this one shares.
+    ``share``: the blocks of an equal prompt that it looks for, or has; it found ``found_tokens``.
+    ``filled``: its load is complete, or the blocks that it shares are. ``entered``: and vLLM has them in its prefix
+    cache. ``rejected``: never claimed again.
     """
 
     request: Any
@@ -54,10 +69,20 @@ class Record:
     claim_end: int = 0
     seen_epoch: int = -1
     lookup_ms: float | None = None
+    name: bytes | None = None
     salted: Salted | None = None
+    own_hashes: frozenset[bytes] = frozenset()
+    first_block: int = 0
+    kept_out: int = 0
     block_ids: list[int] | None = None
-    withdrawn: int = 0
     admitted: bool = False
+    ordered: ReusePlan | None = None
+    loading: bool = False
+    filled: bool = False
+    entered: bool = False
+    share: Share | None = None
+    found_tokens: int = 0
+    rejected: bool = False
     served: bool = False
     captured: bool = False
     restarted: bool = False
@@ -71,18 +96,25 @@ class Record:
     def claimed(self) -> bool:
         return self.claim_end > 0
 
+    @property
+    def exact_end(self) -> int:
+        """Exact KV ends where moved KV begins."""
+        if self.salted is not None and self.ordered is not None:
+            return self.ordered.spans[0].target_start
+        return len(self.prompt)
+
 
 def learn_from(record: Record, outcomes: OutcomeMemory) -> None:
     """Tell the memory what a load of mode balanced has cost."""
-    plan, loaded = record.decision, record.loaded
-    if record.claimed and record.mode == "balanced" and isinstance(plan, ReusePlan) and loaded is not None:
+    plan, loaded = record.ordered, record.loaded
+    if record.mode == "balanced" and plan is not None and loaded is not None and record.share is None:
         outcomes.learn(plan, record.prompt.namespace, work=loaded.work, declined=loaded.reason)
 
 
-def iterate_scheduled(output: Any, records: Mapping[str, Record]) -> Iterator[tuple[str, int, bool]]:
-    """``(request, tokens computed before this step, whether it was admitted in this step)``; keeps block tables."""
+def iterate_scheduled(output: Any, records: Mapping[str, Record]) -> Iterator[tuple[str, int]]:
+    """``(request, tokens computed before this step)``; keeps block tables."""
     for new in output.scheduled_new_reqs:
-        yield new.req_id, new.num_computed_tokens, True
+        yield new.req_id, new.num_computed_tokens
     cached = output.scheduled_cached_reqs
     rows = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
     for request_id, computed, new_blocks in rows:
@@ -90,4 +122,4 @@ def iterate_scheduled(output: Any, records: Mapping[str, Record]) -> Iterator[tu
         resumed = request_id in cached.resumed_req_ids
         if record is not None and record.block_ids is not None and new_blocks and not resumed:
             record.block_ids.extend(new_blocks[0])
-        yield request_id, computed, resumed
+        yield request_id, computed

@@ -1,8 +1,9 @@
 """The half that lives beside vLLM's worker: it copies donor KV out, and brings it back to other positions.
 
-    load      donor KV into the request's blocks, then what has to be computed, by the stock model, watched by the gate.
-              Whatever goes wrong, the request's blocks are filled by a plain pass over all its tokens, before vLLM's
-              forward pass of the step; if that fails too, vLLM is told that the blocks are invalid
+    load      donor KV into the request's blocks, then what has to be computed, by the stock model, watched by the gate;
+              piece by piece, a part of each step (`load_queue`), before the step's forward pass. A load that is refused
+              or fails is told as invalid blocks, in the step in which it ends: vLLM has computed nothing on them, and
+              prefills the prompt itself
     capture   after the step's forward pass: exact prompts become donors, in host memory, under a byte budget. On a GPU
               the copies are queued beside the next steps; a request that ends before its copy has arrived gives its
               blocks away, and the step that gets them is ordered behind the copy (`before_step`)
@@ -13,7 +14,6 @@ Nothing raises. What failed stands in the report.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -22,9 +22,12 @@ import torch
 
 from semblend.errors import CapacityError
 from semblend.integration.vllm.orders import Capture, Load, Loaded, Orders, Report
-from semblend.materialize.blend.blender import Blender, PendingBlend
-from semblend.materialize.blend.quality import Blended, Placed, QualitySettings
-from semblend.materialize.contract import Model, Rows, slots_of_blocks
+from semblend.integration.vllm.worker.load_queue import LoadQueue, Outcome
+from semblend.materialize.blend.blender import STAGED_BYTES, Blender
+from semblend.materialize.blend.pieces import Pieces
+from semblend.materialize.blend.quality import Blended, Placed, QualitySettings, Rejected
+from semblend.materialize.blend.ranks import Ranks
+from semblend.materialize.contract import Model, slots_of_blocks
 from semblend.materialize.donors.donor_kv import DonorKv
 from semblend.materialize.kv.host_memory import Arrival
 from semblend.materialize.kv.moves import Move
@@ -40,8 +43,7 @@ class WorkerHalf:
     The model's layout is asked for at the first use: vLLM's backend is not ready before. ``warm_up_model`` compiles
     what a first request would wait for.
 
-    ``queues``: loads of mode fast are left to the device and their verdict is read after the step. Only where vLLM
-    recovers from a verdict that late: see `semblend.integration.vllm.startup_checks.may_queue_loads`.
+    ``quality.piece_ms`` says how long a piece of a load takes.
     """
 
     def __init__(
@@ -52,7 +54,6 @@ class WorkerHalf:
         *,
         host_bytes: int,
         device_bytes: int = 0,
-        queues: bool = False,
         warm_up_model: Callable[[], None] = lambda: None,
     ) -> None:
         self._model, self._block_tokens, self._warm_up_model = model, block_tokens, warm_up_model
@@ -66,9 +67,9 @@ class WorkerHalf:
         )
         self.donor_kv.reserve(model.device)
         self._reading: dict[str, Arrival] = {}
-        self._queues = queues
-        self._under_way: list[tuple[Load, PendingBlend]] = []
         self._blenders: dict[str, Blender] = {}
+        self._loads = LoadQueue(self._begin, quality.piece_ms, agree=Ranks(model).mean, wait=self._wait_for_device)
+        self._finished: set[str] = set()
         self._report = Report()
         self._invalid: set[int] = set()
 
@@ -80,6 +81,8 @@ class WorkerHalf:
         if self._model.device.type != "cuda":
             return
         try:
+            # Taken once and left with torch's allocator: what donors in host memory are brought through, piece by piece.
+            torch.empty(STAGED_BYTES, dtype=torch.uint8, device=self._model.device)
             self._warm_up_model()
             self.donor_kv.capture("", 0, self._model.layout, torch.tensor([0]))
             donor = self.donor_kv.acquire("", 0)
@@ -101,38 +104,28 @@ class WorkerHalf:
             self._reading = {name: arrival for name, arrival in self._reading.items() if not arrival.query()}
 
     def load(self, orders: Orders) -> None:
-        """Before the step's forward pass."""
+        """Before the step's forward pass: the step's share of all loads under way."""
         for donor_id, generation in orders.drops:
             if self.donor_kv.holds(donor_id, generation):
                 self.donor_kv.drop(donor_id)
-        orders.drops = []  # a step calls us once before and, without loads, once after its forward pass
+        orders.drops = []
+        for request_id in orders.cancels:
+            if self._loads.cancel(request_id):
+                self._finished.add(request_id)  # vLLM keeps its blocks until it hears this
+        orders.cancels = []
         for load in orders.loads:
-            begun = self._begin(load)
-            if self._queues and isinstance(begun, PendingBlend):
-                self._under_way.append((load, begun))
-            else:
-                found = begun.finish() if isinstance(begun, PendingBlend) else begun
-                self._report.loaded[load.request_id] = self._settle(load, found)
+            self._loads.add(load)
         orders.loads = []
-
-    def finish_loads(self) -> None:
-        """After the step's forward pass was queued: what became of the loads that it was queued behind."""
-        under_way, self._under_way = self._under_way, []
-        for load, begun in under_way:
-            found = begun.finish()
+        for load, outcome in self._work(orders.work_ms):
+            self._finished.add(load.request_id)
             self._report.loaded[load.request_id] = (
-                _report_load(load, found) if isinstance(found, Blended) else self._give_up(load, found)
+                _report_load(load, outcome) if isinstance(outcome, Blended) else self._refuse(load, outcome)
             )
 
     def capture(self, orders: Orders) -> None:
         """After the step's forward pass."""
-        self.finish_loads()
         for order in orders.captures:
             key = (order.donor_id, order.generation)
-            loaded = self._report.loaded.get(order.donor_id)
-            if loaded is not None and loaded.failed:  # its blocks hold nothing to keep: vLLM computes them again
-                self._report.not_captured.add(key)
-                continue
             try:
                 self._capture(order)
                 self._report.captured.add(key)
@@ -152,9 +145,13 @@ class WorkerHalf:
         report, self._report = self._report, Report()
         return report or None
 
+    def take_finished(self) -> set[str]:
+        """Requests whose load is over, well or not: vLLM schedules them now, or frees their blocks if they ended."""
+        finished, self._finished = self._finished, set()
+        return finished
+
     def take_invalid_blocks(self) -> set[int]:
-        """Blocks that neither donors nor a pass of ours could fill: vLLM computes them."""
-        self.finish_loads()
+        """Blocks of loads that were refused: vLLM computes them."""
         invalid, self._invalid = self._invalid, set()
         return invalid
 
@@ -170,24 +167,20 @@ class WorkerHalf:
             self._blenders[mode] = Blender(self._model, self.donor_kv, quality)
         return self._blenders[mode]
 
-    def _begin(self, load: Load) -> PendingBlend | Blended | Decline:
-        """Start a load: mode fast is queued on the device as one piece of work, every other mode is done at once."""
+    def _work(self, budget_ms: float | None) -> list[tuple[Load, Outcome]]:
+        """What was finished in this step; whatever goes wrong, no request waits for its load forever."""
         try:
-            blender = self._get_blender(load.mode)
-            if load.mode == "fast":
-                return blender.begin(*self._place(load))
-            return blender.prepare(*self._place(load), mode=load.mode)
-        except Exception as error:  # the blender itself does not raise; what is around it may
-            log.warning("SemBlend: a load failed for %s: %s", load.request_id, error, exc_info=True)
-            return Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}")
+            return self._loads.work(budget_ms)
+        except Exception as error:
+            self._log_failure("materialize", error, "")
+            why = Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}")
+            return [(load, why) for load in self._loads.abandon()]
 
-    def _settle(self, load: Load, found: Blended | Decline) -> Loaded:
-        """Report a load that is right; fill the blocks of one that is not by a plain pass, before vLLM reads them."""
-        if isinstance(found, Blended):
-            return _report_load(load, found)
-        if found.reason is DeclineReason.ERROR:
-            self._report.errors.append(("materialize", found.detail, load.request_id))
-        return self._compute_cold(load, found)
+    def _begin(self, load: Load) -> Pieces[Outcome]:
+        if not load.spans:
+            return Decline(DeclineReason.ERROR, "the load could not be ordered")
+        blender = self._get_blender(load.mode)
+        return (yield from blender.prepare_in_pieces(*self._place(load), mode=load.mode))
 
     def _place(self, load: Load) -> tuple[Placed, ReusePlan]:
         context = slots_of_blocks(load.block_ids, self._block_tokens, load.plan_tokens, self._model.device)
@@ -195,44 +188,34 @@ class WorkerHalf:
         tokens = torch.from_numpy(np.array(load.tokens, dtype=np.int64))
         return Placed(tokens, context), ReusePlan(load.spans, load.plan_tokens, load.exact_tokens)
 
-    def _give_up(self, load: Load, why: Decline) -> Loaded:
-        """Found out after vLLM went on with it: its blocks are invalid, and vLLM computes them again."""
-        self._report.errors.append(("materialize", why.detail, load.request_id))
-        return self._invalidate(load, why)
-
-    def _invalidate(self, load: Load, why: Decline, compute_ms: float | None = None) -> Loaded:
-        first = load.exact_tokens // self._block_tokens
+    def _refuse(self, load: Load, why: Rejected | Decline) -> Loaded:
+        """No donor KV after all: the blocks from the first on that is not exact are invalid, and vLLM computes them."""
+        rejected = why if isinstance(why, Rejected) else None
+        exact_until = rejected.exact_until if rejected else load.exact_tokens
+        if isinstance(why, Rejected):
+            why = Decline(DeclineReason.QUALITY_RISK, "the gate wants the prompt computed in full")
+        elif why.reason is DeclineReason.ERROR:
+            self._report.errors.append(("materialize", why.detail, load.request_id))
+        first = exact_until // self._block_tokens
         self._invalid.update(load.block_ids[first : -(-load.claim_end // self._block_tokens)])
         return Loaded(
             load.request_id,
             exact_tokens=load.exact_tokens,
             prefill_tokens=load.plan_tokens - load.exact_tokens,
-            compute_ms=compute_ms,
+            risk=rejected.risk if rejected else None,
+            escalations=rejected.escalations if rejected else 0,
+            canary=rejected.canary if rejected else None,
+            load_ms=rejected.load_ms if rejected else None,
+            compute_ms=rejected.compute_ms if rejected else None,
             reason=why.reason,
             detail=why.detail,
             failed=True,
+            work=1.0 + rejected.work if rejected else 0.0,
         )
 
-    def _compute_cold(self, load: Load, why: Decline) -> Loaded:
-        """No donor KV after all: compute every claimed token, as vLLM would have."""
-        started = time.perf_counter()
-        try:
-            context = slots_of_blocks(load.block_ids, self._block_tokens, load.claim_end, self._model.device)
-            tokens = torch.as_tensor(load.tokens[: load.claim_end])
-            for start in range(load.exact_tokens, load.claim_end, self._quality.chunk_tokens):
-                at = torch.arange(start, min(start + self._quality.chunk_tokens, load.claim_end))
-                self._model.forward(Rows.of(tokens[at], at, context))
-        except Exception as error:  # the last resort is vLLM's own recomputation
-            self._log_failure("fallback", error, load.request_id)
-            return self._invalidate(load, why, (time.perf_counter() - started) * 1e3)
-        return Loaded(
-            load.request_id,
-            exact_tokens=load.exact_tokens,
-            prefill_tokens=load.plan_tokens - load.exact_tokens,
-            compute_ms=(time.perf_counter() - started) * 1e3,
-            reason=why.reason,
-            detail=why.detail,
-        )
+    def _wait_for_device(self) -> None:
+        if self._model.device.type == "cuda":
+            torch.cuda.current_stream(self._model.device).synchronize()
 
     def _capture(self, order: Capture) -> None:
         slots = slots_of_blocks(order.block_ids, self._block_tokens, order.tokens)  # to a GPU without waiting for it
@@ -265,5 +248,6 @@ def _report_load(load: Load, blended: Blended) -> Loaded:
         compute_ms=blended.compute_ms,
         reason=DeclineReason.QUALITY_RISK if all_computed else None,
         detail=f"all {blended.recomputed_tokens} donor tokens were computed after all" if all_computed else "",
+        exact=not blended.approximate,
         work=blended.work,
     )

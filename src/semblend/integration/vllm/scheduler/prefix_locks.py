@@ -1,0 +1,68 @@
+"""The locks on vLLM's prefix cache, for all requests with approximate KV; see `hash_chain` for what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from semblend.integration.vllm.scheduler.hash_chain import keep_out, list_hashes, restore, salt, silence
+from semblend.integration.vllm.scheduler.records import EngineFacts, Record
+
+ReportFailure = Callable[[str, str, str], None]
+
+
+class PrefixLocks:
+    """``block_pool`` and ``cached_counts`` are vLLM's, as far as the version hands them over."""
+
+    def __init__(self, facts: EngineFacts, report_failure: ReportFailure) -> None:
+        self._facts, self._report_failure = facts, report_failure
+        self.block_pool: Any = None
+        self.cached_counts: list[dict[str, int]] = []
+
+    @property
+    def can_share(self) -> bool:
+        """Whether approximate blocks may lie in the prefix cache: where each has one hash, which can be checked."""
+        return self._facts.hash_block_tokens == self._facts.block_tokens
+
+    def lock(self, record: Record, first_token: int, key: bytes | None) -> None:
+        """From the block of ``first_token`` on, only requests with the same key find this one's blocks."""
+        first = first_token // self._facts.hash_block_tokens
+        record.first_block = first_token // self._facts.block_tokens
+        record.own_hashes = frozenset(map(bytes, record.request.block_hashes[first:]))
+        record.salted = salt(record.request, first, key)
+
+    def unlock(self, record: Record) -> None:
+        """Its own hashes again: nothing approximate is in its blocks, or it has none."""
+        if record.salted is not None:
+            restore(record.request, record.salted)
+            record.salted = None
+
+    def keep_private(self, records: Iterable[Record]) -> None:
+        """When vLLM has entered blocks: none is in under an exact hash, none of an answer, and nothing is announced."""
+        for record in records:
+            if record.salted is None or record.block_ids is None or self.block_pool is None:
+                continue
+            try:
+                self._keep_private(record)
+            except Exception as error:  # the salted hashes still keep these blocks from being found
+                self._report_failure("withdraw", f"{type(error).__name__}: {error}", record.request.request_id)
+
+    def _keep_private(self, record: Record) -> None:
+        assert record.salted is not None
+        assert record.block_ids is not None
+        pool, blocks, name = self.block_pool, record.block_ids, record.request.request_id
+        ours = blocks[record.first_block :]
+        if pool.kv_event_queue:
+            silence(pool, list_hashes(pool, record.request, record.salted.first, ours))
+        if not record.filled:
+            return
+        if not self.can_share or record.own_hashes & list_hashes(pool, None, 0, ours):
+            keep_out(pool, self.cached_counts, name, ours)
+            if self.can_share:
+                self._report_failure("withdraw", "approximate blocks were under exact hashes", name)
+            return
+        # Before 0.30 vLLM enters blocks as they fill: those since, and two that were filling.
+        answer = len(record.prompt) // self._facts.block_tokens
+        if record.entered and (not self.cached_counts or not record.kept_out):
+            keep_out(pool, self.cached_counts, name, blocks[max(record.kept_out - 2, answer) :])
+            record.kept_out = len(blocks)

@@ -141,7 +141,8 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         half, name = self._half, request.request_id
-        tokens = self._safely("lookup", lambda: half.count_matched(request, num_computed_tokens), 0, name)
+        nothing: int | None = 0
+        tokens = self._safely("lookup", lambda: half.count_matched(request, num_computed_tokens), nothing, name)
         return tokens, bool(tokens)
 
     def leave_to_another(self, request: Any, exact_tokens: int) -> None:
@@ -190,7 +191,13 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         del block_ids
         half, name = self._half, request.request_id
-        receipt = self._safely("receipt", lambda: half.finished(name), None, name)
+        try:
+            receipt = half.finished(name)
+        except Exception as error:
+            log.warning("SemBlend: a receipt failed for %s", name, exc_info=True)
+            half.report_failure("receipt", f"{type(error).__name__}: {error}", name)
+            half.let_go(name)
+            receipt = None
         if receipt is None or not self._settings.receipts:
             return False, None
         return False, {"semblend": receipt.to_caller_dict()}
@@ -299,7 +306,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         try:
             yield
         finally:
-            self.bind_connector_metadata(kept)
+            super().bind_connector_metadata(kept)  # not ours: no step begins here
 
     def _safely(self, where: str, work: Callable[[], Answer], instead: Answer, *requests: str) -> Answer:
         """The border to vLLM's scheduler: a failure of ours costs reuse, never the ``requests`` that it concerns."""

@@ -85,8 +85,8 @@ class Blender:
             raise Refused(DeclineReason.UNSUPPORTED_MODE, "this engine takes one prefix-shaped range, not spans")
         self._require_observers("fast")
         state = BlendState.of(target, plan, self.model.device, spans=plan.spans)
-        with ExitStack() as held:
-            finish(self._load(state, held))
+        with ExitStack() as donors:
+            finish(self._load(state, donors))
             canary = self._passes.check_donor_kv(state)
         state.computed[state.first_rows(self.settings)] = True
         held = state.stale
@@ -121,8 +121,8 @@ class Blender:
             if why := two_passes_cost_more(first, state.spans, len(state.tokens) - state.exact, self.settings):
                 raise Refused(DeclineReason.BELOW_BREAK_EVEN, why)
             watch = AttentionMass()
-        with ExitStack() as held:
-            yield from self._load(state, held)
+        with ExitStack() as donors:
+            yield from self._load(state, donors)
             yield from self._passes.compute(state, "fast", first, watch, check=True)
         if watch is None:
             return self._make_result(state, "fast")

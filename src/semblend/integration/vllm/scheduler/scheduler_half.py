@@ -59,6 +59,7 @@ class SchedulerHalf:
         self.shares = Shares(self.locks, facts.block_tokens)
         self._clock = clock
         self._records: dict[str, Record] = {}
+        self._given_up: set[str] = set()  # requests that vLLM computes without us, until they end
         self._to_load: list[Load] = []
         self._cancels: list[str] = []
         self._freed: list[str] = []
@@ -145,6 +146,7 @@ class SchedulerHalf:
 
     def finished(self, request_id: str) -> Receipt | None:
         """The request ended; its receipt, where its prompt was complete and the worker has spoken."""
+        self._given_up.discard(request_id)
         record = self._records.get(request_id)
         if record is None:
             return None
@@ -221,7 +223,8 @@ class SchedulerHalf:
             self.semblend.events.emit(events.error(where, message, request_id or None, engine=ENGINE))
 
     def give_up(self, request_id: str) -> None:
-        """A hook failed for this request: its claim and its record go, whatever it still has to do."""
+        """A hook failed for this request: its claim and its record go, and it is not claimed again."""
+        self._given_up.add(request_id)
         record = self._records.pop(request_id, None)
         if record is not None:
             self._release_blocks(record)
@@ -230,12 +233,17 @@ class SchedulerHalf:
                 self._unclaim(record)  # it will be computed cold, under its own hashes; filled blocks must stay salted
         self.semblend.release(request_id)
 
+    def let_go(self, request_id: str) -> None:
+        """A request has ended, and what we had to do about that failed."""
+        self.give_up(request_id)
+        self._given_up.discard(request_id)
+
     # -- what to do with a request ---------------------------------------------------------------------------------
 
     def _find_record(self, request: Any) -> Record | None:
         record = self._records.get(request.request_id)
         if record is None:
-            if not request.prompt_token_ids:
+            if not request.prompt_token_ids or request.request_id in self._given_up:
                 return None
             asked = read_options(request)
             prompt = Prompt(request.prompt_token_ids, namespace=build_namespace(request, self.facts.namespace))

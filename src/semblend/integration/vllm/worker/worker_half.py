@@ -81,7 +81,7 @@ class WorkerHalf:
         if self._model.device.type != "cuda":
             return
         try:
-            # Taken once and left with torch's allocator: what donors in host memory are brought through, piece by piece.
+            # Taken once and left with the allocator: what donors in host memory are brought through, piece by piece.
             torch.empty(STAGED_BYTES, dtype=torch.uint8, device=self._model.device)
             self._warm_up_model()
             self.donor_kv.capture("", 0, self._model.layout, torch.tensor([0]))

@@ -683,6 +683,8 @@ def test_an_equal_prompt_shares_the_blocks_and_computes_only_what_is_behind_them
     receipt = world.half.finished("other")
     assert (receipt.exact_tokens, receipt.reused_tokens, receipt.prefill_tokens) == (16, 200, 11)
     assert (receipt.outcome, receipt.risk) == ("backend_materialized_reuse", 0.01)
+    assert not world.errors()
+    assert world.half.semblend.totals().requests["backend_materialized_reuse"] == 2
 
 
 def test_an_equal_prompt_that_comes_while_the_first_is_loaded_waits_for_it(world):

@@ -109,6 +109,7 @@ class SchedulerHalf:
             self._begin_load(record, record.decision)
         elif record.share is not None:
             self.shares.take(record)
+            self.semblend.ledger.planned(request.request_id, record.share.plan)
         elif record.loading:  # the word about its load was lost: whatever is in its blocks, nobody else finds it
             record.loading, record.filled = False, True
         elif not record.filled:

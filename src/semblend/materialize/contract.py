@@ -142,10 +142,16 @@ class Observer:
 
     stops_early: ClassVar[bool] = False
     """It raises `StopPass` before the last layer: a compiled or recorded model would be of no use."""
-    after_pass: ClassVar[bool] = False
+    after_pass: bool = False
     """`on_layer` may also be called for all layers when the pass is over, with the queries of the last rows only."""
     reads_weights: bool = False
     """`on_weights` may be called in place of `on_layer`, by a model that computes attention weights anyway."""
+
+    def on_begin(self, rows: Rows, layout: Layout) -> None:
+        """Nothing of the rows is computed yet; told by whoever calls `Model.forward`, not by the model."""
+
+    def on_end(self, rows: Rows, layout: Layout) -> None:
+        """The rows' K and V of all layers are in the cache, or queued to be; told by the same."""
 
     def before_write(self, layer: int, k: Tensor, v: Tensor, rows: Rows, layout: Layout) -> None:
         """The rows' new K and V are computed; the cache still holds what was there before."""

@@ -19,6 +19,8 @@ from semblend.materialize.gate.observers import (
     AttentionMass,
     KvDeviation,
     LateAttentionMass,
+    RepairedDeviation,
+    compute_deviation,
     count_question_rows,
 )
 from semblend.materialize.gate.risk import UNBOUNDED_RISK, bound_risk, next_token_kl
@@ -173,6 +175,38 @@ def test_layer_1_deviation_is_zero_on_exact_kv_and_not_on_another_context():
         assert (look.relative[:10] < 1e-4).all()
         assert bool((look.relative[10:] < 1e-4).all()) == exact
         assert bool((look.squared[10:] > 0.1).all()) != exact
+
+
+class SeesWrites(Observer):
+    """The plain twin of `RepairedDeviation`: compares what a layer is about to write with what it overwrites."""
+
+    def __init__(self):
+        self.seen = []
+
+    def before_write(self, layer, k, v, rows, layout):
+        if layer == 2:
+            self.seen.append(compute_deviation(k, v, layout.gather(layer, rows.slots)))
+
+
+@pytest.mark.parametrize("rows", [list(range(10, 40)), [3, 8, 21, 22, 30, 39]], ids=["a run", "scattered"])
+def test_what_a_repair_changed_is_seen_before_and_after_the_pass_as_while_it_runs(rows):
+    model, tokens = model_of(), tokens_of(40)
+    found = []
+    for observer in (SeesWrites(), RepairedDeviation()):
+        pool, context = placed(model, tokens)
+        pool.k[2, context[5:25]] += 0.5
+        for part in (torch.tensor(rows[:3]), torch.tensor(rows[3:])):
+            there = Rows.of(tokens[part], part, context)
+            observer.on_begin(there, pool.layout)
+            model.forward(there, pool, observer)
+            observer.on_end(there, pool.layout)
+        found.append(observer)
+    twin, repaired = found
+    at, weight = np.ones(len(rows), dtype=bool), np.arange(1.0, len(rows) + 1)
+    expected = float((torch.cat(twin.seen).numpy() * weight).sum() / weight.sum())
+    assert expected > 0.01
+    assert repaired.mean_over(at, weight) == pytest.approx(expected, rel=1e-5)
+    assert repaired.after_pass, "a recorded pass serves it"
 
 
 def test_divergence_is_the_textbook_sum_and_never_negative():

@@ -87,11 +87,15 @@ class PassRunner:
         began, hidden = state.elapsed_ms, None
         chunks = self._split(rows, layers)
         for chunk in chunks:
-            started = time.perf_counter()
+            started, part = time.perf_counter(), self._make_rows(state, torch.from_numpy(chunk))
+            if observer is not None:
+                observer.on_begin(part, self.model.layout)
             try:
-                hidden = self.model.forward(self._make_rows(state, torch.from_numpy(chunk)), observer)
+                hidden = self.model.forward(part, observer)
             except StopPass:
                 hidden = None
+            if observer is not None:
+                observer.on_end(part, self.model.layout)
             if chunk is not chunks[-1] and self.settings.piece_ms:
                 self._wait_for_device()
                 self._note_rate(len(chunk) * layers / self.model.layout.layers, started)

@@ -26,7 +26,7 @@ class AttentionMass(Observer):
     is scored after relocation, so positions are the final ones. Reads the last segment of the rows; one sequence only.
     """
 
-    after_pass: ClassVar[bool] = True
+    after_pass = True
     reads_weights = True
 
     def __init__(self, most_rows: int = QUESTION_ROWS) -> None:
@@ -129,20 +129,32 @@ class KvDeviation(Observer):
 class RepairedDeviation(Observer):
     """How far rows' KV in the pool is from what a pass computes for them, mean of some layers.
 
-    Passes on to ``inner`` what that wants to see, so that one pass serves both.
+    It looks at the pool before the pass and after it, so that a recorded pass serves it too. Passes on to ``inner``
+    what that wants to see, so that one pass serves both.
     """
 
     def __init__(self, inner: Observer | None = None) -> None:
         self._inner = Observer() if inner is None else inner
+        self._held: list[tuple[Tensor, Tensor]] = []
         self._chunks: list[list[Tensor]] = []
         self.reads_weights = self._inner.reads_weights
+        self.after_pass = inner is None or inner.after_pass
+
+    def on_begin(self, rows: Rows, layout: Layout) -> None:
+        held = (layout.gather(layer, rows.slots) for layer in _list_looked_at(layout))
+        self._held = [(k.clone(), v.clone()) for k, v in held]  # what is gathered may be a view of the pool
+
+    def on_end(self, rows: Rows, layout: Layout) -> None:
+        held, self._held = self._held, []
+        self._chunks.append(
+            [
+                compute_deviation(*layout.gather(layer, rows.slots), before)
+                for layer, before in zip(_list_looked_at(layout), held, strict=True)
+            ]
+        )
 
     def before_write(self, layer: int, k: Tensor, v: Tensor, rows: Rows, layout: Layout) -> None:
         self._inner.before_write(layer, k, v, rows, layout)
-        if layer == 0:
-            self._chunks.append([])
-        if layer % LOOK_EVERY == LOOK_EVERY // 2:
-            self._chunks[-1].append(compute_deviation(k, v, layout.gather(layer, rows.slots)))
 
     def on_layer(self, layer: int, q: Tensor, rows: Rows, layout: Layout) -> None:
         self._inner.on_layer(layer, q, rows, layout)
@@ -157,6 +169,11 @@ class RepairedDeviation(Observer):
             return 0.0
         found = torch.cat(chunks).cpu().numpy()[at]
         return float((found * weight).sum() / weight.sum())
+
+
+def _list_looked_at(layout: Layout) -> range:
+    """The layers that are looked at."""
+    return range(LOOK_EVERY // 2, layout.layers, LOOK_EVERY)
 
 
 def compute_deviation(k: Tensor, v: Tensor, held: tuple[Tensor, Tensor]) -> Tensor:

@@ -35,6 +35,14 @@ FEATURES: tuple[Feature, ...] = (
         f"{_ENGINES}/test_reuse.py",
     ),
     Feature(
+        "quantised weights",
+        Served.YES,
+        "the stock model computes our passes too, and its KV is as wide as ever. 4-bit weights (compressed-tensors) of "
+        "SmolLM2-135M run in the tests, fast and balanced. GPTQ and AWQ go the same way and were never run: vLLM's CPU "
+        "package has no kernel for them on ARM (cpu_gemm_wna16)",
+        f"{_ENGINES}/test_number_types.py",
+    ),
+    Feature(
         "tensor parallel",
         Served.YES,
         "ranks agree on what they see; two ranks on a CPU answer and account as one. Several GPUs were never run",

@@ -72,8 +72,8 @@ class Engine:
         connector = self.scheduler.connector
         for part in getattr(connector, "sub_connectors", (connector,)):
             half = getattr(part, "_scheduler", None)
-            if getattr(half, "resets", None) is not None:
-                half.resets.was_reset()
+            if half is not None:
+                half.donors.resets.was_reset()
 
 
 def _example(storage: Path) -> tuple[dict[str, Any], Callable[[], int]]:
@@ -170,6 +170,16 @@ def number_type(settings: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
+def unknown_version(settings: dict[str, Any]) -> dict[str, Any]:
+    """A vLLM of tomorrow: another number, and a name that we import is gone."""
+    import vllm
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    vllm.__version__ = "0.99.0"
+    del base.KVConnectorWorkerMetadata
+    return as_without_us({**settings, "connected": True})
+
+
 def as_without_us(settings: dict[str, Any]) -> dict[str, Any]:
     """Prompts that share a document, each twice, in an engine of a kind that we decline."""
     import small_folders
@@ -199,6 +209,7 @@ def as_without_us(settings: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     scenario, given, answer = sys.argv[1:]
     scenarios = {"beside": beside, "lora": lora, "number_type": number_type, "as_without_us": as_without_us}
+    scenarios["unknown_version"] = unknown_version
     told = scenarios[scenario](json.loads(Path(given).read_text()))
     Path(answer).write_text(json.dumps(told))
     if "lmcache" in sys.modules:  # its threads never end

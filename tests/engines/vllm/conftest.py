@@ -119,8 +119,7 @@ class World:
         """Empty vLLM's own cache, behind our back: what people call drops donors too."""
         self.settle()
         assert self.scheduler.kv_cache_manager.reset_prefix_cache()
-        if getattr(self.half, "resets", None) is not None:
-            self.half.resets.was_reset()
+        self.half.donors.resets.was_reset()
 
     def settle(self) -> None:
         """Step until nothing is under way: an engine that schedules ahead has a step more than it has answers."""
@@ -232,8 +231,8 @@ def make_world(model: str = MODEL, **connector: Any) -> World:
 
 
 @pytest.fixture(scope="session")
-def engine() -> Iterator[World]:
-    world = make_world()
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = make_world(admin_socket=str(tmp_path_factory.mktemp("admin") / "socket"))
     yield world
     world.core.shutdown()
 

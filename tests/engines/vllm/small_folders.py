@@ -72,8 +72,8 @@ def _write(kind: Any, config: Any, folder: Path, like: str) -> None:
 def _write_four_bits(folder: Path, like: str) -> None:
     """The tests' own model with its layers in 4 bits, one scale a channel; rounded, not optimised.
 
-    In the format of compressed-tensors for 4-bit weights and 8-bit activations: of the 4-bit kernels of vLLM's CPU package
-    the only one that an ARM CPU has. GPTQ and AWQ end there with "no attribute 'cpu_gemm_wna16'".
+    In the format of compressed-tensors for 4-bit weights and 8-bit activations: of the 4-bit kernels of vLLM's CPU
+    package the only one that an ARM CPU has. GPTQ and AWQ end there with "no attribute 'cpu_gemm_wna16'".
     """
     import torch
     from safetensors.torch import save_file

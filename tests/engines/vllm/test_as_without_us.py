@@ -28,3 +28,13 @@ def test_a_model_with_windows_answers_and_caches_as_without_a_connector(apart, t
     assert "full attention" in ours["refusal"]
     assert (ours["donors"], ours["records"]) == (0, 0)
     assert ours["log"].count("SemBlend reuses nothing in this engine") == 1
+
+
+def test_an_engine_of_a_version_that_nobody_looked_at_runs_and_its_log_says_what_to_do(apart, tmp_path):
+    told = apart("unknown_version", kind="windowed", folder=str(tmp_path / "model"))
+    assert all(len(answer["tokens"]) == 6 for answer in told["answers"])
+    assert (told["donors"], told["records"]) == (0, 0)
+    assert told["log"].count("SemBlend reuses nothing in this engine") == 1
+    assert "vLLM 0.99.0 was never looked at" in told["log"]
+    assert "install a newer semblend-suite" in told["log"]
+    assert "Traceback" not in told["log"]

@@ -12,8 +12,10 @@ import pytest
 from semblend import Namespace, SemBlend, SemBlendConfig
 from semblend.confirm.sinks import MemorySink
 from semblend.integration.vllm.orders import Loaded, Report
+from semblend.integration.vllm.scheduler.admin_desk import AdminDesk
 from semblend.integration.vllm.scheduler.hash_chain import restore, salt
 from semblend.integration.vllm.scheduler.records import EngineFacts
+from semblend.integration.vllm.scheduler.reset_watch import ResetWatch
 from semblend.integration.vllm.scheduler.scheduler_half import SchedulerHalf
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.plan.reuse_plan import DeclineReason
@@ -783,3 +785,91 @@ def test_another_process_salts_equal_prompts_otherwise():
         world.admit(request)
         hashes.append(request.block_hashes)
     assert not set(hashes[0][1:]) & set(hashes[1][1:])
+
+
+def watched_pool(world):
+    """vLLM's pool as far as a reset shows in it."""
+    pool = SimpleNamespace(cached_block_hash_to_block={})
+    world.half.donors.resets = ResetWatch(pool)
+    return pool
+
+
+def test_when_vllm_empties_its_prefix_cache_every_donor_goes_before_the_next_lookup(world):
+    pool = watched_pool(world)
+    world.donor()
+    pool.cached_block_hash_to_block = {}
+    assert world.half.count_matched(target(), 0) == 0
+    assert world.step().drops == [("donor", 1)]
+    assert world.half.semblend.donors() == ()
+
+
+def test_a_donor_on_its_way_when_the_prefix_cache_is_emptied_never_arrives(world):
+    pool = watched_pool(world)
+    _, orders = world.admit(FakeRequest("donor", [*range(40), *DOCUMENT]))
+    pool.cached_block_hash_to_block = {}
+    world.told(orders)
+    assert world.half.semblend.donors() == ()
+    assert world.step().drops == [("donor", 1)]
+
+
+def test_donors_that_were_ordered_before_the_workers_named_their_weights_serve_afterwards(world):
+    world.admit(FakeRequest("donor", [*range(40), *DOCUMENT]))
+    report = Report(served=["donor"], captured={("donor", 1)}, weights="aa")
+    world.half.reported(report)
+    assert world.half.facts.namespace.revision == " weights:aa"
+    assert world.half.count_matched(target(), 0) > 0
+
+
+def test_new_weights_void_donors_and_what_has_begun_becomes_none(world):
+    world.half.reported(Report(weights="aa"))
+    world.donor()
+    begun = FakeRequest("begun", range(5000, 5200))
+    world.admit(begun, tokens=100)
+    world.half.reported(Report(weights="bb"))
+    assert world.half.semblend.donors() == ()
+    assert world.half.count_matched(target(), 0) == 0
+    orders = world.step(cached=[("begun", 100, 100, [])])
+    assert (orders.served, orders.captures) == (["begun"], [])
+    world.donor("of the new weights")
+    assert world.half.count_matched(target("later"), 0) > 0
+    assert {donor.namespace.revision for donor in world.half.semblend.donors()} == {" weights:bb"}
+
+
+def test_a_load_that_is_refused_for_new_weights_is_computed_and_its_donor_gone(world):
+    world.half.reported(Report(weights="aa"))
+    world.donor()
+    request = target()
+    claimed, orders = world.admit(request)
+    assert claimed
+    refused = {"target": Loaded("target", reason=DeclineReason.STALE, failed=True, prefill_tokens=227)}
+    world.half.reported(Report(loaded=refused, weights="bb"))
+    orders = world.schedule(orders.loads[0])
+    world.told(orders)
+    receipt = world.half.finished("target")
+    assert (receipt.reused_tokens, str(receipt.reason)) == (0, "stale")
+    assert world.half.semblend.donors() == ()
+
+
+def test_an_operators_pin_reaches_store_and_workers_once_and_ends_with_the_donor(world):
+    world.donor()
+    books = world.half.donors
+    books.desk = AdminDesk(world.half.semblend, books.act, patience_s=0)
+    for _ in range(2):
+        books.desk.answer({"action": "pin", "everything": True})
+    assert world.step().pins == [("donor", 1, True)]
+    assert [donor.pinned for donor in world.half.semblend.donors()] == [True]
+    books.desk.answer({"action": "unpin", "donor_id": "donor"})
+    assert world.step().pins == [("donor", 1, False)]
+    assert [donor.pinned for donor in world.half.semblend.donors()] == [False]
+    books.desk.answer({"action": "pin", "everything": True})
+    books.desk.answer({"action": "forget", "everything": True})
+    orders = world.step()
+    assert orders.drops == [("donor", 1)]
+    assert books._pinned == set()
+
+
+def test_an_operators_forgetting_comes_before_the_next_lookup(world):
+    world.donor()
+    world.half.donors.desk = AdminDesk(world.half.semblend, world.half.donors.act, patience_s=0)
+    assert world.half.donors.desk.answer({"action": "forget", "everything": True})["queued"]
+    assert world.half.count_matched(target(), 0) == 0

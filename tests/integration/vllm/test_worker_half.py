@@ -366,3 +366,64 @@ def test_a_renamed_argument_in_vllm_is_named(tmp_path):
     (tmp_path / "forward_context.py").write_text("def set_forward_context(attn_metadata, config, num_tokens): ...\n")
     (line,) = [line for line in missing.__wrapped__(tmp_path) if "set_forward_context" in line]
     assert line.endswith("lacks vllm_config, slot_mapping, skip_compiled (passes of our own)")
+
+
+class Weights:
+    """Weights that change when they are told to."""
+
+    digest, changed, looks = "aa", False, 0
+
+    def have_changed(self):
+        self.looks += 1
+        changed, self.changed = self.changed, False
+        return changed
+
+
+@pytest.fixture
+def weights(worker):
+    worker.half._weights = Weights()
+    return worker.half._weights
+
+
+def test_new_weights_refuse_every_load_and_drop_every_donor(worker, weights):
+    worker.donor([1, 2, 3, *DOCUMENT])
+    tokens, span = [7, 8, *DOCUMENT, 12], Span("d", 3, 2, len(DOCUMENT), generation=1)
+    weights.changed, weights.digest = True, "bb"
+    order = Load("r", tuple(tokens), tuple(range(20, 40)), 0, len(tokens), (span,), "fast")
+    worker.half.load(Orders(loads=[order]))
+    report = worker.half.take_report()
+    assert (report.weights, report.loaded["r"].reason, report.loaded["r"].failed) == ("bb", "stale", True)
+    assert worker.half.take_invalid_blocks() == set(range(20, 26))
+    assert worker.half.take_finished() == {"r"}
+    assert not worker.half.donor_kv.holds("d", 1)
+    # A step that was scheduled before anybody heard of it: its donor is gone too.
+    assert worker.load(tokens, [span]).reason == "stale"
+
+
+def test_weights_are_looked_at_when_there_is_a_load_and_at_no_other_time(worker, weights):
+    worker.donor([1, 2, 3, *DOCUMENT])
+    worker.half.load(Orders())
+    assert weights.looks == 0
+    assert worker.load([7, 8, *DOCUMENT, 12], [Span("d", 3, 2, len(DOCUMENT), generation=1)]).reason is None
+    assert weights.looks == 1
+
+
+def test_the_first_report_names_the_weights():
+    worker = Worker()
+    half = WorkerHalf(worker.engine, BLOCK, QualitySettings(), host_bytes=1 << 24, weights=Weights())
+    assert half.take_report().weights == "aa"
+    assert half.take_report() is None
+
+
+def test_a_pinned_donor_is_held_until_it_is_unpinned_or_dropped(worker):
+    worker.donor([1, 2, 3, *DOCUMENT])
+    books = worker.half.donor_kv._books
+    worker.half.load(Orders(pins=[("d", 1, True), ("unknown", 1, True), ("d", 2, False)]))
+    assert not books.held, "the last word counts"
+    worker.half.load(Orders(pins=[("d", 1, True)]))
+    assert len(books.held) == 1
+    worker.half.load(Orders(pins=[("d", 1, True)]))
+    assert [entry.refs for entry in books.held.values()] == [1]
+    worker.half.load(Orders(drops=[("d", 1)]))
+    assert not books.held
+    assert not worker.half.donor_kv.holds("d", 1)

@@ -14,14 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 
 from semblend.confirm.metrics import make_metrics
 from semblend.errors import SemBlendError
@@ -29,14 +22,18 @@ from semblend.integration.vllm import metrics as telemetry
 from semblend.integration.vllm.orders import Orders, Report
 from semblend.integration.vllm.plugin import register
 from semblend.integration.vllm.refusals import refusal
+from semblend.integration.vllm.scheduler.admin_socket import AdminSocket
+from semblend.integration.vllm.scheduler.reset_watch import ResetWatch
 from semblend.integration.vllm.scheduler.scheduler_half import SchedulerHalf
 from semblend.integration.vllm.settings import connector_settings
 from semblend.integration.vllm.startup_checks import (
     engine_facts,
     make_semblend,
     make_worker_half,
+    open_admin,
     quality_settings,
 )
+from semblend.integration.vllm.versions import is_known
 from semblend.integration.vllm.worker.model_access import StockModel, find_model_of_caller
 from semblend.integration.vllm.worker.worker_half import WorkerHalf
 from semblend.materialize.gate.outcome_memory import OutcomeMemory
@@ -45,6 +42,14 @@ try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError:  # before 0.32 vLLM does not ask where hits come from
     CacheHitSource = None
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata, SupportsHMA
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+except ImportError:  # a version that nobody has looked at: it is refused, and its engine runs without us
+    KVConnectorWorkerMetadata, SupportsHMA, KVConnectorPromMetrics, KVConnectorStats = (
+        type(f"Unknown{number}", (), {}) for number in range(4)
+    )
 
 log = logging.getLogger("vllm.semblend")
 Answer = TypeVar("Answer")
@@ -111,6 +116,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._tally: telemetry.MetricsTally | None = None
+        self._admin: AdminSocket | None = None
         self._served: list[str] = []  # told back even where there is no worker half, or receipts would wait forever
         if role is KVConnectorRole.SCHEDULER:
             # vLLM reads this after it has made us. A refused load is known before its request is scheduled, so that
@@ -118,8 +124,11 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
             semblend, self._tally = make_semblend(self._settings)
             facts = engine_facts(vllm_config, kv_cache_config, vllm.__version__, PACKAGE)
-            expected = quality_settings(self._settings, vllm_config).thresholds.expected_costs
-            self._scheduler = SchedulerHalf(facts, self._settings, semblend, outcomes=OutcomeMemory(expected))
+            self._scheduler = SchedulerHalf(facts, self._settings, semblend)
+            if facts.refusal is None:
+                expected = quality_settings(self._settings, vllm_config).thresholds.expected_costs
+                self._scheduler.outcomes = OutcomeMemory(expected)
+            self._admin = open_admin(self._settings, self._scheduler)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -137,7 +146,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         super().bind_gpu_block_pool(gpu_block_pool)
-        self._half.locks.block_pool = gpu_block_pool
+        self._half.locks.block_pool, self._half.donors.resets = gpu_block_pool, ResetWatch(gpu_block_pool)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         half, name = self._half, request.request_id
@@ -213,15 +222,15 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         data = self._tally.take() if self._tally is not None else {}
-        return SemBlendStats(data=data) if data else None
+        return SemBlendStats(data=data) if data and is_known(vllm.__version__) else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
         return SemBlendStats(data=data or {})
 
     @classmethod
-    def build_prom_metrics(cls, *args: Any, **named: Any) -> KVConnectorPromMetrics:
-        return SemBlendPromMetrics(*args, *named.values())
+    def build_prom_metrics(cls, *args: Any, **named: Any) -> KVConnectorPromMetrics | None:
+        return SemBlendPromMetrics(*args, *named.values()) if is_known(vllm.__version__) else None
 
     # -- worker ----------------------------------------------------------------------------------------------------
 
@@ -279,6 +288,8 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
+        if self._admin is not None:
+            self._admin.close()
         if self._scheduler is not None:
             self._scheduler.semblend.close()
 

@@ -52,7 +52,7 @@ class Orders:
     ``work_ms``: how long loads may take in this step, of those that were ordered before too; None where nothing else
     runs. ``cancels``: requests that ended while their load is under way. ``served``: requests whose prompt is complete
     with this step; they come back in the report. ``freed``: requests whose KV was to be copied and whose blocks belong
-    to others from this step on.
+    to others from this step on. ``pins``: donors whose KV is to be held, or no longer, whatever else wants the room.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -62,9 +62,11 @@ class Orders:
     drops: list[tuple[str, int]] = field(default_factory=list)
     served: list[str] = field(default_factory=list)
     freed: list[str] = field(default_factory=list)
+    pins: list[tuple[str, int, bool]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.loads or self.cancels or self.captures or self.drops or self.served or self.freed)
+        requests = self.loads or self.cancels or self.captures or self.served or self.freed
+        return bool(requests or self.drops or self.pins)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,18 @@ from typing import Any
 from semblend.confirm.events import Event
 from semblend.confirm.log_lines import format_line
 from semblend.confirm.sinks import CallbackSink
+from semblend.errors import SemBlendError
 from semblend.facade import SemBlend
 from semblend.integration.vllm.metrics import MetricsTally
 from semblend.integration.vllm.refusals import refusal
+from semblend.integration.vllm.scheduler.admin_desk import AdminDesk
+from semblend.integration.vllm.scheduler.admin_socket import AdminSocket
 from semblend.integration.vllm.scheduler.records import EngineFacts
+from semblend.integration.vllm.scheduler.scheduler_half import SchedulerHalf
 from semblend.integration.vllm.settings import ConnectorSettings
-from semblend.integration.vllm.versions import VersionEvidence, support
+from semblend.integration.vllm.versions import VersionEvidence, is_known, support
 from semblend.integration.vllm.worker.model_access import StockModel, read_rope_config
+from semblend.integration.vllm.worker.weights_watch import WeightsWatch
 from semblend.integration.vllm.worker.worker_half import WorkerHalf
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.gate.thresholds import Thresholds, thresholds_for
@@ -26,13 +31,15 @@ log = logging.getLogger("vllm.semblend")
 
 def engine_facts(vllm_config: Any, kv_cache_config: Any, version: str, package: Path) -> EngineFacts:
     """What does not change while this engine runs; its ``refusal`` is logged once, here."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    why = refusal(vllm_config, kv_cache_config, version, package)
     row = support(version)
+    why = refusal(vllm_config, kv_cache_config, version, package)
     if row.evidence is VersionEvidence.STATIC:
         log.warning("SemBlend with vLLM %s: %s", version, row.note)
     if why:
         log.warning("SemBlend reuses nothing in this engine: %s", why)
+    if not is_known(version):  # nothing of its configuration is looked at: names may have changed
+        return EngineFacts(version, Namespace(), 1, 1, why)
+    model, cache = vllm_config.model_config, vllm_config.cache_config
     namespace = Namespace(
         model=str(model.model),
         revision=str(model.revision or ""),
@@ -77,7 +84,23 @@ def make_worker_half(model: StockModel, settings: ConnectorSettings, vllm_config
         host_bytes=settings.donor_host_bytes,
         device_bytes=settings.donor_device_bytes,
         warm_up_model=model.warm_up,
+        weights=WeightsWatch(model.module),
     )
+
+
+def open_admin(settings: ConnectorSettings, half: SchedulerHalf) -> AdminSocket | None:
+    """The operator's socket, where one is asked for; an engine runs without it if it cannot be had."""
+    if not settings.admin_socket or half.facts.refusal:
+        return None
+    desk = AdminDesk(half.semblend, half.donors.act)
+    try:
+        door = AdminSocket(settings.admin_socket, desk.answer)
+    except SemBlendError as error:
+        log.warning("SemBlend: %s (%s)", error.message, error.hint)
+        return None
+    half.donors.desk = desk
+    log.info("SemBlend: an operator reaches the donors at %s", door.path)
+    return door
 
 
 def _log_line(event: Event) -> None:

@@ -65,3 +65,12 @@ def support(version: str) -> Support:
         f"vLLM {version} was never looked at, and this SemBlend knows {first} to {last}; "
         f"install a newer semblend-suite, or vLLM {last}",
     )
+
+
+def is_known(version: str) -> bool:
+    """Whether somebody has looked at this version.
+
+    >>> is_known("0.32.0+cpu"), is_known("0.99.0")
+    (True, False)
+    """
+    return support(version).evidence is not VersionEvidence.NONE

@@ -147,6 +147,13 @@ class DonorKv:
         """Takes the budgets' memory at once; see `DonorMemory.reserve`."""
         self.memory.reserve(device, self._books.budget)
 
+    def drop_all(self) -> None:
+        """Let every donor go."""
+        with self._lock:
+            known = list(self._books.current)
+        for donor_id in known:
+            self.drop(donor_id)
+
     def acquire(self, donor_id: str, generation: int) -> DonorTensors | None:
         """Holds the donor's KV until `release`; None when it is gone, was replaced, or its file is damaged."""
         if self._published is not None and self._published.names(donor_id, generation):

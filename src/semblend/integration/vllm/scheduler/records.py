@@ -13,16 +13,23 @@ from semblend.materialize.gate.outcome_memory import OutcomeMemory
 from semblend.plan.reuse_plan import Decline, ReusePlan
 from semblend.prompt import Namespace, Prompt
 
+_WEIGHTS = " weights:"
+
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What does not change while the engine runs; ``refusal`` says why nothing can be reused in it, if so."""
+    """What changes with the weights only; ``refusal`` says why nothing can be reused in this engine, if so."""
 
     version: str
     namespace: Namespace
     block_tokens: int
     hash_block_tokens: int
     refusal: str | None = None
+
+    @property
+    def knows_weights(self) -> bool:
+        """Whether the workers have said which weights they have."""
+        return _WEIGHTS in self.namespace.revision
 
 
 def name_weights(facts: EngineFacts, digest: str) -> EngineFacts:
@@ -32,8 +39,8 @@ def name_weights(facts: EngineFacts, digest: str) -> EngineFacts:
     >>> name_weights(name_weights(facts, "aa"), "bb").namespace.revision
     'main weights:bb'
     """
-    revision = facts.namespace.revision.partition(" weights:")[0]
-    return replace(facts, namespace=replace(facts.namespace, revision=f"{revision} weights:{digest}"))
+    revision = facts.namespace.revision.partition(_WEIGHTS)[0]
+    return replace(facts, namespace=replace(facts.namespace, revision=f"{revision}{_WEIGHTS}{digest}"))
 
 
 @dataclass(slots=True)
@@ -45,6 +52,11 @@ class Share:
     owner: str
     plan: ReusePlan
     loaded: Loaded | None = None
+
+
+def move_prompt(prompt: Prompt, facts: EngineFacts) -> Prompt:
+    """The prompt with the weights that these facts name in its namespace."""
+    return Prompt(prompt.token_ids, prompt.text, replace(prompt.namespace, revision=facts.namespace.revision))
 
 
 @dataclass(slots=True)

@@ -30,10 +30,17 @@ from semblend.integration.vllm.orders import Capture, Load, Loaded, Orders, Repo
 from semblend.integration.vllm.scheduler.donor_books import DonorBooks
 from semblend.integration.vllm.scheduler.prefix_locks import PrefixLocks
 from semblend.integration.vllm.scheduler.receipts import ENGINE, build_vllm_receipt
-from semblend.integration.vllm.scheduler.records import EngineFacts, Record, iterate_scheduled, learn_from
+from semblend.integration.vllm.scheduler.records import (
+    EngineFacts,
+    Record,
+    iterate_scheduled,
+    learn_from,
+    move_prompt,
+    name_weights,
+)
 from semblend.integration.vllm.scheduler.requests import build_namespace, explain_decline, read_options
 from semblend.integration.vllm.scheduler.shares import Shares
-from semblend.integration.vllm.scheduler.worth import decline_not_worth_it, find_claim_end
+from semblend.integration.vllm.scheduler.worth import decline_not_worth_it, find_claim_end, split_claim
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.materialize.gate.outcome_memory import OutcomeMemory
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
@@ -68,6 +75,7 @@ class SchedulerHalf:
 
     def count_matched(self, request: Any, local_tokens: int) -> int | None:
         """Tokens behind the ``local_tokens`` of vLLM's own hit that we claim; 0 for none, None to be asked again."""
+        self._catch_up()
         record = self._find_record(request)
         if record is None:
             return 0
@@ -134,16 +142,8 @@ class SchedulerHalf:
         return record is not None and record.salted is not None
 
     def hit_sources(self, request_id: str, claimed_tokens: int) -> tuple[int, int]:
-        """How many claimed tokens a donor holds, and how many we shall compute; they add up to the claim.
-
-        This is the plan, because vLLM asks before the load runs. What really happened is in the receipt.
-        """
-        record = self._records.get(request_id)
-        if record is None or not isinstance(record.decision, ReusePlan):
-            return 0, claimed_tokens
-        spans = record.decision.until(record.claim_end).spans
-        reused = min(claimed_tokens, sum(span.length for span in spans))
-        return reused, claimed_tokens - reused
+        """How many claimed tokens a donor holds, and how many we shall compute; they add up to the claim."""
+        return split_claim(self._records.get(request_id), claimed_tokens)
 
     def finished(self, request_id: str) -> Receipt | None:
         """The request ended; its receipt, where its prompt was complete and the worker has spoken."""
@@ -164,6 +164,7 @@ class SchedulerHalf:
 
     def build_orders(self, output: Any) -> Orders:
         """What the worker half does in this step."""
+        self._catch_up()
         for request_id in output.preempted_req_ids or ():
             self._start_over(request_id)
         captures: list[Capture] = []
@@ -176,14 +177,14 @@ class SchedulerHalf:
                 record.served = True
                 served.append(request_id)
                 if self._is_worth_keeping(record):
-                    captures.append(self._make_capture(record))
+                    captures.append(self.donors.order(record, self.facts.block_tokens))
         self.locks.keep_private(self._records.values())
         for record in self._records.values():
             if record.claimed and not record.admitted:
                 self._unclaim(record)  # while it waits for blocks its donors may go
         orders = self.build_orders_to_load(busy=bool(output.num_scheduled_tokens))
         orders.captures, orders.served = captures, served
-        orders.drops = self.donors.take_drops()
+        orders.drops, orders.pins = self.donors.take_drops(), self.donors.take_pins()
         orders.freed, self._freed = self._freed, []
         return orders
 
@@ -196,6 +197,9 @@ class SchedulerHalf:
 
     def reported(self, report: Report) -> None:
         """The worker half has done a step."""
+        self._catch_up()
+        if report.weights:
+            self._adopt_weights(report.weights)
         for where, message, request_id in report.errors:
             self.report_failure(where, message, request_id)
         for key in report.not_captured:
@@ -238,6 +242,21 @@ class SchedulerHalf:
         """A request has ended, and what we had to do about that failed."""
         self.give_up(request_id)
         self._given_up.discard(request_id)
+
+    def _catch_up(self) -> None:
+        if self.donors.catch_up():
+            self.reset()
+
+    def _adopt_weights(self, digest: str) -> None:
+        """These are the model's weights. Donors of others go, and none is made of a request that began before."""
+        knew, self.facts = self.facts.knows_weights, name_weights(self.facts, digest)
+        self.donors.name_anew(lambda prompt: move_prompt(prompt, self.facts))
+        for record in self._records.values():
+            record.prompt = move_prompt(record.prompt, self.facts)
+            if knew:
+                record.declined, record.seen_epoch = record.declined or "the weights have changed since it began", -1
+        if knew:
+            self.reset()
 
     # -- what to do with a request ---------------------------------------------------------------------------------
 
@@ -373,15 +392,6 @@ class SchedulerHalf:
         if read_options(record.request).opt_out:
             return False
         return record.exact_end - record.local_tokens >= self.settings.donor_min_new_tokens
-
-    def _make_capture(self, record: Record) -> Capture:
-        tokens, prompt, request_id = record.exact_end, record.prompt, record.request.request_id
-        whole = tokens == len(prompt)
-        kept = prompt if whole else Prompt(prompt.token_ids[:tokens], namespace=prompt.namespace)
-        assert record.block_ids is not None, "checked by _is_worth_keeping"
-        blocks = tuple(record.block_ids[: -(-tokens // self.facts.block_tokens)])
-        record.captured = True
-        return Capture(request_id, self.donors.order(request_id, kept), tokens, blocks)
 
     def _confirm(self, request_id: str) -> None:
         """The prompt's last step is done, so the first token is out: the receipt, once."""

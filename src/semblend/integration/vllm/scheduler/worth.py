@@ -24,6 +24,17 @@ def find_claim_end(record: Record, plan: ReusePlan) -> int:
     return last if record.mode == "balanced" or last - held <= SHORT_TAIL else held
 
 
+def split_claim(record: Record | None, claimed_tokens: int) -> tuple[int, int]:
+    """Of the claimed tokens, how many a donor holds and how many we shall compute.
+
+    This is the plan, because vLLM asks before the load runs. What really happened is in the receipt.
+    """
+    if record is None or not isinstance(record.decision, ReusePlan):
+        return 0, claimed_tokens
+    reused = min(claimed_tokens, sum(span.length for span in record.decision.until(record.claim_end).spans))
+    return reused, claimed_tokens - reused
+
+
 def decline_not_worth_it(
     record: Record, plan: ReusePlan, settings: ConnectorSettings, outcomes: OutcomeMemory
 ) -> Decline | None:

@@ -81,6 +81,12 @@ class StockModel:
         return found if largest else found / self.capabilities.ranks
 
     @property
+    def module(self) -> torch.nn.Module:
+        """The model itself, for whoever looks at its weights."""
+        found: torch.nn.Module = self._model
+        return found
+
+    @property
     def layers(self) -> list[Any]:
         """The attention modules, bottom up."""
         known = self._config.compilation_config.static_forward_context

@@ -23,6 +23,7 @@ import torch
 from semblend.errors import CapacityError
 from semblend.integration.vllm.orders import Capture, Load, Loaded, Orders, Report
 from semblend.integration.vllm.worker.load_queue import LoadQueue, Outcome
+from semblend.integration.vllm.worker.weights_watch import WeightsWatch
 from semblend.materialize.blend.blender import STAGED_BYTES, Blender
 from semblend.materialize.blend.pieces import Pieces
 from semblend.materialize.blend.quality import Blended, Placed, QualitySettings, Rejected
@@ -30,7 +31,7 @@ from semblend.materialize.blend.ranks import Ranks
 from semblend.materialize.contract import Model, slots_of_blocks
 from semblend.materialize.donors.donor_kv import DonorKv
 from semblend.materialize.kv.host_memory import Arrival
-from semblend.materialize.kv.moves import Move
+from semblend.materialize.kv.moves import DonorTensors, Move
 from semblend.materialize.kv.splice import splice
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 
@@ -55,6 +56,7 @@ class WorkerHalf:
         host_bytes: int,
         device_bytes: int = 0,
         warm_up_model: Callable[[], None] = lambda: None,
+        weights: WeightsWatch | None = None,
     ) -> None:
         self._model, self._block_tokens, self._warm_up_model = model, block_tokens, warm_up_model
         self._quality = quality
@@ -70,7 +72,9 @@ class WorkerHalf:
         self._blenders: dict[str, Blender] = {}
         self._loads = LoadQueue(self._begin, quality.piece_ms, agree=Ranks(model).mean, wait=self._wait_for_device)
         self._finished: set[str] = set()
-        self._report = Report()
+        self._weights, self._ranks = weights, Ranks(model)
+        self._pinned: dict[str, DonorTensors] = {}
+        self._report = Report(weights=weights.digest if weights is not None else "")
         self._invalid: set[int] = set()
 
     def warm_up(self) -> None:
@@ -105,10 +109,7 @@ class WorkerHalf:
 
     def load(self, orders: Orders) -> None:
         """Before the step's forward pass: the step's share of all loads under way."""
-        for donor_id, generation in orders.drops:
-            if self.donor_kv.holds(donor_id, generation):
-                self.donor_kv.drop(donor_id)
-        orders.drops = []
+        self._keep_donors(orders)
         for request_id in orders.cancels:
             if self._loads.cancel(request_id):
                 self._finished.add(request_id)  # vLLM keeps its blocks until it hears this
@@ -116,7 +117,7 @@ class WorkerHalf:
         for load in orders.loads:
             self._loads.add(load)
         orders.loads = []
-        for load, outcome in self._work(orders.work_ms):
+        for load, outcome in self._refuse_old_weights() or self._work(orders.work_ms):
             self._finished.add(load.request_id)
             self._report.loaded[load.request_id] = (
                 _report_load(load, outcome) if isinstance(outcome, Blended) else self._refuse(load, outcome)
@@ -159,6 +160,36 @@ class WorkerHalf:
         self.donor_kv.close()
 
     # -- parts -----------------------------------------------------------------------------------------------------
+
+    def _keep_donors(self, orders: Orders) -> None:
+        """Let go of donors that are forgotten; hold those that an operator has pinned."""
+        for donor_id, generation in orders.drops:
+            if self.donor_kv.holds(donor_id, generation):
+                self._unpin(donor_id)
+                self.donor_kv.drop(donor_id)
+        for donor_id, generation, on in orders.pins:
+            self._unpin(donor_id)
+            if on and (held := self.donor_kv.acquire(donor_id, generation)) is not None:
+                self._pinned[donor_id] = held
+        orders.drops, orders.pins = [], []
+
+    def _unpin(self, donor_id: str) -> None:
+        if (held := self._pinned.pop(donor_id, None)) is not None:
+            self.donor_kv.release(held)
+
+    def _refuse_old_weights(self) -> list[tuple[Load, Outcome]]:
+        """Give up every load, and every donor, where the model has other weights than before."""
+        if self._weights is None or not len(self._loads):
+            return []
+        if not self._ranks.mean(float(self._weights.have_changed())):  # one rank may see what another does not
+            return []
+        log.warning("SemBlend: the model has new weights; the donors of the old ones are dropped")
+        self._report.weights = self._weights.digest
+        for donor_id in list(self._pinned):
+            self._unpin(donor_id)
+        self.donor_kv.drop_all()
+        why = Decline(DeclineReason.STALE, "the weights of the model have changed")
+        return [(load, why) for load in self._loads.abandon()]
 
     def _get_blender(self, mode: str) -> Blender:
         """In mode fast only vLLM needs the end of the prompt; the gate of mode balanced looks at it."""

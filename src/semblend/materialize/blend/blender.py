@@ -183,13 +183,17 @@ class Blender:
         donors: dict[tuple[str, int], DonorTensors] = {}
         for span in state.spans:
             key = (span.donor_id, span.generation)
-            if key in donors:
-                continue
-            tensors = self.donor_kv.acquire(*key)
-            if tensors is None:
-                raise Refused(DeclineReason.STALE, f"donor {span.donor_id!r} generation {span.generation} is gone")
-            held.callback(self.donor_kv.release, tensors)
-            donors[key] = tensors
+            if key not in donors:
+                tensors = self.donor_kv.acquire(*key)
+                if tensors is None:
+                    raise Refused(DeclineReason.STALE, f"donor {span.donor_id!r} generation {span.generation} is gone")
+                held.callback(self.donor_kv.release, tensors)
+                donors[key] = tensors
+            if span.donor_end > donors[key].tokens:
+                held_tokens = (
+                    f"donor {span.donor_id!r} holds {donors[key].tokens} tokens of the {span.donor_end} asked for"
+                )
+                raise Refused(DeclineReason.VALIDATION_FAILED, held_tokens)
         return [
             Move(
                 donors[span.donor_id, span.generation],

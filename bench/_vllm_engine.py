@@ -51,18 +51,20 @@ class Engine:
         longest = max(task["lengths"]) + ROOM
         folder = Path(task["folder"])
         folder.mkdir(parents=True, exist_ok=True)
-        config = SHAPES[task["shape"]] | {"max_position_embeddings": longest}
-        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         named: dict[str, Any] = {
-            "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": task["dtype"],
+            "skip_tokenizer_init": True, "dtype": task["dtype"],
             "max_model_len": longest, "max_num_batched_tokens": task.get("step_tokens", longest),
             "max_num_seqs": task.get("max_requests", 64),
             "enable_prefix_caching": True, "gpu_memory_utilization": task["memory"], "enforce_eager": task["eager"],
-            "disable_log_stats": False,
+            "disable_log_stats": False, **_name_weights(task, folder, longest),
         }  # fmt: skip
         if kind != "stock":
             named["kv_transfer_config"] = self._connector(folder)
         self.llm = LLM(**named)
+        config = json.loads(Path(named["model"], "config.json").read_text(encoding="utf-8"))
+        self._last_token = int(config["vocab_size"]) - 2000  # the last ones may be special
+        if task.get("model"):
+            return
         self.llm.apply_model(_random_weights)
         if kind != "stock":
             _scatter_repairs()
@@ -72,7 +74,10 @@ class Engine:
 
         from semblend.materialize.gate.thresholds import Thresholds
 
-        (folder / "thresholds.json").write_text(Thresholds(**ACCEPT_AFTER_10).to_json(), encoding="utf-8")
+        named: dict[str, Any] = dict(self.task.get("connector", {}))
+        if not self.task.get("model"):
+            named["thresholds"] = str(folder / "thresholds.json")
+            (folder / "thresholds.json").write_text(Thresholds(**ACCEPT_AFTER_10).to_json(), encoding="utf-8")
         budget = int(self.task["donor_bytes"])
         return KVTransferConfig(
             kv_connector="SemBlendConnectorV1",
@@ -81,12 +86,12 @@ class Engine:
             kv_connector_extra_config={
                 "donor_device_bytes": budget if self.kind == "device" else 0,
                 "donor_host_bytes": budget if self.kind == "host" else 0,
-                "thresholds": str(folder / "thresholds.json"),
+                **named,
             },
         )
 
     def tokens(self, count: int) -> list[int]:
-        return [self.rng.randrange(10, 150000) for _ in range(count)]
+        return [self.rng.randrange(10, self._last_token) for _ in range(count)]
 
     def params(self, tokens: int = 2, **asked: Any) -> Any:
         extra = {"kv_transfer_params": {"semblend": asked}} if asked else None
@@ -104,6 +109,15 @@ class Engine:
         }
         receipt = (output.kv_transfer_params or {}).get("semblend") or {}
         return found | {kind: receipt[kind] for kind in KINDS if kind in receipt}
+
+
+def _name_weights(task: dict[str, Any], folder: Path, longest: int) -> dict[str, Any]:
+    """vLLM's arguments for the weights: a folder of real ones, or random ones in the shape of an architecture."""
+    if task.get("model"):
+        return {"model": task["model"]}
+    config = SHAPES[task["shape"]] | {"max_position_embeddings": longest}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return {"model": str(folder), "load_format": "dummy"}
 
 
 def _random_weights(model: Any) -> None:

@@ -3,11 +3,11 @@
     python bench/vllm_quality.py --model FOLDER --data-dir DATA --prompts 50 --tokens 4000 --jsonl rows.jsonl
     python bench/vllm_quality.py --tables-only rows.jsonl --engine-rows bench/results/quality_h200_rows.jsonl.gz
 
-The prompts of `bench/quality.py`, asked of a real vLLM with our connector: its donors first (computed exactly), then
-cold (opted out), fast and balanced, each from an empty prefix cache. FOLDER is a Hugging Face folder of the same
-weights. Scores are word F1 of greedy answers against vLLM's own cold answer. Rows go to --jsonl as they come; a second
-run skips the cases that are there. The table sets them beside the embedded engine's rows of the same prompts;
-intervals: bootstrap over documents.
+The prompts of `bench/quality.py`, asked of a real vLLM with our connector, in this process or (--http) of a server:
+cold (opted out), then fast and balanced, each after its donors (computed exactly) and under a salt of its own, so that
+no arm finds anything of another. FOLDER is a Hugging Face folder of the same weights. Scores are word F1 of greedy
+answers against vLLM's own cold answer. Rows go to --jsonl as they come; a second run skips the cases that are there.
+The table sets them beside the embedded engine's rows of the same prompts; intervals: bootstrap over documents.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import tempfile
 import time
 from collections import defaultdict
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +26,18 @@ import _report  # first: it holds the numeric libraries to one thread
 import numpy as np
 from _quality_cases import SCENARIOS, Case, cases
 from _quality_lab import next_line_similarity, word_f1
+from _vllm_server import LINE, VllmServer
 from quality import kept_rows
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 ARMS = ("cold", "fast", "balanced")
+DONORS = {"donor_host_bytes": 4 << 30}
 KINDS = ("outcome", "reason", "exact_tokens", "reused_tokens", "recomputed_tokens", "prefill_tokens", "risk",
          "escalations", "canary")  # fmt: skip
 
 
 class Asked:
-    """A vLLM with our connector, one prompt at a time."""
+    """A vLLM with our connector in this process, one prompt at a time."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         from vllm import LLM
@@ -43,67 +47,84 @@ class Asked:
             model=args.model, dtype=args.dtype, max_model_len=args.tokens * 2 + 400,
             max_num_batched_tokens=args.tokens * 2 + 400, gpu_memory_utilization=args.memory, max_num_seqs=8,
             enforce_eager=args.eager, disable_log_stats=False,
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="SemBlendConnectorV1",
-                kv_connector_module_path="semblend.integration.vllm.connector_v1",
-                kv_role="kv_both",
-                kv_connector_extra_config={"donor_host_bytes": 4 << 30},
-            ),
+            kv_transfer_config=KVTransferConfig(**LINE, kv_connector_extra_config=DONORS),
         )  # fmt: skip
         self.tokenizer = self.llm.get_tokenizer()
 
-    def ask(self, tokens: tuple[int, ...], count: int, **asked: Any) -> tuple[str, dict[str, Any]]:
+    def ask(self, tokens: tuple[int, ...], count: int, salt: str, **asked: Any) -> tuple[str, dict[str, Any]]:
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=count, extra_args={"kv_transfer_params": {"semblend": asked}})
-        (output,) = self.llm.generate([{"prompt_token_ids": list(tokens)}], params, use_tqdm=False)
+        prompt = {"prompt_token_ids": list(tokens), "cache_salt": salt}
+        (output,) = self.llm.generate([prompt], params, use_tqdm=False)
         receipt = (output.kv_transfer_params or {}).get("semblend") or {}
         return output.outputs[0].text, {kind: receipt.get(kind) for kind in KINDS}
 
-    def forget(self, *, donors: bool = False) -> None:
-        """Empties vLLM's prefix cache. While a step is under way for a request that has ended, vLLM refuses to."""
-        for _ in range(20):
-            if self.llm.reset_prefix_cache(reset_connector=donors) is not False:
-                return
-            self.ask((1, 2, 3), 1, opt_out=True)  # whatever is under way is over then
-        raise SystemExit("vLLM does not empty its prefix cache")
+    def close(self) -> None:
+        """The engine ends with the process."""
 
-    def run(self, case: Case) -> list[dict[str, Any]]:
-        self.forget(donors=True)
-        cold, _ = self.ask(case.tokens, case.answer_tokens, opt_out=True)
-        for donor in case.donors:
-            self.forget()
-            self.ask(donor, 2, quality="exact")
-        score = next_line_similarity if case.scenario == "code" else word_f1
-        rows = []
-        for arm in ARMS:
-            self.forget()
-            asked = {"opt_out": True} if arm == "cold" else {"quality": arm}
-            text, receipt = self.ask(case.tokens, case.answer_tokens, **asked)
-            golds = [score(text, gold) for gold in case.golds]
-            fact = None if case.code is None else case.code in text
-            rows.append(
-                {"case": case.case_id, "scenario": case.scenario, "cluster": case.cluster, "recipe": arm,
-                 "tokens": len(case.tokens), "f1": score(text, cold), "task": max(golds, default=None), "fact": fact,
-                 "donor_fact": None if case.donor_code is None else case.donor_code in text, **receipt}
-            )  # fmt: skip
-        return rows
+
+class AskedServer:
+    """The same over HTTP, of a server in processes of its own."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from transformers import AutoTokenizer
+
+        length = str(args.tokens * 2 + 400)
+        flags = ["--dtype", args.dtype, "--max-model-len", length, "--max-num-batched-tokens", length,
+                 "--gpu-memory-utilization", str(args.memory), "--max-num-seqs", "8"]  # fmt: skip
+        flags += ["--enforce-eager"] if args.eager else []
+        self.server = VllmServer(args.model, Path(tempfile.mkdtemp(prefix="vllm-quality-")), flags, DONORS)
+        self.server.wait()
+        self.tokenizer = AutoTokenizer.from_pretrained(args.model)
+
+    def ask(self, tokens: tuple[int, ...], count: int, salt: str, **asked: Any) -> tuple[str, dict[str, Any]]:
+        body = {"model": "m", "prompt": list(tokens), "max_tokens": count, "temperature": 0, "cache_salt": salt,
+                "kv_transfer_params": {"semblend": asked}}  # fmt: skip
+        answer = self.server.post("/v1/completions", body)
+        receipt = (answer.get("kv_transfer_params") or {}).get("semblend") or {}
+        return answer["choices"][0]["text"], {kind: receipt.get(kind) for kind in KINDS}
+
+    def close(self) -> None:
+        self.server.stop()
+
+
+def run_case(engine: Asked | AskedServer, case: Case) -> list[dict[str, Any]]:
+    """Every arm under a salt of its own: neither donors nor exact blocks of another arm are found."""
+    cold, _ = engine.ask(case.tokens, case.answer_tokens, f"{case.case_id} first", opt_out=True)
+    score = next_line_similarity if case.scenario == "code" else word_f1
+    rows = []
+    for arm in ARMS:
+        salt = f"{case.case_id} {arm}"
+        if arm != "cold":
+            for donor in case.donors:
+                engine.ask(donor, 2, salt, quality="exact")
+        asked = {"opt_out": True} if arm == "cold" else {"quality": arm}
+        text, receipt = engine.ask(case.tokens, case.answer_tokens, salt, **asked)
+        golds = [score(text, gold) for gold in case.golds]
+        fact = None if case.code is None else case.code in text
+        rows.append(
+            {"case": case.case_id, "scenario": case.scenario, "cluster": case.cluster, "recipe": arm,
+             "tokens": len(case.tokens), "f1": score(text, cold), "task": max(golds, default=None), "fact": fact,
+             "donor_fact": None if case.donor_code is None else case.donor_code in text, **receipt}
+        )  # fmt: skip
+    return rows
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     begun, path = time.perf_counter(), Path(args.jsonl)
-    engine = Asked(args)
+    engine = AskedServer(args) if args.http else Asked(args)
     rows = kept_rows([path])
     finished = {row["case"] for row in rows}
     made = cases(_report.data_dir(args), lambda text: engine.tokenizer.encode(text, add_special_tokens=False),
                  scenarios=args.scenarios, prompts=args.prompts, tokens=args.tokens, seed=args.seed)  # fmt: skip
-    with path.open("a", encoding="utf-8") as out:
+    with closing(engine), path.open("a", encoding="utf-8") as out:
         for case in made:
             if case.case_id in finished:
                 continue
             if args.budget_s and time.perf_counter() - begun > args.budget_s:
                 break
-            found = [{"model": Path(args.model).name, **row} for row in engine.run(case)]
+            found = [{"model": Path(args.model).name, **row} for row in run_case(engine, case)]
             rows += found
             out.write("".join(json.dumps(row) + "\n" for row in found))
             out.flush()
@@ -168,6 +189,7 @@ def main() -> None:
     parser.add_argument("--scenarios", nargs="+", default=list(SCENARIOS), choices=list(SCENARIOS))
     parser.add_argument("--memory", type=float, default=0.5, help="share of the device's memory that vLLM takes")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--http", action="store_true", help="ask a server in processes of its own, over HTTP")
     parser.add_argument("--budget-s", type=float, default=0.0, help="begin no case after this long; 0: no limit")
     parser.add_argument(
         "--jsonl", default="bench/results/vllm_quality.jsonl", help="rows; a second run goes on from them"

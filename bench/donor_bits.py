@@ -35,12 +35,10 @@ from semblend.materialize.kv.eight_bits import SCALES, Scales, count_packed_byte
 
 Rows = Mapping[str, dict[str, Any]]
 WAYS = {
-    "keys by dimension / 64, values by token": (Scales(64, True), Scales(1, False)),
-    "keys by dimension / 64, values by dimension / 64": (Scales(64, True), Scales(64, True)),
-    "keys by dimension / 64, values by head / 64": (Scales(64, True), Scales(64, False)),
-    "keys by dimension / 16, values by token": (Scales(16, True), Scales(1, False)),
-    "keys by token, values by token": (Scales(1, False), Scales(1, False)),
-    "keys by head / 64, values by head / 64": (Scales(64, False), Scales(64, False)),
+    "both by dimension / 64 tokens": (Scales(64, True), Scales(64, True)),
+    "keys by dimension / 64 tokens, values by token": (Scales(64, True), Scales(1, False)),
+    "both by token": (Scales(1, False), Scales(1, False)),
+    "both by head / 64 tokens": (Scales(64, False), Scales(64, False)),
 }
 
 
@@ -81,7 +79,7 @@ def measure_error(lab: Lab, case: Case, keys: Scales, values: Scales) -> tuple[f
     return worst[0], worst[1]
 
 
-def compare_ways(lab: Lab, chosen: Sequence[Case], report: Report) -> None:
+def compare_ways(lab: Lab, chosen: Sequence[Case], report: Report, *, errors_only: bool) -> None:
     """The first table: how scales are shared, by error and by divergence."""
     rows = []
     for name, (keys, values) in WAYS.items():
@@ -89,11 +87,12 @@ def compare_ways(lab: Lab, chosen: Sequence[Case], report: Report) -> None:
             shape = (1, 6400, 1, lab.model.spec.head_dim)
             share = count_packed_bytes(*shape) / (2 * torch.Size(shape).numel() * 2)
             errors = [measure_error(lab, case, keys, values) for case in chosen]
-            found = [row for case in chosen for row in lab.run(case) if row["recipe"] == "fast, 8 bits"]
+            ran = [] if errors_only else [row for case in chosen for row in lab.run(case)]
+            found = [row for row in ran if row["recipe"] == "fast, 8 bits"]
         progress(f"{name}: {errors}")
         worst = [max(error[at] for error in errors) for at in range(2)]
-        canary = max(row["canary"] for row in found)
-        rows.append([name, share, *worst, statistics.mean(row["kl"] for row in found), canary])
+        kl = statistics.mean(row["kl"] for row in found) if found else None
+        rows.append([name, share, *worst, kl, max((row["canary"] for row in found), default=None)])
     report.table(
         "Ways to share scales",
         ["scales", "share of 16 bits", "error of keys", "error of values", "KL of fast", "canary, largest"],
@@ -154,6 +153,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=600, help="of a document (default: 600)")
     parser.add_argument("--scenarios", nargs="+", default=["one_document", "edits", "several", "reordered"])
     parser.add_argument("--ways", type=int, default=2, help="prompts on which ways to share scales are compared")
+    parser.add_argument("--errors-only", action="store_true", help="only the error of keys and values, no answers")
     parser.add_argument("--threads", type=int, default=1)
     _report.add_common_arguments(parser, "donor_bits")
     args = parser.parse_args()
@@ -179,16 +179,18 @@ def main() -> int:
     longest = max(len(tokens) for case in made for tokens in (case.tokens, *case.donors))
     if args.ways:
         fast = [recipe for recipe in chosen if recipe.name == "fast, 8 bits"]
-        compare_ways(Lab(model, tokenizer, fast, longest), made[: args.ways], report)
-    lab, rows = Lab(model, tokenizer, chosen, longest), []
-    for case in made:
-        rows += lab.run(case)
-        progress(f"{case.case_id}: {len(case.tokens)} tokens")
-    show_bits(rows, report, args.seed)
+        ways = Lab(model, tokenizer, fast, longest)
+        compare_ways(ways, made[: args.ways], report, errors_only=args.errors_only)
+    if not args.errors_only:
+        lab, rows = Lab(model, tokenizer, chosen, longest), []
+        for case in made:
+            rows += lab.run(case)
+            progress(f"{case.case_id}: {len(case.tokens)} tokens")
+        show_bits(rows, report, args.seed)
+        report.add("rows", [{k: v for k, v in row.items() if k not in ("answer", "signals")} for row in rows])
     report.note(
         f"{Path(args.model).name} {model.dtype}; {len(made)} prompts of {len({c.cluster for c in made})} documents"
     )
-    report.add("rows", [{k: v for k, v in row.items() if k not in ("answer", "signals")} for row in rows])
     report.write(args.out)
     return 0
 

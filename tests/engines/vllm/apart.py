@@ -180,6 +180,42 @@ def unknown_version(settings: dict[str, Any]) -> dict[str, Any]:
     return as_without_us({**settings, "connected": True})
 
 
+def _share(settings: dict[str, Any]) -> Engine:
+    """An engine that shares donors in a directory."""
+    options = {"quality": "fast", "donor_directory": settings["directory"], "donor_bits": settings.get("bits", 16)}
+    return Engine(settings["model"], OURS | {"kv_connector_extra_config": options})
+
+
+def publish(settings: dict[str, Any]) -> dict[str, Any]:
+    """A donor in the directory, then more of them without end, until somebody ends the process."""
+    engine = _share(settings)
+    seed = 1
+    while True:
+        engine.ask(engine.prompt("You are brief.", seed))
+        seed += 1
+        if any(name.endswith(".kv") for name in os.listdir(settings["directory"])):
+            Path(settings["published"]).touch()
+
+
+def reuse(settings: dict[str, Any]) -> dict[str, Any]:
+    """A prompt that shares a document with a neighbour's donor: cold, from the directory, and from damaged files."""
+    engine = _share(settings)
+    target = engine.prompt("You are an archivist and careful.", 1)
+    told: dict[str, Any] = {"cold": engine.ask(target, opt_out=True)}
+    engine.forget_prefixes()
+    told["shared"] = engine.ask(target)
+    engine.forget_prefixes()
+    told["cold again"] = engine.ask(target, opt_out=True)
+    engine.forget_prefixes()
+    for path in Path(settings["directory"]).glob("*.kv"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    told["damaged"] = engine.ask(target)
+    told["left"] = sorted(path.suffix for path in Path(settings["directory"]).iterdir())
+    return told
+
+
 def as_without_us(settings: dict[str, Any]) -> dict[str, Any]:
     """Prompts that share a document, each twice, in an engine of a kind that we decline."""
     import small_folders
@@ -208,8 +244,15 @@ def as_without_us(settings: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     scenario, given, answer = sys.argv[1:]
-    scenarios = {"beside": beside, "lora": lora, "number_type": number_type, "as_without_us": as_without_us}
-    scenarios["unknown_version"] = unknown_version
+    scenarios = {
+        "beside": beside,
+        "lora": lora,
+        "number_type": number_type,
+        "as_without_us": as_without_us,
+        "unknown_version": unknown_version,
+        "publish": publish,
+        "reuse": reuse,
+    }
     told = scenarios[scenario](json.loads(Path(given).read_text()))
     Path(answer).write_text(json.dumps(told))
     if "lmcache" in sys.modules:  # its threads never end

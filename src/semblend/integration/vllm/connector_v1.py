@@ -32,6 +32,7 @@ from semblend.integration.vllm.startup_checks import (
     make_worker_half,
     open_admin,
     quality_settings,
+    share_donors,
 )
 from semblend.integration.vllm.versions import is_known
 from semblend.integration.vllm.worker.model_access import StockModel, find_model_of_caller
@@ -129,6 +130,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
                 expected = quality_settings(self._settings, vllm_config).thresholds.expected_costs
                 self._scheduler.outcomes = OutcomeMemory(expected)
             self._admin = open_admin(self._settings, self._scheduler)
+            share_donors(self._settings, self._scheduler, vllm_config, kv_cache_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -291,6 +293,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         if self._admin is not None:
             self._admin.close()
         if self._scheduler is not None:
+            self._scheduler.donors.close()
             self._scheduler.semblend.close()
 
     # -- parts -----------------------------------------------------------------------------------------------------

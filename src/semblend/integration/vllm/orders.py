@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from semblend.materialize.donors.shared.publisher import Publication
 from semblend.plan.reuse_plan import DeclineReason
 from semblend.span import Span
 
@@ -43,6 +44,8 @@ class Capture:
     generation: int
     tokens: int
     block_ids: tuple[int, ...]
+    publication: Publication | None = None
+    """Where it goes in the donor directory."""
 
 
 @dataclass(slots=True)
@@ -53,6 +56,7 @@ class Orders:
     runs. ``cancels``: requests that ended while their load is under way. ``served``: requests whose prompt is complete
     with this step; they come back in the report. ``freed``: requests whose KV was to be copied and whose blocks belong
     to others from this step on. ``pins``: donors whose KV is to be held, or no longer, whatever else wants the room.
+    ``publications``: donors captured before that go to the donor directory.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -63,10 +67,10 @@ class Orders:
     served: list[str] = field(default_factory=list)
     freed: list[str] = field(default_factory=list)
     pins: list[tuple[str, int, bool]] = field(default_factory=list)
+    publications: list[Publication] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        requests = self.loads or self.cancels or self.captures or self.served or self.freed
-        return bool(requests or self.drops or self.pins)
+        return any(getattr(self, one.name) for one in fields(self) if one.name != "work_ms")
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,17 @@ class ConnectorSettings:
     config: SemBlendConfig = field(default_factory=SemBlendConfig)
     donor_host_bytes: int = _setting(4 * GIB, "Host memory for donor KV, per rank.")
     donor_device_bytes: int = _setting(0, "Accelerator memory for donor KV, per rank; 0 = host only.")
+    donor_bits: int = _setting(
+        16, "Bits of a number of donor KV outside the accelerator: 16, or 8 for half the memory and a small error."
+    )
+    donor_disk_path: str = _setting("", "Folder for donor KV that falls out of host memory; empty = none.")
+    donor_disk_bytes: int = _setting(8 * GIB, "Limit of `donor_disk_path`, per rank.")
+    donor_directory: str = _setting(
+        "",
+        "Folder in which engines of one machine and user publish donors for each other, such as "
+        "`/dev/shm/semblend-donors`; empty = none.",
+    )
+    donor_directory_bytes: int = _setting(4 * GIB, "What this engine may keep in `donor_directory`, all ranks in sum.")
     donor_min_new_tokens: int = _setting(
         32, "A prompt of which fewer tokens were computed (the rest was an exact hit) is not kept as a donor."
     )
@@ -50,6 +61,8 @@ class ConnectorSettings:
         for name in (
             "donor_host_bytes",
             "donor_device_bytes",
+            "donor_disk_bytes",
+            "donor_directory_bytes",
             "donor_min_new_tokens",
             "latency_budget_ms",
             "step_work_ms",
@@ -62,6 +75,8 @@ class ConnectorSettings:
             ("require_cache_salt", bool),
             ("share_equal_prompts", bool),
             ("thresholds", str),
+            ("donor_disk_path", str),
+            ("donor_directory", str),
             ("admin_socket", str),
         ):
             if not isinstance(getattr(self, name), kind):
@@ -69,6 +84,8 @@ class ConnectorSettings:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not {wanted}", hint="see docs/guides/vllm.md")
         if not self.step_work_ms:
             raise ConfigError("step_work_ms=0 leaves loads no time", hint="40 is the default")
+        if self.donor_bits not in (8, 16):
+            raise ConfigError(f"donor_bits={self.donor_bits!r} is not 8 or 16", hint="see docs/guides/vllm.md")
         if not self.config.strict_prefix_boundary:
             raise ConfigError(
                 "strict_prefix_boundary=0 hands spans to the engine, and vLLM's connectors can claim one prefix only",

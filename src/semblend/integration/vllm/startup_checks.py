@@ -9,7 +9,7 @@ from typing import Any
 from semblend.confirm.events import Event
 from semblend.confirm.log_lines import format_line
 from semblend.confirm.sinks import CallbackSink
-from semblend.errors import SemBlendError
+from semblend.errors import SemBlendError, StoreError
 from semblend.facade import SemBlend
 from semblend.integration.vllm.metrics import MetricsTally
 from semblend.integration.vllm.refusals import refusal
@@ -17,13 +17,19 @@ from semblend.integration.vllm.scheduler.admin_desk import AdminDesk
 from semblend.integration.vllm.scheduler.admin_socket import AdminSocket
 from semblend.integration.vllm.scheduler.records import EngineFacts
 from semblend.integration.vllm.scheduler.scheduler_half import SchedulerHalf
+from semblend.integration.vllm.scheduler.shared_donors import SharedDonors
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.integration.vllm.versions import VersionEvidence, is_known, support
 from semblend.integration.vllm.worker.model_access import StockModel, read_rope_config
 from semblend.integration.vllm.worker.weights_watch import WeightsWatch
 from semblend.integration.vllm.worker.worker_half import WorkerHalf
 from semblend.materialize.blend.quality import QualitySettings
+from semblend.materialize.donors.shared.directory_kv import DirectoryKv
+from semblend.materialize.donors.shared.private_folder import PrivateFolder
+from semblend.materialize.donors.shared.signature import KvSignature
+from semblend.materialize.gate.canary import EIGHT_BIT_TOLERANCE
 from semblend.materialize.gate.thresholds import Thresholds, thresholds_for
+from semblend.materialize.kv.eight_bits import count_packed_bytes
 from semblend.prompt import Namespace
 
 log = logging.getLogger("vllm.semblend")
@@ -72,6 +78,7 @@ def quality_settings(settings: ConnectorSettings, vllm_config: Any) -> QualitySe
         chunk_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
         piece_ms=settings.step_work_ms / 2,
         prefills=False,  # vLLM does that itself, in chunks between its other work
+        canary_tolerance=EIGHT_BIT_TOLERANCE if settings.donor_bits == 8 else None,
     )
 
 
@@ -83,6 +90,10 @@ def make_worker_half(model: StockModel, settings: ConnectorSettings, vllm_config
         quality_settings(settings, vllm_config),
         host_bytes=settings.donor_host_bytes,
         device_bytes=settings.donor_device_bytes,
+        disk_path=settings.donor_disk_path,
+        disk_bytes=settings.donor_disk_bytes,
+        donor_bits=settings.donor_bits,
+        directory=_open_directory(model, settings),
         warm_up_model=model.warm_up,
         weights=WeightsWatch(model.module),
     )
@@ -101,6 +112,57 @@ def open_admin(settings: ConnectorSettings, half: SchedulerHalf) -> AdminSocket 
     half.donors.desk = desk
     log.info("SemBlend: an operator reaches the donors at %s", door.path)
     return door
+
+
+def _open_directory(model: StockModel, settings: ConnectorSettings) -> DirectoryKv | None:
+    """The donor directory as this rank sees it; an engine runs without it if it cannot be had."""
+    if not settings.donor_directory:
+        return None
+    layers, kv_heads, head_dim, dtype = model.kv_shape
+    signature = KvSignature(
+        weights=WeightsWatch(model.module).digest,
+        dtype=str(dtype).removeprefix("torch."),
+        layers=layers,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        bits=settings.donor_bits,
+        rope=model.rope,
+        rank=model.rank,
+        ranks=model.capabilities.ranks,
+    )
+    try:
+        return DirectoryKv(PrivateFolder(settings.donor_directory), signature)
+    except StoreError:  # the scheduler half has said so
+        return None
+
+
+def share_donors(settings: ConnectorSettings, half: SchedulerHalf, vllm_config: Any, kv_cache_config: Any) -> None:
+    """Let the scheduler half publish its donors and find those of its neighbours, where a directory is set."""
+    if not settings.donor_directory or half.facts.refusal:
+        return
+    group, ranks = kv_cache_config.kv_cache_groups[0], int(vllm_config.parallel_config.tensor_parallel_size)
+    spec = group.kv_cache_spec
+    wide = spec.page_size_bytes / spec.block_size * len(group.layer_names) * ranks
+    try:
+        half.donors.shared = SharedDonors(
+            settings.donor_directory,
+            settings.donor_directory_bytes,
+            half.facts.namespace,
+            token_bytes=wide * _share_of(settings.donor_bits, spec),
+            ranks=ranks,
+            ttl_s=settings.config.donor_ttl_s,
+        )
+        log.info("SemBlend shares donors with its neighbours in %s", settings.donor_directory)
+    except StoreError as error:
+        log.warning("SemBlend: %s (%s)", error.message, error.hint)
+
+
+def _share_of(bits: int, spec: Any) -> float:
+    """What a donor takes of the bytes that its tokens have in the engine's cache."""
+    if bits != 8:
+        return 1.0
+    tokens, head_dim, width = 6400, int(spec.head_size), int(spec.dtype.itemsize)
+    return count_packed_bytes(1, tokens, 1, head_dim) / (2 * tokens * head_dim * width)
 
 
 def _log_line(event: Event) -> None:

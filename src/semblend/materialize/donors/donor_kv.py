@@ -199,23 +199,30 @@ class DonorKv:
             return self._books.retire(donor_id)
 
     def publish(self, donor_id: str, generation: int, key: str, tokens_digest: str) -> int:
-        """Write a donor of this engine into the directory; returns the file's bytes, 0 when the donor is gone.
+        """Write a donor of this engine into the directory; returns the file's bytes, 0 when it left memory before.
 
         Waits for its copy to the host and for the file. Raises OSError (no space left), or StoreError.
         """
         if self._published is None:
             raise StoreError("this engine has no donor directory", hint="set donor_directory")
-        held = self.acquire(donor_id, generation)
+        with self._lock:
+            entry = self._books.find(donor_id, generation)
+            in_memory = entry is not None and not entry.moving and entry.parts is not None
+            held = self._books.hold(entry) if in_memory else None  # where it is: publishing moves nothing
+            arrives = entry.arrives if entry is not None else None
         if held is None:
             return 0
         try:
-            with self._lock:
-                arrives = self._books.held[id(held.k)].arrives
             if arrives is not None:
                 arrives.synchronize()
             return self._published.directory.write(key, tokens_digest, self.memory.pack(held.parts), held.rope)
         finally:
             self.release(held)
+
+    def name_weights(self, digest: str) -> None:
+        """The model has other weights: of the directory only donors of the same are taken, and published."""
+        if self._published is not None:
+            self._published.directory.name_weights(digest)
 
     def holds(self, donor_id: str, generation: int) -> bool:
         """Whether `acquire` would find it now (a damaged file is found out only there)."""

@@ -1,9 +1,9 @@
 """Donor KV at 8 bits: half the memory and half the bytes over a bus, for a small error.
 
-Keys and values are stored as whole numbers from -127 to 127 with a scale beside them. Keys have few dimensions with
-large values, the same ones for all tokens, so a key's scale is one for each dimension of a head over a group of tokens.
-Values have none, but tokens of different size, so a value's scale is one for each head of a token. Scales are bfloat16,
-rounded up, so that nothing is cut off. `docs/research/decisions/0081-donors-at-8-bits.md` has the measurement.
+Keys and values are stored as whole numbers from -127 to 127 with a scale beside them. Some dimensions of a head are
+much larger than others, the same ones for all tokens, so there is a scale for each dimension of a head over a group of
+64 tokens. Scales are bfloat16, rounded up, so that nothing is cut off.
+`docs/research/decisions/0081-donors-at-8-bits.md` has the measurement.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Scales:
         return layers, -(-tokens // self.group_tokens), heads, head_dim if self.by_dimension else 1
 
 
-SCALES: dict[str, Scales] = {"k": Scales(64, by_dimension=True), "v": Scales(1, by_dimension=False)}
+SCALES: dict[str, Scales] = {"k": Scales(64, by_dimension=True), "v": Scales(64, by_dimension=True)}
 """Of keys and of values. They are part of the format of donor files: whoever changes them changes its magic."""
 
 
@@ -48,7 +48,7 @@ def count_packed_bytes(layers: int, tokens: int, heads: int, head_dim: int) -> i
     """What a donor takes at 8 bits.
 
     >>> count_packed_bytes(1, 64, 1, 64) / (2 * 64 * 64 * 2)  # of what it takes at 16
-    0.53125
+    0.515625
     """
     total = 0
     for shape, dtype in packed_shapes(layers, tokens, heads, head_dim).values():

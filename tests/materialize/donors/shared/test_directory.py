@@ -485,6 +485,24 @@ def test_a_refused_donor_never_comes_again(world):
     assert watch.poll().came == ()
 
 
+def test_an_engine_that_gets_new_weights_loses_the_donors_of_the_old_and_finds_those_of_the_new(world):
+    def of(revision):
+        return Namespace(model="m", kv_dtype="float32", revision=revision)
+
+    writer, watch, keys = world.writer(), world.watch(of("old")), {}
+    for start, revision in enumerate(["old", "new", "new"]):
+        record = writer.publish(Prompt(range(start, 20), namespace=of(revision)), "req", 100)
+        world.kv().write(record.key, record.tokens_digest, make_parts(record.tokens, 0), None)
+        keys.setdefault(revision, []).append(record.key)
+    assert [one.key for one in watch.poll().came] == keys["old"]
+    watch.refuse(keys["new"][0])
+    watch.follow(of("new"))
+    changes = watch.poll()
+    assert (changes.went, [one.key for one in changes.came]) == (tuple(keys["old"]), keys["new"][1:])
+    watch.follow(of("new"))
+    assert watch.poll() == watch.poll()
+
+
 def test_a_full_folder_is_taken_in_by_pieces(world):
     writer, watch = world.writer(), world.watch(at_once=4)
     for start in range(10):

@@ -1,8 +1,10 @@
-"""Which donors the workers hold, which are on their way, and which they shall drop."""
+"""Which donors the workers hold, which are on their way, and which they shall drop; what neighbours have published."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from semblend.discover.donor import Eviction
 from semblend.errors import SemBlendError
@@ -11,15 +13,19 @@ from semblend.integration.vllm.orders import Capture
 from semblend.integration.vllm.scheduler.admin_desk import AdminDesk
 from semblend.integration.vllm.scheduler.records import Record
 from semblend.integration.vllm.scheduler.reset_watch import ResetWatch
-from semblend.prompt import Prompt
+from semblend.integration.vllm.scheduler.shared_donors import GENERATION, SharedDonors
+from semblend.materialize.donors.shared.publisher import Publication
+from semblend.prompt import Namespace, Prompt
 
 ReportFailure = Callable[[str, str, str], None]
+Answer = TypeVar("Answer")
 
 
 class DonorBooks:
     """A donor can be found from the moment on that every rank has its KV, until the first rank lets it go.
 
-    ``resets`` looks whether vLLM has emptied its prefix cache; ``desk`` holds what an operator asks for.
+    ``resets`` looks whether vLLM has emptied its prefix cache; ``desk`` holds what an operator asks for. Donors of the
+    donor directory (``shared``) are found under their keys while they are there.
     """
 
     def __init__(self, semblend: SemBlend, report_failure: ReportFailure) -> None:
@@ -33,6 +39,11 @@ class DonorBooks:
         self._pins: list[tuple[str, int, bool]] = []  # for the workers: donor, generation, on or off
         self.resets: ResetWatch | None = None
         self.desk: AdminDesk | None = None
+        self._publications: list[Publication] = []
+        self.shared: SharedDonors | None = None
+        if not semblend.config.discovery_only:
+            for donor in semblend.donors():  # a store file brings back donors, not their KV
+                semblend.forget(donor.donor_id, reason="engine")
         semblend.on_evicted(self._note_evicted)
 
     def holds(self, donor_id: str) -> bool:
@@ -50,7 +61,53 @@ class DonorBooks:
         kept = prompt if tokens == len(prompt) else Prompt(prompt.token_ids[:tokens], namespace=prompt.namespace)
         self._on_the_way[donor_id, self._generations] = kept
         record.captured = True
-        return Capture(donor_id, self._generations, tokens, tuple(record.block_ids[: -(-tokens // block_tokens)]))
+        blocks = tuple(record.block_ids[: -(-tokens // block_tokens)])
+        publication = self._publish_at_once(donor_id, self._generations, kept)
+        return Capture(donor_id, self._generations, tokens, blocks, publication)
+
+    def _publish(self, donor_id: str, generation: int, prompt: Prompt) -> Publication | None:
+        """What the workers shall put into the donor directory; None where there is none, or no room in it."""
+        if self.shared is None or self.shared.has_published(donor_id):
+            return None
+        return self._guard(lambda shared: shared.publish(donor_id, generation, prompt))
+
+    def _publish_at_once(self, donor_id: str, generation: int, prompt: Prompt) -> Publication | None:
+        """As `_publish`, before the capture is done: an engine that has no step after this one publishes too.
+
+        Not before the weights are known by name: until then a donor is published when its capture is reported.
+        """
+        named = self.shared is not None and self.shared.knows_weights
+        return self._publish(donor_id, generation, prompt) if named else None
+
+    def follow(self, engine: Namespace) -> None:
+        """The engine's namespace names its weights now, or names others."""
+        if self.shared is not None:
+            self.shared.follow(engine)
+
+    def look_around(self) -> None:
+        """Take in what neighbours have published, and let go of what they took back; cheap, see `DirectoryWatch`."""
+        changes = self._guard(lambda shared: shared.poll())
+        if changes is None or self.shared is None:
+            return
+        for key in changes.went:
+            if key in self._held:
+                self._semblend.forget(key, reason="engine")
+        for record in changes.came:
+            ttl_s = None if record.expires_unix_s is None else max(1.0, record.expires_unix_s - time.time())
+            try:
+                self._semblend.register(record.prompt, record.key, ttl_s=ttl_s)
+            except SemBlendError as error:
+                self.shared.refuse(record.key)
+                self._report_failure("directory", str(error), "")
+                continue
+            self._held[record.key] = GENERATION
+            self.epoch += 1
+
+    def note_used(self, donor_ids: Iterable[str]) -> None:
+        """Donors are about to be loaded."""
+        if self.shared is not None:
+            for donor_id in donor_ids:
+                self.shared.touch(donor_id)
 
     def note_captured(self, donor_id: str, generation: int) -> None:
         """Every rank holds its KV: only now can it be found."""
@@ -66,9 +123,13 @@ class DonorBooks:
             return
         self._held[donor_id] = generation
         self.epoch += 1
+        if (publication := self._publish(donor_id, generation, prompt)) is not None:
+            self._publications.append(publication)
 
     def note_not_captured(self, donor_id: str, generation: int) -> None:
         self._on_the_way.pop((donor_id, generation), None)
+        if self.shared is not None:
+            self.shared.note_eviction(donor_id, "forgotten")
         self._drops.append((donor_id, generation))  # another rank may have it
 
     def note_lost(self, donor_id: str, generation: int) -> None:
@@ -103,7 +164,21 @@ class DonorBooks:
 
     def forget_all(self) -> None:
         self._on_the_way.clear()
-        self._semblend.clear()
+        self._publications.clear()
+        if self.shared is not None:
+            self.shared.reset(self._semblend.clear)
+        else:
+            self._semblend.clear()
+
+    def close(self) -> None:
+        """Published donors stay."""
+        if self.shared is not None:
+            self.shared.close()
+            self.shared = None
+
+    def take_publications(self) -> list[Publication]:
+        publications, self._publications = self._publications, []
+        return publications
 
     def take_drops(self) -> list[tuple[str, int]]:
         drops, self._drops = self._drops, []
@@ -116,6 +191,19 @@ class DonorBooks:
     def _note_evicted(self, eviction: Eviction) -> None:
         self._pinned.discard(eviction.donor.donor_id)
         generation = self._held.pop(eviction.donor.donor_id, None)
+        if self.shared is not None:
+            self.shared.note_eviction(eviction.donor.donor_id, eviction.reason)
         self.epoch += 1
         if generation is not None:
             self._drops.append((eviction.donor.donor_id, generation))
+
+    def _guard(self, ask: Callable[[SharedDonors], Answer]) -> Answer | None:
+        """The border to the donor directory: where it cannot be read or written, the engine goes on without it."""
+        if self.shared is None:
+            return None
+        try:
+            return ask(self.shared)
+        except OSError as error:
+            self._report_failure("directory", f"the donor directory is given up: {error}", "")
+            self.shared = None
+            return None

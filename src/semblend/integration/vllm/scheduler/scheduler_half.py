@@ -76,6 +76,7 @@ class SchedulerHalf:
     def count_matched(self, request: Any, local_tokens: int) -> int | None:
         """Tokens behind the ``local_tokens`` of vLLM's own hit that we claim; 0 for none, None to be asked again."""
         self._catch_up()
+        self.donors.look_around()
         record = self._find_record(request)
         if record is None:
             return 0
@@ -185,6 +186,7 @@ class SchedulerHalf:
         orders = self.build_orders_to_load(busy=bool(output.num_scheduled_tokens))
         orders.captures, orders.served = captures, served
         orders.drops, orders.pins = self.donors.take_drops(), self.donors.take_pins()
+        orders.publications = self.donors.take_publications()
         orders.freed, self._freed = self._freed, []
         return orders
 
@@ -250,6 +252,7 @@ class SchedulerHalf:
     def _adopt_weights(self, digest: str) -> None:
         """These are the model's weights. Donors of others go, and none is made of a request that began before."""
         knew, self.facts = self.facts.knows_weights, name_weights(self.facts, digest)
+        self.donors.follow(self.facts.namespace)
         self.donors.name_anew(lambda prompt: move_prompt(prompt, self.facts))
         for record in self._records.values():
             record.prompt = move_prompt(record.prompt, self.facts)
@@ -343,6 +346,7 @@ class SchedulerHalf:
             )
         )
         record.loading = True
+        self.donors.note_used(record.ordered.donor_ids)
 
     def _note_loaded(self, record: Record, loaded: Loaded) -> None:
         """Its load is over, and vLLM has not computed anything on it."""

@@ -6,33 +6,49 @@ it is then read back from the directory as a neighbour would read it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from semblend.discover.donor import EvictionReason
 from semblend.materialize.donors.shared.directory_kv import GENERATION
 from semblend.materialize.donors.shared.directory_watch import DirectoryWatch, DonorChanges
 from semblend.materialize.donors.shared.directory_writer import DirectoryWriter
-from semblend.materialize.donors.shared.donor_record import DonorRecord, is_key
+from semblend.materialize.donors.shared.donor_record import is_key
 from semblend.materialize.donors.shared.private_folder import PrivateFolder
 from semblend.materialize.donors.shared.publisher import Publication
 from semblend.prompt import Namespace, Prompt
 
-__all__ = ["GENERATION", "DonorRecord", "SharedDonors"]
+__all__ = ["GENERATION", "SharedDonors"]
+HEADER_BYTES = 4096
+"""Of a KV file, at most, where keys rotate alike for all prompts; the true size replaces it once a file is there."""
 
 
 class SharedDonors:
     """Publishes donors of one engine and follows those of the others. Not thread-safe: the scheduler calls it."""
 
-    def __init__(self, path: str, budget_bytes: int, engine: Namespace, *, ranks: int = 1, ttl_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        path: str,
+        budget_bytes: int,
+        engine: Namespace,
+        *,
+        token_bytes: float,
+        ranks: int = 1,
+        ttl_s: float = 0.0,
+    ) -> None:
+        """``token_bytes``: what the KV of one token takes in files, all ranks in sum."""
         self._folder = PrivateFolder(path)
+        self._token_bytes = token_bytes
         self._writer = DirectoryWriter(self._folder, budget_bytes, ranks=ranks)
         self._watch = DirectoryWatch(self._folder, engine, ranks=ranks)
         self._ttl_s = ttl_s
         self._keys: dict[str, str] = {}  # donor -> the key it was published under
         self._resetting = False
+        self.knows_weights = False
 
-    def publish(self, donor_id: str, generation: int, prompt: Prompt, nbytes: int) -> Publication | None:
+    def publish(self, donor_id: str, generation: int, prompt: Prompt) -> Publication | None:
         """The order for every rank to write its part of a donor; None where it does not fit."""
+        nbytes = math.ceil(self._token_bytes * len(prompt)) + HEADER_BYTES * self._writer.ranks
         record = self._writer.publish(prompt, donor_id, nbytes, ttl_s=self._ttl_s)
         if record is None:
             return None
@@ -40,11 +56,23 @@ class SharedDonors:
         self._watch.hide(record.key)
         return Publication(donor_id, generation, record.key, record.tokens_digest)
 
+    def has_published(self, donor_id: str) -> bool:
+        return donor_id in self._keys
+
+    def refuse(self, key: str) -> None:
+        """Do not show this donor again."""
+        self._watch.refuse(key)
+
     def poll(self) -> DonorChanges:
         """Donors of the directory that came and went; lists the folder once a second at most."""
         if self._writer.look_over():
             self._watch.forget_hidden(self._writer.owns)
         return self._watch.poll()
+
+    def follow(self, engine: Namespace) -> None:
+        """The engine's namespace is another now, as with new weights."""
+        self.knows_weights = True
+        self._watch.follow(engine)
 
     def touch(self, donor_id: str) -> None:
         """A donor is used: it stays in the directory for longer."""

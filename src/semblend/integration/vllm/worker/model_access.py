@@ -87,6 +87,19 @@ class StockModel:
         return found
 
     @property
+    def rank(self) -> int:
+        """Which of the ranks this is that hold parts of the model."""
+        from vllm.distributed import get_tp_group
+
+        return int(get_tp_group().rank_in_group)
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int, torch.dtype]:
+        """Layers, KV heads of this rank, head size and type of the cache; known before its layout is."""
+        first = self.layers[0]
+        return len(self._names), int(first.num_kv_heads), int(first.head_size), self._caches[0].dtype
+
+    @property
     def layers(self) -> list[Any]:
         """The attention modules, bottom up."""
         known = self._config.compilation_config.static_forward_context

@@ -14,6 +14,7 @@ Nothing raises. What failed stands in the report.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -30,6 +31,8 @@ from semblend.materialize.blend.quality import Blended, Placed, QualitySettings,
 from semblend.materialize.blend.ranks import Ranks
 from semblend.materialize.contract import Model, slots_of_blocks
 from semblend.materialize.donors.donor_kv import DonorKv
+from semblend.materialize.donors.shared.directory_kv import DirectoryKv
+from semblend.materialize.donors.shared.publisher import Publisher
 from semblend.materialize.kv.host_memory import Arrival
 from semblend.materialize.kv.moves import DonorTensors, Move
 from semblend.materialize.kv.splice import splice
@@ -55,6 +58,10 @@ class WorkerHalf:
         *,
         host_bytes: int,
         device_bytes: int = 0,
+        disk_path: str = "",
+        disk_bytes: int = 0,
+        donor_bits: int = 16,
+        directory: DirectoryKv | None = None,
         warm_up_model: Callable[[], None] = lambda: None,
         weights: WeightsWatch | None = None,
     ) -> None:
@@ -63,10 +70,18 @@ class WorkerHalf:
         self.donor_kv = DonorKv(
             device_bytes,
             host_bytes,
+            disk_path or None,
+            budget_disk_bytes=disk_bytes,
             on_evicted=self._on_evicted,
             device_type=model.device.type,
             rope=model.rope,
+            bits=donor_bits,
+            directory=directory,
         )
+        self._publisher = Publisher(self.donor_kv)
+        self._evicted: deque[tuple[str, int]] = deque()  # also by the publisher's thread
+        if directory is not None:
+            directory.verify_ahead()
         self.donor_kv.reserve(model.device)
         self._reading: dict[str, Arrival] = {}
         self._blenders: dict[str, Blender] = {}
@@ -130,19 +145,25 @@ class WorkerHalf:
             try:
                 self._capture(order)
                 self._report.captured.add(key)
+                if order.publication is not None:
+                    self._publisher.submit(order.publication)
             except CapacityError as error:  # budgets and back-pressure at work
                 self._report.not_captured.add(key)
                 log.debug("SemBlend does not keep %s as a donor: %s", order.donor_id, error)
             except Exception as error:  # a donor less; the answer goes on
                 self._report.not_captured.add(key)
                 self._log_failure("capture", error, order.donor_id)
+        for publication in orders.publications:
+            self._publisher.submit(publication)
         if orders.captures:
             self._report.donor_bytes = dict(self.donor_kv.used_bytes)
         self._report.served.extend(orders.served)
-        orders.captures, orders.served = [], []
+        orders.captures, orders.served, orders.publications = [], [], []
 
     def take_report(self) -> Report | None:
         """What happened since the last call; None where nothing did."""
+        while self._evicted:
+            self._report.evicted.add(self._evicted.popleft())
         report, self._report = self._report, Report()
         return report or None
 
@@ -157,6 +178,7 @@ class WorkerHalf:
         return invalid
 
     def close(self) -> None:
+        self._publisher.close()
         self.donor_kv.close()
 
     # -- parts -----------------------------------------------------------------------------------------------------
@@ -185,6 +207,7 @@ class WorkerHalf:
             return []
         log.warning("SemBlend: the model has new weights; the donors of the old ones are dropped")
         self._report.weights = self._weights.digest
+        self.donor_kv.name_weights(self._weights.digest)
         for donor_id in list(self._pinned):
             self._unpin(donor_id)
         self.donor_kv.drop_all()
@@ -256,7 +279,7 @@ class WorkerHalf:
 
     def _on_evicted(self, donor_id: str, generation: int, reason: str) -> None:
         log.debug("donor %s left the worker: %s", donor_id, reason)
-        self._report.evicted.add((donor_id, generation))
+        self._evicted.append((donor_id, generation))
 
     def _log_failure(self, where: str, error: BaseException, request_id: str) -> None:
         message = f"{type(error).__name__}: {error}".splitlines()[0]

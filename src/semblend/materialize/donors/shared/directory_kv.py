@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -56,6 +57,12 @@ class DirectoryKv:
         self._lock = threading.Lock()
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
+
+    def name_weights(self, digest: str) -> None:
+        """The model has other weights from now on."""
+        with self._lock:
+            self.signature = replace(self.signature, weights=digest)
+            self._unusable.clear()
 
     def write(self, key: str, tokens_digest: str, parts: Mapping[str, Tensor], rope: RopeSpec | None) -> int:
         """Write this rank's file of a donor of this engine; returns its size. Raises OSError, or StoreError when the

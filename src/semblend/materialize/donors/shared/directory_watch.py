@@ -45,10 +45,11 @@ class DirectoryWatch:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._folder, self._engine, self._ranks = folder, engine, ranks
+        self._folder, self._engine, self._ranks = folder, _strip_request(engine), ranks
         self._every_s, self._at_once, self._clock, self._wall_clock = every_s, at_once, clock, wall_clock
         self._hidden: set[str] = set()
         self._refused: set[str] = set()
+        self._void: set[str] = set()  # refused, whatever the engine's namespace is
         self._there: set[str] = set()  # complete in the last listing
         self._shown: dict[str, DonorRecord] = {}
         self._listed_s = -every_s
@@ -67,14 +68,23 @@ class DirectoryWatch:
         for key in waiting[: self._at_once]:
             record = self._read(key)
             if record is None or record.has_expired(now):
-                self._refused.add(key)
+                self._refused.add(key)  # at least while the engine's namespace is this one
             else:
                 self._shown[key] = record
                 came.append(record)
         return DonorChanges(tuple(came), tuple(gone))
 
+    def follow(self, engine: Namespace) -> None:
+        """The engine's namespace is another now, as with new weights: other donors can be used than before."""
+        if _strip_request(engine) != self._engine:
+            self._engine = _strip_request(engine)
+            self._refused &= self._void
+            shown = self._shown.items()
+            self._refused |= {key for key, record in shown if _strip_request(record.namespace) != self._engine}
+
     def refuse(self, key: str) -> None:
         """Never show this donor again: its KV cannot be used here."""
+        self._void.add(key)
         self._refused.add(key)
         self._shown.pop(key, None)
 
@@ -115,15 +125,22 @@ class DirectoryWatch:
             if one.complete and one.ranks == self._ranks
         }
         self._refused &= self._there
+        self._void &= self._there
         # A change within the same tick as this listing would not move the time: list again next time.
         self._listed_ns = changed if time.time_ns() - changed > SETTLED_NS else -1
 
     def _read(self, key: str) -> DonorRecord | None:
         try:
             record = DonorRecord.decode(self._folder.read(record_name(key), LARGEST_RECORD), key)
+        except FileNotFoundError:  # evicted since it was listed
+            return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("published donor %s is refused: %s", key, error)
             return None
-        mine = replace(record.namespace, salt="", tenant="", adapter="")
-        usable = mine == replace(self._engine, salt="", tenant="", adapter="") and record.ranks == self._ranks
+        usable = _strip_request(record.namespace) == self._engine and record.ranks == self._ranks
         return record if usable and len(record.tokens) else None
+
+
+def _strip_request(namespace: Namespace) -> Namespace:
+    """What of a namespace is the engine's: a request adds its salt, its tenant and its adapter."""
+    return replace(namespace, salt="", tenant="", adapter="")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from semblend.errors import InputError
@@ -200,21 +201,26 @@ class DirectoryWriter:
     def _own(self, key: str, one: Listed) -> None:
         try:
             record = DonorRecord.decode(self._folder.read(record_name(key), LARGEST_RECORD), key)
-            names = [record_name(key), *(kv_name(key, rank, one.ranks) for rank in range(one.ranks))]
-            nbytes = sum(self._folder.stat(name).st_size for name in names)
+            nbytes = self._measure(key, one.ranks)
         except (OSError, ValueError, KeyError, TypeError):
             self._owned[key] = _Owned(0, one.ranks, self._clock())
             self.remove(key)
             return
         self._owned[key] = _Owned(nbytes, one.ranks, self._clock(), True, record.expires_unix_s)
 
+    def _measure(self, key: str, ranks: int) -> int:
+        """Bytes of a donor's files; raises OSError where one is missing."""
+        names = [record_name(key), *(kv_name(key, rank, ranks) for rank in range(ranks))]
+        return sum(self._folder.stat(name).st_size for name in names)
+
     def _check(self, key: str, owned: _Owned, one: Listed) -> None:
         late = not one.complete and (owned.complete or self._clock() - owned.published > UNFINISHED_S)
         expired = owned.expires_unix_s is not None and owned.expires_unix_s <= self._wall_clock()
         if late or expired or one.withdrawn:
             self.remove(key)
-        elif one.complete:
-            owned.complete = True
+        elif one.complete and not owned.complete:
+            with suppress(OSError):  # withdrawn since it was listed: the next look finds out
+                owned.complete, owned.nbytes = True, self._measure(key, owned.ranks)
 
     def _make_room(self, nbytes: int) -> bool:
         """Remove what was not used for longest until ``nbytes`` fit."""

@@ -1,0 +1,253 @@
+"""Two engines of one machine without vLLM: what one computes the other reuses, and nothing else crosses over."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from semblend import Namespace, Prompt, ReusePlan, SemBlend, SemBlendConfig
+from semblend.integration.vllm.orders import Load, Orders
+from semblend.integration.vllm.scheduler.donor_books import DonorBooks
+from semblend.integration.vllm.scheduler.records import Record
+from semblend.integration.vllm.scheduler.shared_donors import GENERATION, SharedDonors
+from semblend.integration.vllm.worker.worker_half import WorkerHalf
+from semblend.materialize.blend.quality import QualitySettings
+from semblend.materialize.contract import Rows, slots_of_blocks
+from semblend.materialize.donors.shared.directory_kv import DirectoryKv
+from semblend.materialize.donors.shared.donor_record import is_key
+from semblend.materialize.donors.shared.private_folder import PrivateFolder
+from semblend.materialize.donors.shared.signature import KvSignature
+from semblend.materialize.gate.canary import EIGHT_BIT_TOLERANCE
+from semblend.materialize.naive_engine import NaiveEngine
+
+BLOCK = 16
+DOCUMENT = list(range(100, 180))
+MODEL = Namespace(model="m")
+
+
+class MachineEngine:
+    """Both halves of an engine on the fake model; ``ask`` is a request from lookup to the worker's report."""
+
+    def __init__(self, path, *, bits=16, weights="w", namespace=MODEL, budget=1 << 22, host=1 << 24):
+        self.namespace, self.failures = namespace, []
+        self.model = NaiveEngine.make(slots=64 * BLOCK, vocabulary=1000)
+        layout = self.model.layout
+        self.semblend = SemBlend(SemBlendConfig(embedder="none", max_bytes=1 << 24))
+        self.books = DonorBooks(self.semblend, lambda *told: self.failures.append(told))
+        token_bytes = 2 * layout.layers * layout.kv_heads * layout.head_dim * 4
+        self.books.shared = SharedDonors(str(path), budget, namespace, token_bytes=token_bytes)
+        self.books.shared._watch._every_s = 0.0
+        signature = KvSignature(
+            weights, "float32", layout.layers, layout.kv_heads, layout.head_dim, bits, self.model.rope
+        )
+        quality = QualitySettings(
+            mode="fast", first_seam_tokens=4, seam_tokens=4, canary_tolerance=EIGHT_BIT_TOLERANCE if bits == 8 else None
+        )
+        self.worker = WorkerHalf(
+            self.model, BLOCK, quality, host_bytes=host, donor_bits=bits,
+            directory=DirectoryKv(PrivateFolder(path), signature),
+        )  # fmt: skip
+
+    def prompt(self, tokens, salt=""):
+        return Prompt(tokens, namespace=replace(self.namespace, salt=salt))
+
+    def compute(self, name, tokens, salt=""):
+        """A request that is computed cold and becomes a donor."""
+        at, blocks = torch.arange(len(tokens)), tuple(range(-(-len(tokens) // BLOCK)))
+        self.model.forward(Rows.of(tokens, at, slots_of_blocks(blocks, BLOCK, len(tokens))))
+        record = Record(SimpleNamespace(request_id=name), self.prompt(tokens, salt), "fast")
+        record.block_ids = list(blocks)
+        self.step(Orders(captures=[self.books.order(record, BLOCK)]))
+        self.step(Orders(publications=self.books.take_publications(), drops=self.books.take_drops()))
+        self.worker._publisher.flush()
+
+    def step(self, orders):
+        self.worker.load(orders)
+        self.worker.capture(orders)
+        report = self.worker.take_report()
+        if report is not None:
+            for key in report.captured:
+                self.books.note_captured(*key)
+            for key in report.not_captured:
+                self.books.note_not_captured(*key)
+            for key in report.evicted:
+                self.books.note_lost(*key)
+        return report
+
+    def find(self, tokens, salt=""):
+        self.books.look_around()
+        return self.semblend.lookup(self.prompt(tokens, salt))
+
+    def ask(self, tokens, salt=""):
+        plan = self.find(tokens, salt)
+        assert isinstance(plan, ReusePlan), plan
+        self.books.note_used(plan.donor_ids)
+        spans = tuple(replace(one, generation=self.books.find_generation(one.donor_id)) for one in plan.spans)
+        load = Load("r", torch.tensor(tokens).numpy(), tuple(range(20, 40)), 0, len(tokens), spans, "fast")
+        report = self.step(Orders(loads=[load]))
+        context = slots_of_blocks(range(20, 40), BLOCK, len(tokens))
+        kv = [tuple(part.clone() for part in self.model.layout.gather(n, context)) for n in range(2)]
+        return report.loaded["r"], kv
+
+    def close(self):
+        self.worker.close()
+        self.books.close()
+        self.semblend.close()
+
+
+@pytest.fixture
+def machine(tmp_path):
+    engines = []
+
+    def start(**options):
+        engines.append(MachineEngine(tmp_path / "donors", **options))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+TOLD, ASKED = [1, 2, 3, *DOCUMENT], [7, 8, 9, 10, 11, *DOCUMENT, 12]
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_what_one_engine_computed_another_reuses_as_the_first_would(machine, bits):
+    one, two = machine(bits=bits), machine(bits=bits)
+    one.compute("req", TOLD)
+    ours, our_kv = one.ask(ASKED)
+    theirs, their_kv = two.ask(ASKED)
+    assert theirs.reason is None
+    assert (theirs.reused_tokens, theirs.recomputed_tokens) == (ours.reused_tokens, ours.recomputed_tokens)
+    assert theirs.reused_tokens > 60
+    for mine, other in zip(our_kv, their_kv, strict=True):
+        assert torch.equal(mine[0], other[0])
+        assert torch.equal(mine[1], other[1])
+    assert two.worker.donor_kv.holders == 0
+
+
+def test_a_donor_of_another_salt_is_not_found_through_the_directory(machine):
+    one, two = machine(), machine()
+    one.compute("req", TOLD, salt="acme")
+    assert not isinstance(two.find(ASKED), ReusePlan)
+    assert not isinstance(two.find(ASKED, salt="bolt"), ReusePlan)
+    assert isinstance(two.find(ASKED, salt="acme"), ReusePlan)
+
+
+def test_kv_of_other_weights_under_one_name_is_refused_and_not_tried_again(machine):
+    one, two = machine(), machine(weights="other")
+    one.compute("req", TOLD)
+    loaded, _ = two.ask(ASKED)
+    assert (loaded.reason, loaded.reused_tokens) == ("stale", 0)
+    assert not isinstance(two.find(ASKED), ReusePlan)
+    assert one.ask(ASKED)[0].reused_tokens > 60
+
+
+def test_a_damaged_file_costs_a_refusal_and_nobody_tries_it_again(machine, tmp_path):
+    one, two, three = machine(), machine(), machine()
+    one.compute("req", TOLD)
+    (path,) = (tmp_path / "donors").glob("*.kv")
+    path.write_bytes(path.read_bytes()[:-64] + b"x" * 64)
+    loaded, _ = two.ask(ASKED)
+    assert (loaded.reason, loaded.reused_tokens) == ("stale", 0)
+    assert not isinstance(two.find(ASKED), ReusePlan)
+    assert not isinstance(three.find(ASKED), ReusePlan)
+
+
+def test_a_donor_outlives_its_engine(machine):
+    one, two = machine(), machine()
+    one.compute("req", TOLD)
+    one.close()
+    assert two.ask(ASKED)[0].reused_tokens > 60
+    assert machine().ask(ASKED)[0].reused_tokens > 60
+
+
+def test_an_engine_reads_its_own_donor_back_when_host_memory_has_lost_it(machine):
+    one = machine()
+    one.compute("req", TOLD)
+    assert one.find(ASKED).donor_ids == ("req",)
+    one.worker.donor_kv.drop("req")
+    one.books.note_lost("req", one.books.find_generation("req"))
+    plan = one.find(ASKED)
+    assert is_key(plan.donor_ids[0])
+    assert one.books.find_generation(plan.donor_ids[0]) == GENERATION
+    assert one.ask(ASKED)[0].reused_tokens > 60
+
+
+def test_a_forgotten_donor_leaves_the_directory_and_every_engine(machine):
+    one, two = machine(), machine()
+    one.compute("req", TOLD)
+    plan = two.find(ASKED)
+    two.semblend.forget(plan.donor_ids[0])  # an operator, at the neighbour's
+    assert not isinstance(two.find(ASKED), ReusePlan)
+    assert not isinstance(machine().find(ASKED), ReusePlan)
+
+
+def test_a_reset_drops_own_donors_everywhere_and_the_neighbours_only_here(machine):
+    one, two = machine(), machine()
+    one.compute("a", TOLD)
+    two.compute("b", [5, *range(300, 380)])
+    assert isinstance(one.find([6, *range(300, 380)]), ReusePlan)
+    one.books.forget_all()
+    assert not isinstance(one.find([6, *range(300, 380)]), ReusePlan)
+    assert not isinstance(one.find(ASKED), ReusePlan)
+    assert not isinstance(two.find(ASKED), ReusePlan)
+    assert isinstance(two.find([6, *range(300, 380)]), ReusePlan)
+    assert isinstance(machine().find([6, *range(300, 380)]), ReusePlan)
+
+
+def test_new_weights_make_the_neighbours_donors_void_until_they_have_them_too(machine):
+    one, two = machine(), machine()
+    one.compute("req", TOLD)
+    assert isinstance(two.find(ASKED), ReusePlan)
+    two.namespace = replace(MODEL, revision="trained further")
+    two.books.follow(two.namespace)
+    assert not isinstance(two.find(ASKED), ReusePlan)
+    assert [donor.namespace for donor in two.semblend.donors()] == []
+    one.namespace = two.namespace
+    one.books.follow(one.namespace)
+    one.compute("again", [4, 5, 6, *DOCUMENT])
+    assert isinstance(two.find(ASKED), ReusePlan)
+
+
+def test_once_weights_are_known_a_donor_is_published_in_the_step_that_captures_it(machine):
+    one, two = machine(), machine()
+    one.books.follow(MODEL)
+    one.compute("req", TOLD)
+    assert one.books.take_publications() == []
+    assert isinstance(two.find(ASKED), ReusePlan)
+
+
+def test_a_donor_that_could_not_be_captured_leaves_no_record(machine, tmp_path):
+    one = machine(host=1)
+    one.books.follow(MODEL)
+    one.compute("req", TOLD)
+    assert not list((tmp_path / "donors").glob("*.donor"))
+    assert one.books.shared._writer.used_bytes == 0
+
+
+def test_a_folder_that_goes_away_costs_the_sharing_and_no_request(machine, tmp_path):
+    one = machine()
+    one.compute("req", TOLD)
+    shutil.rmtree(tmp_path / "donors")
+    os.close(one.books.shared._folder._descriptor)
+    assert isinstance(one.find(ASKED), ReusePlan), "its own donor"
+    assert one.books.shared is None
+    assert [where for where, _, _ in one.failures] == ["directory"]
+    one.compute("more", [5, *range(300, 380)])
+    assert isinstance(one.find([6, *range(300, 380)]), ReusePlan)
+
+
+def test_a_restored_store_without_kv_plans_nothing(tmp_path):
+    config = SemBlendConfig(embedder="none", store=str(tmp_path / "store.db"))
+    with SemBlend(config) as before:
+        before.register(Prompt(TOLD, namespace=MODEL), "req")
+    for discovery_only, left in ((True, 1), (False, 0)):  # whoever only looks may look at what was
+        with SemBlend(replace(config, discovery_only=discovery_only)) as after:
+            DonorBooks(after, lambda *_: None)
+            assert len(after.donors()) == left

@@ -24,6 +24,7 @@ LAYERS = [
     {"pipeline"},
     {"explanation", "evidence", "reporting"},
     {"facade"},
+    {"arrange"},
     {""},  # semblend/__init__
     {"text", "wire", "models"},
     {"materialize"},

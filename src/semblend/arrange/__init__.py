@@ -1,0 +1,21 @@
+"""Passages that commute: put them in the order in which earlier prompts had them, so that reuse is exact or easy.
+
+Answers move as much when passages change places in a cold prompt as through reuse, and a caller often does not care for
+the order. Whoever says so gets an order whose beginning lies in an exact prefix cache, and whose rest stands as in one
+earlier prompt. Nothing moves without being asked.
+
+>>> from semblend.arrange import Arranger
+>>> arranger = Arranger()
+>>> first = arranger.arrange(["alpha", "beta", "gamma"])
+>>> first.order
+(0, 1, 2)
+>>> arranger.record(first)
+>>> arranger.arrange(["delta", "gamma", "alpha"]).order  # alpha began the earlier prompt, nobody has seen delta
+(2, 1, 0)
+"""
+
+from semblend.arrange.arrangement import Arrangement, Expected
+from semblend.arrange.arranger import Arranger
+from semblend.arrange.keep import Keep
+
+__all__ = ["Arrangement", "Arranger", "Expected", "Keep"]

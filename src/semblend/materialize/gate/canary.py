@@ -20,7 +20,7 @@ CANARY_TOLERANCE: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.02, torch.float16: 0.005}
 )
 """Largest relative error of a layer-0 key or value that still is rounding; measured, see decision 0021."""
-EIGHT_BIT_TOLERANCE = 0.06
+EIGHT_BIT_TOLERANCE = 0.09
 """The same where donors are held at 8 bits; measured, see decision 0081."""
 
 _CHECK_EVERY = 16

@@ -441,6 +441,18 @@ def test_a_donor_whose_ranks_never_wrote_is_given_up(world):
     assert (writer.owns(record.key), writer.used_bytes) == (False, 0)
 
 
+def test_what_a_rank_writes_after_its_donor_was_removed_does_not_stay(world):
+    writer, kv = world.writer(), world.kv()
+    record = writer.publish(Prompt(range(9), namespace=ENGINE), "req", 100)
+    writer.remove(record.key)
+    kv.write(record.key, record.tokens_digest, make_parts(record.tokens, 0), None)
+    kept = world.publish(writer, range(50))
+    world.clock.now += LOOK_EVERY_S
+    writer.look_over()
+    assert not any(name.startswith(record.key) for name in world.folder.list_names())
+    assert world.kv().open(kept.key).tokens == 50
+
+
 def test_foreign_names_in_the_folder_are_left_alone(world):
     for name in ("notes.txt", "x.part", "0123-1.donor", ".lease"):
         (world.path / name).write_text("mine")
@@ -549,6 +561,16 @@ def test_what_is_damaged_is_set_aside_before_anybody_asks(world):
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     assert world.kv().verify_new() == 0
     assert world.watch().poll().came == ()
+
+
+def test_what_cannot_be_read_here_is_not_read_again_and_again(world, monkeypatch):
+    world.publish(world.writer(), range(50))
+    kv, tried = world.kv(weights="other"), []
+    monkeypatch.setattr(kv._folder, "open", lambda *given, real=kv._folder.open: tried.append(given) or real(*given))
+    assert [kv.verify_new() for _ in range(3)] == [0, 0, 0]
+    assert len(tried) == 1
+    assert world.kv(ranks=2).verify_new() == 0
+    assert len(tried) == 1, "it has no part for an engine with two ranks"
 
 
 # -- through DonorKv -----------------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ class DonorBooks:
     def note_not_captured(self, donor_id: str, generation: int) -> None:
         self._on_the_way.pop((donor_id, generation), None)
         if self.shared is not None:
-            self.shared.note_eviction(donor_id, "forgotten")
+            self.shared.take_back(donor_id)
         self._drops.append((donor_id, generation))  # another rank may have it
 
     def note_lost(self, donor_id: str, generation: int) -> None:

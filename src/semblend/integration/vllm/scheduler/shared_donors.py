@@ -56,6 +56,11 @@ class SharedDonors:
         self._watch.hide(record.key)
         return Publication(donor_id, generation, record.key, record.tokens_digest)
 
+    def take_back(self, donor_id: str) -> None:
+        """An own donor could not be captured: its record goes."""
+        if (key := self._keys.pop(donor_id, None)) is not None:
+            self._writer.remove(key)
+
     def has_published(self, donor_id: str) -> bool:
         return donor_id in self._keys
 

@@ -165,7 +165,8 @@ class DirectoryKv:
 
     def verify_new(self) -> int:
         """Verify what is complete and was not looked at yet, own donors left out; returns how many were right."""
-        there = {key for key, one in list_keys(self._folder.list_names()).items() if one.complete}
+        listed = list_keys(self._folder.list_names())
+        there = {key for key, one in listed.items() if one.complete and one.ranks == self.signature.ranks}
         with self._lock:
             self._verified = {key: known for key, known in self._verified.items() if key in there}
             self._unusable &= there
@@ -180,8 +181,10 @@ class DirectoryKv:
             try:
                 self.open(key)
                 right += 1
-            except StoreError as error:
+            except StoreError as error:  # whoever wants it tries again; this thread does not
                 log.debug("%s", error)
+                with self._lock:
+                    self._unusable.add(key)
         return right
 
 

@@ -149,6 +149,10 @@ class DirectoryWriter:
         names = self._folder.list_names()
         listed = list_keys(names)
         self._adopt(names, listed)
+        for name in names:  # a rank was still writing when its donor was removed
+            own = writer_of(name) == self.writer and name[16:17] == "-" and not is_part(name)
+            if own and name[:25] not in self._owned:
+                self._folder.remove(name)
         for key, owned in list(self._owned.items()):
             self._check(key, owned, listed.get(key, Listed()))
         self._make_room(0)

@@ -86,6 +86,7 @@ class Engine:
             kv_connector_extra_config={
                 "donor_device_bytes": budget if self.kind == "device" else 0,
                 "donor_host_bytes": budget if self.kind == "host" else 0,
+                "reset_drops_donors": False,
                 **named,
             },
         )

@@ -49,6 +49,7 @@ class VllmServer:
         command += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--enable-prompt-tokens-details", *flags]
         if extra is not None:
+            extra = {"reset_drops_donors": False, **extra}  # `forget` says which of them go
             command += ["--kv-transfer-config", json.dumps(LINE | {"kv_connector_extra_config": extra})]
         environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}
         environment |= {"SEMBLEND_EVENTS": str(self.events), **variables}

@@ -31,7 +31,7 @@ from quality import kept_rows
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 ARMS = ("cold", "fast", "balanced")
-DONORS = {"donor_host_bytes": 4 << 30}
+DONORS = {"donor_host_bytes": 4 << 30, "reset_drops_donors": False}
 KINDS = ("outcome", "reason", "exact_tokens", "reused_tokens", "recomputed_tokens", "prefill_tokens", "risk",
          "escalations", "canary")  # fmt: skip
 

@@ -35,6 +35,7 @@ def main(ranks: int, folder: Path, out: Path) -> None:
             kv_connector_extra_config={
                 "donor_host_bytes": 3 << 20,  # two or three donors, so that some are evicted on every rank
                 "thresholds": str(folder / "thresholds.json"),
+                "reset_drops_donors": False,
             },
         ),
     )  # fmt: skip

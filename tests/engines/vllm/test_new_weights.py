@@ -68,4 +68,5 @@ def donor_id_of(world, prompt):
 
 
 def test_the_weights_are_part_of_every_namespace(world):
+    world.ask(make_prompts(world, 63)[0])
     assert f"weights:{world.worker._weights.digest}" in world.half.facts.namespace.revision

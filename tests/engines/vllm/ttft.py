@@ -35,6 +35,7 @@ def main(words: int, dtype: str, rounds: int) -> None:
             kv_connector="SemBlendConnectorV1",
             kv_connector_module_path="semblend.integration.vllm.connector_v1",
             kv_role="kv_both",
+            kv_connector_extra_config={"reset_drops_donors": False},
         ),
     )
     tokenizer = llm.get_tokenizer()

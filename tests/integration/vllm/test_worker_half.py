@@ -408,11 +408,21 @@ def test_weights_are_looked_at_when_there_is_a_load_and_at_no_other_time(worker,
     assert weights.looks == 1
 
 
-def test_the_first_report_names_the_weights():
+def test_the_weights_are_named_before_the_first_step_and_not_again():
     worker = Worker()
-    half = WorkerHalf(worker.engine, BLOCK, QualitySettings(), host_bytes=1 << 24, weights=Weights())
-    assert half.take_report().weights == "aa"
-    assert half.take_report() is None
+    worker.half._watch_weights = Weights
+    worker.half.load(Orders())
+    assert worker.half.take_report().weights == "aa"
+    worker.half.load(Orders())
+    assert worker.half.take_report() is None
+
+
+def test_weights_that_cannot_be_looked_at_make_no_donors():
+    worker = Worker()
+    worker.half._watch_weights = lambda: 1 / 0
+    report = worker.donor([1, 2, 3, *DOCUMENT])
+    assert (report.captured, report.not_captured) == (set(), {("d", 1)})
+    assert "ZeroDivisionError" in report.errors[0][1]
 
 
 def test_a_pinned_donor_is_held_until_it_is_unpinned_or_dropped(worker):

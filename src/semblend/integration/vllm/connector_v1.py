@@ -148,7 +148,9 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         super().bind_gpu_block_pool(gpu_block_pool)
-        self._half.locks.block_pool, self._half.donors.resets = gpu_block_pool, ResetWatch(gpu_block_pool)
+        self._half.locks.block_pool = gpu_block_pool
+        if self._settings.reset_drops_donors:
+            self._half.donors.resets = ResetWatch(gpu_block_pool)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         half, name = self._half, request.request_id

@@ -50,6 +50,9 @@ class ConnectorSettings:
     )
     thresholds: str = _setting("", "File of quality thresholds (`semblend calibrate`); empty = by the model's name.")
     receipts: bool = _setting(True, "Put the receipt into kv_transfer_params of the response.")
+    reset_drops_donors: bool = _setting(
+        True, "A reset of vLLM's prefix cache drops donors too; false is for measurements that empty it between runs."
+    )
     require_cache_salt: bool = _setting(
         False, "A request without a cache_salt neither reuses nor becomes a donor: nobody shares by accident."
     )
@@ -73,6 +76,7 @@ class ConnectorSettings:
         for name, kind in (
             ("receipts", bool),
             ("require_cache_salt", bool),
+            ("reset_drops_donors", bool),
             ("share_equal_prompts", bool),
             ("thresholds", str),
             ("donor_disk_path", str),

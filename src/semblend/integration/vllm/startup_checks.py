@@ -95,7 +95,7 @@ def make_worker_half(model: StockModel, settings: ConnectorSettings, vllm_config
         donor_bits=settings.donor_bits,
         directory=_open_directory(model, settings),
         warm_up_model=model.warm_up,
-        weights=WeightsWatch(model.module),
+        watch_weights=lambda: WeightsWatch(model.module),
     )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -63,7 +64,7 @@ class WorkerHalf:
         donor_bits: int = 16,
         directory: DirectoryKv | None = None,
         warm_up_model: Callable[[], None] = lambda: None,
-        weights: WeightsWatch | None = None,
+        watch_weights: Callable[[], WeightsWatch] | None = None,
     ) -> None:
         self._model, self._block_tokens, self._warm_up_model = model, block_tokens, warm_up_model
         self._quality = quality
@@ -87,9 +88,10 @@ class WorkerHalf:
         self._blenders: dict[str, Blender] = {}
         self._loads = LoadQueue(self._begin, quality.piece_ms, agree=Ranks(model).mean, wait=self._wait_for_device)
         self._finished: set[str] = set()
-        self._weights, self._ranks = weights, Ranks(model)
+        self._watch_weights, self._ranks = watch_weights, Ranks(model)
+        self._weights: WeightsWatch | None = None
         self._pinned: dict[str, DonorTensors] = {}
-        self._report = Report(weights=weights.digest if weights is not None else "")
+        self._report = Report()
         self._invalid: set[int] = set()
 
     def warm_up(self) -> None:
@@ -124,6 +126,8 @@ class WorkerHalf:
 
     def load(self, orders: Orders) -> None:
         """Before the step's forward pass: the step's share of all loads under way."""
+        with suppress(Exception):  # whoever cannot look makes no donors: `_capture` looks again, and tells
+            self._name_weights()
         self._keep_donors(orders)
         for request_id in orders.cancels:
             if self._loads.cancel(request_id):
@@ -201,7 +205,7 @@ class WorkerHalf:
 
     def _refuse_old_weights(self) -> list[tuple[Load, Outcome]]:
         """Give up every load, and every donor, where the model has other weights than before."""
-        if self._weights is None or not len(self._loads):
+        if self._weights is None or not len(self._loads):  # without a look there was no capture, and is no donor
             return []
         if not self._ranks.mean(float(self._weights.have_changed())):  # one rank may see what another does not
             return []
@@ -271,7 +275,14 @@ class WorkerHalf:
         if self._model.device.type == "cuda":
             torch.cuda.current_stream(self._model.device).synchronize()
 
+    def _name_weights(self) -> None:
+        """Look at the weights before the first step: they may be written after the engine was made."""
+        if self._weights is None and self._watch_weights is not None:
+            self._weights = self._watch_weights()
+            self._report.weights = self._weights.digest
+
     def _capture(self, order: Capture) -> None:
+        self._name_weights()
         slots = slots_of_blocks(order.block_ids, self._block_tokens, order.tokens)  # to a GPU without waiting for it
         handle = self.donor_kv.capture(order.donor_id, order.generation, self._model.layout, slots, slots_stay=True)
         if handle.arrives is not None:

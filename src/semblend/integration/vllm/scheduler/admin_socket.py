@@ -57,7 +57,8 @@ class AdminSocket:
             with caller:
                 try:
                     caller.settimeout(TIMEOUT_S)
-                    _send(caller, self._answer(_receive(caller)) if _is_operator(caller) else _STRANGER)
+                    asked = _receive(caller)  # a stranger's word too, or it would meet a closed line while it speaks
+                    _send(caller, self._answer(asked) if _is_operator(caller) else _STRANGER)
                 except Exception as error:  # one caller's trouble; the next is served
                     log.debug("SemBlend: an administrator's call failed: %s", error)
 

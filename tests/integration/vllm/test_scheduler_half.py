@@ -873,3 +873,42 @@ def test_an_operators_forgetting_comes_before_the_next_lookup(world):
     world.half.donors.desk = AdminDesk(world.half.semblend, world.half.donors.act, patience_s=0)
     assert world.half.donors.desk.answer({"action": "forget", "everything": True})["queued"]
     assert world.half.count_matched(target(), 0) == 0
+
+
+def test_blocks_that_were_made_before_a_reset_are_not_taken_though_vllm_still_finds_them(world):
+    world.donor()
+    one, other = target("one", question="same"), target("other", question="same")
+    world.served(world.admit(one)[1])
+    assert world.half.count_matched(other, BLOCK) is None
+    world.half.reset()
+    before = target("before", question="same").block_hashes
+    assert world.half.count_matched(other, find_blocks(one, other)) == 0
+    assert other.block_hashes == before
+
+
+class CountingPool:
+    """A block pool that counts who looks at its blocks."""
+
+    enable_caching, kv_event_queue = True, ()
+
+    def __init__(self):
+        self.looks, self.evicted = 0, set()
+
+    @property
+    def blocks(self):
+        self.looks += 1
+        return [SimpleNamespace(block_hash=None)] * 1000
+
+    def evict_blocks(self, block_ids):
+        self.evicted |= block_ids
+
+
+def test_a_running_request_with_shared_blocks_costs_later_steps_no_look_at_them(world):
+    world.half.locks.block_pool, world.half.locks.cached_counts = CountingPool(), [{}]
+    world.donor()
+    world.served(world.admit(target())[1])
+    assert world.half.locks.cached_counts[0]["target"] > 1000, "none of the answer's blocks enters"
+    world.half.locks.block_pool.looks = 0
+    for number in range(10):
+        world.step(cached=[("target", 227 + number, 1, None)])
+    assert world.half.locks.block_pool.looks == 0

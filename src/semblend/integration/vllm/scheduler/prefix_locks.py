@@ -50,19 +50,22 @@ class PrefixLocks:
     def _keep_private(self, record: Record) -> None:
         assert record.salted is not None
         assert record.block_ids is not None
+        if record.kept_out and self.cached_counts:
+            return  # nothing more of it enters: running requests cost a step nothing
         pool, blocks, name = self.block_pool, record.block_ids, record.request.request_id
-        ours = blocks[record.first_block :]
+        # Before 0.30 vLLM enters blocks as they fill: those since, and two that were filling.
+        since = max(record.kept_out - 2, record.first_block)
+        first_hash = since if self.can_share else record.salted.first
         if pool.kv_event_queue:
-            silence(pool, list_hashes(pool, record.request, record.salted.first, ours))
+            silence(pool, list_hashes(pool, record.request, first_hash, blocks[since:]))
         if not record.filled:
             return
-        if not self.can_share or record.own_hashes & list_hashes(pool, None, 0, ours):
-            keep_out(pool, self.cached_counts, name, ours)
+        if not self.can_share or record.own_hashes & list_hashes(pool, None, 0, blocks[since:]):
+            keep_out(pool, self.cached_counts, name, blocks[since:])
             if self.can_share:
                 self._report_failure("withdraw", "approximate blocks were under exact hashes", name)
-            return
-        # Before 0.30 vLLM enters blocks as they fill: those since, and two that were filling.
-        answer = len(record.prompt) // self._facts.block_tokens
-        if record.entered and (not self.cached_counts or not record.kept_out):
-            keep_out(pool, self.cached_counts, name, blocks[max(record.kept_out - 2, answer) :])
+        elif record.entered:
+            answer = len(record.prompt) // self._facts.block_tokens
+            keep_out(pool, self.cached_counts, name, blocks[max(since, answer) :])
+        if record.entered:
             record.kept_out = len(blocks)

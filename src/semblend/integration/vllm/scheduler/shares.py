@@ -76,8 +76,12 @@ class Shares:
         return True
 
     def find_blocks(self, record: Record, found_tokens: int) -> bool:
-        """vLLM has looked with the salted hashes; where the blocks are gone, the request is like any other again."""
-        if found_tokens > record.first_block * self._block_tokens:
+        """vLLM has looked with the salted hashes; where the blocks are gone, the request is like any other again.
+
+        So it is where donors were reset since: blocks that were made from them may still be there.
+        """
+        known = record.share is not None and self._shares.get(record.share.prompt) is record.share
+        if known and found_tokens > record.first_block * self._block_tokens:
             record.found_tokens = found_tokens
             return True
         self.drop_of(record)

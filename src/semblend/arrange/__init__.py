@@ -16,6 +16,8 @@ earlier prompt. Nothing moves without being asked.
 
 from semblend.arrange.arrangement import Arrangement, Expected
 from semblend.arrange.arranger import Arranger
+from semblend.arrange.hygiene import find_volatile_fields
 from semblend.arrange.keep import Keep
+from semblend.arrange.volatile import VolatileField, move_to_end
 
-__all__ = ["Arrangement", "Arranger", "Expected", "Keep"]
+__all__ = ["Arrangement", "Arranger", "Expected", "Keep", "VolatileField", "find_volatile_fields", "move_to_end"]

@@ -81,14 +81,14 @@ def run_case(server: VllmServer, prompts: Prompts, args: argparse.Namespace, key
     lead, ask = [prompts.encode(text) for text in INSTRUCTIONS], [prompts.encode(text) for text in QUESTIONS]
     target = lead[1] + context + ask[1]
 
-    def say(arm: str, ids: list[int], salt: str, **asked: Any) -> Answer:
+    def say(arm: str, ids: list[int], salt: str, *, tokens: int = args.tokens, **asked: Any) -> Answer:
         wish = {"kv_transfer_params": {"semblend": asked}}
-        return server.stream(ids, args.tokens, f"{name}-{arm}", cache_salt=f"{name}-{salt}", logprobs=1, **wish)
+        return server.stream(ids, tokens, f"{name}-{arm}", cache_salt=f"{name}-{salt}", logprobs=1, **wish)
 
     found: dict[str, Any] = {"tokens": len(target)}
     answers = {"cold": say("cold", target, "nobody", opt_out=True)}
     for mode in MODES:
-        say(f"donor-{mode}", lead[0] + context + ask[0], mode, quality="exact")
+        say(f"donor-{mode}", lead[0] + context + ask[0], mode, tokens=2, quality="exact")
         answers[mode] = say(mode, target, mode, quality=mode)
     answers["miss"] = say("miss", lead[1] + other + ask[1], MODES[0], quality=MODES[0])
     for arm, answer in answers.items():

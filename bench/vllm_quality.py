@@ -74,6 +74,7 @@ class AskedServer:
         flags = ["--dtype", args.dtype, "--max-model-len", length, "--max-num-batched-tokens", length,
                  "--gpu-memory-utilization", str(args.memory), "--max-num-seqs", "8"]  # fmt: skip
         flags += ["--enforce-eager"] if args.eager else []
+        flags += ["--kv-cache-memory-bytes", str(int(args.kv_bytes))] if args.kv_bytes else []
         self.server = VllmServer(args.model, Path(tempfile.mkdtemp(prefix="vllm-quality-")), flags, DONORS)
         self.server.wait()
         self.tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -189,6 +190,7 @@ def main() -> None:
     parser.add_argument("--scenarios", nargs="+", default=list(SCENARIOS), choices=list(SCENARIOS))
     parser.add_argument("--memory", type=float, default=0.5, help="share of the device's memory that vLLM takes")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--kv-bytes", type=float, default=0, help="of a server; several can start at once then")
     parser.add_argument("--http", action="store_true", help="ask a server in processes of its own, over HTTP")
     parser.add_argument("--budget-s", type=float, default=0.0, help="begin no case after this long; 0: no limit")
     parser.add_argument(

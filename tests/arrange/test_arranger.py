@@ -52,15 +52,25 @@ def test_every_passage_stands_once_where_it_may_and_what_is_promised_is_there(hi
     assert arranger.arrange(asked, keep=Keep(first=first, last=last, within=within)) == found, "asking changes nothing"
 
 
-@given(st.lists(st.permutations(range(6)).map(lambda p: p[:4]), min_size=1, max_size=6), st.permutations(range(6)))
+@given(
+    st.lists(st.permutations(range(6)).map(lambda p: p[:4]), min_size=1, max_size=6),
+    st.lists(st.integers(0, 5), min_size=1, max_size=4),
+    st.builds(Keep, first=st.integers(0, 2), last=st.integers(0, 2), within=st.none() | st.integers(0, 3)),
+)
 @settings(max_examples=150)
-def test_the_exact_prefix_is_the_longest_that_any_order_has(history, asked):
-    asked = asked[:4]
+def test_the_exact_prefix_is_the_longest_that_any_allowed_order_has(history, asked, keep):
     arranger = Arranger(count=lambda passage: 1)
     sent = [send(arranger, [str(one) for one in passages]) for passages in history]
     texts = [str(one) for one in asked]
-    best = max(count_exact(sent, list(order)) for order in itertools.permutations(texts))
-    assert arranger.arrange(texts).expected.exact == best
+    allowed = [order for order in itertools.permutations(range(len(asked))) if obeys(order, keep)]
+    best = max(count_exact(sent, [texts[index] for index in order]) for order in allowed)
+    assert arranger.arrange(texts, keep=keep).expected.exact == best
+
+
+def obeys(order, keep):
+    fixed = [*range(min(keep.first, len(order))), *range(max(0, len(order) - keep.last), len(order))]
+    far = len(order) if keep.within is None else keep.within
+    return all(order[place] == place for place in fixed) and all(abs(a - b) <= far for a, b in enumerate(order))
 
 
 def test_the_rest_stands_as_in_one_earlier_prompt_and_what_nobody_has_seen_comes_last():

@@ -100,8 +100,9 @@ def test_a_log_that_can_be_read_once_only_is_refused():
 
 def test_the_memory_of_neighbours_is_bounded():
     neighbours = _Neighbours()
+    words = write_text(7, 5_000).split()
     for number in range(NEIGHBOURS * 3):
-        neighbours.exchange(write_text(number, 60))
+        neighbours.exchange(" ".join(words[number * 5 : number * 5 + 60]))
     assert len(neighbours._heads) == NEIGHBOURS
     assert len(neighbours._holders) < NEIGHBOURS * 40
 

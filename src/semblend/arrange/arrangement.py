@@ -25,6 +25,7 @@ class Arrangement:
     order: tuple[int, ...]
     repeats: tuple[tuple[int, int], ...]
     expected: Expected
+    owner: bytes
     scope: bytes
     root: bytes
     keys: tuple[bytes, ...]

@@ -3,36 +3,55 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from semblend.arrange.arrangement import Arrangement, Expected
 from semblend.arrange.keep import FREE, Keep, Room, measure_displaced
 from semblend.arrange.memory import Sent, SequenceMemory
 from semblend.arrange.search import find_longest_path, order_rest
+from semblend.arrange.sequence_file import SequenceFile
 from semblend.errors import InputError
-from semblend.prompt import Namespace
+from semblend.prompt import Namespace, Prompt
 
 MOST_PASSAGES = 200_000
+Passage = str | Prompt
 
 
 class Arranger:
     """Orders of passages by namespace. Thread-safe; `arrange` changes nothing.
 
-    ``count`` gives the size of a passage: what the longest path is long by. Characters do; a tokenizer is exact.
-    ``most_passages``: of all remembered sequences together, about 300 bytes each.
+    ``count`` gives the size of a text passage: what the longest path is long by. Characters do; a tokenizer is exact.
+    A passage that is a `Prompt` counts its tokens. ``most_passages``: of all remembered sequences together, about 400
+    bytes each; when they are full, the tenant that holds most gives up what it sent longest ago. ``exact_size``: how
+    much the engine's exact prefix cache holds, in the same unit; beginnings that were sent longer ago than that are
+    not expected there. None: it holds everything. ``path``: a file in which the memory survives a restart.
     """
 
-    def __init__(self, *, count: Callable[[str], int] = len, most_passages: int = MOST_PASSAGES) -> None:
+    def __init__(
+        self,
+        *,
+        count: Callable[[str], int] = len,
+        most_passages: int = MOST_PASSAGES,
+        exact_size: int | None = None,
+        path: str | Path | None = None,
+    ) -> None:
         if most_passages < 1:
             raise InputError(f"most_passages={most_passages} remembers nothing", hint="1 or more")
+        if exact_size is not None and exact_size < 1:
+            raise InputError(f"exact_size={exact_size} holds nothing", hint="1 or more, or None")
         self._count = count
-        self._memory = SequenceMemory(most_passages)
+        self._memory = SequenceMemory(most_passages, exact_size)
         self._lock = threading.Lock()
+        self._file = SequenceFile(path, most_passages) if path is not None else None
+        for sent in self._file.load() if self._file is not None else ():
+            self._memory.add(sent)
 
     def arrange(
         self,
-        passages: Sequence[str],
+        passages: Sequence[Passage],
         *,
         namespace: Namespace | None = None,
         before: str = "",
@@ -45,39 +64,102 @@ class Arranger:
         passages' relevance, for ``keep.displaced``.
         """
         _check(passages, keep, scores)
-        keys = tuple(_digest(passage) for passage in passages)
-        sizes = tuple(self._count(passage) for passage in passages)
-        scope = (namespace or Namespace()).digest.encode()
+        namespace = namespace or Namespace()
+        keys = tuple(map(_digest, passages))
+        sizes = tuple(self._count(one) if isinstance(one, str) else len(one) for one in passages)
+        scope = namespace.digest.encode()
         root = _digest(before, scope)
         with self._lock:
             order, exact = self._find_order(keys, sizes, scope, root, keep, scores)
-            seen = {key for key in keys if self._memory.find_holders(scope, key)}
+            seen = {key for key in keys if self._memory.is_held(scope, key)}
         expected = Expected(
             exact=sum(sizes[index] for index in order[:exact]),
             elsewhere=sum(sizes[index] for index in order[exact:] if keys[index] in seen),
             unseen=sum(size for key, size in zip(keys, sizes, strict=True) if key not in seen),
         )
-        put = [keys[index] for index in order]
         return Arrangement(
-            tuple(order), _find_repeats(keys), expected, scope, root, tuple(put), tuple(sizes[i] for i in order)
+            order=tuple(order),
+            repeats=_find_repeats(keys),
+            expected=expected,
+            owner=_digest(namespace.tenant),
+            scope=scope,
+            root=root,
+            keys=tuple(keys[index] for index in order),
+            sizes=tuple(sizes[index] for index in order),
         )
 
     def record(self, arrangement: Arrangement) -> None:
         """The prompt was sent in this order."""
+        one = arrangement
+        sent = Sent(one.owner, one.scope, one.root, one.keys, one.sizes)
         with self._lock:
-            self._memory.add(Sent(arrangement.scope, arrangement.root, arrangement.keys, arrangement.sizes))
+            self._memory.add(sent)
+            if self._file is not None:
+                self._file.add(sent)
+                self._tidy_file()
 
-    def forget(self, passages: Sequence[str], *, namespace: Namespace | None = None, before: str = "") -> bool:
-        """The engine has evicted the prompt with these passages in this order; False where it was not remembered."""
+    def forget(
+        self,
+        passages: Sequence[Passage],
+        namespace: Namespace | None = None,
+        *,
+        before: str | None = None,
+        kept: int | None = None,
+    ) -> bool:
+        """The engine has evicted prompts that begin with these passages in this order; False where none is remembered.
+
+        ``before`` narrows it to prompts with that text in front; None means any. ``kept`` says that so many passages
+        at their beginning are still held.
+        """
         scope = (namespace or Namespace()).digest.encode()
-        keys = tuple(_digest(passage) for passage in passages)
+        keys = tuple(map(_digest, passages))
         with self._lock:
-            return self._memory.drop(Sent(scope, _digest(before, scope), keys, ()))
+            roots = {_digest(before, scope)} if before is not None else self._memory.find_roots(scope, keys)
+            return sum(self._drop(root, keys, kept) for root in roots) > 0
+
+    def forget_sent(self, arrangement: Arrangement, *, kept: int | None = None) -> bool:
+        """`forget` for an arrangement that was recorded."""
+        with self._lock:
+            return self._drop(arrangement.root, arrangement.keys, kept)
+
+    def clear(self) -> int:
+        """Forget everything: the engine was started anew, or its caches were reset. How many sequences went."""
+        with self._lock:
+            gone = len(self._memory)
+            self._memory.clear()
+            if self._file is not None:
+                self._file.write_anew(())
+            return gone
+
+    def close(self) -> None:
+        """Close the file, where there is one."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+
+    def __enter__(self) -> Arranger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __len__(self) -> int:
         """Sequences that are remembered."""
         with self._lock:
             return len(self._memory)
+
+    def _drop(self, root: bytes, keys: tuple[bytes, ...], kept: int | None) -> bool:
+        cut, left = self._memory.drop(root, keys if kept is None else keys[: kept + 1], kept or 0)
+        if self._file is not None:
+            self._file.remove(sent.name for sent in cut)
+            if left is not None:
+                self._file.add(left)
+            self._tidy_file()
+        return bool(cut)
+
+    def _tidy_file(self) -> None:
+        if self._file is not None and self._file.is_full:
+            self._file.write_anew(self._memory)
 
     def _find_order(
         self,
@@ -92,24 +174,32 @@ class Arranger:
         reach = keep.within
         while True:
             room = Room(len(keys), keep, reach)
-            path = find_longest_path(self._memory.find_root(root), keys, sizes, room)
+            path = find_longest_path(self._memory.find_root(root), keys, sizes, room, self._memory.oldest)
             order = order_rest(path, keys, sizes, self._memory, scope, room)
             if scores is None or keep.displaced is None or measure_displaced(order, scores) <= keep.displaced:
                 return order, len(path)
             reach = (len(keys) if reach is None else min(reach, len(keys))) // 2
 
 
-def _check(passages: Sequence[str], keep: Keep, scores: Sequence[float] | None) -> None:
-    if isinstance(passages, str) or not all(isinstance(passage, str) for passage in passages):
-        raise InputError("passages is a list of texts", hint='arrange(["...", "..."])')
-    if scores is not None and (len(scores) != len(passages) or any(not score >= 0 for score in scores)):
-        raise InputError(f"{len(scores)} scores for {len(passages)} passages", hint="one number of 0 or more for each")
+def _check(passages: Sequence[Passage], keep: Keep, scores: Sequence[float] | None) -> None:
+    if isinstance(passages, (str, Prompt)) or not all(isinstance(passage, (str, Prompt)) for passage in passages):
+        raise InputError("passages is a list of texts or prompts", hint='arrange(["...", "..."])')
+    if scores is not None:
+        if len(scores) != len(passages):
+            raise InputError(f"{len(scores)} scores for {len(passages)} passages", hint="one number for each")
+        if not all(math.isfinite(score) and score >= 0 for score in scores):
+            raise InputError("a score is below 0, or no number", hint="scores are 0 or more")
     if keep.displaced is not None and scores is None:
         raise InputError("keep.displaced needs scores", hint="arrange(passages, scores=[...])")
 
 
-def _digest(text: str, scope: bytes = b"") -> bytes:
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16, key=scope[:64]).digest()
+def _digest(passage: Passage, scope: bytes = b"") -> bytes:
+    """Sixteen bytes that stand for a text or for tokens; never the same for both."""
+    if isinstance(passage, str):
+        raw, kind = passage.encode("utf-8", "surrogatepass"), b"text"
+    else:
+        raw, kind = passage.token_ids.tobytes(), b"tokens"
+    return hashlib.blake2b(raw, digest_size=16, key=scope[:64], person=kind).digest()
 
 
 def _find_repeats(keys: Sequence[bytes]) -> tuple[tuple[int, int], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from semblend.errors import InputError
@@ -47,7 +47,11 @@ def measure_displaced(order: Sequence[int], scores: Sequence[float]) -> float:
 
 
 class Room:
-    """Which passage may take which place of ``count``, if none moves further than ``within`` and some are fixed."""
+    """Which passage may take which place of ``count``, if none moves further than ``within`` and some are fixed.
+
+    Places are taken from the front. A passage that is left can still reach a place as long as no more than ``within``
+    passages from behind it stand in front of it, and the first of those left is always the one with the most.
+    """
 
     def __init__(self, count: int, keep: Keep, within: int | None) -> None:
         self.count = count
@@ -55,19 +59,18 @@ class Room:
         self.last = min(keep.last, count - self.first)
         self._within = count if within is None else within
 
-    def may_take(self, index: int, place: int, left: Collection[int]) -> bool:
-        """Whether passage ``index`` of those ``left`` may stand at ``place``, all before it being taken.
+    def may_move(self, index: int, place: int) -> bool:
+        """Whether a passage that is not fixed reaches a place that stands in front of it."""
+        return index - place <= self._within
 
-        Afterwards everyone else must still reach a place within its reach: of the passages left, no more may be due by
-        any place than there are places until then.
-        """
+    def is_due(self, lowest: int, place: int) -> bool:
+        """Whether the first of the passages left must take the place now."""
+        return place - lowest >= self._within
+
+    def may_take(self, index: int, place: int, lowest: int) -> bool:
+        """Whether a passage may stand at ``place``; ``lowest`` is the first of the movable ones that are left."""
         if place < self.first or place >= self.count - self.last:
             return index == place
-        if index < self.first or index >= self.count - self.last or abs(index - place) > self._within:
+        if index < self.first or index >= self.count - self.last:
             return False
-        if self._within >= self.count:
-            return True
-        due = sorted(
-            other + self._within for other in left if other != index and self.first <= other < self.count - self.last
-        )
-        return all(deadline >= place + 1 + number for number, deadline in enumerate(due))
+        return self.may_move(index, place) and (index == lowest or not self.is_due(lowest, place))

@@ -2,40 +2,90 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import heapq
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
 from semblend.arrange.keep import Room
 from semblend.arrange.memory import Node, Sent, SequenceMemory
 
-MOST_VISITS = 2_000
-"""Nodes that the search for the longest path looks at; behind that the best so far is taken."""
+MOST_LOOKS = 4_000
+"""Branches that the search for the longest path looks at; behind that the best so far is taken."""
+MOST_HOLDERS = 64
+"""Of the prompts that hold a passage so many are looked at, the latest first."""
+MOST_PAIRS = 20_000
+"""Passages times the prompts that are looked at for each: with very many passages, fewer prompts for each."""
 
 
-def find_longest_path(root: Node | None, keys: Sequence[bytes], sizes: Sequence[int], room: Room) -> list[int]:
+class _Walk:
+    """Which passages stand on the path so far, with a way back."""
+
+    def __init__(self, keys: Sequence[bytes], sizes: Sequence[int], room: Room, oldest: int) -> None:
+        self._keys, self._sizes, self._room, self._oldest = keys, sizes, room, oldest
+        self._left: dict[bytes, list[int]] = defaultdict(list)  # by key; the first index is the last of the list
+        for index in reversed(range(len(keys))):
+            self._left[keys[index]].append(index)
+        self.path: list[int] = []
+        self.size = 0
+        self._lowest = [room.first]
+        self._taken = bytearray(len(keys) + 1)
+
+    def find_steps(self, node: Node) -> Iterator[tuple[bytes, Node]]:
+        """The node's children that a passage may take now."""
+        few, many = (node.children, self._left) if len(node.children) < len(self._left) else (self._left, node.children)
+        for key in few:
+            left = self._left.get(key) if key in many else None
+            if not left or not self._room.may_take(left[-1], len(self.path), self._lowest[-1]):
+                continue
+            child = node.children[key]
+            if child.sent_at >= self._oldest:
+                yield key, child
+
+    def step(self, key: bytes) -> None:
+        index = self._left[key].pop()
+        self._taken[index] = 1
+        lowest = self._lowest[-1]
+        while self._taken[lowest]:
+            lowest += 1
+        self._lowest.append(lowest)
+        self.path.append(index)
+        self.size += self._sizes[index]
+
+    def step_back(self, depth: int) -> None:
+        """To a path of ``depth`` passages."""
+        while len(self.path) > depth:
+            index = self.path.pop()
+            self._taken[index] = 0
+            self._left[self._keys[index]].append(index)
+            self._lowest.pop()
+            self.size -= self._sizes[index]
+
+
+def find_longest_path(
+    root: Node | None, keys: Sequence[bytes], sizes: Sequence[int], room: Room, oldest: int
+) -> list[int]:
     """Indices of passages whose keys are a path from the root, of the largest size in sum; the first of equals.
 
-    Passages that the caller keeps in front are part of the path, or end it.
+    Nodes that were sent before ``oldest`` are not walked. Passages that the caller keeps in front are part of the path,
+    or end it.
     """
     best: list[int] = []
-    most = visits = 0
+    most = looks = 0
     if root is None:
         return best
-    stack: list[tuple[Node, list[int], int]] = [(root, [], 0)]
-    while stack and visits < MOST_VISITS:
-        node, path, size = stack.pop()
-        visits += 1
-        if size > most:
-            best, most = path, size
-        taken = set(path)
-        left = [index for index in range(len(keys)) if index not in taken]
-        further = [
-            (child, [*path, index], size + sizes[index])
-            for index in left
-            if (child := node.children.get(keys[index])) is not None and room.may_take(index, len(path), left)
-        ]
+    walk = _Walk(keys, sizes, room, oldest)
+    stack: list[tuple[int, bytes, Node]] = [(0, b"", root)]  # depth, the step that leads there, the node
+    while stack and looks < MOST_LOOKS:
+        depth, key, node = stack.pop()
+        walk.step_back(max(depth - 1, 0))
+        if depth:
+            walk.step(key)
+        if walk.size > most:
+            best, most = list(walk.path), walk.size
+        looks += 1 + min(len(node.children), len(keys))
         # The most used child is looked at first: where the search is cut short, the beaten path was walked.
-        stack.extend(sorted(further, key=lambda found: found[0].uses))
+        steps = sorted(walk.find_steps(node), key=lambda step: (step[1].uses, step[0]))
+        stack.extend((depth + 1, one, child) for one, child in steps)
     return best
 
 
@@ -44,38 +94,64 @@ def order_rest(
 ) -> list[int]:
     """The passages behind a path: those that one earlier prompt holds, in its order, and so on; the unseen last."""
     order = list(begun)
-    left = [index for index in range(len(keys)) if index not in set(order)]
+    taken = set(order)
+    left = [index for index in range(len(keys)) if index not in taken]
     rank = rank_by_donors([keys[index] for index in left], [sizes[index] for index in left], memory, scope)
-    wanted = sorted(left, key=lambda index: (rank.get(keys[index], len(keys)), index))
-    while left:
+    movable = [index for index in left if room.first <= index < room.count - room.last]
+    wanted: list[tuple[int, int]] = []  # a heap of (rank, index), of the passages that reach the place already
+    reached = lowest = 0
+    while len(order) < room.count:
         place = len(order)
-        chosen = next((index for index in wanted if room.may_take(index, place, left)), left[0])
+        if place < room.first or place >= room.count - room.last:
+            order.append(place)
+            continue
+        while reached < len(movable) and room.may_move(movable[reached], place):
+            index = movable[reached]
+            heapq.heappush(wanted, (rank.get(keys[index], len(keys)), index))
+            reached += 1
+        while movable[lowest] in taken:
+            lowest += 1
+        chosen = movable[lowest]
+        if not room.is_due(chosen, place):
+            chosen = _pop_untaken(wanted, taken)
+        taken.add(chosen)
         order.append(chosen)
-        left.remove(chosen)
-        wanted.remove(chosen)
     return order
+
+
+def _pop_untaken(wanted: list[tuple[int, int]], taken: set[int]) -> int:
+    while True:
+        _, index = heapq.heappop(wanted)
+        if index not in taken:
+            return index
 
 
 def rank_by_donors(
     keys: Sequence[bytes], sizes: Sequence[int], memory: SequenceMemory, scope: bytes
 ) -> Mapping[bytes, int]:
     """Passage to its place behind the path: by the prompt that holds most of them, then by the next one."""
-    rank: dict[bytes, int] = {}
     size_of = dict(zip(keys, sizes, strict=True))
-    holders = {key: memory.find_holders(scope, key) for key in size_of}
-    while True:
-        held: Counter[bytes] = Counter()
-        known: dict[bytes, Sent] = {}
-        for key, found in holders.items():
-            if key in rank:
-                continue
-            for sent in found:
-                held[sent.name] += size_of[key]
-                known.setdefault(sent.name, sent)
-        if not held:
-            return rank
-        # `max` takes the first of equals, and holders come with the latest first.
-        donor = known[max(held, key=held.__getitem__)]
-        for key in donor.keys:
-            if key in size_of and key not in rank:
+    most = max(1, min(MOST_HOLDERS, MOST_PAIRS // max(len(size_of), 1)))
+    held: dict[bytes, list[bytes]] = defaultdict(list)
+    donors: dict[bytes, Sent] = {}
+    for key in size_of:
+        for sent in memory.find_holders(scope, key, most):
+            held[sent.name].append(key)
+            donors.setdefault(sent.name, sent)
+    # Of equals the first: holders come with the latest first. What a prompt holds of the rest only shrinks, so one
+    # whose size is still true when it comes up is the largest.
+    heap = [(-sum(size_of[key] for key in held[name]), number, name) for number, name in enumerate(donors)]
+    heapq.heapify(heap)
+    rank: dict[bytes, int] = {}
+    while heap:
+        size, number, name = heapq.heappop(heap)
+        now = -sum(size_of[key] for key in held[name] if key not in rank)
+        if now > size:
+            if any(key not in rank for key in held[name]):
+                heapq.heappush(heap, (now, number, name))
+            continue
+        wanted = set(held[name])
+        for key in donors[name].keys:
+            if key in wanted and key not in rank:
                 rank[key] = len(rank)
+    return rank

@@ -5,7 +5,8 @@
 
 A donor holds the document under another instruction. Then all users ask at once, the same question or each one of its
 own. Measured: KV blocks that are held at the most, the time until everybody has a first token and until everybody has
-an answer. Engines: stock; ours; ours with sharing switched off, so that every request has blocks of its own.
+an answer. Engines: stock; ours; ours with healing (a prefix that many load is computed exactly, once); ours with
+sharing switched off, so that every request has blocks of its own.
 """
 
 from __future__ import annotations
@@ -27,10 +28,22 @@ KINDS = {
     "stock": "stock vLLM",
     "fast": "fast",
     "balanced": "balanced",
+    "fast-heal": "fast, prefixes healed",
+    "balanced-heal": "balanced, prefixes healed",
     "fast-alone": "fast, nothing shared",
     "balanced-alone": "balanced, nothing shared",
 }
-ENGINES = {"stock": ("stock",), "device": ("fast", "balanced"), "alone": ("fast-alone", "balanced-alone")}
+ENGINES = {
+    "stock": ("stock",),
+    "device": ("fast", "balanced"),
+    "heal": ("fast-heal", "balanced-heal"),
+    "alone": ("fast-alone", "balanced-alone"),
+}
+CONNECTOR: dict[str, dict[str, Any]] = {
+    "device": {"heal_prefixes": False},
+    "heal": {"heal_prefixes": True},
+    "alone": {"share_equal_prompts": False, "heal_prefixes": False},
+}
 QUESTIONS = ("the same", "their own")
 HEAD, OTHER_HEAD, QUESTION = 64, 200, 24
 
@@ -78,9 +91,10 @@ def measure(args: argparse.Namespace) -> None:
     if not missing:
         return
     longest = args.document + OTHER_HEAD + QUESTION + args.tokens
-    connector = {"share_equal_prompts": False} if args.engine == "alone" else {}
     where = "stock" if args.engine == "stock" else args.donors
-    engine = Engine(where, make_task(args, longest, max_requests=args.users + 4, connector=connector))
+    engine = Engine(
+        where, make_task(args, longest, max_requests=args.users + 4, connector=CONNECTOR.get(args.engine, {}))
+    )
     for key in [missing[0] | {"round": -1}, *missing]:  # the first one warms
         if budget.is_used_up:
             break

@@ -26,6 +26,7 @@ CALLER_DETAILS: Mapping[DeclineReason, str | None] = MappingProxyType(
         DeclineReason.LOW_REUSE_RATIO: "donors hold too small a share of this prompt",
         DeclineReason.OVER_BUDGET: "the lookup took too long",
         DeclineReason.QUALITY_RISK: "the quality gate computed every token",
+        DeclineReason.SHARED_PREFIX: "requests load this prefix so often that it was computed exactly, once",
         DeclineReason.DISABLED: "reuse is switched off for this request or for the server",
         DeclineReason.ERROR: "reuse failed; the prompt was computed",
         DeclineReason.STALE: "the donor was replaced or evicted",

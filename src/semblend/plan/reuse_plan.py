@@ -17,6 +17,7 @@ class DeclineReason(StrEnum):
     LOW_REUSE_RATIO = "low_reuse_ratio"
     OVER_BUDGET = "over_budget"
     QUALITY_RISK = "quality_risk"
+    SHARED_PREFIX = "shared_prefix"
     DISABLED = "disabled"
     ERROR = "error"
     # The five below come from a backend that looked at a plan and would not follow it.

@@ -48,6 +48,9 @@ class ConnectorSettings:
     share_equal_prompts: bool = _setting(
         True, "Requests with equal prompts share the blocks that were loaded for the first of them."
     )
+    heal_prefixes: bool = _setting(
+        False, "A prefix whose loads have together cost a prefill is computed exactly once, and found by the next ones."
+    )
     thresholds: str = _setting("", "File of quality thresholds (`semblend calibrate`); empty = by the model's name.")
     receipts: bool = _setting(True, "Put the receipt into kv_transfer_params of the response.")
     reset_drops_donors: bool = _setting(
@@ -78,6 +81,7 @@ class ConnectorSettings:
             ("require_cache_salt", bool),
             ("reset_drops_donors", bool),
             ("share_equal_prompts", bool),
+            ("heal_prefixes", bool),
             ("thresholds", str),
             ("donor_disk_path", str),
             ("donor_directory", str),

@@ -9,6 +9,7 @@ from typing import Any
 from semblend.confirm.receipt import Receipt
 from semblend.integration.vllm.orders import Loaded
 from semblend.integration.vllm.scheduler.hash_chain import Salted
+from semblend.integration.vllm.scheduler.healing import LoadCost
 from semblend.materialize.gate.outcome_memory import OutcomeMemory
 from semblend.plan.reuse_plan import Decline, ReusePlan
 from semblend.prompt import Namespace, Prompt
@@ -69,7 +70,7 @@ class Record:
     ``ordered``: the plan as the worker has it, or had for the equal prompt whose blocks this one shares.
     ``share``: the blocks of an equal prompt that it looks for, or has; it found ``found_tokens``.
     ``filled``: its load is complete, or the blocks that it shares are. ``entered``: and vLLM has them in its prefix
-    cache. ``rejected``: never claimed again.
+    cache. ``rejected``: never claimed again. ``cost``: of the load that was last considered, for `healing`.
     """
 
     request: Any
@@ -103,6 +104,7 @@ class Record:
     receipt: Receipt | None = None
     judged: bool = False
     in_vain: Decline | None = None
+    cost: LoadCost | None = None
 
     @property
     def claimed(self) -> bool:
@@ -135,3 +137,13 @@ def iterate_scheduled(output: Any, records: Mapping[str, Record]) -> Iterator[tu
         if record is not None and record.block_ids is not None and new_blocks and not resumed:
             record.block_ids.extend(new_blocks[0])
         yield request_id, computed
+
+
+def add_computed(
+    blocks: set[int] | None, record: Record | None, start: int, end: int, block_tokens: int
+) -> set[int] | None:
+    """The blocks and those in which a step computes tokens ``start`` … ``end`` of a request; None: some are unknown."""
+    if blocks is None or record is None or record.block_ids is None:
+        return None
+    blocks.update(record.block_ids[start // block_tokens : -(-end // block_tokens)])
+    return blocks

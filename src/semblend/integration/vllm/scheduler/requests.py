@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from semblend.config import QUALITY_MODES
-from semblend.prompt import Namespace
+from semblend.integration.vllm.scheduler.records import EngineFacts, Record
+from semblend.integration.vllm.settings import ConnectorSettings
+from semblend.prompt import Namespace, Prompt
 
 HINT_ACTION = "semblend.reuse"
 """The ``action_type`` of a KV hint that is for us; its payload says what ``kv_transfer_params.semblend`` would."""
@@ -20,6 +22,14 @@ class RequestOptions:
 
     opt_out: bool = False
     quality: str | None = None
+
+
+def make_record(request: Any, facts: EngineFacts, settings: ConnectorSettings) -> Record:
+    """The record of a request that vLLM asks about for the first time."""
+    mode = read_options(request).quality or settings.config.quality
+    prompt = Prompt(request.prompt_token_ids, namespace=build_namespace(request, facts.namespace))
+    why = explain_decline(request, require_cache_salt=settings.require_cache_salt)
+    return Record(request, prompt, mode, why)
 
 
 def read_options(request: Any) -> RequestOptions:

@@ -16,35 +16,35 @@ Nothing in here raises into vLLM: `connector_v1` catches, says so in an event, a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from semblend.confirm import events
 from semblend.confirm.receipt import Receipt
 from semblend.errors import SemBlendError
 from semblend.facade import SemBlend
-from semblend.integration.vllm.orders import Capture, Load, Loaded, Orders, Report
+from semblend.integration.vllm.orders import Capture, Loaded, Orders, Report
 from semblend.integration.vllm.scheduler.donor_books import DonorBooks
+from semblend.integration.vllm.scheduler.healing import Verdict
+from semblend.integration.vllm.scheduler.loads import LoadDesk
 from semblend.integration.vllm.scheduler.prefix_locks import PrefixLocks
 from semblend.integration.vllm.scheduler.receipts import ENGINE, build_vllm_receipt
 from semblend.integration.vllm.scheduler.records import (
     EngineFacts,
     Record,
+    add_computed,
     iterate_scheduled,
     learn_from,
     move_prompt,
     name_weights,
 )
-from semblend.integration.vllm.scheduler.requests import build_namespace, explain_decline, read_options
+from semblend.integration.vllm.scheduler.requests import make_record, read_options
 from semblend.integration.vllm.scheduler.shares import Shares
-from semblend.integration.vllm.scheduler.worth import decline_not_worth_it, find_claim_end, split_claim
+from semblend.integration.vllm.scheduler.worth import Healer, decline_not_worth_it, find_claim_end, split_claim
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.materialize.gate.outcome_memory import OutcomeMemory
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
-from semblend.prompt import Prompt
 
 
 class SchedulerHalf:
@@ -64,11 +64,12 @@ class SchedulerHalf:
         self.locks = PrefixLocks(facts, self.report_failure)
         self.donors = DonorBooks(semblend, self.report_failure)
         self.shares = Shares(self.locks, facts.block_tokens)
+        seam_tokens = settings.config.seam_tokens
+        self.healer = Healer(settings.heal_prefixes, facts.hash_block_tokens, seam_tokens, self.report_failure)
         self._clock = clock
         self._records: dict[str, Record] = {}
         self._given_up: set[str] = set()  # requests that vLLM computes without us, until they end
-        self._to_load: list[Load] = []
-        self._cancels: list[str] = []
+        self._loads = LoadDesk(facts.block_tokens)
         self._freed: list[str] = []
 
     # -- a request -------------------------------------------------------------------------------------------------
@@ -96,7 +97,10 @@ class SchedulerHalf:
             record.local_tokens, record.seen_epoch = local_tokens, self.donors.epoch
             self._decide(record)
         if isinstance(record.decision, ReusePlan):
-            self._claim(record, record.decision)
+            verdict = self.healer.judge(record, record.decision, self._records)
+            if verdict is Verdict.WAIT:
+                return None
+            self._claim(record, record.decision, verdict)
         return record.claim_end - local_tokens if record.claimed else 0
 
     def left_to_another(self, request: Any, exact_tokens: int) -> None:
@@ -131,11 +135,7 @@ class SchedulerHalf:
         record = self._records.get(request.request_id)
         self.give_up(request.request_id)
         if claimed_tokens and record is not None:
-            exact, nothing = record.local_tokens, np.zeros(0, dtype=np.int32)
-            self._to_load = [load for load in self._to_load if load.request_id != request.request_id]
-            self._to_load.append(
-                Load(request.request_id, nothing, tuple(block_ids), exact, exact + claimed_tokens, (), record.mode)
-            )
+            self._loads.refuse(record, block_ids, claimed_tokens)
 
     def holds_approximate(self, request_id: str) -> bool:
         """Whether any block of a request may hold approximate KV: nobody else may store it."""
@@ -149,13 +149,14 @@ class SchedulerHalf:
     def finished(self, request_id: str) -> Receipt | None:
         """The request ended; its receipt, where its prompt was complete and the worker has spoken."""
         self._given_up.discard(request_id)
+        self.healer.forget(request_id)
         record = self._records.get(request_id)
         if record is None:
             return None
         record.finished = True
         self._release_blocks(record)
         if record.loading:
-            self._cancels.append(request_id)
+            self._loads.cancel(request_id)
             self.shares.drop_of(record)
         if record.receipt is not None or not record.served:
             self._forget(request_id)
@@ -170,11 +171,13 @@ class SchedulerHalf:
             self._start_over(request_id)
         captures: list[Capture] = []
         served: list[str] = []
+        computed_now: set[int] | None = set()
         for request_id, computed in iterate_scheduled(output, self._records):
-            record = self._records.get(request_id)
+            record, end = self._records.get(request_id), computed + output.num_scheduled_tokens[request_id]
+            computed_now = add_computed(computed_now, record, computed, end, self.facts.block_tokens)
             if record is None or record.served:
                 continue
-            if computed + output.num_scheduled_tokens[request_id] >= len(record.prompt):
+            if end >= len(record.prompt):
                 record.served = True
                 served.append(request_id)
                 if self._is_worth_keeping(record):
@@ -183,19 +186,19 @@ class SchedulerHalf:
         for record in self._records.values():
             if record.claimed and not record.admitted:
                 self._unclaim(record)  # while it waits for blocks its donors may go
-        orders = self.build_orders_to_load(busy=bool(output.num_scheduled_tokens))
+        orders = self.build_orders_to_load(busy=bool(output.num_scheduled_tokens), computed_now=computed_now)
         orders.captures, orders.served = captures, served
         orders.drops, orders.pins = self.donors.take_drops(), self.donors.take_pins()
         orders.publications = self.donors.take_publications()
         orders.freed, self._freed = self._freed, []
         return orders
 
-    def build_orders_to_load(self, *, busy: bool = True) -> Orders:
-        """The least that a step must order, or requests would wait forever. ``busy``: others are computed in it."""
-        orders = Orders(work_ms=self.settings.step_work_ms if busy else None)
-        orders.loads, self._to_load = self._to_load, []
-        orders.cancels, self._cancels = self._cancels, []
-        return orders
+    def build_orders_to_load(self, *, busy: bool = True, computed_now: Set[int] | None = None) -> Orders:
+        """The least that a step must order, or requests would wait forever. ``busy``: others are computed in it.
+
+        ``computed_now``: the blocks in which they are; None where that is not known.
+        """
+        return self._loads.take(self.settings.step_work_ms if busy else None, computed_now)
 
     def reported(self, report: Report) -> None:
         """The worker half has done a step."""
@@ -221,6 +224,7 @@ class SchedulerHalf:
     def reset(self) -> bool:
         """Drop every donor, and what was made from them."""
         self.shares.clear()
+        self.healer.books.clear()
         self.donors.forget_all()
         return True
 
@@ -232,6 +236,7 @@ class SchedulerHalf:
     def give_up(self, request_id: str) -> None:
         """A hook failed for this request: its claim and its record go, and it is not claimed again."""
         self._given_up.add(request_id)
+        self.healer.forget(request_id)
         record = self._records.pop(request_id, None)
         if record is not None:
             self._release_blocks(record)
@@ -268,11 +273,7 @@ class SchedulerHalf:
         if record is None:
             if not request.prompt_token_ids or request.request_id in self._given_up:
                 return None
-            asked = read_options(request)
-            prompt = Prompt(request.prompt_token_ids, namespace=build_namespace(request, self.facts.namespace))
-            mode = asked.quality or self.settings.config.quality
-            why = explain_decline(request, require_cache_salt=self.settings.require_cache_salt)
-            record = self._records[request.request_id] = Record(request, prompt, mode, why)
+            record = self._records[request.request_id] = make_record(request, self.facts, self.settings)
         return record
 
     def _explain_no_reuse(self, record: Record) -> str | None:
@@ -311,9 +312,12 @@ class SchedulerHalf:
 
     # -- claims ----------------------------------------------------------------------------------------------------
 
-    def _claim(self, record: Record, plan: ReusePlan) -> None:
+    def _claim(self, record: Record, plan: ReusePlan, verdict: Verdict) -> None:
         """Pin the donors until their KV is in place."""
         request_id = record.request.request_id
+        if verdict is Verdict.PREFILL:
+            record.decision = Decline(DeclineReason.SHARED_PREFIX, "loads of this prefix have cost as much as it does")
+            return
         claimed = self.semblend.claim(plan, request_id)
         if isinstance(claimed, Decline):
             record.decision = claimed
@@ -332,20 +336,9 @@ class SchedulerHalf:
         key = self.shares.begin(record, record.ordered) if self._shares_blocks else None
         self.locks.lock(record, plan.spans[0].target_start, key)
         spans = (replace(one, generation=self.donors.find_generation(one.donor_id)) for one in record.ordered.spans)
-        tokens = record.prompt.token_ids[:plan_tokens].astype(np.int32)
-        assert record.block_ids is not None, "vLLM has just told them"
-        self._to_load.append(
-            Load(
-                record.request.request_id,
-                tokens,
-                tuple(record.block_ids),
-                record.local_tokens,
-                record.claim_end,
-                tuple(spans),
-                record.mode,
-            )
-        )
+        self._loads.add(record, plan_tokens, spans)
         record.loading = True
+        self.healer.note_load(record)
         self.donors.note_used(record.ordered.donor_ids)
 
     def _note_loaded(self, record: Record, loaded: Loaded) -> None:

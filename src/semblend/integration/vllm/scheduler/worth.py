@@ -1,7 +1,12 @@
-"""Whether a plan is worth claiming, and how far the claim goes."""
+"""Whether a plan is worth claiming, whether its prefix is better computed once for all, how far the claim goes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from semblend.integration.vllm.scheduler.healing import LEAST_SHARE, Healing, LoadCost, Mark, Verdict, list_marks
 from semblend.integration.vllm.scheduler.records import Record
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.materialize.blend.first_pass import first_rows, two_passes_cost_more
@@ -9,6 +14,9 @@ from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.gate.outcome_memory import OutcomeMemory
 from semblend.plan.donor_cost import explain_lost_donor
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
+from semblend.plan.selection import list_reused_positions
+
+ReportFailure = Callable[[str, str, str], None]
 
 SHORT_TAIL = 128
 """Tokens. Tails of 32 were measured; passes of ours are recorded up to 256 rows, with gaps and heads of spans."""
@@ -55,3 +63,71 @@ def _explain_not_worth_it(record: Record, plan: ReusePlan, settings: ConnectorSe
     quality = QualitySettings(seam_tokens=settings.config.seam_tokens)
     first = first_rows(plan.prompt_tokens, plan.exact_tokens, plan.spans, quality)
     return two_passes_cost_more(first, plan.spans, plan.prompt_tokens - plan.exact_tokens, quality)
+
+
+class Healer:
+    """Asks the books of `healing` about a request. After a failure it is off, and all are loaded as without it."""
+
+    def __init__(self, on: bool, block_tokens: int, seam_tokens: int, report_failure: ReportFailure) -> None:
+        self.on, self._block_tokens, self._seam_tokens = on, block_tokens, seam_tokens
+        self._report_failure = report_failure
+        self.books = Healing()
+
+    def judge(self, record: Record, plan: ReusePlan, records: Mapping[str, Record]) -> Verdict:
+        """Load the plan, leave the prompt to vLLM, or ask again in the next step. The request has its own hashes."""
+        if not self.on:
+            return Verdict.LOAD
+        try:
+            record.cost = estimate_cost(record, plan, self._block_tokens, self._seam_tokens)
+            return self.books.judge(record.cost, lambda name: is_prefilling(records.get(name)))
+        except Exception as error:
+            self._fail(record, error)
+            return Verdict.LOAD
+
+    def note_load(self, record: Record) -> None:
+        """Its load begins."""
+        if self.on and record.cost is not None:
+            try:
+                self.books.note_load(record.cost)
+            except Exception as error:
+                self._fail(record, error)
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self.books.forget(request_id)
+
+    def _fail(self, record: Record, error: Exception) -> None:
+        self.on, record.cost = False, None
+        message = f"{type(error).__name__}: {error}; prefixes are no longer healed"
+        self._report_failure("healing", message, record.request.request_id)
+
+
+def is_prefilling(record: Record | None) -> bool:
+    """Whether vLLM computes the prompt of a request now, under its own hashes."""
+    if record is None or not record.admitted or record.restarted:
+        return False
+    return not (record.served or record.finished or record.loading or record.filled)
+
+
+def estimate_cost(record: Record, plan: ReusePlan, block_tokens: int, seam_tokens: int) -> LoadCost:
+    """What a load of this plan computes up to each mark inside of what donors hold, in rows; see `healing`.
+
+    ``block_tokens``: of the blocks that have hashes.
+    """
+    hashes, exact = record.request.block_hashes, plan.exact_tokens
+    full_blocks = min(len(hashes), plan.spans[-1].target_end // block_tokens)
+    marks = [number for number in list_marks(full_blocks, block_tokens) if number * block_tokens > exact]
+    ends = np.array(marks, dtype=np.int64) * block_tokens
+    quality = QualitySettings(seam_tokens=seam_tokens)
+    first = first_rows(plan.prompt_tokens, exact, plan.spans, quality)
+    reused = np.searchsorted(list_reused_positions(plan.spans), ends)
+    rows = np.searchsorted(first, ends).astype(np.float64)
+    if record.mode == "balanced":  # a second pass, over gaps again and over what the gate has chosen
+        repaired = sum(step.percent / 100 for step in quality.steps[:1])
+        rows += np.searchsorted(first[first > plan.spans[0].target_start], ends) + repaired * reused
+    rows = np.maximum(rows, LEAST_SHARE * (ends - exact))
+    prices = ends - exact + plan.reused_tokens - reused  # what donors hold behind a mark is computed with it
+    namespace = record.prompt.namespace
+    keys = [namespace.digest.encode() + bytes(hashes[number - 1]) for number in marks]
+    found = zip(ends.tolist(), keys, rows.tolist(), prices.tolist(), strict=True)
+    return LoadCost(record.request.request_id, namespace.tenant, tuple(Mark(*values) for values in found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -123,9 +124,32 @@ class VllmServer:
         return found[-1] if found else {}
 
     def kill(self) -> None:
-        """kill -9 of every process of the server."""
+        """kill -9 of every process of the server. Removes the shared memory that vLLM would have removed itself."""
+        mapped = {path for pid in self._list_processes() for path in _list_shared_memory(pid)}
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
+        for path in mapped:
+            path.unlink(missing_ok=True)
+
+    def kill_one(self, title: str) -> bool:
+        """kill -9 of its first process with this title, such as VLLM::Worker; False where it has none."""
+        for pid in self._list_processes():
+            try:
+                if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title.encode()):
+                    os.kill(pid, signal.SIGKILL)
+                    return True
+            except OSError:  # it has ended
+                continue
+        return False
+
+    def _list_processes(self) -> list[int]:
+        """All processes of the server's group."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(ProcessLookupError):
+                if entry.name.isdecimal() and os.getpgid(int(entry.name)) == self.process.pid:
+                    found.append(int(entry.name))
+        return found
 
     def stop(self) -> None:
         """Ask it to end, and see that it does."""
@@ -139,3 +163,13 @@ class VllmServer:
     def _make_request(self, path: str, body: dict[str, Any]) -> urllib.request.Request:
         address = f"http://127.0.0.1:{self.port}{path}"
         return urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
+
+
+def _list_shared_memory(pid: int) -> list[Path]:
+    """What a process has mapped of vLLM's and Python's own shared memory."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return []
+    paths = {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line}
+    return [Path(path) for path in paths if path.startswith(("/dev/shm/psm_", "/dev/shm/sem.mp-", "/dev/shm/vllm_"))]

@@ -42,6 +42,7 @@ class Decline:
     """Nothing is reused, and this is why.
 
     ``discovery_only``: donors were found and reported, but the settings say to hand no plan to an engine.
+    ``faulty_donors``: those whose KV was found wrong; empty where nobody knows which it was.
 
     >>> match Decline(DeclineReason.TOO_SHORT, "12 tokens"):
     ...     case Decline(reason, detail): print(reason, "|", detail)
@@ -52,6 +53,7 @@ class Decline:
     detail: str = ""
     evidence: tuple[Similar, ...] = ()
     discovery_only: bool = False
+    faulty_donors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

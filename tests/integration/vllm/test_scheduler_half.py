@@ -628,6 +628,24 @@ def test_a_donor_whose_kv_was_wrong_is_offered_to_nobody_again(world):
     assert world.half.count_matched(target("next"), 0) == 0
 
 
+OTHER = list(range(7000, 7200))
+
+
+def test_a_donor_that_was_right_is_kept_when_another_of_the_same_load_was_wrong(world):
+    world.donor("right")
+    _, orders = world.admit(FakeRequest("wrong", [*range(500, 540), *OTHER]))
+    world.served(orders)
+    _, orders = world.admit(FakeRequest("target", [*range(2000, 2017), *DOCUMENT, *OTHER, 1, 2]))
+    assert {span.donor_id for span in orders.loads[0].spans} == {"right", "wrong"}
+    world.loaded(orders, reused_tokens=0, reason=DeclineReason.VALIDATION_FAILED, faulty_donors=("wrong",))
+    assert [donor.donor_id for donor in world.half.semblend.donors()] == ["right"]
+
+
+def test_what_any_rank_has_found_wrong_is_wrong():
+    ranks = [Report(loaded={"r": Loaded("r", failed=True, faulty_donors=faulty)}) for faulty in ((), ("b",), ("a",))]
+    assert ranks[0].merge(ranks[1]).merge(ranks[2]).loaded["r"].faulty_donors == ("a", "b")
+
+
 def test_a_request_that_is_aborted_while_it_is_loaded_is_cancelled_once_and_frees_its_donors(world):
     world.donor()
     world.admit(target())

@@ -53,10 +53,10 @@ class Worker:
         quality = QualitySettings(mode="fast", first_seam_tokens=4, seam_tokens=4, prefills=False, **settings)
         self.half = WorkerHalf(self.engine, BLOCK, quality, host_bytes=1 << 24)
 
-    def donor(self, tokens):
+    def donor(self, tokens, name="d"):
         self.engine.cold(tokens, range(20))
         blocks = tuple(range(-(-len(tokens) // BLOCK)))
-        self.half.capture(Orders(captures=[Capture("d", 1, len(tokens), blocks)], served=["d"]))
+        self.half.capture(Orders(captures=[Capture(name, 1, len(tokens), blocks)], served=[name]))
         return self.half.take_report()
 
     def load(self, tokens, spans, exact=0, mode="fast"):
@@ -133,6 +133,29 @@ def test_the_verdict_on_wrong_donor_kv_and_its_invalid_blocks_come_with_the_end_
     assert worker.half.take_finished() == {"r"}
     assert worker.half.take_invalid_blocks() == set(range(21, 27)), "what was exact before is not called invalid"
     assert worker.half.donor_kv.holders == 0
+
+
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("wrong", ["one", "two"])
+def test_only_the_donor_whose_kv_was_wrong_is_named(worker, poison, wrong):
+    other = list(range(300, 380))
+    worker.donor([1, 2, 3, *DOCUMENT], "one")
+    worker.donor([4, *other], "two")
+    held = worker.half.donor_kv.acquire(wrong, 1)
+    POISONS[poison](held)
+    worker.half.donor_kv.release(held)
+    spans = [Span("one", 3, 2, 40, generation=1), Span("two", 1, 42, 80, generation=1),
+             Span("one", 43, 122, 40, generation=1)]  # fmt: skip
+    loaded = worker.load([7, 8, *DOCUMENT[:40], *other, *DOCUMENT[40:], 12], spans)
+    assert (loaded.reason, loaded.faulty_donors) == ("validation_failed", (wrong,))
+
+
+def test_a_donor_that_is_too_short_is_named(worker):
+    worker.donor([1, 2, 3, *DOCUMENT], "one")
+    worker.donor([4, 5], "two")
+    spans = [Span("one", 3, 2, 80, generation=1), Span("two", 0, 82, 9, generation=1)]
+    loaded = worker.load([7, 8, *DOCUMENT, *range(9), 12], spans)
+    assert (loaded.reason, loaded.faulty_donors) == ("validation_failed", ("two",))
 
 
 def test_a_prompt_that_the_gate_wants_computed_is_left_to_vllm_with_what_is_exact():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -79,6 +79,7 @@ class Loaded:
 
     ``reason`` is set when no donor KV is in the prompt: all of it was computed (``exact``), or, when ``failed``, vLLM
     computes it from the first block on that is not exact. ``work`` is what the prompt costs in all, in cold prefills.
+    ``faulty_donors``: those whose KV was found wrong, where the worker knows which.
     """
 
     request_id: str
@@ -96,6 +97,7 @@ class Loaded:
     exact: bool = False
     failed: bool = False
     work: float = 0.0
+    faulty_donors: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -122,8 +124,10 @@ class Report:
         """Both ranks' word: the worse load, the donors that both hold."""
         loaded = dict(self.loaded)
         for request_id, theirs in other.loaded.items():
-            ours = loaded.get(request_id)
-            loaded[request_id] = theirs if ours is None or theirs.reused_tokens < ours.reused_tokens else ours
+            ours = loaded.get(request_id, theirs)
+            worse = theirs if theirs.reused_tokens < ours.reused_tokens else ours
+            faulty = tuple(sorted({*ours.faulty_donors, *theirs.faulty_donors}))  # a rank sees its own heads only
+            loaded[request_id] = replace(worse, faulty_donors=faulty)
         missing = self.not_captured | other.not_captured | (self.captured ^ other.captured)
         used = {tier: self.donor_bytes.get(tier, 0) + size for tier, size in other.donor_bytes.items()}
         return Report(

@@ -24,9 +24,9 @@ Mask = npt.NDArray[np.bool_]
 class Refused(Exception):  # noqa: N818  (control flow of the blender)
     """Ends the work on a request with a decline."""
 
-    def __init__(self, reason: DeclineReason, detail: str) -> None:
+    def __init__(self, reason: DeclineReason, detail: str, faulty_donors: tuple[str, ...] = ()) -> None:
         super().__init__(detail)
-        self.decline = Decline(reason, detail)
+        self.decline = Decline(reason, detail, faulty_donors=faulty_donors)
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +47,7 @@ class BlendState:
     mass: npt.NDArray[np.floating[Any]] | None = None
     deviation: npt.NDArray[np.floating[Any]] | None = None
     canary: float | None = None
+    looked_at: tuple[Tensor, Tensor] | None = None  # by the canary: positions, and the error of each on this rank
     risk: float | None = None
     features: RiskFeatures | None = None
     glance: float | None = None
@@ -84,6 +85,15 @@ class BlendState:
         """Positions that still hold donor KV."""
         found: Positions = self.reused[~self.computed[self.reused]]
         return found
+
+    def find_faulty_donors(self, tolerance: float) -> tuple[str, ...]:
+        """Donors of which the canary has seen a wrong row on this rank; waits for the device."""
+        if self.looked_at is None:
+            return ()
+        at, errors = self.looked_at
+        wrong = at.numpy()[~(errors.float().cpu() <= tolerance).numpy()]  # an error that is no number is wrong too
+        hit = [span.donor_id for span in self.spans if ((wrong >= span.target_start) & (wrong < span.target_end)).any()]
+        return tuple(dict.fromkeys(hit))
 
     def spent_rows(self, layers: int) -> float:
         """Rows that went through all ``layers`` so far; parts of a pass count as such."""

@@ -193,7 +193,7 @@ class Blender:
                 held_tokens = (
                     f"donor {span.donor_id!r} holds {donors[key].tokens} tokens of the {span.donor_end} asked for"
                 )
-                raise Refused(DeclineReason.VALIDATION_FAILED, held_tokens)
+                raise Refused(DeclineReason.VALIDATION_FAILED, held_tokens, (span.donor_id,))
         return [
             Move(
                 donors[span.donor_id, span.generation],

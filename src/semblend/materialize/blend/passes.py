@@ -21,7 +21,7 @@ from semblend.materialize.blend.pieces import Pieces
 from semblend.materialize.blend.quality import Pass, QualitySettings
 from semblend.materialize.blend.ranks import Ranks
 from semblend.materialize.contract import QUESTION_ROWS, Model, Observer, Rows, StopPass
-from semblend.materialize.gate.canary import CANARY_TOLERANCE, canary_positions, measure_canary
+from semblend.materialize.gate.canary import CANARY_TOLERANCE, canary_positions, find_largest, measure_rows
 from semblend.materialize.gate.risk import bound_risk, next_token_kl
 from semblend.plan.reuse_plan import DeclineReason
 from semblend.plan.selection import Positions
@@ -63,7 +63,7 @@ class PassRunner:
         # Small passes are slower a row than large ones: the best rate seen foretells a large one.
         self._rows_per_ms = max(self._rows_per_ms, len(rows) / max(ms, 1e-6))
         if check:
-            state.canary = self._check_canary(bound_risk(error))
+            state.canary = self._check_canary(state, bound_risk(error))
         if not finite:
             # NaN reaches rows before it too (0 x NaN behind a mask), so no further pass of ours can mend it.
             raise Refused(DeclineReason.VALIDATION_FAILED, f"logits after the pass {name!r} are not numbers")
@@ -137,7 +137,7 @@ class PassRunner:
 
     def check_donor_kv(self, state: BlendState) -> float:
         """The canary alone, waited for; raises `Refused` where the donor KV is wrong."""
-        return self._check_canary(bound_risk(float(self._measure_canary(state))))
+        return self._check_canary(state, bound_risk(float(self._measure_canary(state))))
 
     def _split(self, rows: Positions, layers: int) -> list[Positions]:
         """The rows as one pass takes them: in chunks, and run by run for a model that cannot take scattered rows."""
@@ -184,14 +184,16 @@ class PassRunner:
         )
         self.prompts_checked += 1  # other tokens of each block with every request
         at = canary_positions(starts, ends, seed=self.prompts_checked)
-        return self.ranks.largest(measure_canary(self.model, self._make_rows(state, at)))
+        state.looked_at = at, measure_rows(self.model, self._make_rows(state, at))
+        return self.ranks.largest(find_largest(state.looked_at[1]))
 
-    def _check_canary(self, error: float) -> float:
+    def _check_canary(self, state: BlendState, error: float) -> float:
         tolerance = self.settings.canary_tolerance
         tolerance = CANARY_TOLERANCE[self.model.layout.dtype] if tolerance is None else tolerance
         if error > tolerance:
             raise Refused(
                 DeclineReason.VALIDATION_FAILED,
                 f"layer-0 KV from donors is off by {error:.3g} of its size, at most {tolerance:g} is rounding",
+                state.find_faulty_donors(tolerance),
             )
         return error

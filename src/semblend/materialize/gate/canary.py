@@ -51,8 +51,8 @@ class _Canary(Observer):
         raise StopPass
 
 
-def measure_canary(model: Model, rows: Rows) -> Tensor:
-    """Largest relative error of the layer-0 K and V that lie in the pool for these rows; a number that may be NaN.
+def measure_rows(model: Model, rows: Rows) -> Tensor:
+    """Relative error of the layer-0 K and V that lie in the pool, for each of these rows; may be NaN.
 
     Keys are compared pair by pair, each pair weighing the same: models with a large key bias would otherwise drown a
     wrong token in what all tokens share. Values are compared as a whole. Nobody has waited for the device yet.
@@ -62,7 +62,17 @@ def measure_canary(model: Model, rows: Rows) -> Tensor:
         model.forward(rows, look)
     except StopPass:
         pass
-    return look.error.max() if look.error.numel() else torch.zeros(())
+    return look.error
+
+
+def measure_canary(model: Model, rows: Rows) -> Tensor:
+    """The largest of `measure_rows`; 0 for no rows."""
+    return find_largest(measure_rows(model, rows))
+
+
+def find_largest(errors: Tensor) -> Tensor:
+    """The largest error, on the device; 0 for none."""
+    return errors.max() if errors.numel() else torch.zeros(())
 
 
 def canary_positions(starts: Tensor, ends: Tensor, *, seed: int = 0) -> Tensor:

@@ -352,7 +352,7 @@ class SchedulerHalf:
         self._unclaim(record)  # what is in its blocks is exact, or will be: vLLM may find it
         record.rejected = loaded.failed
         if loaded.reason is DeclineReason.VALIDATION_FAILED and record.ordered is not None:
-            for donor_id in record.ordered.donor_ids:  # its KV is not what its tokens ask for
+            for donor_id in loaded.faulty_donors or record.ordered.donor_ids:  # its KV is not what its tokens ask for
                 self.shares.drop_donor(donor_id)
                 self.semblend.forget(donor_id, reason="engine")
 

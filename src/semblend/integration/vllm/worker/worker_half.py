@@ -269,6 +269,7 @@ class WorkerHalf:
             detail=why.detail,
             failed=True,
             work=1.0 + rejected.work if rejected else 0.0,
+            faulty_donors=why.faulty_donors,
         )
 
     def _wait_for_device(self) -> None:

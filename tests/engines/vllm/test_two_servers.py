@@ -1,0 +1,35 @@
+"""Two vLLM servers on one machine share donors over HTTP; three kills of one, and the other never answers wrongly.
+
+bench/vllm_server_kills.py does 25.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from _server_rounds import Pair, check_controls, run_round, write_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+SHARED = "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+@pytest.fixture
+def pair(tmp_path):
+    write_model(tmp_path / "model")
+    with tempfile.TemporaryDirectory(prefix="donors-", dir=SHARED) as directory:
+        servers = Pair(str(tmp_path / "model"), tmp_path, Path(directory))
+        try:
+            yield servers
+        finally:
+            servers.close()
+
+
+def test_kill_9_of_a_server_never_makes_its_neighbour_answer_wrongly(pair):
+    rounds = [run_round(pair, number, documents=3, seed=1) for number in range(3)]
+    assert [one.problems for one in rounds] == [[]] * 3
+    assert sum(one.reused for one in rounds) >= 6
+    assert sum(one.reused_after_kill for one in rounds) >= 1
+    assert sum(one.reused_by_restarted for one in rounds) >= 2
+    assert check_controls(pair).list_failures() == []

@@ -25,7 +25,7 @@ from _vllm_runs import Rows
 
 
 def run_missing(rows: Rows, kills: int, documents: int, seed: int) -> None:
-    """The rounds that have no row yet, then the controls; a directory is new with each run."""
+    """The controls and the rounds that have no row yet; a directory is new with each run."""
     shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with (
         tempfile.TemporaryDirectory(prefix="server-kills-") as folder,
@@ -34,14 +34,14 @@ def run_missing(rows: Rows, kills: int, documents: int, seed: int) -> None:
         write_model(Path(folder) / "model")
         pair = Pair(str(Path(folder) / "model"), Path(folder), Path(directory))
         try:
+            if not rows.find(controls=True):  # first: without them the rounds would mean nothing
+                rows.add({"controls": True, "failures": check_controls(pair).list_failures()})
             for number in range(kills):
                 if rows.find(number=number):
                     continue
                 one = run_round(pair, number, documents=documents, seed=seed)
                 rows.add(one.to_row())
                 _report.progress(f"kill {number + 1} of {kills}: {one.served} answers, {len(one.problems)} problems")
-            failures = check_controls(pair).list_failures()
-            rows.add({"controls": True, "failures": failures})
         finally:
             pair.close()
 

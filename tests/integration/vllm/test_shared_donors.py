@@ -40,8 +40,7 @@ class MachineEngine:
         self.semblend = SemBlend(SemBlendConfig(embedder="none", max_bytes=1 << 24))
         self.books = DonorBooks(self.semblend, lambda *told: self.failures.append(told))
         token_bytes = 2 * layout.layers * layout.kv_heads * layout.head_dim * 4
-        self.books.shared = SharedDonors(str(path), budget, namespace, token_bytes=token_bytes)
-        self.books.shared._watch._every_s = 0.0
+        self.books.shared = SharedDonors(str(path), budget, namespace, token_bytes=token_bytes, every_s=0.0)
         signature = KvSignature(
             weights, "float32", layout.layers, layout.kv_heads, layout.head_dim, bits, self.model.rope
         )

@@ -20,9 +20,10 @@ from semblend.errors import StoreError
 from semblend.materialize.contract import KvLayout
 from semblend.materialize.donors.donor_kv import DonorKv
 from semblend.materialize.donors.shared.directory_kv import GENERATION, DirectoryKv
+from semblend.materialize.donors.shared.directory_listing import DirectoryListing
 from semblend.materialize.donors.shared.directory_watch import DirectoryWatch
 from semblend.materialize.donors.shared.directory_writer import LOOK_EVERY_S, UNFINISHED_S, DirectoryWriter
-from semblend.materialize.donors.shared.donor_record import DonorRecord, kv_name, list_keys, record_name
+from semblend.materialize.donors.shared.donor_record import DonorRecord, kv_name, record_name
 from semblend.materialize.donors.shared.lease import Lease
 from semblend.materialize.donors.shared.private_folder import PrivateFolder
 from semblend.materialize.donors.shared.publisher import Publication, Publisher
@@ -180,7 +181,7 @@ def test_a_half_written_file_is_not_there(world):
 
     def fill(out):
         out.write(b"half of it")
-        assert not list_keys(world.folder.list_names())[record.key].complete
+        assert not DirectoryListing(world.folder).take().find(record.key).complete
         assert world.watch().poll().came == ()
         raise OSError(28, "No space left on device")
 
@@ -374,7 +375,7 @@ def test_the_next_start_brings_all_that_the_dead_left_below_one_budget(world):
     assert total <= budget + 64 * 5, "leases have a few bytes"
     assert following.used_bytes <= budget
     assert not [name for name in world.folder.list_names() if name.endswith(".part")]
-    assert all(one.complete for one in list_keys(world.folder.list_names()).values())
+    assert all(one.complete for one in DirectoryListing(world.folder).take().keys.values())
 
 
 def test_a_living_writer_is_not_adopted_not_even_when_only_its_worker_lives(world):
@@ -621,7 +622,7 @@ def test_publishing_a_donor_that_is_gone_writes_nothing(world):
     kv = DonorKv(0, 1 << 20, directory=world.kv())
     record = world.writer().publish(Prompt(range(5), namespace=ENGINE), "req", 1000)
     assert kv.publish("req", 1, record.key, record.tokens_digest) == 0
-    assert not list_keys(world.folder.list_names())[record.key].complete
+    assert not DirectoryListing(world.folder).take().find(record.key).complete
 
 
 def test_a_full_disk_costs_a_publication_and_nothing_else(world, monkeypatch):

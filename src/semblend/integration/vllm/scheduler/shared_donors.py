@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from semblend.discover.donor import EvictionReason
 from semblend.materialize.donors.shared.directory_kv import GENERATION
+from semblend.materialize.donors.shared.directory_listing import DirectoryListing
 from semblend.materialize.donors.shared.directory_watch import DirectoryWatch, DonorChanges
 from semblend.materialize.donors.shared.directory_writer import DirectoryWriter
 from semblend.materialize.donors.shared.donor_record import is_key
@@ -35,12 +36,19 @@ class SharedDonors:
         token_bytes: float,
         ranks: int = 1,
         ttl_s: float = 0.0,
+        every_s: float = 1.0,
     ) -> None:
-        """``token_bytes``: what the KV of one token takes in files, all ranks in sum."""
+        """``token_bytes``: what the KV of one token takes in files, all ranks in sum.
+
+        The folder is listed once in ``every_s``, by a thread; where that is 0, in every `poll`.
+        """
         self._folder = PrivateFolder(path)
         self._token_bytes = token_bytes
-        self._writer = DirectoryWriter(self._folder, budget_bytes, ranks=ranks)
-        self._watch = DirectoryWatch(self._folder, engine, ranks=ranks)
+        self._listing = DirectoryListing(self._folder)
+        self._writer = DirectoryWriter(self._folder, budget_bytes, listing=self._listing, ranks=ranks)
+        self._watch = DirectoryWatch(self._folder, engine, listing=self._listing, ranks=ranks, every_s=every_s)
+        if every_s:
+            self._listing.start(every_s)
         self._ttl_s = ttl_s
         self._keys: dict[str, str] = {}  # donor -> the key it was published under
         self._resetting = False
@@ -71,7 +79,7 @@ class SharedDonors:
     def poll(self) -> DonorChanges:
         """Donors of the directory that came and went; lists the folder once a second at most."""
         if self._writer.look_over():
-            self._watch.forget_hidden(self._writer.owns)
+            self._watch.forget_hidden(self._writer.owned)
         return self._watch.poll()
 
     def follow(self, engine: Namespace) -> None:
@@ -118,5 +126,6 @@ class SharedDonors:
 
     def close(self) -> None:
         """Donors stay for the neighbours and for the next start."""
+        self._listing.close()
         self._writer.close()
         self._folder.close()

@@ -25,12 +25,12 @@ from semblend.materialize.donors.donor_file import (
     verify_payload,
     write_donor_file,
 )
+from semblend.materialize.donors.shared.directory_listing import DirectoryListing
 from semblend.materialize.donors.shared.donor_record import (
     LARGEST_RECORD,
     DonorRecord,
     is_key,
     kv_name,
-    list_keys,
     record_name,
     withdrawn_name,
 )
@@ -50,7 +50,7 @@ class DirectoryKv:
 
     def __init__(self, folder: PrivateFolder, signature: KvSignature) -> None:
         self.signature = signature
-        self._folder = folder
+        self._folder, self._listing = folder, DirectoryListing(folder)
         self._leases: dict[str, Lease] = {}
         self._verified: dict[str, tuple[int, ...]] = {}
         self._unusable: set[str] = set()
@@ -165,8 +165,7 @@ class DirectoryKv:
 
     def verify_new(self) -> int:
         """Verify what is complete and was not looked at yet, own donors left out; returns how many were right."""
-        listed = list_keys(self._folder.list_names())
-        there = {key for key, one in listed.items() if one.complete and one.ranks == self.signature.ranks}
+        there = self._listing.refresh().list_complete(self.signature.ranks)
         with self._lock:
             self._verified = {key: known for key, known in self._verified.items() if key in there}
             self._unusable &= there

@@ -1,23 +1,22 @@
 """What other writers have published: which donors came, which went. Cheap enough to be asked before every lookup.
 
-The folder is listed at most once a second, and not at all while it has not changed. A record is read once, because a
-key never names two donors.
+Donors are looked at when a new listing is there, or something else has changed. A record is read once, because a key
+never names two donors.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 
-from semblend.materialize.donors.shared.donor_record import LARGEST_RECORD, DonorRecord, list_keys, record_name
+from semblend.materialize.donors.shared.directory_listing import DirectoryListing, Snapshot
+from semblend.materialize.donors.shared.donor_record import LARGEST_RECORD, DonorRecord, record_name
 from semblend.materialize.donors.shared.private_folder import PrivateFolder
 from semblend.prompt import Namespace
 
 log = logging.getLogger("semblend.donors")
-SETTLED_NS = 100_000_000
-"""A folder's time of change is no finer than a tick of the kernel: only one that is older than this is trusted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,8 @@ class DonorChanges:
 class DirectoryWatch:
     """Donors in ``folder`` that an engine of namespace ``engine`` with ``ranks`` ranks can use; not thread-safe.
 
-    A request adds its salt, its tenant and its adapter to the engine's namespace, so those may be any.
+    A request adds its salt, its tenant and its adapter to the engine's namespace, so those may be any. ``listing``
+    lists the folder; where it has no thread, it is asked to once in ``every_s``.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class DirectoryWatch:
         folder: PrivateFolder,
         engine: Namespace,
         *,
+        listing: DirectoryListing | None = None,
         ranks: int = 1,
         every_s: float = 1.0,
         at_once: int = 16,
@@ -47,23 +48,29 @@ class DirectoryWatch:
     ) -> None:
         self._folder, self._engine, self._ranks = folder, _strip_request(engine), ranks
         self._every_s, self._at_once, self._clock, self._wall_clock = every_s, at_once, clock, wall_clock
+        self._listing = DirectoryListing(folder) if listing is None else listing
         self._hidden: set[str] = set()
         self._refused: set[str] = set()
         self._void: set[str] = set()  # refused, whatever the engine's namespace is
-        self._there: set[str] = set()  # complete in the last listing
+        self._snapshot: Snapshot | None = None
+        self._there: frozenset[str] = frozenset()  # complete in the last listing
         self._shown: dict[str, DonorRecord] = {}
         self._listed_s = -every_s
-        self._listed_ns = -1
+        self._settled = False  # nothing comes or goes while listing, clock and refusals stand still
+        self._next_end_s: float | None = None  # when the first of those that are shown expires
 
     def poll(self) -> DonorChanges:
         """What changed; reads at most ``at_once`` records, so that the first poll of a full folder is short too."""
-        self._list()
+        self._look()
         now = self._wall_clock()
-        gone = [key for key, record in self._shown.items() if not self._may_show(key) or record.has_expired(now)]
+        if self._settled and (self._next_end_s is None or now < self._next_end_s):
+            return DonorChanges()
+        expired = {key for key, record in self._shown.items() if record.has_expired(now)}
+        gone = expired | (self._shown.keys() - self._there) | (self._shown.keys() & (self._refused | self._hidden))
+        self._refused |= expired
         for key in gone:
-            if self._shown.pop(key).has_expired(now):
-                self._refused.add(key)
-        waiting = sorted(key for key in self._there if key not in self._shown and self._may_show(key))
+            del self._shown[key]
+        waiting = sorted(self._there - self._shown.keys() - self._refused - self._hidden)
         came = []
         for key in waiting[: self._at_once]:
             record = self._read(key)
@@ -72,7 +79,10 @@ class DirectoryWatch:
             else:
                 self._shown[key] = record
                 came.append(record)
-        return DonorChanges(tuple(came), tuple(gone))
+        self._settled = len(waiting) <= self._at_once
+        ends = (record.expires_unix_s for record in self._shown.values())
+        self._next_end_s = min((end for end in ends if end is not None), default=None)
+        return DonorChanges(tuple(came), tuple(sorted(gone)))
 
     def follow(self, engine: Namespace) -> None:
         """The engine's namespace is another now, as with new weights: other donors can be used than before."""
@@ -81,6 +91,7 @@ class DirectoryWatch:
             self._refused &= self._void
             shown = self._shown.items()
             self._refused |= {key for key, record in shown if _strip_request(record.namespace) != self._engine}
+            self._settled = False
 
     def refuse(self, key: str) -> None:
         """Never show this donor again: its KV cannot be used here."""
@@ -90,44 +101,40 @@ class DirectoryWatch:
 
     def refuse_all(self) -> None:
         """Never show again what is there now."""
-        self._listed_ns, self._listed_s = -1, -self._every_s
-        self._list()
+        self._listing.refresh()
+        self._listed_s = -self._every_s
+        self._look()
         for key in self._there:
             self.refuse(key)
 
     def hide(self, key: str) -> None:
         """Do not show this donor for now: this engine has published it and still holds it itself."""
         self._hidden.add(key)
+        self._settled = self._settled and key not in self._shown
 
-    def forget_hidden(self, owned: Callable[[str], bool]) -> None:
+    def forget_hidden(self, owned: Set[str]) -> None:
         """Forget which donors are hidden of those that are not ``owned`` any more: they are not there."""
-        self._hidden = {key for key in self._hidden if owned(key)}
+        self._hidden &= owned
 
     def unhide(self, key: str) -> None:
         """Show it again: this engine's own copy is gone."""
         self._hidden.discard(key)
+        self._settled = False
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
-    def _may_show(self, key: str) -> bool:
-        return key in self._there and key not in self._refused and key not in self._hidden
-
-    def _list(self) -> None:
-        if self._clock() - self._listed_s < self._every_s:
+    def _look(self) -> None:
+        if not self._listing.is_running:
+            if self._clock() - self._listed_s < self._every_s:
+                return
+            self._listed_s = self._clock()
+        snapshot = self._listing.take()
+        if snapshot is self._snapshot:
             return
-        self._listed_s = self._clock()
-        changed = self._folder.changed_ns
-        if changed == self._listed_ns:
-            return
-        self._there = {
-            key
-            for key, one in list_keys(self._folder.list_names()).items()
-            if one.complete and one.ranks == self._ranks
-        }
+        self._snapshot, self._settled = snapshot, False
+        self._there = snapshot.list_complete(self._ranks)
         self._refused &= self._there
         self._void &= self._there
-        # A change within the same tick as this listing would not move the time: list again next time.
-        self._listed_ns = changed if time.time_ns() - changed > SETTLED_NS else -1
 
     def _read(self, key: str) -> DonorRecord | None:
         try:

@@ -88,19 +88,17 @@ class DonorRecord:
         return cls(key, head["donor_id"], namespace, tokens, head["ranks"], head["created_unix_s"], expires)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Listed:
-    """What a listing shows of one key."""
+    """What a listing shows of one key; ``names`` are all its files, temporary ones too.
 
-    record: bool = False
-    withdrawn: bool = False
+    ``ranks``: of the engine that wrote it, by the names of its KV files; 0 where there are none, or they do not agree.
+    """
+
+    names: frozenset[str] = frozenset()
     ranks: int = 0
-    parts: int = 0
-    mixed: bool = False  # KV files of engines with different numbers of ranks
-
-    @property
-    def complete(self) -> bool:
-        return self.record and not self.withdrawn and not self.mixed and 0 < self.ranks == self.parts
+    withdrawn: bool = False
+    complete: bool = False
 
 
 def digest_tokens(namespace: Namespace, tokens: TokenArray) -> str:
@@ -147,26 +145,24 @@ def is_key(text: str) -> bool:
     return _NAME.fullmatch(f"{text}.donor") is not None
 
 
-def list_keys(names: Iterable[str]) -> dict[str, Listed]:
-    """What a listing shows, by key.
+def describe_files(names: Iterable[str]) -> Listed:
+    """What files of one key amount to.
 
-    >>> list_keys(["00112233aabbccdd-00000001.donor", "00112233aabbccdd-00000001.0of1.kv"]).popitem()[1].complete
+    >>> describe_files(["00112233aabbccdd-00000001.donor", "00112233aabbccdd-00000001.0of1.kv"]).complete
     True
     """
-    found: dict[str, Listed] = {}
-    for name in names:
+    kept, kinds, parts, ranks = frozenset(names), set[str](), 0, set[int]()
+    for name in kept:
         match = _NAME.fullmatch(name)
         if match is None:
             continue
-        one = found.setdefault(f"{match[1]}-{match[2]}", Listed())
-        if match[3] == "donor":
-            one.record = True
-        elif match[3] == "gone":
-            one.withdrawn = True
-        else:
-            one.mixed = one.mixed or one.ranks not in (0, int(match[5])) or int(match[4]) >= int(match[5])
-            one.ranks, one.parts = int(match[5]), one.parts + 1
-    return found
+        kinds.add(match[3])
+        if match[5] is not None:
+            parts += 1
+            ranks.add(int(match[5]) if int(match[4]) < int(match[5]) else 0)
+    count = ranks.pop() if len(ranks) == 1 else 0
+    withdrawn = "gone" in kinds
+    return Listed(kept, count, withdrawn, "donor" in kinds and not withdrawn and 0 < count == parts)
 
 
 def is_part(name: str) -> bool:

@@ -37,6 +37,8 @@ FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--
 SETTLED_S = 2.5
 """A donor is in the directory and known to a neighbour this long after its prompt was answered, as a rule."""
 CLIENTS = 2
+PATIENCE_S = 900.0
+"""On a machine that others use too."""
 WHO = ("all", "all", "VLLM::Worker", "VLLM::EngineCore")
 """Which process of A dies first; the others follow within a second."""
 
@@ -139,8 +141,8 @@ class Pair:
         self._donated: set[int] = set()
         self.a, self.b = self._start("a"), self._start("b")
         try:
-            self.a.wait()
-            self.b.wait()
+            self.a.wait(PATIENCE_S)
+            self.b.wait(PATIENCE_S)
         except BaseException:
             self.close()
             raise
@@ -168,7 +170,7 @@ class Pair:
             body["cache_salt"] = salt
         if asked:
             body["kv_transfer_params"] = {"semblend": asked}
-        answer = server.post("/v1/completions", body, timeout=120)
+        answer = server.post("/v1/completions", body, timeout=PATIENCE_S)
         (choice,) = answer["choices"]
         tokens, logprobs = tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"])
         if not len(tokens) == len(logprobs) == ANSWER_TOKENS:
@@ -330,7 +332,7 @@ def run_round(pair: Pair, number: int, *, documents: int = 4, seed: int = 0) -> 
         _count(one, pair.explain_wrong, served)
         one.reused_after_kill += bool(served.server == "b" and served.reused_tokens and when > killed)
     one.problems += load.failures
-    pair.a.wait()
+    pair.a.wait(PATIENCE_S)
     one.restart_s = time.monotonic() - restarted
     for document in sorted(load.computed)[-documents:]:  # the youngest: what was being written when it was killed
         served = pair.ask(pair.a, Question(document, "a again"))

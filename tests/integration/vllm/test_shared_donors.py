@@ -53,7 +53,7 @@ class MachineEngine:
         )  # fmt: skip
 
     def prompt(self, tokens, salt=""):
-        return Prompt(tokens, namespace=replace(self.namespace, salt=salt))
+        return Prompt(tokens, namespace=replace(self.namespace, salt=salt, tenant=salt))
 
     def compute(self, name, tokens, salt=""):
         """A request that is computed cold and becomes a donor."""
@@ -156,6 +156,18 @@ def test_a_damaged_file_costs_a_refusal_and_nobody_tries_it_again(machine, tmp_p
     assert (loaded.reason, loaded.reused_tokens) == ("stale", 0)
     assert not isinstance(two.find(ASKED), ReusePlan)
     assert not isinstance(three.find(ASKED), ReusePlan)
+
+
+def test_a_tenants_burst_pushes_nobody_else_out_of_host_memory_or_directory(machine, tmp_path):
+    size = 2 * 2 * 2 * 16 * 4 * 100
+    one = machine(host=4 * size, budget=4 * size)
+    one.compute("quiet", TOLD, salt="quiet")
+    for start in range(200, 900, 85):
+        one.compute(f"loud {start}", [5, *range(start, start + 80)], salt="loud")
+    assert one.find(ASKED, "quiet").donor_ids == ("quiet",), "in host memory"
+    assert machine().ask(ASKED, "quiet")[0].reused_tokens > 60, "in the directory"
+    held = one.worker.donor_kv.used_bytes["host"]
+    assert 2 * size < held <= 4 * size, "the burst has had to make room, and made it itself"
 
 
 def test_a_donor_outlives_its_engine(machine):

@@ -38,14 +38,17 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """Copy the KV of a prompt that was computed exactly, after this step's forward pass."""
+    """Copy the KV of a prompt that was computed exactly, after this step's forward pass.
+
+    ``publication``: where it goes in the donor directory. ``tenant``: whose share of the donor memory it takes.
+    """
 
     donor_id: str
     generation: int
     tokens: int
     block_ids: tuple[int, ...]
     publication: Publication | None = None
-    """Where it goes in the donor directory."""
+    tenant: str = ""
 
 
 @dataclass(slots=True)

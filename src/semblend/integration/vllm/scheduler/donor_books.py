@@ -63,7 +63,7 @@ class DonorBooks:
         record.captured = True
         blocks = tuple(record.block_ids[: -(-tokens // block_tokens)])
         publication = self._publish_at_once(donor_id, self._generations, kept)
-        return Capture(donor_id, self._generations, tokens, blocks, publication)
+        return Capture(donor_id, self._generations, tokens, blocks, publication, prompt.namespace.tenant)
 
     def _publish(self, donor_id: str, generation: int, prompt: Prompt) -> Publication | None:
         """What the workers shall put into the donor directory; None where there is none, or no room in it."""

@@ -285,7 +285,9 @@ class WorkerHalf:
     def _capture(self, order: Capture) -> None:
         self._name_weights()
         slots = slots_of_blocks(order.block_ids, self._block_tokens, order.tokens)  # to a GPU without waiting for it
-        handle = self.donor_kv.capture(order.donor_id, order.generation, self._model.layout, slots, slots_stay=True)
+        handle = self.donor_kv.capture(
+            order.donor_id, order.generation, self._model.layout, slots, slots_stay=True, tenant=order.tenant
+        )
         if handle.arrives is not None:
             self._reading[order.donor_id] = handle.arrives
 

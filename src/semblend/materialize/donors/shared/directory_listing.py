@@ -85,8 +85,9 @@ class DirectoryListing:
             changed = self._folder.changed_ns
             if changed != self._listed_ns:
                 names = set(self._folder.list_names())
-                self._snapshot = _follow(self._snapshot, names - self._names, self._names - names)
-                self._names = names
+                if names != self._names:
+                    self._snapshot = _follow(self._snapshot, names - self._names, self._names - names)
+                    self._names = names
                 # A change within the same tick as this listing would not move the time: list again next time.
                 self._listed_ns = changed if time.time_ns() - changed > SETTLED_NS else -1
             return self._snapshot

@@ -42,6 +42,8 @@ LOOK_EVERY_S = 5.0
 """How often the folder is looked over for dead writers, withdrawn records and donors that never became whole."""
 MANY = 64
 """Donors; a writer that owns more removes some more than it has to."""
+MOST_LOOKS = 4
+"""How often the order is made anew because neighbours have used donors meanwhile."""
 UNFINISHED_S = 60.0
 """A donor whose KV files are not all there after this long will not be: a rank could not write it."""
 
@@ -287,9 +289,9 @@ class DirectoryWriter:
 
         The last use of a donor is asked for when it is its turn: neighbours use it without a word to us.
         """
-        moved = True
-        while moved:
-            moved, leaving, freed = False, list[str](), 0
+        leaving, freed = list[str](), 0
+        for _ in range(MOST_LOOKS):
+            moved, leaving, freed = False, [], 0
             order = FairLru[str]()
             for key in sorted(self._owned, key=lambda key: self._owned[key].last_used):
                 order.add(key, self._owned[key].tenant, self._owned[key].nbytes)
@@ -302,6 +304,8 @@ class DirectoryWriter:
                     freed += self._owned[key].nbytes
                     if freed >= wanted:
                         break
+            if not moved:
+                break
         return leaving, freed
 
     def _read_last_use(self, key: str) -> float:

@@ -11,7 +11,7 @@ from semblend.arrange.memory import Node, Sent, SequenceMemory
 
 MOST_LOOKS = 4_000
 """Branches that the search for the longest path looks at; behind that the best so far is taken."""
-MOST_HOLDERS = 64
+MOST_HOLDERS = 16
 """Of the prompts that hold a passage so many are looked at, the latest first."""
 MOST_PAIRS = 20_000
 """Passages times the prompts that are looked at for each: with very many passages, fewer prompts for each."""
@@ -134,24 +134,27 @@ def rank_by_donors(
     most = max(1, min(MOST_HOLDERS, MOST_PAIRS // max(len(size_of), 1)))
     held: dict[bytes, list[bytes]] = defaultdict(list)
     donors: dict[bytes, Sent] = {}
+    known = 0
     for key in size_of:
-        for sent in memory.find_holders(scope, key, most):
+        found = memory.find_holders(scope, key, most)
+        known += bool(found)
+        for sent in found:
             held[sent.name].append(key)
-            donors.setdefault(sent.name, sent)
+            donors[sent.name] = sent
     # Of equals the first: holders come with the latest first. What a prompt holds of the rest only shrinks, so one
     # whose size is still true when it comes up is the largest.
-    heap = [(-sum(size_of[key] for key in held[name]), number, name) for number, name in enumerate(donors)]
+    heap = [(-sum(map(size_of.__getitem__, mine)), number, name) for number, (name, mine) in enumerate(held.items())]
     heapq.heapify(heap)
     rank: dict[bytes, int] = {}
-    while heap:
+    while len(rank) < known:
         size, number, name = heapq.heappop(heap)
-        now = -sum(size_of[key] for key in held[name] if key not in rank)
+        new = {key for key in held[name] if key not in rank}
+        now = -sum(map(size_of.__getitem__, new))
         if now > size:
-            if any(key not in rank for key in held[name]):
+            if new:
                 heapq.heappush(heap, (now, number, name))
             continue
-        wanted = set(held[name])
         for key in donors[name].keys:
-            if key in wanted and key not in rank:
+            if key in new and key not in rank:
                 rank[key] = len(rank)
     return rank

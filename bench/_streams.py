@@ -14,6 +14,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ class PromptStream:
     texts: tuple[str, ...]
     prompts: tuple[tuple[int, ...], ...]
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         return tuple(max(1, len(text.split())) for text in self.texts)
 
@@ -125,7 +126,9 @@ def read_streams(data: Path, trace: Path | None, seed: int) -> Iterator[PromptSt
     for source in ("hotpotqa_distractor", "nq_open_oracle"):
         items = rag(data, source)
         wiki += [part for item in items for part in item.parts]
-    questions = [item.questions[0] for source in ("hotpotqa_distractor", "nq_open_oracle") for item in rag(data, source)]
+    questions = [
+        item.questions[0] for source in ("hotpotqa_distractor", "nq_open_oracle") for item in rag(data, source)
+    ]
     yield retrieve("wikipedia", tuple(dict.fromkeys(wiki)), questions, top=8, count=1500, seed=seed)
     if trace is not None:
         yield choose_tools(data, read_tools(trace))
@@ -135,8 +138,8 @@ def choose_tools(data: Path, tools: Sequence[str], top: int = 12) -> PromptStrea
     """For each call of the agent traces the tools that BM25 finds for the end of its prompt, sessions side by side."""
     ranking = Ranking(tools)
     sessions = [session for name in ("magagent", "taubench", "miniswe") for session in agents(data, name)]
-    calls = sorted((step, number, prompt) for number, one in enumerate(sessions) for step, prompt in enumerate(one.prompts))
-    prompts = [ranking.find_best(find_words(prompt[-1500:]), top) for _, _, prompt in calls]
+    calls = [(step, number, text) for number, one in enumerate(sessions) for step, text in enumerate(one.prompts)]
+    prompts = [ranking.find_best(find_words(prompt[-1500:]), top) for _, _, prompt in sorted(calls)]
     return PromptStream("agents' tools", tuple(tools), tuple(prompts))
 
 

@@ -930,3 +930,158 @@ def test_a_running_request_with_shared_blocks_costs_later_steps_no_look_at_them(
     for number in range(10):
         world.step(cached=[("target", 227 + number, 1, None)])
     assert world.half.locks.block_pool.looks == 0
+
+
+LONG = list(range(10_000, 10_800))
+SHARED = (17 + len(LONG)) // BLOCK * BLOCK
+
+
+def user(name, **rest):
+    """One instruction, one long document, and a question of their own."""
+    question = zlib.crc32(name.encode()) % 1_000_000_000 + 20_000
+    return FakeRequest(name, [*range(2000, 2017), *LONG, *range(3000, 3010), question], **rest)
+
+
+@pytest.fixture
+def healing(world):
+    """A donor holds the document, and prefixes that many load are computed."""
+    world.half.healer.on = True
+    for name, tenant in (("donor", None), ("theirs", "tenant")):
+        world.served(world.admit(FakeRequest(name, [*range(40), *LONG], salt=tenant))[1])
+        world.half.finished(name)
+    return world
+
+
+def load_until_due(world, **rest):
+    """Users are loaded until the next one is to be computed; returns how many were."""
+    for number in range(100):
+        request = user(f"user-{number}", **rest)
+        claimed = world.half.count_matched(request, 0)
+        if not claimed:
+            return request, number
+        world.allocate(request, claimed, claimed)
+        world.served(world.step())
+        world.half.finished(request.request_id)
+    raise AssertionError("nobody was computed")
+
+
+def test_a_prefix_whose_loads_have_cost_a_prefill_is_computed_once_under_its_own_hashes(healing):
+    request, loads = load_until_due(healing)
+    assert loads == 10, "each counts a tenth of the 768 tokens up to the last mark; 817 have to be paid"
+    own = list(request.block_hashes)
+    healing.allocate(request, len(request.prompt_token_ids))
+    orders = healing.step(new=[(request, 0, len(request.prompt_token_ids))])
+    assert orders.loads == []
+    assert [capture.tokens for capture in orders.captures] == [len(request.prompt_token_ids)]
+    assert request.block_hashes == own
+    healing.told(orders)
+    receipt = healing.half.finished(request.request_id)
+    assert (receipt.outcome, receipt.reason) == ("cold_fallback", DeclineReason.SHARED_PREFIX)
+    assert healing.half.count_matched(user("next"), SHARED) == 0, "it has an exact hit"
+    assert healing.half.count_matched(user("later"), 0) > 0, "evicted since: the account starts again"
+    assert not healing.errors()
+
+
+def test_a_request_that_computes_a_shared_prefix_is_counted_once_and_told(healing, monkeypatch):
+    counted = []
+    monkeypatch.setattr(healing.half.semblend.metrics, "declined", counted.append)
+    request, _ = load_until_due(healing)
+    for _ in range(3):
+        assert healing.half.count_matched(request, 0) == 0, "it waits for blocks"
+        healing.donor(f"donor-{_}", lead=41 + _)
+    healing.allocate(request, len(request.prompt_token_ids))
+    healing.told(healing.step(new=[(request, 0, len(request.prompt_token_ids))]))
+    assert counted.count(DeclineReason.SHARED_PREFIX) == 1
+    (event,) = [e for e in healing.sink.events if e.request_id == request.request_id and e.kind == "fallback"]
+    assert event.fields["receipt"].reason is DeclineReason.SHARED_PREFIX
+
+
+def test_where_healing_is_off_every_user_is_loaded(healing):
+    healing.half.healer.on = False
+    with pytest.raises(AssertionError, match="nobody was computed"):
+        load_until_due(healing)
+
+
+def test_tenants_do_not_pay_into_one_account(healing):
+    request, _ = load_until_due(healing)
+    healing.half.finished(request.request_id)
+    assert load_until_due(healing, salt="tenant")[1] == 10
+
+
+@pytest.mark.parametrize("end", ["computed", "aborted", "preempted", "given up"])
+def test_who_comes_while_the_prefix_is_computed_waits_for_it_and_no_longer(healing, end):
+    request, _ = load_until_due(healing)
+    healing.allocate(request, 256)
+    healing.step(new=[(request, 0, 256)])
+    waiting = user("waiting")
+    for _ in range(3):
+        assert healing.half.count_matched(waiting, 256) is None
+        healing.step()
+    assert healing.half.semblend._claims == {}
+    found = 256
+    if end == "computed":
+        healing.step(cached=[(request.request_id, 256, len(request.prompt_token_ids) - 256, range(900, 940))])
+        found = SHARED
+    elif end == "aborted":
+        healing.half.finished(request.request_id)
+    elif end == "preempted":
+        healing.step(preempted=[request.request_id])
+    else:
+        healing.half.give_up(request.request_id)
+    claimed = healing.half.count_matched(waiting, found)
+    assert claimed == (0 if end == "computed" else len(waiting.prompt_token_ids) - 1 - 256)
+
+
+def test_a_prefill_that_vllm_has_no_blocks_for_makes_nobody_wait(healing):
+    load_until_due(healing)
+    assert healing.half.count_matched(user("next"), 0) > 0
+
+
+def test_a_failure_of_the_books_is_told_once_and_everybody_is_loaded(healing, monkeypatch):
+    monkeypatch.setattr(healing.half.healer.books, "judge", lambda *_: 1 / 0)
+    with pytest.raises(AssertionError, match="nobody was computed"):
+        load_until_due(healing)
+    (error,) = healing.errors()
+    assert error.fields["where"] == "healing"
+
+
+def test_a_load_whose_exact_blocks_are_computed_in_this_step_is_ordered_with_the_next(world):
+    world.donor()
+    other, request = FakeRequest("other", range(2000, 2100)), target(lead=64)
+    world.half.count_matched(other, 0)
+    world.half.allocated(other, [1, 2, 3, 4, 5, 6, 7], 0)
+    claimed = world.half.count_matched(request, 48)
+    world.half.allocated(request, [1, 2, 3, *range(20, 40)], claimed)
+    assert world.step(new=[(other, 0, 100)]).loads == []
+    assert [load.request_id for load in world.step(cached=[("other", 100, 1, None)]).loads] == ["target"]
+    assert world.step().loads == []
+
+
+def test_a_load_whose_exact_blocks_were_computed_before_is_ordered_at_once(world):
+    world.donor()
+    other, request = FakeRequest("other", range(2000, 2100)), target(lead=64)
+    world.half.count_matched(other, 0)
+    world.half.allocated(other, [1, 2, 3, 4, 5, 6, 7], 0)
+    world.step(new=[(other, 0, 60)])
+    claimed = world.half.count_matched(request, 48)
+    world.half.allocated(request, [1, 2, 3, *range(20, 40)], claimed)
+    assert len(world.step(cached=[("other", 60, 40, None)]).loads) == 1
+
+
+def test_a_request_that_is_aborted_while_its_load_is_held_back_is_cancelled_behind_it(world):
+    world.donor()
+    other, request = FakeRequest("other", range(2000, 2100)), target(lead=64)
+    world.half.count_matched(other, 0)
+    world.half.allocated(other, [1, 2, 3, 4, 5, 6, 7], 0)
+    world.half.allocated(request, [1, 2, 3, *range(20, 40)], world.half.count_matched(request, 48))
+    world.step(new=[(other, 0, 100)])
+    world.half.finished("target")
+    orders = [world.step() for _ in range(3)]
+    assert [(len(one.loads), one.cancels) for one in orders] == [(1, []), (0, ["target"]), (0, [])]
+
+
+def test_where_a_step_computes_something_unknown_loads_behind_exact_blocks_wait_for_the_next(world):
+    world.donor()
+    world.half.allocated(request := target(lead=64), [1, 2, 3, *range(20, 40)], world.half.count_matched(request, 48))
+    assert world.step(new=[(FakeRequest("unknown", range(10)), 0, 10)]).loads == []
+    assert len(world.half.build_orders_to_load().loads) == 1

@@ -90,23 +90,26 @@ class Healing:
         self._most_tenants, self._most_accounts = most_tenants, most_accounts
         self._tenants: OrderedDict[str, OrderedDict[bytes, _Account]] = OrderedDict()
         self._waits: dict[str, int] = {}  # request -> steps that it has waited
+        self._awaited: dict[str, set[str]] = {}  # request -> those that it waits for, also behind the last mark
         self._owners: set[str] = set()  # requests that compute a prefix, until they end
 
     def __len__(self) -> int:
         return sum(map(len, self._tenants.values()))
 
-    def judge(self, cost: LoadCost, is_prefilling: Callable[[str], bool]) -> Verdict:
+    def judge(self, cost: LoadCost, computes_next: Callable[[str], bool]) -> Verdict:
         """Load it, compute it, or wait a step for the request that computes its prefix. May be asked again each step.
 
-        ``is_prefilling``: whether a request is being computed now. Once it is not, for whatever reason, nobody waits
-        for it. Where it did not come to its end, the accounts start again: prefills that fail cannot follow each other.
+        ``computes_next``: whether a request is being computed now and has yet to compute the next block of this one.
+        Once it does not, for whatever reason, nobody waits for it. Where it did not come to its end, the accounts start
+        again: prefills that fail cannot follow each other.
         """
         accounts: Mapping[bytes, _Account] = self._tenants.get(cost.tenant, {})
         known = [accounts.get(mark.key) for mark in cost.marks]
         if cost.request_id in self._owners:
             return Verdict.PREFILL
-        if any(one is not None and one.owner and is_prefilling(one.owner) for one in known):
-            return self._wait(cost.request_id)
+        owners = {one.owner for one in known if one is not None} | self._awaited.get(cost.request_id, set())
+        if awaited := {owner for owner in owners if owner and computes_next(owner)}:
+            return self._wait(cost.request_id, awaited)
         bought = find_bought(cost.marks, [0.0 if one is None else one.paid for one in known])
         if bought is None:
             return Verdict.LOAD
@@ -125,17 +128,18 @@ class Healing:
     def forget(self, request_id: str) -> None:
         """The request has ended."""
         self._waits.pop(request_id, None)
+        self._awaited.pop(request_id, None)
         self._owners.discard(request_id)
 
     def clear(self) -> None:
         """Prefixes are others by now: new weights, or everything was reset."""
         self._tenants.clear()
 
-    def _wait(self, request_id: str) -> Verdict:
+    def _wait(self, request_id: str, owners: set[str]) -> Verdict:
         waited = self._waits.get(request_id, 0)
         if waited >= MOST_WAITS:
             return Verdict.LOAD
-        self._waits[request_id] = waited + 1
+        self._waits[request_id], self._awaited[request_id] = waited + 1, owners
         return Verdict.WAIT
 
     def _open(self, cost: LoadCost) -> list[_Account]:

@@ -282,6 +282,7 @@ class SchedulerHalf:
         return self.facts.refusal or record.declined
 
     def _decide(self, record: Record) -> None:
+        record.cost = None
         if why := self._explain_no_reuse(record):
             record.decision = Decline(DeclineReason.UNSUPPORTED_MODE, why)
             return
@@ -399,6 +400,8 @@ class SchedulerHalf:
         ttft_ms = None if arrival is None else max(0.0, (self._clock() - arrival) * 1e3)
         record.receipt = build_vllm_receipt(record, record.ordered or record.decision, self.facts.version, ttft_ms)
         learn_from(record, self.outcomes)
+        if record.receipt.reason is DeclineReason.SHARED_PREFIX:  # no lookup's decline, and the worker never saw it
+            self.semblend.metrics.declined(record.receipt.reason)
         try:
             self.semblend.confirm(record.receipt)
         except SemBlendError as error:  # such as a request id that was used before: the answer goes on

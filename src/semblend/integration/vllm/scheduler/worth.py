@@ -78,8 +78,9 @@ class Healer:
         if not self.on:
             return Verdict.LOAD
         try:
-            record.cost = estimate_cost(record, plan, self._block_tokens, self._seam_tokens)
-            return self.books.judge(record.cost, lambda name: is_prefilling(records.get(name)))
+            if record.cost is None:
+                record.cost = estimate_cost(record, plan, self._block_tokens, self._seam_tokens)
+            return self.books.judge(record.cost, lambda name: self._computes_next(records.get(name), record))
         except Exception as error:
             self._fail(record, error)
             return Verdict.LOAD
@@ -96,17 +97,23 @@ class Healer:
         """The request has ended."""
         self.books.forget(request_id)
 
+    def _computes_next(self, other: Record | None, record: Record) -> bool:
+        """Whether vLLM computes another request under its own hashes, and this one's next block with it."""
+        if other is None or not is_prefilling(other):
+            return False
+        number, theirs = record.local_tokens // self._block_tokens, other.request.block_hashes
+        return bool(theirs[number : number + 1] == record.request.block_hashes[number : number + 1] != [])
+
     def _fail(self, record: Record, error: Exception) -> None:
         self.on, record.cost = False, None
         message = f"{type(error).__name__}: {error}; prefixes are no longer healed"
         self._report_failure("healing", message, record.request.request_id)
 
 
-def is_prefilling(record: Record | None) -> bool:
+def is_prefilling(record: Record) -> bool:
     """Whether vLLM computes the prompt of a request now, under its own hashes."""
-    if record is None or not record.admitted or record.restarted:
-        return False
-    return not (record.served or record.finished or record.loading or record.filled)
+    begun = record.admitted and not record.restarted
+    return begun and not (record.served or record.finished or record.loading or record.filled)
 
 
 def estimate_cost(record: Record, plan: ReusePlan, block_tokens: int, seam_tokens: int) -> LoadCost:

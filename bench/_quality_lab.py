@@ -7,7 +7,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,10 @@ from semblend.materialize.donors.donor_kv import DonorKv
 from semblend.materialize.gate.thresholds import Thresholds
 from semblend.materialize.kv.moves import Move
 from semblend.materialize.kv.splice import splice
+from semblend.materialize.measure_ways import CalibrationPrompt, reorder_passages
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.plan.selection import list_reused_positions
+from semblend.quality import GATED_MODE, find_path
 
 NEVER = Thresholds(0.0, 0.0, 0.0)
 LOOKS = ("glance", "deviation")
@@ -111,8 +113,17 @@ class Prepared:
 class Lab:
     """A model with a pool, and cases run through it."""
 
-    def __init__(self, model: DecoderModel, tokenizer: ModelTokenizer, chosen: Sequence[Recipe], longest: int) -> None:
-        self.model, self.tokenizer, self.recipes = model, tokenizer, chosen
+    def __init__(
+        self,
+        model: DecoderModel,
+        tokenizer: ModelTokenizer,
+        chosen: Sequence[Recipe],
+        longest: int,
+        *,
+        other_order: bool = False,
+    ) -> None:
+        """``other_order``: passages that moved are also computed cold in a third order, the yardstick of users."""
+        self.model, self.tokenizer, self.recipes, self.other_order = model, tokenizer, chosen, other_order
         states = len(chosen) + 4 * sum(recipe.stages for recipe in chosen) + 4
         self.pool: KvPool = model.new_pool(states * (longest + 64))
         self.stop = set(model.spec.eos_ids)
@@ -131,6 +142,11 @@ class Lab:
         rerun = Prepared("rerun", self._room(case, blocks), torch.empty(0), 1.0)
         rerun.logits = self._prefill(case.tokens, rerun.slots, RERUN_CHUNK)
         made = [cold, rerun]
+        prompt = CalibrationPrompt(case.tokens, case.donors, case.spans)
+        if self.other_order and (moved := reorder_passages(prompt)) is not None:
+            other = Prepared("other order", self._room(case, blocks), torch.empty(0), 1.0)
+            other.logits = self._prefill(moved, other.slots)
+            made.append(other)
         for alone, bits in itertools.product((False, True), (16, 8)):
             donors, spans = case.alone if alone else (case.donors, case.spans)
             chosen = [recipe for recipe in self.recipes if (recipe.alone, recipe.bits) == (alone, bits)]
@@ -188,7 +204,7 @@ class Lab:
         if isinstance(blender, OracleBlender):
             blender.oracle.cold_slots = cold.slots
         done = blender.prepare(Placed(case.tokens, slots), plan)
-        if isinstance(done, Decline) and done.reason is DeclineReason.BELOW_BREAK_EVEN:
+        if isinstance(done, Decline) and done.reason in (DeclineReason.BELOW_BREAK_EVEN, DeclineReason.QUALITY_RISK):
             return [Prepared(recipe.name, slots, self._prefill(case.tokens, slots), 1.0)]
         if not isinstance(done, Blended):
             raise SystemExit(f"{case.case_id}: {recipe.name} declined: {done.reason}: {done.detail}")
@@ -251,13 +267,14 @@ class Lab:
     def _flops(self, recipe: Recipe, passes: Sequence[Pass], tokens: int, *, last: bool) -> float:
         """All passes; the observation of attention after each but the last of all, which nobody looks at."""
         total, spec = 0.0, self.model.spec
+        gated = find_path(recipe.settings.mode) == GATED_MODE and not recipe.one_pass
         for number, one in enumerate(passes):
             if recipe.one_pass and one.name == "fast":
                 continue
             # a look ends after the projections of the next layer, about a fifth of it
             total += self._pass_flops(one.rows, one.keys, one.layers + 0.2 if one.name in LOOKS else None)
             watched = not last or number < len(passes) - 1
-            if recipe.settings.mode == "balanced" and not recipe.one_pass and watched and one.name not in LOOKS:
+            if gated and watched and one.name not in LOOKS:
                 total += 2 * spec.layers * spec.heads * spec.head_dim * min(QUESTION_ROWS, one.rows) * tokens
         return total / self._cold_flops(tokens)
 
@@ -320,6 +337,8 @@ class Lab:
             "risk": done.risk if done else None, "decision": done.decision if done else None,
             "escalations": done.escalations if done else None, "canary": done.canary if done else None,
             "glance": done.glance if done else None, "signals": one.signals,
+            "changed": answers[i] != answers[0], "work": done.work if done else None,
+            "features": asdict(done.features) if done and done.features else None,
         }  # fmt: skip
 
 

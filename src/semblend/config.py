@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from semblend.errors import ConfigError
+from semblend.errors import ConfigError, InputError
+from semblend.quality import QUALITY_MODES as QUALITY_MODES
+from semblend.quality import parse_quality, parse_tenant_qualities
 
 T = TypeVar("T")
 
 EMBEDDERS = ("auto", "none", "lexical", "jaccard", "static", "minilm", "onnx_gpu")
-QUALITY_MODES = ("exact", "fast", "balanced")
 GIB = 1024**3
 LARGEST = 1e12  # of times and rates: far beyond use, and the sum with a clock still fits in 64 bits of microseconds
 _NOT_NEGATIVE = (
@@ -75,7 +76,14 @@ class SemBlendConfig:
     exact_materialization_only: bool = _setting(
         True, "Materialize token-equal spans only. Off is accepted by no backend that we ship."
     )
-    quality: str = _setting("balanced", "Materialization mode: exact, fast or balanced.")
+    quality: str = _setting(
+        "balanced",
+        "exact, fast, balanced, or a number: the largest expected divergence from a cold answer, in nats a token "
+        "(exact is 0, balanced 0.02, fast unbounded).",
+    )
+    tenant_quality: str = _setting(
+        "", "Qualities of tenants: TENANT=QUALITY pairs with spaces between. A request's own goes first."
+    )
     min_span_tokens: int = _setting(
         32,
         "Shortest span worth reusing, in tokens. Below 32, short runs are found only beside a longer one "
@@ -109,10 +117,17 @@ class SemBlendConfig:
     models: str = _setting("", "Folder with model files; empty = ~/.cache/semblend/models.")
 
     def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "quality", parse_quality(self.quality))
+        except InputError as error:
+            raise ConfigError(error.message, hint=error.hint) from None
         for f in fields(self):
             _check_type(f.name, getattr(self, f.name), type(f.default))
         _one_of("embedder", self.embedder, EMBEDDERS)
-        _one_of("quality", self.quality, QUALITY_MODES)
+        try:
+            parse_tenant_qualities(self.tenant_quality)
+        except InputError as error:
+            raise ConfigError(f"tenant_quality: {error.message}", hint=error.hint) from None
         _within("min_similarity", self.min_similarity, -1.0, 1.0)
         _within("min_reuse_ratio", self.min_reuse_ratio, 0.0, 1.0)
         _within("canary_percent", self.canary_percent, 0.0, 100.0)
@@ -128,6 +143,10 @@ class SemBlendConfig:
                 "exact_materialization_only=0 asks for spans that are not token-equal, and no backend offers that",
                 hint="leave SEMBLEND_EXACT_MATERIALIZATION_ONLY at 1",
             )
+
+    def find_tenant_quality(self, tenant: str) -> str | None:
+        """The quality that a tenant's requests have unless they say another; None: the server's."""
+        return parse_tenant_qualities(self.tenant_quality).get(tenant)
 
     @property
     def models_dir(self) -> Path:

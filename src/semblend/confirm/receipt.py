@@ -69,7 +69,8 @@ class Receipt:
     namespace: str = field(metadata=_row("digest", "Digest of the namespace; the salt cannot be read from it."))
     outcome: Outcome = field(metadata=_row("outcome", "How the request was served."))
     mode: str = field(
-        default="", metadata=_row("string", "Materialization mode (exact, fast, balanced); empty where none applied.")
+        default="",
+        metadata=_row("string", "Quality: exact, fast, balanced, or a number of nats; empty where none applied."),
     )
     prompt_tokens: int = field(metadata=_row("count", "Length of the prompt; the sum of the four kinds below."))
     exact_tokens: int = field(default=0, metadata=_row("count", "Served by the engine's own exact prefix cache."))
@@ -80,7 +81,8 @@ class Receipt:
     prefill_tokens: int = field(default=0, metadata=_row("count", "Held by nobody, computed."))
     spans: tuple[Span, ...] = field(default=(), metadata=_row("spans", "Where donor KV went, in target order."))
     risk: float | None = field(
-        default=None, metadata=_row("measure?", "Quality risk seen by the probe, in nats; null where not probed.")
+        default=None,
+        metadata=_row("measure?", "Expected divergence from a cold answer, in nats a token; null where not probed."),
     )
     escalations: int = field(
         default=0, metadata=_row("count", "How often more tokens were recomputed because the risk was too high.")

@@ -9,23 +9,22 @@ layer-1 deviations from which a small step is seldom enough.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from semblend.errors import InputError
-from semblend.materialize.blend.blender import Blender
-from semblend.materialize.blend.quality import Blended, Placed, QualitySettings
-from semblend.materialize.contract import Model, Rows
-from semblend.materialize.donors.donor_kv import DonorKv
-from semblend.materialize.gate.risk import RiskFeatures, RiskModel, fit_weights, next_token_kl
+from semblend.materialize.blend.quality import QualitySettings
+from semblend.materialize.contract import Model
+from semblend.materialize.gate.dial import DialTable
+from semblend.materialize.gate.risk import RiskFeatures, RiskModel, fit_weights
 from semblend.materialize.gate.thresholds import STEPS, Thresholds
-from semblend.plan.reuse_plan import DeclineReason, ReusePlan
-from semblend.span import Span
+from semblend.materialize.measure_ways import CalibrationPrompt, PromptMeasure, measure_prompt
+from semblend.materialize.pool import Pool
 
 HARM = 0.02
 """Nats of first-token divergence from cold that count as damage: about what an 8-bit KV cache costs, ten times over."""
@@ -33,29 +32,6 @@ FALSE_SAFE = 0.02
 LEAST_TO_FIT = 24
 """Fewer prompts cannot weigh four numbers: the gate then goes by how far the distribution still moves."""
 _FOLDS = 4
-_LOOK = Thresholds(1e9, 1e9, 1e9, begin_prefill=1e9)  # accepts everything, and glances at layer 1
-
-
-class Pool(Protocol):
-    """Hands out blocks of the cache that the model computes in."""
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    def blocks_for(self, tokens: int) -> int: ...
-    def allocate(self, n_blocks: int) -> list[int]: ...
-    def free(self, blocks: Sequence[int]) -> None: ...
-    def slots_of(self, blocks: Sequence[int], start: int, end: int) -> Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class CalibrationPrompt:
-    """A prompt, the prompts that were served before it, and what they share; spans name donors "0", "1", …"""
-
-    tokens: tuple[int, ...]
-    donors: tuple[tuple[int, ...], ...]
-    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +83,13 @@ def table_of(
     tokens: int,
     harm: float = HARM,
     false_safe: float = FALSE_SAFE,
+    dial: DialTable | None = None,
+    measured: Mapping[str, Any] = MappingProxyType({}),
 ) -> Thresholds:
-    """The table that measured pairs allow; ``prompts`` and ``tokens`` say how much they were measured on."""
+    """The table that measured pairs allow; ``prompts`` and ``tokens`` say how much they were measured on.
+
+    ``measured`` goes into the provenance.
+    """
     if not pairs:
         raise InputError("no prompt could be measured", hint="give prompts that share at least 32 tokens with a donor")
     by_step = {step: [pair for pair in pairs if pair.step == step] for step in STEPS}
@@ -151,7 +132,8 @@ def table_of(
         begin_40=begins["begin_40"],
         begin_prefill=begins["begin_prefill"],
         risk=risk,
-        provenance=provenance,
+        dial=DialTable() if dial is None else dial,
+        provenance={**provenance, **measured},
     )
 
 
@@ -175,36 +157,18 @@ def measure(
     pool: Pool,
     settings: QualitySettings | None = None,
 ) -> list[Pair]:
-    """One prompt cold, and through every step of the gate alone."""
-    donor_kv = DonorKv(0, 1 << 62)
-    for number, donor in enumerate(prompt.donors):
-        _donate(model, donor_kv, str(number), donor, pool)
-    base = replace(settings or QualitySettings(), thresholds=_LOOK, latency_budget_ms=0.0, most_work=math.inf)
-    plan = ReusePlan(prompt.spans, len(prompt.tokens))
-    blocks = pool.allocate(pool.blocks_for(len(prompt.tokens)))
-    pairs: list[Pair] = []
-    try:
-        target = Placed(prompt.tokens, pool.slots_of(blocks, 0, len(prompt.tokens)))
+    """One prompt cold, and through every step of the gate alone; the first token only."""
+    done = measure_prompt(model, prompt, pool=pool, settings=settings, answer_tokens=1, yardsticks=False)
+    return list_pairs(done)
 
-        def prepare(asked: QualitySettings) -> Blended | None:
-            done = Blender(model, donor_kv, asked).prepare(target, plan)
-            if isinstance(done, Blended):
-                return done
-            if done.reason is DeclineReason.BELOW_BREAK_EVEN:  # so would the gate: nothing to learn for it
-                return None
-            raise InputError(f"a calibration prompt was declined: {done.detail}", hint="check its spans")
 
-        exact = prepare(replace(base, mode="exact"))
-        cold = exact.logits_last if exact is not None else None
-        for step in (step for step in base.steps if step.percent in STEPS):
-            done = prepare(replace(base, mode="balanced", steps=(step,)))
-            if done is None or cold is None:
-                continue
-            if done.features is not None and done.glance is not None and done.decision == "accepted":
-                pairs.append(Pair(step.percent, done.features, done.glance, next_token_kl(cold, done.logits_last)))
-    finally:
-        pool.free(blocks)
-    return pairs
+def list_pairs(measure: PromptMeasure) -> list[Pair]:
+    """What a measured prompt says about thresholds."""
+    return [
+        Pair(way.percent, way.features, way.glance, way.first_nats)
+        for way in measure.ways
+        if way.percent in STEPS and way.features is not None and way.glance is not None
+    ]
 
 
 def choose(pairs: Sequence[tuple[float, float]], harm: float, false_safe: float) -> Choice:
@@ -240,15 +204,3 @@ def begin(seen: Sequence[tuple[float, bool]]) -> float:
         elif passed * 2 >= count:
             break
     return found
-
-
-def _donate(model: Model, donor_kv: DonorKv, donor_id: str, tokens: tuple[int, ...], pool: Pool) -> None:
-    """Computes a donor cold and captures it."""
-    blocks = pool.allocate(pool.blocks_for(len(tokens)))
-    try:
-        slots = pool.slots_of(blocks, 0, len(tokens))
-        positions = torch.arange(len(tokens), device=slots.device)
-        model.forward(Rows.of(tokens, positions, slots))
-        donor_kv.capture(donor_id, 0, model.layout, slots)
-    finally:
-        pool.free(blocks)

@@ -17,7 +17,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from semblend.config import QUALITY_MODES
+from semblend.errors import InputError
+from semblend.quality import QUALITY_HINT, QUALITY_MODES, parse_quality
 from semblend.wire.body import InOrder, Name, StrictBody, TokenId, Within, refuse, show
 from semblend.wire.sampling import LEAST_PENALTY, Sampling
 
@@ -119,7 +120,10 @@ class SemblendBody(StrictBody):
 
     model_config = ConfigDict(extra="forbid")
 
-    quality: str | None = Field(default=None, json_schema_extra={"enum": [*QUALITY_MODES, "", None]})
+    quality: float | str | None = Field(
+        default=None,
+        json_schema_extra={"anyOf": [{"enum": [*QUALITY_MODES, "", None]}, {"type": "number", "minimum": 0}]},
+    )
     reuse: bool | None = None
 
     @model_validator(mode="before")
@@ -132,12 +136,20 @@ class SemblendBody(StrictBody):
             raise refuse("is unknown", "known are " + ", ".join(known), name=unknown[:60])
         return given
 
-    @field_validator("quality")
+    @field_validator("quality", mode="before")
     @classmethod
-    def _check_quality(cls, quality: str | None) -> str | None:
-        if quality and quality not in QUALITY_MODES:
-            raise refuse(f"is {show(quality)}", "one of " + ", ".join(QUALITY_MODES))
-        return quality or None
+    def _check_quality(cls, quality: Any) -> str | None:
+        if quality is None or quality == "":
+            return None
+        try:
+            return parse_quality(quality)
+        except InputError as error:
+            raise refuse(f"is {show(quality)}", error.hint or QUALITY_HINT) from None
+
+    @property
+    def own_quality(self) -> str | None:
+        """As `semblend.quality` spells it."""
+        return None if self.quality is None else str(self.quality)
 
 
 class EndpointBody(OptionsWeLack):
@@ -151,7 +163,7 @@ class EndpointBody(OptionsWeLack):
     @property
     def reuse(self) -> ReuseOptions:
         ours = self.semblend or SemblendBody()
-        return ReuseOptions(quality=ours.quality, reuse=ours.reuse is not False, salt=self.cache_salt or "")
+        return ReuseOptions(quality=ours.own_quality, reuse=ours.reuse is not False, salt=self.cache_salt or "")
 
 
 class SamplingBody(OptionsWeLack):

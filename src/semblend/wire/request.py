@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from semblend.config import QUALITY_MODES
 from semblend.errors import InputError
 from semblend.prompt import Prompt
+from semblend.quality import parse_quality
 from semblend.wire.sampling import Sampling
 
 
@@ -34,8 +34,8 @@ class Request:
             raise InputError("a request id must be a non-empty string", hint="use a fresh id for every request")
         if not isinstance(self.prompt, Prompt):
             raise InputError(f"expected a Prompt, got {type(self.prompt).__name__}", hint="Prompt(token_ids)")
-        if self.quality is not None and self.quality not in QUALITY_MODES:
-            raise InputError(f"quality={self.quality!r} is unknown", hint="one of " + ", ".join(QUALITY_MODES))
+        if self.quality is not None:
+            object.__setattr__(self, "quality", parse_quality(self.quality))
         if not isinstance(self.cache_salt, str):
             raise InputError(f"cache_salt is {type(self.cache_salt).__name__}, not str", hint="pass a string")
 

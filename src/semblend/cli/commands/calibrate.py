@@ -17,8 +17,9 @@ from semblend.cli.output import Progress, check_target, say, table, write_json
 from semblend.errors import InputError
 
 if TYPE_CHECKING:
-    from semblend.materialize.calibrate import CalibrationPrompt, Pair
+    from semblend.materialize.calibrate import Pair
     from semblend.materialize.gate.thresholds import Thresholds
+    from semblend.materialize.measure_ways import CalibrationPrompt
 
 DEFAULT_LIMIT = 24
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from semblend.cli.commandline import INTERRUPTED
 from semblend.cli.output import say
-from semblend.config import QUALITY_MODES, load_config, read_key_variables
+from semblend.config import load_config, read_key_variables
 from semblend.engine.server.config import DTYPES, ServeConfig
 from semblend.engine.server.edge.keys import KeyRing, read_keys_file, read_pairs
 from semblend.engine.server.tenants import Tenants
@@ -33,7 +33,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="", choices=["", *DTYPES], help="of the weights")
     limit = "CPU threads at most (default: the cores this process may use)"
     add("--threads", type=int, default=0, metavar="N", help=limit)
-    add("--quality", default="", choices=["", *QUALITY_MODES], help="overrides SEMBLEND_QUALITY")
+    add("--quality", default="", help="exact, fast, balanced or a number of nats; overrides SEMBLEND_QUALITY")
     add("--thresholds", default="", metavar="FILE", help="of the quality gate, from semblend calibrate")
 
 

@@ -67,5 +67,5 @@ def assemble(
     if donor_bits == 8 and quality.canary_tolerance is None:
         quality = replace(quality, canary_tolerance=find_tolerance(model.dtype, donor_bits))
     blender = Blender(PooledModel(model, pool), donor_kv, quality)
-    outcomes = OutcomeMemory(blender.settings.thresholds.expected_costs)
+    outcomes = OutcomeMemory(blender.settings.thresholds.expected_costs, blender.settings.thresholds)
     return Engine(model, pool, library, blender, config, detokenizer=detokenizer, outcomes=outcomes)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from semblend.config import QUALITY_MODES
-from semblend.errors import ConfigError
+from semblend.errors import ConfigError, InputError
+from semblend.quality import parse_quality
 
 MAX_RUNNING, MAX_WAITING, STEP_TOKENS = 32, 256, 512
 """Defaults of the engine, of the server and of the flags of `semblend serve`."""
@@ -42,5 +42,7 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ConfigError(f"{name}={value!r} is not a whole number of {low} or more", hint="see EngineConfig")
-        if self.quality not in QUALITY_MODES:
-            raise ConfigError(f"quality={self.quality!r} is unknown", hint="one of " + ", ".join(QUALITY_MODES))
+        try:
+            object.__setattr__(self, "quality", parse_quality(self.quality))
+        except InputError as error:
+            raise ConfigError(error.message, hint=error.hint) from None

@@ -29,10 +29,10 @@ from semblend.materialize.gate.outcome_memory import OutcomeMemory
 from semblend.plan.donor_cost import explain_lost_donor
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Prompt
+from semblend.quality import GATED_MODE, choose_quality, find_path
 from semblend.wire.request import Request
 
 ENGINE_NAME = "semblend"
-GATED_MODE = "balanced"
 """The mode in which the gate may refuse what was computed."""
 log = logging.getLogger("semblend.engine")
 
@@ -93,8 +93,14 @@ class Reuse:
         return self._blender.donor_kv
 
     def find_mode(self, request: Request) -> str:
-        """The quality mode of a request: its own, or the engine's."""
-        return request.quality or self._config.quality
+        """The quality of a request: its own, its tenant's, or the engine's."""
+        tenant = request.prompt.namespace.tenant
+        tenants = None if self.semblend is None else self.semblend.config.find_tenant_quality(tenant)
+        return choose_quality(request.quality, tenants, self._config.quality)
+
+    def is_gated(self, request: Request) -> bool:
+        """Whether the gate decides about a request's donor KV."""
+        return find_path(self.find_mode(request)) == GATED_MODE
 
     def may_fill(self, request: Request) -> bool:
         """Whether donors are looked for at all; looks at the settings only."""
@@ -112,7 +118,7 @@ class Reuse:
             sequence.decision = self._plan(self.semblend, sequence)
             if isinstance(sequence.decision, ReusePlan):
                 takes_spans = not self.semblend.config.strict_prefix_boundary
-                if takes_spans and self.find_mode(sequence.request) != GATED_MODE:  # the gate needs passes of its own
+                if takes_spans and not self.is_gated(sequence.request):  # the gate needs passes of its own
                     return self._splice(sequence, sequence.decision)
                 return self._blend(sequence, sequence.decision)
         except Exception as error:  # a failure of ours costs the request time, never its answer
@@ -138,9 +144,9 @@ class Reuse:
         """The receipt, at the moment of the first token; only it counts as reuse."""
         sequence.times.ttft_ms = (time.perf_counter() - sequence.times.submitted) * 1e3
         receipt = sequence.receipt = self._build_receipt(sequence)
-        if isinstance(sequence.decision, ReusePlan) and receipt.mode == GATED_MODE:
+        if isinstance(sequence.decision, ReusePlan) and find_path(receipt.mode) == GATED_MODE:
             work = sequence.blended.work if sequence.blended is not None else 0.0
-            self.outcomes.learn(sequence.decision, sequence.namespace, work=work, declined=receipt.reason)
+            self.outcomes.learn(sequence.decision, sequence.namespace, receipt.mode, work=work, declined=receipt.reason)
         if self.semblend is not None:
             try:
                 self.semblend.confirm(receipt)
@@ -224,9 +230,9 @@ class Reuse:
         why = explain_lost_donor(plan) if self._config.keep_donors else None
         if why is not None:
             return Decline(DeclineReason.BELOW_BREAK_EVEN, why)
-        if self.find_mode(sequence.request) != GATED_MODE:
+        if not self.is_gated(sequence.request):
             return None
-        return self.outcomes.decline_in_vain(plan, sequence.namespace)
+        return self.outcomes.decline_in_vain(plan, sequence.namespace, self.find_mode(sequence.request))
 
     def _splice(self, sequence: Sequence, plan: ReusePlan) -> bool:
         """Put donor KV in place and leave the rest to the scheduler: strict_prefix_boundary is off."""

@@ -25,6 +25,7 @@ from semblend.discover.donor import Donor
 from semblend.facade import SemBlend
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Namespace, Prompt, TokenArray
+from semblend.quality import GATED_MODE, choose_quality, find_path
 from semblend.span import Span
 from semblend.text.chat import render_chat
 from semblend.text.token_budget import TokenBudget
@@ -166,7 +167,8 @@ class FakeEngine:
     def _prefill(self, request: Request) -> tuple[Receipt, tuple[tuple[int, int], ...]]:
         prompt, started = request.prompt, time.perf_counter()
         exact = self._find_exact_prefix(prompt)
-        mode = request.quality or self.semblend.config.quality
+        config = self.semblend.config
+        mode = choose_quality(request.quality, config.find_tenant_quality(prompt.namespace.tenant), config.quality)
         plan: ReusePlan | Decline = self.semblend.lookup(
             prompt,
             request_id=request.request_id,
@@ -177,7 +179,7 @@ class FakeEngine:
             plan = self.semblend.claim(plan, request.request_id)
         lookup_ms = 1000 * (time.perf_counter() - started)
         spans = _drop_last_token(plan.spans, len(prompt)) if isinstance(plan, ReusePlan) else ()
-        recomputed = _choose_recomputed(spans, balanced=mode == "balanced")
+        recomputed = _choose_recomputed(spans, balanced=find_path(mode) == GATED_MODE)
         held = sum(span.length for span in spans)
         counts = FakeWork(held, sum(end - start for start, end in recomputed), len(spans), len(prompt))
         if counts.reused_tokens > 0 and isinstance(plan, ReusePlan):

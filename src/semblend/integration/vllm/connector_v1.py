@@ -127,8 +127,8 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
             facts = engine_facts(vllm_config, kv_cache_config, vllm.__version__, PACKAGE)
             self._scheduler = SchedulerHalf(facts, self._settings, semblend)
             if facts.refusal is None:
-                expected = quality_settings(self._settings, vllm_config).thresholds.expected_costs
-                self._scheduler.outcomes = OutcomeMemory(expected)
+                thresholds = quality_settings(self._settings, vllm_config).thresholds
+                self._scheduler.outcomes = OutcomeMemory(thresholds.expected_costs, thresholds)
             self._admin = open_admin(self._settings, self._scheduler)
             share_donors(self._settings, self._scheduler, vllm_config, kv_cache_config)
 

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from semblend.materialize.blend.first_pass import first_rows
 from semblend.materialize.blend.quality import OnPass, Pass, QualitySettings, Target
+from semblend.materialize.gate.gate import Gate, ThresholdGate
 from semblend.materialize.gate.risk import RiskFeatures
+from semblend.materialize.gate.thresholds import DEFAULT
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.plan.selection import Positions, list_reused_positions
 from semblend.span import Span
@@ -39,6 +41,7 @@ class BlendState:
     exact: int
     reused: Positions
     computed: Mask
+    gate: Gate = field(default_factory=lambda: ThresholdGate(DEFAULT))
     on_pass: OnPass | None = None
     started: float = field(default_factory=time.perf_counter)
     passes: list[Pass] = field(default_factory=list)

@@ -4,6 +4,7 @@
     fast       donor KV is moved into place; gaps, the head of each span and the end of the prompt are computed
     balanced   fast, watching what the question attends to; then reused tokens are computed again until the answer is
                expected to be close to a cold one (`repair`), or the prompt is prefilled in full
+    a number   the same, where close means at most so many nats (`semblend.quality`)
 
 `prepare` does it all at once. `prepare_in_pieces` stops every so often (``QualitySettings.piece_ms``), so that an
 engine can go on with what is running. `place` only moves donor KV and checks it: the engine computes the rest with its
@@ -18,7 +19,7 @@ import logging
 from contextlib import ExitStack
 from dataclasses import replace
 
-from semblend.config import QUALITY_MODES
+from semblend.errors import InputError
 from semblend.materialize.blend.blend_state import BlendState, Refused
 from semblend.materialize.blend.first_pass import two_passes_cost_more
 from semblend.materialize.blend.passes import PassRunner
@@ -28,10 +29,12 @@ from semblend.materialize.blend.ranks import Ranks
 from semblend.materialize.blend.repair import Repair
 from semblend.materialize.contract import Model, find_runs
 from semblend.materialize.donors.donor_kv import DonorKv
+from semblend.materialize.gate.gate import make_gate, prefill_at_once
 from semblend.materialize.gate.observers import AttentionMass
 from semblend.materialize.kv.moves import DonorTensors, Move
 from semblend.materialize.kv.splice import splice
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
+from semblend.quality import GATED_MODE, find_path, parse_quality, read_nats
 
 log = logging.getLogger("semblend.materialize")
 
@@ -106,10 +109,13 @@ class Blender:
         )
 
     def _prepare(
-        self, target: Target, plan: ReusePlan, mode: str, on_pass: OnPass | None
+        self, target: Target, plan: ReusePlan, quality: str, on_pass: OnPass | None
     ) -> Pieces[Blended | Rejected]:
-        if mode not in QUALITY_MODES:
-            raise Refused(DeclineReason.UNSUPPORTED_MODE, f"quality mode {mode!r} is unknown")
+        try:
+            nats = read_nats(parse_quality(quality))
+            mode = find_path(parse_quality(quality))
+        except InputError as error:
+            raise Refused(DeclineReason.UNSUPPORTED_MODE, error.message) from error
         state = BlendState.of(target, plan, self.model.device, spans=() if mode == "exact" else plan.spans)
         state.on_pass = on_pass
         if not state.spans:
@@ -117,7 +123,8 @@ class Blender:
             return self._make_result(state, "exact")
         self._require_observers(mode)
         first, watch = state.first_rows(self.settings), None
-        if mode == "balanced":
+        if mode == GATED_MODE:
+            self._open_gate(state, plan, nats)
             if why := two_passes_cost_more(first, state.spans, len(state.tokens) - state.exact, self.settings):
                 raise Refused(DeclineReason.BELOW_BREAK_EVEN, why)
             watch = AttentionMass()
@@ -129,6 +136,12 @@ class Blender:
         state.mass = self._ranks.read(watch.mass)
         decision = yield from self._repair.repair(state)
         return self._reject(state) if decision == "rejected" else self._make_result(state, decision)
+
+    def _open_gate(self, state: BlendState, plan: ReusePlan, nats: float) -> None:
+        """The gate for this prompt and number; refused where no way is expected to be close enough to cold."""
+        if choice := prefill_at_once(self.settings.thresholds, plan, nats):
+            raise Refused(DeclineReason.QUALITY_RISK, choice.reason)
+        state.gate = make_gate(self.settings.thresholds, plan, nats)
 
     def _require_observers(self, mode: str) -> None:
         if not self.model.capabilities.observers:

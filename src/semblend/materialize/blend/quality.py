@@ -8,11 +8,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from semblend.config import QUALITY_MODES
 from semblend.errors import InputError
 from semblend.materialize.gate.risk import RiskFeatures
 from semblend.materialize.gate.thresholds import DEFAULT, Thresholds
 from semblend.plan.selection import SELECTIONS, Positions
+from semblend.quality import parse_quality
 
 
 class Target(Protocol):
@@ -45,6 +45,7 @@ class Step:
 class QualitySettings:
     """How much may be reused unchecked, and how long checking may take.
 
+    ``mode``: a quality mode or a number of nats (`semblend.quality`).
     ``latency_budget_ms`` (0: none) caps the whole preparation: a further repair that would not fit is not begun, and
     ``over_budget`` says what happens instead: "prefill" in full at once, or "accept" what is there and report its risk.
     ``most_work``: no repair is begun that would bring all passes above this share of a prefill; the prefill is.
@@ -78,8 +79,7 @@ class QualitySettings:
     canary_tolerance: float | None = None
 
     def __post_init__(self) -> None:
-        if self.mode not in QUALITY_MODES:
-            raise InputError(f"quality mode {self.mode!r} is unknown", hint="one of " + ", ".join(QUALITY_MODES))
+        object.__setattr__(self, "mode", parse_quality(self.mode))
         if self.over_budget not in ("prefill", "accept"):
             raise InputError(f"over_budget={self.over_budget!r} is unknown", hint="prefill or accept")
         if not 0 <= self.layer_share <= 1:

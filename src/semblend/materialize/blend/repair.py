@@ -2,11 +2,13 @@
 
 A glance at layer 1 says with which step to begin. Each step computes the tokens that the question attends to most (and,
 from 20 % on, that deviate most), and what this changed tells how far the answer would be from a cold one. While that is
-more than the model's threshold the next step follows, then a full prefill.
+more than the gate allows (`semblend.materialize.gate.gate`) the next step follows, then a full prefill. Where the dial
+expects little enough after the glance, no step is needed.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,8 @@ class Repair:
         """
         settings, passes = self._settings, self._passes
         steps = yield from self._choose_steps(state)
+        if steps is None:
+            return "accepted"
         for number, step in enumerate(steps):
             chosen = yield from self._choose_tokens(state, step)
             if not len(chosen):  # this step adds nothing to what is computed already
@@ -55,7 +59,7 @@ class Repair:
             watch = None if step is settings.steps[-1] else LateAttentionMass()
             yield from passes.put_aside(state)
             state.risk = yield from self._run_step(state, step, chosen, rows, watch)
-            if state.risk <= settings.thresholds.after(step.percent):
+            if state.gate.accepts(step.percent, state.risk):
                 return "accepted"
             if watch is not None:
                 state.mass = self._ranks.read(watch.mass)
@@ -70,9 +74,12 @@ class Repair:
         yield from passes.prefill(state)
         return "prefill"
 
-    def _choose_steps(self, state: BlendState) -> Pieces[tuple[Step, ...]]:
-        """The steps that are worth their work, by how far off the donor KV is that the question attends to most."""
-        if not self._settings.thresholds.glances or state.mass is None:
+    def _choose_steps(self, state: BlendState) -> Pieces[tuple[Step, ...] | None]:
+        """The steps that are worth their work, by how far off the donor KV is that the question attends to most.
+
+        None where no repair is needed; empty where only a prefill will do.
+        """
+        if not state.gate.glances or state.mass is None:
             return self._settings.steps
         stale = state.stale
         most = select_largest(stale, state.mass[stale], PROBE_TOKENS)
@@ -83,8 +90,14 @@ class Repair:
         yield from self._passes.run_layers(state, "glance", most, observer, layers=1)
         deviation = float(np.average(self._ranks.read(observer.relative), weights=state.mass[most] + 1e-12))
         state.glance = deviation
-        first = self._settings.thresholds.first_step(deviation)
-        return () if first is None else tuple(step for step in self._settings.steps if step.percent >= first)
+        choice = state.gate.begin(deviation)
+        if math.isfinite(choice.expected):
+            state.risk = choice.expected
+        if choice.percent is None:
+            return ()
+        return (
+            tuple(step for step in self._settings.steps if step.percent >= choice.percent) if choice.percent else None
+        )
 
     def _run_step(
         self, state: BlendState, step: Step, chosen: Positions, rows: Positions, watch: AttentionMass | None
@@ -102,7 +115,7 @@ class Repair:
             self._ranks.mean(observer.mean_over(stale, mass[rows[stale]])),
             compute_entropy(state.tail[-1]),
         )
-        return self._ranks.mean(self._settings.thresholds.expect(step.percent, state.features))
+        return self._ranks.mean(state.gate.expect(step.percent, state.features))
 
     def _choose_tokens(self, state: BlendState, step: Step) -> Pieces[Positions]:
         """The next tokens to repair, so that steps have chosen ``percent`` of the reused in all."""

@@ -24,9 +24,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
 
+from semblend.materialize.gate.dial import NUMBERS
+from semblend.materialize.gate.gate import prefill_at_once
 from semblend.materialize.gate.plan_shape import PlanShape
+from semblend.materialize.gate.thresholds import Thresholds
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Namespace
+from semblend.quality import GATED_MODE, MODE_NATS, read_nats
 
 COLD = 1.0
 """The cost of a cold prefill, the unit of all costs here."""
@@ -60,7 +64,8 @@ class _Record:
 class OutcomeMemory:
     """Outcomes by tenant, namespace and kind. Thread-safe.
 
-    ``expected``: mean cost by kind, measured beforehand; see `Thresholds.expected_costs`.
+    ``expected``: mean cost by kind at balanced, measured beforehand; see `Thresholds.expected_costs`.
+    ``thresholds``: their dial knows, before anything is computed, which plans cannot stay below a number.
 
     >>> from semblend.span import Span
     >>> memory, plan = OutcomeMemory(), ReusePlan((Span("d", 0, 10, 190),), 215)
@@ -71,20 +76,26 @@ class OutcomeMemory:
     'such prompts cost 1.70 of a prefill (one donor in order, 128+ tokens, 1+ spans)'
     """
 
-    def __init__(self, expected: Mapping[str, float] = MappingProxyType({})) -> None:
+    def __init__(
+        self, expected: Mapping[str, float] = MappingProxyType({}), thresholds: Thresholds | None = None
+    ) -> None:
         self._expected = dict(expected)
+        self._thresholds = thresholds
         self._tenants: OrderedDict[str, OrderedDict[tuple[str, str], _Record]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def decline_in_vain(self, plan: ReusePlan, namespace: Namespace) -> Decline | None:
+    def decline_in_vain(self, plan: ReusePlan, namespace: Namespace, quality: str = GATED_MODE) -> Decline | None:
         """Decline a plan that is expected to cost more than it saves; None for one to begin. Counts what it declines.
 
         Call it once for a request, before anything is claimed or computed.
         """
-        kind = PlanShape.of(plan).kind
+        nats = read_nats(quality)
+        if self._thresholds is not None and (choice := prefill_at_once(self._thresholds, plan, nats)):
+            return Decline(DeclineReason.QUALITY_RISK, choice.reason)
+        kind = name_kind(plan, nats)
         with self._lock:
             record = self._find(namespace, kind)
-            cost = record.cost if record.weight else self._expected.get(kind, 0.0)
+            cost = record.cost if record.weight else self._find_expected(plan, nats)
             if cost < COLD:
                 return None
             if record.skipped >= count_skips(cost):
@@ -97,7 +108,13 @@ class OutcomeMemory:
         return Decline(reason, f"such prompts cost {cost:.2f} of a prefill{when} ({kind})")
 
     def learn(
-        self, plan: ReusePlan, namespace: Namespace, *, work: float, declined: DeclineReason | None = None
+        self,
+        plan: ReusePlan,
+        namespace: Namespace,
+        quality: str = GATED_MODE,
+        *,
+        work: float,
+        declined: DeclineReason | None = None,
     ) -> None:
         """Take in what a plan that was begun has cost: ``work`` of its passes as a share of a cold prefill.
 
@@ -107,7 +124,7 @@ class OutcomeMemory:
         rejected = declined is DeclineReason.QUALITY_RISK
         if declined is not None and not rejected:
             return
-        kind = PlanShape.of(plan).kind
+        kind = name_kind(plan, read_nats(quality))
         with self._lock:
             self._find(namespace, kind).add(max(COLD, work) if rejected else work, rejected)
 
@@ -116,10 +133,30 @@ class OutcomeMemory:
         with self._lock:
             return sum(map(len, self._tenants.values()))
 
+    def _find_expected(self, plan: ReusePlan, nats: float) -> float:
+        """What a kind cost at balanced holds for smaller numbers too. Where the dial knows a kind, it has spoken."""
+        shape = PlanShape.of(plan)
+        if nats > MODE_NATS[GATED_MODE] or (self._thresholds is not None and self._thresholds.dial.knows(shape.order)):
+            return 0.0
+        return self._expected.get(shape.kind, 0.0)
+
     def _find(self, namespace: Namespace, kind: str) -> _Record:
         """The record, made where it is missing; the least recently used one goes where there are too many."""
         records = _take(self._tenants, namespace.tenant, OrderedDict, MOST_TENANTS)
         return _take(records, (namespace.digest, kind), _Record, MOST_RECORDS)
+
+
+def name_kind(plan: ReusePlan, nats: float) -> str:
+    """The kind of a plan and, away from balanced, the nearest of the dial's numbers below: few, whatever is asked.
+
+    >>> from semblend.span import Span
+    >>> name_kind(ReusePlan((Span("d", 0, 10, 190),), 215), .07)
+    'one donor in order, 128+ tokens, 1+ spans, 0.05 nats'
+    """
+    kind = PlanShape.of(plan).kind
+    if nats == MODE_NATS[GATED_MODE]:
+        return kind
+    return f"{kind}, {max((number for number in NUMBERS if number <= nats), default=0.0):g} nats"
 
 
 def count_skips(cost: float) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from semblend.errors import ConfigError
+from semblend.materialize.gate.dial import DialTable
 from semblend.materialize.gate.risk import RiskFeatures, RiskModel
 
 SCHEMA = "semblend.thresholds.v2"
@@ -29,6 +30,9 @@ class Thresholds:
 
     Layer-1 deviation of the most attended donor tokens from which on the gate begins with 20 %, with 40 %, or with a
     prefill: ``begin_20``, ``begin_40``, ``begin_prefill``.
+
+    These hold in mode balanced, at .02 nats; at another number they are scaled. ``dial``: what was measured for every
+    number, which then counts instead.
 
     ``expected_costs``: by kind of plan (`PlanShape.kind`) what mode balanced cost on average; 1 is a cold prefill.
 
@@ -45,6 +49,7 @@ class Thresholds:
     begin_40: float = math.inf
     begin_prefill: float = math.inf
     risk: RiskModel = field(default_factory=lambda: RiskModel({}))
+    dial: DialTable = field(default_factory=DialTable)
     expected_costs: Mapping[str, float] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -88,6 +93,7 @@ class Thresholds:
             value = getattr(self, name)
             record[name] = value if math.isfinite(value) else None
         record["risk"] = {str(step): list(weights) for step, weights in self.risk.weights.items()}
+        record["dial"] = self.dial.to_record()
         record["expected_costs"] = dict(self.expected_costs)
         record["provenance"] = dict(self.provenance)
         return json.dumps({"schema": SCHEMA, **record}, indent=2, sort_keys=True)
@@ -106,6 +112,7 @@ class Thresholds:
             return cls(
                 **values,
                 risk=RiskModel(weights),
+                dial=DialTable.from_record(record.get("dial", {})),
                 expected_costs=costs,
                 provenance=dict(record.get("provenance", {})),
             )

@@ -13,6 +13,7 @@ from semblend.integration.vllm.scheduler.healing import LoadCost
 from semblend.materialize.gate.outcome_memory import OutcomeMemory
 from semblend.plan.reuse_plan import Decline, ReusePlan
 from semblend.prompt import Namespace, Prompt
+from semblend.quality import GATED_MODE, find_path
 
 _WEIGHTS = " weights:"
 
@@ -107,6 +108,11 @@ class Record:
     cost: LoadCost | None = None
 
     @property
+    def is_gated(self) -> bool:
+        """Whether the gate decides about its donor KV."""
+        return find_path(self.mode) == GATED_MODE
+
+    @property
     def claimed(self) -> bool:
         return self.claim_end > 0
 
@@ -121,8 +127,8 @@ class Record:
 def learn_from(record: Record, outcomes: OutcomeMemory) -> None:
     """Tell the memory what a load of mode balanced has cost."""
     plan, loaded = record.ordered, record.loaded
-    if record.mode == "balanced" and plan is not None and loaded is not None and record.share is None:
-        outcomes.learn(plan, record.prompt.namespace, work=loaded.work, declined=loaded.reason)
+    if record.is_gated and plan is not None and loaded is not None and record.share is None:
+        outcomes.learn(plan, record.prompt.namespace, record.mode, work=loaded.work, declined=loaded.reason)
 
 
 def iterate_scheduled(output: Any, records: Mapping[str, Record]) -> Iterator[tuple[str, int]]:

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from semblend.config import QUALITY_MODES
+from semblend.errors import InputError
 from semblend.integration.vllm.scheduler.records import EngineFacts, Record
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.prompt import Namespace, Prompt
+from semblend.quality import choose_quality, parse_quality
 
 HINT_ACTION = "semblend.reuse"
 """The ``action_type`` of a KV hint that is for us; its payload says what ``kv_transfer_params.semblend`` would."""
@@ -18,7 +19,7 @@ HINT_ACTION = "semblend.reuse"
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """``kv_transfer_params={"semblend": {"opt_out": true, "quality": "fast"}}`` of a request."""
+    """``kv_transfer_params={"semblend": {"opt_out": true, "quality": 0.05}}`` of a request."""
 
     opt_out: bool = False
     quality: str | None = None
@@ -26,8 +27,9 @@ class RequestOptions:
 
 def make_record(request: Any, facts: EngineFacts, settings: ConnectorSettings) -> Record:
     """The record of a request that vLLM asks about for the first time."""
-    mode = read_options(request).quality or settings.config.quality
     prompt = Prompt(request.prompt_token_ids, namespace=build_namespace(request, facts.namespace))
+    tenants = settings.config.find_tenant_quality(prompt.namespace.tenant)
+    mode = choose_quality(read_options(request).quality, tenants, settings.config.quality)
     why = explain_decline(request, require_cache_salt=settings.require_cache_salt)
     return Record(request, prompt, mode, why)
 
@@ -47,9 +49,11 @@ def read_options(request: Any) -> RequestOptions:
 def _parse_options(given: Any) -> RequestOptions:
     if not isinstance(given, Mapping):
         return RequestOptions()
-    quality = given.get("quality")
-    known = isinstance(quality, str) and quality in QUALITY_MODES
-    return RequestOptions(given.get("opt_out") is True, quality if known else None)
+    try:
+        quality = parse_quality(given["quality"]) if given.get("quality") is not None else None
+    except InputError:
+        quality = None
+    return RequestOptions(given.get("opt_out") is True, quality)
 
 
 def _iterate_hints(envelope: Any) -> Iterator[Any]:

@@ -332,7 +332,7 @@ class SchedulerHalf:
 
     def _begin_load(self, record: Record, plan: ReusePlan) -> None:
         """It has its blocks: lock the exact prefix cache before anything is written into them."""
-        plan_tokens = len(record.prompt) if record.mode == "balanced" else record.claim_end
+        plan_tokens = len(record.prompt) if record.is_gated else record.claim_end
         record.ordered = plan.until(plan_tokens)
         key = self.shares.begin(record, record.ordered) if self._shares_blocks else None
         self.locks.lock(record, plan.spans[0].target_start, key)

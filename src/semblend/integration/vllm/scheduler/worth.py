@@ -29,7 +29,7 @@ def find_claim_end(record: Record, plan: ReusePlan) -> int:
     fast we do where it is short: a pass of ours runs in any case, and what is left to vLLM is as quick as decoding.
     """
     last, held = len(record.prompt) - 1, plan.spans[-1].target_end
-    return last if record.mode == "balanced" or last - held <= SHORT_TAIL else held
+    return last if record.is_gated or last - held <= SHORT_TAIL else held
 
 
 def split_claim(record: Record | None, claimed_tokens: int) -> tuple[int, int]:
@@ -49,16 +49,16 @@ def decline_not_worth_it(
     """Decline a plan that would cost more than it saves; None for one to claim."""
     if why := _explain_not_worth_it(record, plan, settings):
         return Decline(DeclineReason.BELOW_BREAK_EVEN, why)
-    if record.mode == "balanced" and not record.judged:
+    if record.is_gated and not record.judged:
         record.judged = True
-        record.in_vain = outcomes.decline_in_vain(plan, record.prompt.namespace)
+        record.in_vain = outcomes.decline_in_vain(plan, record.prompt.namespace, record.mode)
     return record.in_vain
 
 
 def _explain_not_worth_it(record: Record, plan: ReusePlan, settings: ConnectorSettings) -> str | None:
     if not plan.until(find_claim_end(record, plan)).spans:
         return "the only token that donors hold is the last one, which the engine computes itself"
-    if (why := explain_lost_donor(plan)) or record.mode != "balanced":
+    if (why := explain_lost_donor(plan)) or not record.is_gated:
         return why
     quality = QualitySettings(seam_tokens=settings.config.seam_tokens)
     first = first_rows(plan.prompt_tokens, plan.exact_tokens, plan.spans, quality)
@@ -129,7 +129,7 @@ def estimate_cost(record: Record, plan: ReusePlan, block_tokens: int, seam_token
     first = first_rows(plan.prompt_tokens, exact, plan.spans, quality)
     reused = np.searchsorted(list_reused_positions(plan.spans), ends)
     rows = np.searchsorted(first, ends).astype(np.float64)
-    if record.mode == "balanced":  # a second pass, over gaps again and over what the gate has chosen
+    if record.is_gated:  # a second pass, over gaps again and over what the gate has chosen
         repaired = sum(step.percent / 100 for step in quality.steps[:1])
         rows += np.searchsorted(first[first > plan.spans[0].target_start], ends) + repaired * reused
     rows = np.maximum(rows, LEAST_SHARE * (ends - exact))

@@ -38,6 +38,7 @@ from semblend.materialize.kv.host_memory import Arrival
 from semblend.materialize.kv.moves import DonorTensors, Move
 from semblend.materialize.kv.splice import splice
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
+from semblend.quality import find_path
 
 log = logging.getLogger("vllm.semblend")
 
@@ -219,7 +220,8 @@ class WorkerHalf:
         return [(load, why) for load in self._loads.abandon()]
 
     def _get_blender(self, mode: str) -> Blender:
-        """In mode fast only vLLM needs the end of the prompt; the gate of mode balanced looks at it."""
+        """In mode fast only vLLM needs the end of the prompt; the gate of mode balanced looks at it, at any number."""
+        mode = find_path(mode)
         if mode not in self._blenders:
             quality = replace(self._quality, question_tokens=1) if mode == "fast" else self._quality
             self._blenders[mode] = Blender(self._model, self.donor_kv, quality)

@@ -1,0 +1,167 @@
+"""The dial: the cheapest way that is expected to stay below a number, or a prefill."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semblend.errors import ConfigError
+from semblend.materialize.fit_dial import fit_dial, replay, replay_unseen
+from semblend.materialize.gate.dial import MOST_UNPROBED, NUMBERS, WAYS, DialTable, choose_way
+from semblend.materialize.gate.gate import DialGate, ThresholdGate, make_gate, prefill_at_once
+from semblend.materialize.gate.outcome_memory import OutcomeMemory
+from semblend.materialize.gate.plan_shape import PassageOrder
+from semblend.materialize.gate.risk import RiskFeatures
+from semblend.materialize.gate.thresholds import Thresholds
+from semblend.materialize.measure_ways import CalibrationPrompt, Moved, PromptMeasure, WayMeasure, reorder_passages
+from semblend.plan.reuse_plan import DeclineReason, ReusePlan
+from semblend.prompt import Namespace
+from semblend.span import Span
+
+IN_ORDER, REORDERED, SEVERAL = PassageOrder
+PLAIN = ReusePlan((Span("d", 0, 10, 190),), 215)
+TURNED = ReusePlan((Span("d", 200, 0, 100), Span("d", 0, 100, 100)), 220)
+nats = st.floats(0, 1e3, exclude_min=True)
+expectations = st.dictionaries(st.sampled_from(WAYS), st.floats(0, 10) | st.just(math.nan), min_size=1)
+
+
+def cost(percent: int | None) -> float:
+    return math.inf if percent is None else percent
+
+
+def make_measure(hardness: float, order: PassageOrder = IN_ORDER) -> PromptMeasure:
+    """A prompt whose divergence falls with every way, and whose signs tell it."""
+    ways = tuple(
+        WayMeasure(
+            percent,
+            Moved(hardness / (1 + percent), hardness > 0.5),
+            hardness,
+            0.05 + percent / 100,
+            glance=math.sqrt(hardness),
+            features=RiskFeatures(hardness, hardness, math.sqrt(hardness), 1.0) if percent else None,
+        )
+        for percent in WAYS
+    )
+    return PromptMeasure(order, ways)
+
+
+MEASURES = [make_measure(0.003 * 1.2**number, (IN_ORDER, REORDERED)[number % 2]) for number in range(40)]
+TABLE = fit_dial(MEASURES)
+
+
+@given(expectations, nats, nats)
+def test_a_larger_number_never_costs_more_and_no_way_is_above_its_number(expected, one, other):
+    small, large = sorted((one, other))
+    cheap, dear = choose_way(expected, large), choose_way(expected, small)
+    assert cost(cheap.percent) <= cost(dear.percent)
+    for choice, number in ((cheap, large), (dear, small)):
+        if choice.percent is not None:
+            assert choice.expected == expected[choice.percent] <= number
+
+
+def test_up_to_balanced_nothing_is_served_that_no_repair_has_probed():
+    expected = dict.fromkeys(WAYS, 0.0)
+    assert choose_way(expected, MOST_UNPROBED).percent == 10
+    assert choose_way(expected, math.nextafter(MOST_UNPROBED, 1)).percent == 0
+
+
+def test_what_is_not_a_number_is_never_expected_to_be_close():
+    assert choose_way({10: math.nan, 20: math.inf}, 1e3).percent is None
+    gate = DialGate(TABLE, IN_ORDER, 0.1)
+    assert gate.begin(math.nan).percent is None
+    assert not gate.accepts(10, gate.expect(10, RiskFeatures(math.nan, 0.0, 0.0, 0.0)))
+
+
+@given(st.sampled_from(MEASURES), nats, nats)
+def test_through_a_fitted_table_a_larger_number_begins_with_no_dearer_way(measure, one, other):
+    small, large = (DialGate(TABLE, measure.order, number) for number in sorted((one, other)))
+    assert cost(large.begin(measure.glance).percent) <= cost(small.begin(measure.glance).percent)
+
+
+def test_the_fit_keeps_its_word_on_the_prompts_it_was_made_of():
+    for number in NUMBERS:
+        served = [done for one in MEASURES if (done := replay(TABLE, one, number)).percent is not None]
+        assert all(done.expected <= number for done in served)
+        if served:
+            assert sum(done.nats for done in served) / len(served) <= number
+    rows = replay_unseen(MEASURES)
+    assert {row.number for row in rows} == set(NUMBERS)
+    works = [row.work for row in rows if row.kind == "all"]
+    assert works[-1] < works[0] <= 1.5  # at .003 it prefills, at .3 it reuses
+
+
+def test_too_few_prompts_make_no_dial_and_an_order_that_was_not_measured_is_not_known():
+    assert not fit_dial(MEASURES[:8]).knows(IN_ORDER)
+    assert TABLE.knows(REORDERED)
+    assert not TABLE.knows(SEVERAL)
+    assert isinstance(make_gate(Thresholds(0.01, 0.01, 0.01, dial=TABLE), PLAIN, 0.1), DialGate)
+    assert isinstance(make_gate(Thresholds(0.01, 0.01, 0.01), PLAIN, 0.1), ThresholdGate)
+
+
+def test_thresholds_scale_with_the_number_and_stand_as_they_are_at_balanced():
+    table = Thresholds(0.01, 0.02, 0.03, begin_prefill=0.1)
+    still, wide = ThresholdGate(table), ThresholdGate(table, 0.08)
+    assert still.accepts(10, 0.01)
+    assert not still.accepts(10, 0.011)
+    assert wide.accepts(10, 0.04)
+    assert not wide.accepts(10, 0.041)
+    assert still.begin(0.1).percent is None  # the deviation grows with the root of the divergence
+    assert wide.begin(0.19).percent == 10
+    assert wide.begin(0.2).percent is None
+
+
+def test_a_plan_that_cannot_stay_below_a_number_is_a_prefill_at_once():
+    means = {IN_ORDER: {0: 0.01, 10: 0.002}, REORDERED: {0: 0.3, 10: 0.2, 20: 0.1, 40: 0.06}}
+    thresholds = Thresholds(0.01, 0.01, 0.01, dial=DialTable(means, TABLE.glance, TABLE.repair))
+    assert prefill_at_once(thresholds, PLAIN, 0.05) is None
+    assert prefill_at_once(thresholds, TURNED, 0.1) is None
+    choice = prefill_at_once(thresholds, TURNED, 0.05)
+    assert choice.reason == "at best 0.06 nats are expected, 0.05 are allowed"
+    memory = OutcomeMemory({}, thresholds)
+    declined = memory.decline_in_vain(TURNED, Namespace(), "0.05")
+    assert (declined.reason, declined.detail) == (DeclineReason.QUALITY_RISK, choice.reason)
+    assert memory.decline_in_vain(TURNED, Namespace(), "0.1") is None
+
+
+def test_what_one_number_learns_says_nothing_about_another():
+    memory = OutcomeMemory()
+    memory.learn(PLAIN, Namespace(), "0.003", work=1.7, declined=DeclineReason.QUALITY_RISK)
+    assert memory.decline_in_vain(PLAIN, Namespace(), "0.003") is not None
+    assert memory.decline_in_vain(PLAIN, Namespace(), "0.1") is None
+    assert memory.decline_in_vain(PLAIN, Namespace()) is None
+
+
+def test_a_tenant_that_invents_numbers_does_not_fill_the_memory():
+    memory = OutcomeMemory()
+    for number in range(1000):
+        memory.learn(PLAIN, Namespace(), f"{0.003 + number / 1000:g}", work=0.2)
+    assert memory.count_records() <= len(NUMBERS) + 1
+
+
+def test_a_dial_survives_its_file_and_a_wrong_one_is_refused(tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text(Thresholds(0.01, 0.02, 0.03, dial=TABLE).to_json())
+    assert Thresholds.read(path).dial == TABLE
+    for wrong in ({"glance": {"10": [1.0]}}, {"means": {"sideways": {}}}, {"repair": {"10": [math.nan] * 6}}, [1]):
+        text = path.read_text().replace('"dial": {', f'"dial": {_dump(wrong)}, "was": {{')
+        with pytest.raises(ConfigError) as refused:
+            Thresholds.from_json(text)
+        assert refused.value.hint
+
+
+def _dump(value: object) -> str:
+    import json
+
+    return json.dumps(value)
+
+
+def test_order_noise_is_measured_only_where_passages_have_moved():
+    tokens = tuple(range(220))
+    assert reorder_passages(CalibrationPrompt(tokens, (), PLAIN.spans)) is None
+    moved = reorder_passages(CalibrationPrompt(tokens, (), TURNED.spans))
+    assert moved != tokens
+    assert sorted(moved) == sorted(tokens)
+    assert moved[200:] == tokens[200:]  # the question stays where it is

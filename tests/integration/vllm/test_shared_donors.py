@@ -14,13 +14,13 @@ from semblend import Namespace, Prompt, ReusePlan, SemBlend, SemBlendConfig
 from semblend.integration.vllm.orders import Load, Orders
 from semblend.integration.vllm.scheduler.donor_books import DonorBooks
 from semblend.integration.vllm.scheduler.records import Record
-from semblend.integration.vllm.scheduler.shared_donors import GENERATION, SharedDonors
 from semblend.integration.vllm.worker.worker_half import WorkerHalf
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.contract import Rows, slots_of_blocks
 from semblend.materialize.donors.shared.directory_kv import DirectoryKv
 from semblend.materialize.donors.shared.donor_record import is_key
 from semblend.materialize.donors.shared.private_folder import PrivateFolder
+from semblend.materialize.donors.shared.shared_donors import GENERATION, SharedDonors
 from semblend.materialize.donors.shared.signature import KvSignature
 from semblend.materialize.gate.canary import EIGHT_BIT_TOLERANCE
 from semblend.materialize.naive_engine import NaiveEngine

@@ -44,9 +44,12 @@ def _add_room(parser: argparse.ArgumentParser) -> None:
         ("--donor-bytes", DEFAULTS.donor_host_bytes, "host memory for donor KV (default: 2 GiB)"),
         ("--donor-device-bytes", DEFAULTS.donor_device_bytes, "device memory for donor KV (default: 0)"),
         ("--donor-disk-bytes", DEFAULTS.donor_disk_bytes, "limit of --donor-dir (default: 8 GiB)"),
+        ("--donor-directory-bytes", DEFAULTS.donor_directory_bytes, "limit of --donor-directory (default: 4 GiB)"),
     ):
         parser.add_argument(flag, type=int, default=default, help=text)
     parser.add_argument("--donor-dir", default="", metavar="DIR", help="keep donor KV that falls out of memory here")
+    shared = "share donors in this folder with other servers of the machine and with semblend warm"
+    parser.add_argument("--donor-directory", default="", metavar="DIR", help=shared)
     bits = "of a number of donor KV in memory and on disk: 16, or 8 for half the bytes (default: 16)"
     parser.add_argument("--donor-bits", type=int, default=DEFAULTS.donor_bits, choices=[16, 8], help=bits)
 
@@ -155,6 +158,8 @@ def _make_config(args: argparse.Namespace) -> ServeConfig:
         donor_disk_bytes=args.donor_disk_bytes,
         donor_dir=args.donor_dir,
         donor_bits=args.donor_bits,
+        donor_directory=args.donor_directory,
+        donor_directory_bytes=args.donor_directory_bytes,
         step_tokens=args.step_tokens,
         max_running=args.max_running,
         max_waiting=args.max_waiting,

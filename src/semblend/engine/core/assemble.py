@@ -16,6 +16,7 @@ from semblend.facade import SemBlend
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.donors.donor_kv import DonorKv
+from semblend.materialize.donors.shared.directory_kv import DirectoryKv
 from semblend.materialize.gate.canary import find_tolerance
 from semblend.materialize.gate.outcome_memory import OutcomeMemory
 
@@ -34,6 +35,7 @@ def assemble(
     donor_disk_bytes: int = 0,
     donor_dir: str | Path | None = None,
     donor_bits: int = 16,
+    directory: DirectoryKv | None = None,
     detokenizer: Detokenizer | None = None,
 ) -> Engine:
     """Pool, donors, blender and engine for a model.
@@ -56,6 +58,7 @@ def assemble(
         on_evicted=on_kv_evicted,
         rope=model.spec.rope,
         bits=donor_bits,
+        directory=directory,
     )
 
     def on_forgotten(eviction: Eviction) -> None:

@@ -20,6 +20,7 @@ from semblend.confirm import events
 from semblend.confirm.build_receipt import RequestFacts, build_receipt
 from semblend.confirm.receipt import Receipt
 from semblend.engine.core.config import EngineConfig
+from semblend.engine.core.directory_donors import DirectoryDonors
 from semblend.engine.core.sequence import EXACT_TO_THE_END, Sequence
 from semblend.engine.model.paged_kv import KvPool
 from semblend.facade import SemBlend
@@ -84,6 +85,7 @@ class Reuse:
     ) -> None:
         self.semblend = semblend
         self.outcomes = OutcomeMemory() if outcomes is None else outcomes
+        self.directory: DirectoryDonors | None = None  # where donors are shared with other engines
         self._blender = blender
         self._pool = pool
         self._config = config
@@ -172,6 +174,8 @@ class Reuse:
         if sequence.request.opt_out or new < self._config.donor_min_new_tokens:
             return
         donor_id, prompt = sequence.request_id, sequence.prompt
+        if self.directory is not None and not self.directory.may_keep(donor_id):
+            return
         if tokens < sequence.prompt_tokens:
             prompt = Prompt(prompt.token_ids[:tokens], namespace=prompt.namespace)
         try:
@@ -183,6 +187,8 @@ class Reuse:
                 self.semblend.forget(donor_id, reason="engine")  # a donor without KV must not be found
                 raise
             sequence.kept_tokens = tokens
+            if self.directory is not None:
+                self.directory.publish(donor_id, donor.generation, prompt)
             for tier, used in donors.used_bytes.items():
                 self.semblend.metrics.donors(self.semblend.stats().donors, used, tier)
         except Exception as error:  # a donor less; the answer goes on
@@ -201,6 +207,8 @@ class Reuse:
         if self.donor_kv is not None:
             for donor in self.semblend.donors():
                 self.donor_kv.drop(donor.donor_id)
+        if self.directory is not None:
+            return self.directory.forget_all(self.semblend.clear)
         return self.semblend.clear()
 
     def release(self, sequence: Sequence) -> None:
@@ -213,6 +221,8 @@ class Reuse:
 
     def _plan(self, semblend: SemBlend, sequence: Sequence) -> ReusePlan | Decline:
         started = time.perf_counter()
+        if self.directory is not None:
+            self.directory.look_around()
         decision = semblend.lookup(
             sequence.prompt,
             request_id=sequence.request_id,
@@ -222,6 +232,8 @@ class Reuse:
         if isinstance(decision, ReusePlan):
             declined = self._decline_not_worth_it(sequence, decision)
             decision = declined or semblend.claim(decision, sequence.request_id)
+        if self.directory is not None and isinstance(decision, ReusePlan):
+            decision = self.directory.name_generations(decision)
         sequence.times.lookup_ms = (time.perf_counter() - started) * 1e3
         return decision
 

@@ -12,7 +12,15 @@ from semblend.errors import ConfigError
 GIB = 1 << 30
 MIB = 1 << 20
 DTYPES = ("float32", "bfloat16", "float16")
-_MAY_BE_ZERO = ("drain_s", "max_waiting", "threads", "donor_device_bytes", "donor_host_bytes", "donor_disk_bytes")
+_MAY_BE_ZERO = (
+    "drain_s",
+    "max_waiting",
+    "threads",
+    "donor_device_bytes",
+    "donor_host_bytes",
+    "donor_disk_bytes",
+    "donor_directory_bytes",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +32,8 @@ class ServeConfig:
     are further names under which the model may be asked for.
 
     *Room.* ``pool_tokens`` of KV; bytes for donors on the device, in memory and in ``donor_dir``, the latter two at
-    ``donor_bits`` (16 or 8). ``step_tokens`` are computed in one step.
+    ``donor_bits`` (16 or 8). ``step_tokens`` are computed in one step. ``donor_directory`` is a folder of donors that
+    engines of this machine and `semblend warm` share; this one keeps ``donor_directory_bytes`` in it.
 
     *Admission.* ``max_running`` requests are answered at once (up to a quarter more where a tenant has none running),
     ``max_waiting`` wait in line, the rest are refused with 429, all of it fair between tenants. ``max_n`` answers may
@@ -61,6 +70,8 @@ class ServeConfig:
     donor_disk_bytes: int = 8 * GIB
     donor_dir: str = ""
     donor_bits: int = 16
+    donor_directory: str = ""
+    donor_directory_bytes: int = 4 * GIB
     step_tokens: int = STEP_TOKENS
 
     max_running: int = MAX_RUNNING

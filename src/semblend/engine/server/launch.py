@@ -13,6 +13,7 @@ from semblend.confirm import events
 from semblend.discover.journal import set_aside
 from semblend.engine.core.assemble import assemble
 from semblend.engine.core.engine import Engine
+from semblend.engine.core.open_directory import open_directory, share_donors
 from semblend.engine.core.stops import Detokenizer
 from semblend.engine.core.threads import prepare_cpu
 from semblend.engine.model.model import DecoderModel
@@ -120,7 +121,10 @@ class Launch:
         self, model: DecoderModel, tokenizer: Detokenizer, semblend: SemBlend, gate: Thresholds
     ) -> Engine:
         config, library = self.config, semblend.config
-        return assemble(
+        shared = (
+            open_directory(config.donor_directory, model, bits=config.donor_bits) if config.donor_directory else None
+        )
+        engine = assemble(
             model,
             pool_tokens=config.pool_tokens,
             config=config.engine_config(quality=library.quality),
@@ -131,8 +135,12 @@ class Launch:
             donor_disk_bytes=config.donor_disk_bytes if config.donor_dir else 0,
             donor_dir=config.donor_dir or None,
             donor_bits=config.donor_bits,
+            directory=shared,
             detokenizer=tokenizer,
         )
+        if shared is not None:
+            share_donors(engine, shared, config.donor_directory, config.donor_directory_bytes)
+        return engine
 
 
 def _measure_pass_rows(model: DecoderModel) -> int:

@@ -17,7 +17,6 @@ from semblend.integration.vllm.scheduler.admin_desk import AdminDesk
 from semblend.integration.vllm.scheduler.admin_socket import AdminSocket
 from semblend.integration.vllm.scheduler.records import EngineFacts
 from semblend.integration.vllm.scheduler.scheduler_half import SchedulerHalf
-from semblend.integration.vllm.scheduler.shared_donors import SharedDonors
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.integration.vllm.versions import VersionEvidence, is_known, support
 from semblend.integration.vllm.worker.model_access import StockModel, read_rope_config
@@ -26,6 +25,7 @@ from semblend.integration.vllm.worker.worker_half import WorkerHalf
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.donors.shared.directory_kv import DirectoryKv
 from semblend.materialize.donors.shared.private_folder import PrivateFolder
+from semblend.materialize.donors.shared.shared_donors import SharedDonors
 from semblend.materialize.donors.shared.signature import KvSignature
 from semblend.materialize.gate.canary import EIGHT_BIT_TOLERANCE
 from semblend.materialize.gate.thresholds import Thresholds, thresholds_for

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from semblend.errors import InputError
 from semblend.text.chat import render_chat
+from semblend.text.log_formats import FORMATS
 from semblend.text.logs import LoggedPrompt, PromptLog
 
 
@@ -164,15 +165,19 @@ def test_files_that_cannot_be_read_say_so_in_one_line(tmp_path: Path) -> None:
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
                     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
                         st.sampled_from(["prompt", "text", "messages", "role", "content", "body", "token_ids", "user",
-                                         "type", "input", "tools", "system", "timestamp", "id"]), inner, max_size=4),
-                    max_leaves=12))  # fmt: skip
-def test_no_line_of_json_brings_anything_but_a_prompt_or_an_input_error(value: Any) -> None:
-    log = PromptLog("any")
+                                         "type", "input", "tools", "system", "timestamp", "id", "conversations", "from",
+                                         "value", "blocks", "token_count", "content_hash", "hash_ids", "input_length",
+                                         "semblend", "passages", "commutes", "response", "choices", "event", "obj",
+                                         "input_ids"]), inner, max_size=4),
+                    max_leaves=12), st.sampled_from(FORMATS))  # fmt: skip
+def test_no_line_of_json_brings_anything_but_a_prompt_or_an_input_error(value: Any, form: str) -> None:
+    log = PromptLog("any", format=form)
+    log.found_format = form
     try:
-        one = log._parse(1, json.dumps(value).encode())
+        found = list(log._parse(1, json.dumps(value).encode()))
     except InputError as error:
         message: str | None = error.message
     else:
         message = None
-        assert (one.text is None) != (one.token_ids is None)
+        assert all((one.text is None) != (one.token_ids is None) for one in found)
     assert message is None or message.startswith("any, line 1")

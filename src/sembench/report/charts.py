@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sembench.report.frame import DOTS, Figure, RowFrame, describe_pair, draw_both
-from sembench.report.svg import Drawing, Scale, pad_range, thin_out
 from sembench.report.time_charts import draw_ttft_by_length, draw_ttft_by_transform
 from sembench.report.view import RUNGS, ReportView, compute_quantile, find_noise_band
 from sembench.report.words import (
@@ -19,6 +18,7 @@ from sembench.report.words import (
 )
 from sembench.scoring.aggregate import FALSE_SAFE_KL
 from sembench.scoring.statistics import Estimate, group_by
+from semblend.web.svg import Drawing, Scale, pad_range, thin_out
 
 # -- reuse ---------------------------------------------------------------------------------------------------------
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sembench.report.svg import Drawing, Scale
 from sembench.report.view import PairPoint
 from sembench.report.words import format_milliseconds, format_ratio, format_title
+from semblend.web.svg import Drawing, Scale
 
 WIDE, NARROW = 900.0, 360.0
 DOTS = 600  # more dots cover each other and make a large page

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sembench.report.frame import DOTS, Figure, RowFrame, describe_pair, draw_both
-from sembench.report.svg import Drawing, Scale, list_doublings, pad_range, thin_out
 from sembench.report.view import PairPoint, ReportView, compute_quantile, estimate_speedup
 from sembench.report.words import format_interval, format_milliseconds, format_ratio, format_title, format_tokens
 from sembench.scoring.statistics import group_by
+from semblend.web.svg import Drawing, Scale, list_doublings, pad_range, thin_out
 
 
 def draw_ttft_by_length(view: ReportView) -> Figure | None:

@@ -4,8 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from semblend.web.tables import DASH
+
+__all__ = [
+    "DASH",
+    "UNKNOWN",
+    "format_interval",
+    "format_milliseconds",
+    "format_number",
+    "format_percent",
+    "format_plural",
+    "format_ratio",
+    "format_title",
+    "format_tokens",
+]
+
 UNKNOWN = "not measured"
-DASH = "–"
 
 
 def format_percent(value: float | None, digits: int = 0) -> str:

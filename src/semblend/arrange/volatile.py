@@ -58,6 +58,12 @@ def move_to_end(prompt: str, fields: Sequence[VolatileField]) -> str:
     >>> move_to_end("Date: Sunday\\nYou are kind.", [date])
     'You are kind.\\nDate: Sunday'
     """
+    kept, moved = cut_fields(prompt, fields)
+    return "\n".join([kept, *moved])
+
+
+def cut_fields(prompt: str, fields: Sequence[VolatileField]) -> tuple[str, list[str]]:
+    """The prompt without its volatile fields, and what `move_to_end` puts behind it, line by line."""
     cuts: list[tuple[int, int, str]] = []  # start, end, mark
     moved: list[str] = []
     for one in fields:
@@ -76,14 +82,12 @@ def move_to_end(prompt: str, fields: Sequence[VolatileField]) -> str:
         cuts.append(cut)
         text = prompt[cut[0] : cut[1]].rstrip("\n")
         moved.append(text if not cut[2] else f"{one.name}: {text}")
-    if not cuts:
-        return prompt
     kept, at = [], 0
     for start, end, mark in sorted(cuts):
         kept += [prompt[at:start], mark]
         at = end
     kept.append(prompt[at:])
-    return "\n".join(["".join(kept), *moved])
+    return "".join(kept), moved
 
 
 def _write_pattern(text: str) -> str:

@@ -12,8 +12,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from semblend.errors import InputError
+from semblend.text.parts import LEAST_PASSAGE_CHARS, TURN, Part, PartKind, join_parts
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_NEW_LINE = Part("\n")
+_RESULT_ROLES = ("tool", "function", "function_call_output")
 _HINT = 'each message is an object such as {"role": "user", "content": "..."}'
 
 
@@ -27,57 +30,94 @@ def render_chat(messages: Any, *, system: Any = None, tools: Any = None) -> str:
     <|tool|>
     Yes?
     """
+    return join_parts(list_chat_parts(messages, system=system, tools=tools))
+
+
+def list_chat_parts(messages: Any, *, system: Any = None, tools: Any = None) -> list[Part]:
+    """The same text in parts: every tool by itself, every content part by itself, and what stands between them."""
     if not isinstance(messages, list) or not messages:
         raise InputError("messages are not a non-empty list", hint=_HINT)
-    parts = []
+    sections = []
     if tools:
-        parts.append(f"<|tools|>\n{_json(tools)}")
+        sections.append([Part("<|tools|>\n"), *_list_tools(tools)])
     if system is not None:
-        parts.append(f"<|system|>\n{_content(system, 'system')}")
-    parts.extend(_message(number, message) for number, message in enumerate(messages))
-    return "\n".join(parts)
+        sections.append([Part("<|system|>\n"), *_list_content(system, "system")])
+    sections.extend(_list_message(number, message) for number, message in enumerate(messages))
+    return _join(sections, Part("\n", group=TURN))
 
 
-def _message(number: int, message: Any) -> str:
+def _join(sections: Iterable[list[Part]], between: Part = _NEW_LINE) -> list[Part]:
+    joined: list[Part] = []
+    for section in sections:
+        joined += [between, *section] if joined else section
+    return joined
+
+
+def _list_tools(tools: Any) -> list[Part]:
+    if not isinstance(tools, list):
+        return [Part(_json(tools))]
+    return [Part("["), *_join([[Part(_json(tool), "tool", "tools")] for tool in tools], Part(", ")), Part("]")]
+
+
+def _list_message(number: int, message: Any) -> list[Part]:
     where = f"message {number}"
     if not isinstance(message, dict):
         raise InputError(f"{where} is not an object", hint=_HINT)
     role = message.get("role", message.get("type"))  # items such as function_call carry a type instead
     if not isinstance(role, str) or not role:
         raise InputError(f"{where} has no role", hint=_HINT)
-    lines = [f"<|{role}|>"]
+    sections = [[Part(f"<|{role}|>")]]
     if isinstance(message.get("name"), str):
-        lines.append(f"name: {message['name']}")
+        sections.append([Part(f"name: {message['name']}")])
     if message.get("content") is not None:
-        lines.append(_content(message["content"], where))
+        content = _list_content(message["content"], where)
+        if role in _RESULT_ROLES and len(content) == 1 and content[0].kind == "text":
+            content = [Part(content[0].text, "result")]
+        sections.append(content)
     extras = [key for key in ("tool_calls", "function_call", "arguments", "output") if message.get(key) is not None]
-    lines.extend(f"{key}: {_json(message[key])}" for key in extras)
+    sections.extend([Part(f"{key}: {_json(message[key])}")] for key in extras)
     if isinstance(message.get("tool_call_id"), str):
-        lines.append(f"tool_call_id: {message['tool_call_id']}")
-    return "\n".join(lines)
+        sections.append([Part(f"tool_call_id: {message['tool_call_id']}")])
+    return _join(sections)
 
 
-def _content(content: Any, where: str) -> str:
+def _list_content(content: Any, where: str) -> list[Part]:
     if isinstance(content, str):
-        return content
+        return [Part(content)]
     if isinstance(content, list):
-        return "\n".join(_parts(content, where))
+        found = list(_read_parts(content, where))
+        if not any(part.marked for part in found):
+            found = _assume_passages(found, where)
+        return _join([part] for part in found)
     raise InputError(f"content of {where} is neither a string nor a list of parts", hint=_HINT)
 
 
-def _parts(content: Iterable[Any], where: str) -> Iterable[str]:
+def _assume_passages(found: list[Part], where: str) -> list[Part]:
+    """Of three or more texts in one message, all but the last: the last one is the question."""
+    if len(found) < 3:
+        return found
+    kinds: list[PartKind] = ["passage" if len(part.text) >= LEAST_PASSAGE_CHARS else "text" for part in found[:-1]]
+    return [
+        *(Part(part.text, kind, where if kind == "passage" else "") for part, kind in zip(found, kinds, strict=False)),
+        found[-1],
+    ]
+
+
+def _read_parts(content: Iterable[Any], where: str) -> Iterable[Part]:
     for number, part in enumerate(content):
         if isinstance(part, str):
-            yield part
+            yield Part(part)
         elif not isinstance(part, dict):
             raise InputError(f"content part {number} of {where} is not an object", hint=_HINT)
         elif part.get("type", "text") in _TEXT_PARTS:
             if not isinstance(part.get("text"), str):
                 raise InputError(f"content part {number} of {where} has no text", hint=_HINT)
-            yield part["text"]
+            mark = part.get("semblend")
+            group = mark.get("commutes") if isinstance(mark, dict) else None
+            yield Part(part["text"]) if group is None else Part(part["text"], "passage", f"{group}", marked=True)
         else:  # an image or a file: its tokens are unknown here, but equal parts must stay equal
             digest = hashlib.sha256(_json(part).encode("utf-8", "surrogatepass")).hexdigest()[:16]
-            yield f"<|{part.get('type')}:{digest}|>"
+            yield Part(f"<|{part.get('type')}:{digest}|>")
 
 
 def _json(value: Any) -> str:

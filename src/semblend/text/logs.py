@@ -1,35 +1,40 @@
-"""Logged prompts, one JSON object a line: what people have on disk, turned into one shape.
+"""Logged prompts: what people have on disk, turned into one shape.
 
-A line may carry the prompt as text, as chat messages or as token ids, at its top or inside ``body`` or
-``request`` (where gateways and batch files put the OpenAI request). The file is read as a stream; one
-line at a time is in memory, and a line beyond the limit is an error, not a surprise.
+`semblend.text.log_formats` tells which formats there are. A record may carry the prompt as text, as chat messages or as
+token ids, at its top or inside ``body`` or ``request`` (where gateways and batch files put the OpenAI request). The
+file is read as a stream; one line at a time is in memory, and a line beyond the limit is an error, not a surprise.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
-import sys
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, BinaryIO
+from itertools import chain
+from typing import Any
+
+import numpy as np
 
 from semblend.errors import InputError, TokenError
 from semblend.prompt import TokenArray, as_token_array
-from semblend.text.chat import render_chat
+from semblend.text.block_traces import list_block_parts
+from semblend.text.chat import list_chat_parts
+from semblend.text.log_formats import FORMATS, HINTS, UnusableLineError, read_records, recognise_line
+from semblend.text.log_lines import STDIN, open_log, read_lines
+from semblend.text.parts import Part, join_parts, mark_texts
 
-STDIN = "-"
 MAX_LINE_BYTES = 64 * 1024 * 1024
 TEXT_FIELDS = ("prompt", "text", "input")
 TOKEN_FIELDS = ("token_ids", "prompt_token_ids")
 TENANT_FIELDS = ("tenant", "tenant_id", "user")
+SALT_FIELDS = ("cache_salt", "extra_key")
+ADAPTER_FIELDS = ("adapter", "lora_name", "lora_path")
+ANSWER_FIELDS = ("answer", "output", "completion")
 ID_FIELDS = ("request_id", "custom_id", "id")
 TIME_FIELDS = ("timestamp", "time_unix_s", "created")
 NESTED_FIELDS = ("body", "request")
 _EXAMPLES_KEPT = 5
+_LINES_LOOKED_AT = 1_000
 _FIELDS_HINT = (
     "a line needs one of: prompt, text, input, messages, token_ids, prompt_token_ids "
     "(at its top, or inside body or request)"
@@ -38,7 +43,10 @@ _FIELDS_HINT = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoggedPrompt:
-    """One line of a log: either ``text`` or ``token_ids`` is set, never both."""
+    """One prompt of a log: either ``text`` or ``token_ids`` is set, never both.
+
+    ``parts`` are the prompt in pieces. ``answer`` is what an engine wrote behind it, where the log has that.
+    """
 
     line: int
     text: str | None = None
@@ -47,6 +55,16 @@ class LoggedPrompt:
     model: str = ""
     request_id: str = ""
     timestamp: float | str | None = None
+    salt: str = ""
+    adapter: str = ""
+    parts: tuple[Part, ...] = ()
+    answer: str = ""
+    is_chat: bool = False
+
+    @property
+    def answer_parts(self) -> tuple[Part, ...]:
+        """The answer as it would stand in the next turn's prompt."""
+        return (Part("\n<|assistant|>\n" + self.answer),) if self.is_chat else (Part(self.answer),)
 
 
 class _BadLineError(InputError):
@@ -55,49 +73,67 @@ class _BadLineError(InputError):
 
 @dataclass(slots=True)
 class PromptLog:
-    """The prompts of one JSONL file (plain or .gz) or of standard input (``-``), in order.
+    """The prompts of one file (plain or .gz) or of standard input (``-``), in order.
 
     ``tenant_field`` names the field that holds the tenant, with dots for depth; empty looks for the usual
     names, None reads no tenants. With ``skip_bad`` a malformed line is counted in ``skipped`` and reading
-    goes on; the first few messages are kept in ``skipped_examples``.
+    goes on; the first few messages are kept in ``skipped_examples``. ``format`` is one of
+    `semblend.text.log_formats.FORMATS`, or auto: what the first telling line looks like; afterwards ``found_format``
+    says which one it was.
     """
 
     source: str
     tenant_field: str | None = ""
     skip_bad: bool = False
     max_line_bytes: int = MAX_LINE_BYTES
+    format: str = "auto"
     skipped: int = field(default=0, init=False)
     skipped_examples: list[str] = field(default_factory=list, init=False)
+    found_format: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        if self.format not in ("auto", *FORMATS):
+            raise InputError(f"unknown log format {self.format!r}", hint="auto, " + ", ".join(FORMATS))
 
     def __iter__(self) -> Iterator[LoggedPrompt]:
-        for number, raw in self._lines():
-            try:
-                yield self._parse(number, raw)
-            except _BadLineError as error:
-                if not self.skip_bad:
-                    raise
-                self.skipped += 1
-                if len(self.skipped_examples) < _EXAMPLES_KEPT:
-                    self.skipped_examples.append(error.message)
+        with open_log(self.source) as stream:
+            lines = read_lines(stream, self.max_line_bytes)
+            if self.format == "auto":
+                lines = self._recognise(lines)
+            else:
+                self.found_format = self.format
+            for number, raw in lines:
+                try:
+                    yield from self._parse(number, raw)
+                except _BadLineError as error:
+                    if not self.skip_bad:
+                        raise
+                    self.skipped += 1
+                    if len(self.skipped_examples) < _EXAMPLES_KEPT:
+                        self.skipped_examples.append(error.message)
 
     @property
     def label(self) -> str:
         return "standard input" if self.source == STDIN else self.source
 
-    def _lines(self) -> Iterator[tuple[int, bytes | None]]:
-        """Line numbers with their bytes; None stands for a line beyond the limit."""
-        with _opened(self.source) as stream:
-            number = 0
-            while raw := stream.readline(self.max_line_bytes + 1):
-                number += 1
-                if len(raw) > self.max_line_bytes:
-                    while raw and not raw.endswith(b"\n"):
-                        raw = stream.readline(self.max_line_bytes)
-                    yield number, None
-                elif raw.strip():
-                    yield number, raw
+    @property
+    def hint(self) -> str:
+        """What to do about a log without prompts."""
+        return HINTS.get(self.found_format, "see docs/guides/estimate.md for the formats that a log may have")
 
-    def _parse(self, number: int, raw: bytes | None) -> LoggedPrompt:
+    def _recognise(self, lines: Iterator[tuple[int, bytes | None]]) -> Iterator[tuple[int, bytes | None]]:
+        """The same lines, once one of the first thousand has told the format; ours where none does."""
+        looked_at: list[tuple[int, bytes | None]] = []
+        found = None
+        for number, raw in lines:
+            looked_at.append((number, raw))
+            found = None if raw is None else recognise_line(raw)
+            if found is not None or len(looked_at) == _LINES_LOOKED_AT:
+                break
+        self.found_format = found or "openai"
+        return chain(looked_at, lines)
+
+    def _parse(self, number: int, raw: bytes | None) -> Iterator[LoggedPrompt]:
         where = f"{self.label}, line {number}"
         if raw is None:
             raise _BadLineError(
@@ -105,15 +141,19 @@ class PromptLog:
                 hint="one prompt a line; skip with --skip-bad",
             )
         try:
-            record = json.loads(raw)
-        except (ValueError, RecursionError) as error:
+            for record in read_records(self.found_format, raw):
+                if not isinstance(record, dict):
+                    raise _BadLineError(f"{where}: {_kind(record)}, not an object", hint=_FIELDS_HINT)
+                yield _LineReader(where, record, self.tenant_field).prompt(number)
+        except UnusableLineError as error:
+            raise _BadLineError(f"{where}: {error}", hint=self.hint) from None
+        except (ValueError, RecursionError, SyntaxError, MemoryError) as error:
+            if isinstance(error, _BadLineError):
+                raise
             what = error.msg if isinstance(error, json.JSONDecodeError) else "unreadable text"
             raise _BadLineError(
                 f"{where}: not JSON ({what})", hint="one JSON object a line; skip with --skip-bad"
             ) from None
-        if not isinstance(record, dict):
-            raise _BadLineError(f"{where}: {_kind(record)}, not an object", hint=_FIELDS_HINT)
-        return _LineReader(where, record, self.tenant_field).prompt(number)
 
 
 class _LineReader:
@@ -125,57 +165,90 @@ class _LineReader:
         nested = next((record[name] for name in NESTED_FIELDS if isinstance(record.get(name), dict)), None)
         self.scopes: list[dict[str, Any]] = [record] if nested is None else [record, nested]
         self.tenant_field = tenant_field
+        self._is_chat = False
 
     def prompt(self, number: int) -> LoggedPrompt:
-        text, token_ids = self._content()
+        parts = self._parts()
+        whole = parts[0].token_ids if len(parts) == 1 else _join_tokens(parts)
         return LoggedPrompt(
             line=number,
-            text=text,
-            token_ids=token_ids,
+            text=join_parts(parts) if whole is None else None,
+            token_ids=whole,
             tenant=self._tenant(),
             model=self._label(("model",)),
             request_id=self._label(ID_FIELDS),
             timestamp=self._timestamp(),
+            salt=self._label(SALT_FIELDS),
+            adapter=self._label(ADAPTER_FIELDS),
+            parts=tuple(parts),
+            answer=self._answer(),
+            is_chat=self._is_chat,
         )
 
-    def _content(self) -> tuple[str | None, TokenArray | None]:
+    def _parts(self) -> Sequence[Part]:
+        parts = self._content()
+        marks: dict[str, Any] = next(
+            (scope["semblend"] for scope in self.scopes if isinstance(scope.get("semblend"), dict)), {}
+        )
+        passages = marks.get("passages")
+        if isinstance(passages, list) and len(passages) > 1:
+            return mark_texts(parts, [one for one in passages if isinstance(one, str)])
+        return parts
+
+    def _content(self) -> list[Part]:
         for scope in self.scopes:
             for name in TOKEN_FIELDS:
                 if scope.get(name) is not None:
-                    return None, self._tokens(name, scope[name])
+                    return [self._tokens(name, scope[name])]
+            blocks = list_block_parts(scope)
+            if blocks is not None:
+                return blocks
             if scope.get("messages") is not None:
-                return self._chat("messages", scope, scope["messages"]), None
+                return self._chat("messages", scope, scope["messages"])
             for name in TEXT_FIELDS:
                 if scope.get(name) is not None:
                     return self._text_field(name, scope)
         raise _BadLineError(f"{self.where}: no prompt in it (fields: {_names(self.record)})", hint=_FIELDS_HINT)
 
-    def _text_field(self, name: str, scope: dict[str, Any]) -> tuple[str | None, TokenArray | None]:
+    def _text_field(self, name: str, scope: dict[str, Any]) -> list[Part]:
         value = scope[name]
         if isinstance(value, list):
             if all(isinstance(part, dict) for part in value) and value:
-                return self._chat(name, scope, value), None
+                return self._chat(name, scope, value)
             if len(value) == 1 and isinstance(value[0], str):
                 value = value[0]
             elif not any(isinstance(part, str | list) for part in value):
-                return None, self._tokens(name, value)
+                return [self._tokens(name, value)]
             else:
                 raise self._bad(name, "holds several prompts", "write one prompt a line")
         if not isinstance(value, str):
             raise self._bad(name, f"is {_kind(value)}, not a string", "text, chat messages or token ids")
         if not value:
             raise self._bad(name, "is empty", "a prompt needs at least one character")
-        return value, None
+        return [Part(value)]
 
-    def _tokens(self, name: str, value: Any) -> TokenArray:
+    def _tokens(self, name: str, value: Any) -> Part:
         try:
-            return as_token_array(value)
+            return Part("", token_ids=as_token_array(value))
         except TokenError as error:
             raise self._bad(name, error.message, error.hint) from None
 
-    def _chat(self, name: str, scope: dict[str, Any], messages: Any) -> str:
+    def _answer(self) -> str:
+        """What an engine wrote behind the prompt, where the log has it: next to the request, or in its response."""
+        response: Any = self.record.get("response")
+        if isinstance(response, dict):
+            response = response.get("body", response)
+            choices = response.get("choices") if isinstance(response, dict) else None
+            first = choices[0] if isinstance(choices, list) and choices else None
+            message = first.get("message", first) if isinstance(first, dict) else None
+            response = message.get("content", message.get("text")) if isinstance(message, dict) else None
+        found = [response, *(self.record.get(name) for name in ANSWER_FIELDS)]
+        return next((one for one in found if isinstance(one, str)), "")
+
+    def _chat(self, name: str, scope: dict[str, Any], messages: Any) -> list[Part]:
+        self._is_chat = True
         try:
-            return render_chat(
+            return list_chat_parts(
                 messages, system=scope.get("system", scope.get("instructions")), tools=scope.get("tools")
             )
         except InputError as error:
@@ -218,22 +291,10 @@ class _LineReader:
         return _BadLineError(f"{self.where}, field {name}: {what}", hint=hint)
 
 
-@contextmanager
-def _opened(source: str) -> Iterator[BinaryIO]:
-    """The file as bytes, unpacked where its name ends in .gz."""
-    if source == STDIN:
-        yield sys.stdin.buffer
-        return
-    path = Path(source)
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
-            yield stream  # type: ignore[misc]  # GzipFile reads like any binary file
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise InputError(
-            f"{source} is a damaged gzip file: {error}", hint="copy it again, or unpack it first"
-        ) from None
-    except OSError as error:
-        raise InputError(f"cannot read {source}: {error.strerror}", hint="check the path and the permissions") from None
+def _join_tokens(parts: Sequence[Part]) -> TokenArray | None:
+    """The token ids of parts that have no text; None where they have."""
+    known = [part.token_ids for part in parts if part.token_ids is not None]
+    return np.concatenate(known) if known else None
 
 
 def _names(record: dict[str, Any]) -> str:

@@ -18,9 +18,9 @@ from sembench.cli import main
 from sembench.report import ReportView, build_view, render_html, render_markdown
 from sembench.report.charts import FIGURES
 from sembench.report.story import build_tiles, list_absent, write_headline
-from sembench.report.svg import Scale, choose_even_ticks, list_doublings, thin_out
 from sembench.result import RequestRecord
 from sembench.witnesses.engine_events import summarize_file
+from semblend.web.svg import Scale, choose_even_ticks, list_doublings, thin_out
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 VOID = {"meta", "br", "hr", "img", "input", "link", "line", "wbr"}

@@ -1,35 +1,66 @@
-"""Tell what reuse would have saved on logged prompts.
+"""Tell what each step would have saved on logged prompts, in tokens, seconds and money.
 
-Replays the prompts in order and compares an exact-prefix cache with any-offset reuse. It is an estimate from
-tokens alone, not measured reuse.
+Replays the log through caches of bounded size: the exact prefix cache as it is, then with volatile fields moved, tools
+sorted, repeats dropped and passages arranged, then with reuse at any offset, then with more memory. No model runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from semblend.cli.output import Progress, check_target, print_json, say, table, write_json
-from semblend.cli.shared_flags import LOG_HELP, add_tokenizer, parse_count, parse_rate
+from semblend.cli.estimate_text import render
+from semblend.cli.output import Progress, check_target, print_json, say, write_json, write_text
+from semblend.cli.shared_flags import add_tokenizer, parse_count, parse_rate
 from semblend.errors import InputError
+from semblend.kv_shapes import KV_SHAPES
+from semblend.text.log_formats import FORMATS
+from semblend.text.parts import SPLITTERS
 
 if TYPE_CHECKING:
-    from semblend.estimate import Estimator
-    from semblend.prompt import Prompt
+    from semblend.arrange import VolatileField
+    from semblend.estimate import Replay, ReplayOptions
     from semblend.text.logs import LoggedPrompt, PromptLog
-    from semblend.text.tokenization import Tokenizer
 
-TENANTS_SHOWN = 10
-CAVEAT = (
-    "This is an estimate from tokens alone, not measured reuse. It assumes that every earlier prompt's KV is\n"
-    "still held; an engine may hold less, decline a span, or recompute more of it for quality."
-)
+LEARNED_PROMPTS = 2_000
+LEARNED_CHARS = 32_000_000
+SAMPLE_RUN = 1_000
+INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompts", required=True, metavar="FILE", help=LOG_HELP)
+    parser.add_argument("log", nargs="?", metavar="LOG", help="file of logged prompts, .gz too; - reads standard input")
+    parser.add_argument("--prompts", metavar="FILE", help="the same as LOG")
+    parser.add_argument(
+        "--format", choices=("auto", *FORMATS), default="auto", help="format of the log (default: what it looks like)"
+    )
     add_tokenizer(parser)
+    _add_memory(parser)
+    _add_rates(parser)
+    _add_reading(parser)
+    parser.add_argument(
+        "--passages",
+        choices=SPLITTERS,
+        default="auto",
+        help="which texts may change places: marked ones or, in their absence, what looks like a list of passages "
+        "(auto), marked ones only, long paragraphs, or none",
+    )
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the whole answer here; without a name or with - it is printed instead of the tables",
+    )
+    parser.add_argument("--html", metavar="FILE", help="write a page to look at and to hand on; it loads nothing")
+    parser.add_argument("--redact", action="store_true", help="show no text of prompts and no tenant names")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--block-size",
         type=parse_count,
@@ -37,47 +68,96 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens in a block of the prefix cache (default: 16)",
     )
-    parser.add_argument("--max-donors", type=parse_count, metavar="N", help="keep at most N donors (default: all)")
     parser.add_argument(
-        "--max-bytes",
+        "--cache-tokens",
         type=parse_count,
         metavar="N",
-        help="memory for donors, such as 512M (default: 2G, about 240M tokens)",
+        help="size of the prefix cache, as vLLM prints it at start (default: what fits into --memory)",
     )
+    parser.add_argument(
+        "--memory", type=parse_count, metavar="BYTES", help="bytes of KV in the prefix cache, such as 40G (the default)"
+    )
+    parser.add_argument(
+        "--more-memory",
+        type=_parse_factors,
+        default=(2, 4),
+        metavar="LIST",
+        help="times the memory of the last rows (default: 2,4; none for no such rows)",
+    )
+    parser.add_argument(
+        "--donor-tokens", type=parse_count, metavar="N", help="tokens of donors (default: as many as the prefix cache)"
+    )
+    parser.add_argument("--max-donors", type=parse_count, metavar="N", help="keep at most N donors (default: all)")
+    parser.add_argument(
+        "--break-even-tokens",
+        type=parse_count,
+        metavar="N",
+        help="reuse at an offset only what saves more than N tokens (default: 600, what a pass costs on an H200)",
+    )
+    parser.add_argument("--max-bytes", type=parse_count, metavar="N", help=argparse.SUPPRESS)
+
+
+def _add_rates(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        choices=sorted(KV_SHAPES),
+        default="qwen2.5-7b",
+        metavar="NAME",
+        help="model whose KV size and rates are used (default: qwen2.5-7b); one of " + ", ".join(sorted(KV_SHAPES)),
+    )
+    parser.add_argument(
+        "--prefill-tokens-per-s", type=parse_rate, metavar="R", help="your engine's prefill rate (default: by model)"
+    )
+    parser.add_argument(
+        "--gpu-hour",
+        type=parse_rate,
+        metavar="USD",
+        help="price of an hour of your GPUs (default: 3.00, an assumption)",
+    )
+    parser.add_argument(
+        "--price-per-million", type=parse_rate, metavar="USD", help="price of a million prompt tokens, instead"
+    )
+
+
+def _add_reading(parser: argparse.ArgumentParser) -> None:
     tenants = parser.add_mutually_exclusive_group()
     tenants.add_argument(
         "--tenant-field", default="", metavar="F", help="field that names the tenant, such as metadata.customer"
     )
     tenants.add_argument("--no-tenants", action="store_true", help="treat all prompts as one tenant's")
-    parser.add_argument(
-        "--prefill-tokens-per-s",
-        type=parse_rate,
-        metavar="R",
-        help="your engine's prefill rate, to turn tokens into seconds",
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the whole answer here; - prints it instead of the tables")
-    parser.add_argument("--skip-bad", action="store_true", help="count malformed lines and go on")
+    bad = parser.add_mutually_exclusive_group()
+    bad.add_argument("--strict", action="store_true", help="stop at the first malformed line")
+    bad.add_argument("--skip-bad", action="store_true", help="count malformed lines and go on (the default)")
     parser.add_argument("--limit", type=parse_count, metavar="N", help="stop after N prompts")
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    parser.add_argument(
+        "--sample",
+        type=_parse_share,
+        default=1.0,
+        metavar="SHARE",
+        help=f"replay only this share of the log, in runs of {SAMPLE_RUN:,} prompts, such as 0.1",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    from semblend.estimate import EstimateOptions, Estimator
     from semblend.text.logs import PromptLog
-    from semblend.text.tokenization import load_tokenizer
 
-    if args.json:
-        check_target(args.json)
-    tokenizer = load_tokenizer(args.tokenizer)
-    log = PromptLog(args.prompts, tenant_field=None if args.no_tenants else args.tenant_field, skip_bad=args.skip_bad)
-    limits = {name: getattr(args, name) for name in ("max_donors", "max_bytes") if getattr(args, name) is not None}
-    with Estimator(EstimateOptions(args.block_size, **limits)) as estimator:
-        seconds = _replay(estimator, log, tokenizer, args)
-        if not estimator.total.prompts:
-            raise InputError(
-                f"{log.label} holds no prompt", hint="see docs/guides/estimate.md for the fields it may have"
-            )
-        answer = _answer(estimator, log, tokenizer, args, seconds)
+    for target in (args.json, args.html):
+        if target and target != "-":
+            check_target(target)
+    if (args.log is None) == (args.prompts is None):
+        raise InputError("give one log", hint="semblend estimate LOG")
+    log = PromptLog(
+        args.log or args.prompts,
+        tenant_field=None if args.no_tenants else args.tenant_field,
+        skip_bad=not args.strict,
+        format=args.format,
+    )
+    answer = _estimate(log, args)
+    if args.html:
+        from semblend.estimate.page import render_page
+
+        write_text(args.html, render_page(answer))
+        say(f"wrote {args.html}")
     if args.json == "-":
         print_json(answer)
     else:
@@ -85,140 +165,122 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             write_json(args.json, answer)
             say(f"wrote {args.json}")
-    return 0
+    return 0 if answer["complete"] else INTERRUPTED
 
 
-def _replay(estimator: Estimator, log: PromptLog, tokenizer: Tokenizer, args: argparse.Namespace) -> float:
-    progress = Progress(args.quiet)
+def _estimate(log: PromptLog, args: argparse.Namespace) -> dict[str, Any]:
+    from semblend.arrange import Arranger
+    from semblend.estimate.answer import LogFacts, build_answer
+    from semblend.estimate.rates import find_rates
+    from semblend.estimate.replay import Replay
+    from semblend.estimate.steps import ArrangePassages, DropRepeats, MoveFields, SortTools, Step
+    from semblend.text.tokenization import load_tokenizer
+
+    tokenizer = load_tokenizer(args.tokenizer)
+    rates = find_rates(
+        args.model,
+        prefill_tokens_per_s=args.prefill_tokens_per_s,
+        gpu_hour=args.gpu_hour,
+        price_per_million=args.price_per_million,
+    )
+    options = _choose_options(args, rates.kv_bytes_per_token)
     started = time.perf_counter()
-    for logged in log:
-        estimator.add(to_prompt(logged, tokenizer))
-        if progress.due():
-            done = estimator.total
-            speed = done.prompt_tokens / (time.perf_counter() - started)
-            progress.show(f"{done.prompts:,} prompts, {done.prompt_tokens:,} tokens, {speed:,.0f} tokens/s")
-        if args.limit and estimator.total.prompts >= args.limit:
+    progress = Progress(args.quiet)
+    prompts, fields = _learn(_sample(log, args.sample, args.limit))
+    arranger = Arranger(most_passages=max(1_000, options.cache_tokens // 50))
+    steps: list[Step] = [MoveFields(fields), SortTools(), DropRepeats(), ArrangePassages(arranger)]
+    with Replay(steps, tokenizer, options) as replay:
+        complete = _replay(replay, prompts, progress, started)
+        _tell_skipped(log)
+        if not replay.prompts:
+            raise InputError(f"{log.label} holds no prompt", hint=log.hint)
+        facts = LogFacts(log.label, log.found_format, log.skipped, tuple(log.skipped_examples), complete, args.sample)
+        return build_answer(replay, rates, fields, facts, time.perf_counter() - started)
+
+
+def _choose_options(args: argparse.Namespace, kv_bytes: int) -> ReplayOptions:
+    from semblend.discover.store import BYTES_PER_TOKEN
+    from semblend.estimate.rates import DEFAULT_KV_BYTES
+    from semblend.estimate.replay import ReplayOptions
+
+    if args.cache_tokens and args.memory:
+        raise InputError("--cache-tokens and --memory say the same", hint="give one of them")
+    cache = args.cache_tokens or (args.memory or DEFAULT_KV_BYTES) // kv_bytes
+    donors = args.donor_tokens or (int(args.max_bytes / BYTES_PER_TOKEN) if args.max_bytes else cache)
+    given = {"max_donors": args.max_donors, "pass_tokens": args.break_even_tokens}
+    return ReplayOptions(
+        cache_tokens=cache,
+        donor_tokens=donors,
+        block_tokens=args.block_size,
+        factors=args.more_memory,
+        splitter=args.passages,
+        redacted=args.redact,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+
+
+def _sample(log: Iterable[LoggedPrompt], share: float, limit: int | None) -> Iterator[LoggedPrompt]:
+    """Runs of neighbouring prompts, evenly over the log: prompts that belong together stay together."""
+    taken = itertools.islice(log, limit)
+    if share >= 1:
+        return taken
+    every = max(1, round(1 / share))
+    return (logged for number, logged in enumerate(taken) if number // SAMPLE_RUN % every == 0)
+
+
+def _learn(prompts: Iterator[LoggedPrompt]) -> tuple[Iterator[LoggedPrompt], tuple[VolatileField, ...]]:
+    """The same prompts, and the volatile fields of the first ones."""
+    from semblend.arrange import find_volatile_fields
+
+    first: list[LoggedPrompt] = []
+    chars = 0
+    for logged in prompts:
+        first.append(logged)
+        chars += len(logged.text or "")
+        if len(first) >= LEARNED_PROMPTS or chars > LEARNED_CHARS:
             break
+    fields = find_volatile_fields([logged.text for logged in first if logged.text is not None])
+    return itertools.chain(first, prompts), fields
+
+
+def _replay(replay: Replay, prompts: Iterator[LoggedPrompt], progress: Progress, started: float) -> bool:
+    """Whether the log was replayed to its end; interrupted, what was counted so far stands."""
+    try:
+        for logged in prompts:
+            replay.add(logged)
+            if progress.due():
+                speed = replay.prompts / (time.perf_counter() - started)
+                progress.show(f"{replay.prompts:,} prompts, {replay.prompt_tokens:,} tokens, {speed:,.0f} prompts/s")
+    except KeyboardInterrupt:
+        progress.clear()
+        if not replay.prompts:
+            raise
+        say(f"stopped after {replay.prompts:,} prompts; the answer is about these")
+        return False
     progress.clear()
+    return True
+
+
+def _tell_skipped(log: PromptLog) -> None:
     for example in log.skipped_examples:
         say(f"skipped: {example}")
     if log.skipped > len(log.skipped_examples):
         say(f"skipped: {log.skipped - len(log.skipped_examples):,} more lines")
-    return time.perf_counter() - started
 
 
-def to_prompt(logged: LoggedPrompt, tokenizer: Tokenizer) -> Prompt:
-    """KV is never shared between tenants or models, so both are part of the namespace."""
-    from semblend.prompt import Namespace, Prompt
-
-    ids = tokenizer.encode(logged.text) if logged.text is not None else logged.token_ids
-    return Prompt(ids, namespace=Namespace(tenant=logged.tenant, model=logged.model))
-
-
-def _answer(
-    estimator: Estimator, log: PromptLog, tokenizer: Tokenizer, args: argparse.Namespace, seconds: float
-) -> dict[str, Any]:
-    from semblend._version import __version__
-
-    total = estimator.total
-    answer: dict[str, Any] = {
-        "semblend": __version__,
-        "source": log.label,
-        "tokenizer": tokenizer.name,
-        **estimator.to_dict(),
-        "lines_skipped": log.skipped,
-        "replay_s": round(seconds, 3),
-        "replay_tokens_per_s": round(total.prompt_tokens / seconds) if seconds else None,
-        "prefill_s": None,
-    }
-    if args.prefill_tokens_per_s:
-        per_second = args.prefill_tokens_per_s
-        answer["prefill_s"] = {
-            "tokens_per_s": per_second,
-            "without_cache": total.prompt_tokens / per_second,
-            "saved_by_prefix": total.prefix_tokens / per_second,
-            "saved_by_reuse": (total.reused_tokens - total.seam_tokens) / per_second,
-        }
-    return answer
+def _parse_factors(text: str) -> tuple[int, ...]:
+    """An argparse type: growing whole numbers from 2 on, with commas; none for no number."""
+    if text.strip().lower() == "none":
+        return ()
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 2,4,8") from None
 
 
-def render(answer: dict[str, Any]) -> str:
-    """The answer for people; everything in it comes from the answer as data."""
-    total = answer["total"]
-    parts = [
-        f"{total['prompts']:,} prompts, {total['prompt_tokens']:,} tokens "
-        f"(tokenizer {answer['tokenizer']}, blocks of {answer['options']['block_tokens']}, {_donors(answer)})",
-        _comparison(total),
-        _seconds(answer["prefill_s"]),
-        _tallies("prompt length", answer["by_length"]),
-    ]
-    if answer["tenants"] > 1:
-        shown = dict(list(answer["by_tenant"].items())[:TENANTS_SHOWN])
-        of = (
-            f"tenant (largest {TENANTS_SHOWN} of {answer['tenants']:,})"
-            if answer["tenants"] > TENANTS_SHOWN
-            else "tenant"
-        )
-        parts.append(_tallies(of, shown))
-    parts += [_distribution(answer), CAVEAT]
-    return "\n\n".join(part for part in parts if part)
-
-
-def _donors(answer: dict[str, Any]) -> str:
-    if answer["donors_evicted"]:
-        return f"{answer['donors_evicted']:,} donors evicted for room"
-    return "every prompt kept as a donor"
-
-
-def _comparison(total: dict[str, Any]) -> str:
-    prefix, reused = total["prefix_tokens"], total["reused_tokens"]
-    gained_share = total["reused_share"] - total["prefix_share"]
-    rows = [
-        ("exact-prefix cache", f"{prefix:,}", _format_percent(total["prefix_share"]), _hits(total, "prefix")),
-        ("any-offset reuse", f"{reused:,}", _format_percent(total["reused_share"]), _hits(total, "reused")),
-        ("difference", f"+{reused - prefix:,}", f"+{_format_percent(gained_share)}", ""),
-    ]
-    text = table(rows, head=("", "tokens not prefilled", "of all", "prompts with a hit"), right=(1, 2, 3))
-    seams = f"Of the difference, {total['seam_tokens']:,} tokens at the heads of moved spans would be recomputed."
-    return f"{text}\n{seams}" if total["seam_tokens"] else text
-
-
-def _hits(total: dict[str, Any], kind: str) -> str:
-    return f"{total[f'{kind}_hits']:,} ({_format_percent(total[f'{kind}_hit_rate'])})"
-
-
-def _seconds(prefill: dict[str, float] | None) -> str:
-    if prefill is None:
-        return ""
-    return (
-        f"prefill at {prefill['tokens_per_s']:,.0f} tokens/s takes {prefill['without_cache']:,.1f} s without a cache; "
-        f"exact-prefix saves {prefill['saved_by_prefix']:,.1f} s, any-offset {prefill['saved_by_reuse']:,.1f} s"
-    )
-
-
-def _tallies(name: str, tallies: dict[str, dict[str, Any]]) -> str:
-    rows = [
-        (
-            key or "(none)",
-            f"{one['prompts']:,}",
-            f"{one['prompt_tokens']:,}",
-            _format_percent(one["prefix_share"]),
-            _format_percent(one["reused_share"]),
-        )
-        for key, one in tallies.items()
-        if one["prompts"]
-    ]
-    head = (f"by {name}", "prompts", "tokens", "exact-prefix", "any-offset")
-    return table(rows, head=head, right=(1, 2, 3, 4))
-
-
-def _distribution(answer: dict[str, Any]) -> str:
-    histogram = answer["reused_share_histogram"]
-    total = answer["total"]["prompts"]
-    rows = [(name, f"{number:,}", _format_percent(number / total)) for name, number in histogram.items()]
-    shown = ", ".join(f"{name} {_format_percent(value)}" for name, value in answer["reused_share_percentiles"].items())
-    return table(rows, head=("share reusable", "prompts", ""), right=(1, 2)) + f"\npercentiles over prompts: {shown}"
-
-
-def _format_percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
+def _parse_share(text: str) -> float:
+    """An argparse type: a share above 0, at most 1."""
+    value = parse_rate(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share of the log, at most 1")
+    return value

@@ -1,4 +1,4 @@
-"""The style sheet of the page: light, dark and paper. Nothing is fetched."""
+"""The style sheet of reports: light, dark and paper. Nothing is fetched."""
 
 STYLE = """
 :root{color-scheme:light dark;--paper:#fcfcfb;--card:#fff;--ink:#1b1f24;--soft:#59626d;--faint:#e4e6e9;--rule:#9aa3ad;

@@ -1,0 +1,166 @@
+"""The answer of a replay as data: one row for each step, in order, with what it saves on top of those before it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from semblend._version import __version__
+from semblend.arrange import VolatileField
+from semblend.estimate.any_offset import BALANCED_SHARE
+from semblend.estimate.breaks import redact
+from semblend.estimate.rates import Rates
+from semblend.estimate.replay import BALANCED, FAST, PREFIX, Replay
+from semblend.text.tokenization import STABLE
+
+_TITLES = {
+    PREFIX: "exact prefix cache, as it is",
+    "fields": "move these fields to the end",
+    "tools": "sort the tools",
+    "repeats": "drop repeats",
+    "arrange": "arrange the passages",
+    BALANCED: "reuse at any offset, balanced",
+    FAST: "the same, fast",
+}
+_ASSUMES = {
+    PREFIX: "Blocks are shared from the first token on, LRU, within one tenant, model, adapter and salt.",
+    "fields": "The answer does not depend on where the field stands. The label moves with it.",
+    "tools": "Tools may stand in any order. They are sorted by their JSON text.",
+    "repeats": "A reference to the same text above does as well as the text.",
+    "arrange": "Passages of one list may change places.",
+    BALANCED: (
+        f"Donors have memory of their own. From one donor in order {BALANCED_SHARE:.0%} of the reused tokens are "
+        "computed again; other prompts are computed in full, as the quality gate mostly decides. Beginnings that are "
+        "loaded often are computed once for all (heal_prefixes)."
+    ),
+    FAST: "Only the first 16 tokens of each span are computed again, and no gate looks at the answer.",
+}
+_MEMORY_ASSUMES = "So many times the tokens of KV, for the prefix cache and for donors, with everything above in place."
+
+
+@dataclass(frozen=True, slots=True)
+class LogFacts:
+    """What is said about the log beside its numbers."""
+
+    source: str
+    format: str
+    lines_skipped: int = 0
+    skipped_examples: tuple[str, ...] = ()
+    complete: bool = True
+    sample: float = 1.0
+
+
+def build_answer(
+    replay: Replay, rates: Rates, fields: Sequence[VolatileField], facts: LogFacts, seconds: float
+) -> dict[str, Any]:
+    """Everything that the table, the page and the JSON file show."""
+    tokenizer, redacted = replay.tokens.tokenizer.name, replay.options.redacted
+    rows = build_rows(replay, rates, [_name_field(one, redacted) for one in fields])
+    saved = sum(row["saved_tokens"] for row in rows)
+    tenants = replay.groups.list_tenants()
+    return {
+        "kind": "estimate",
+        "version": 2,
+        "measured": False,
+        "semblend": __version__,
+        "source": facts.source,
+        "format": facts.format,
+        "complete": facts.complete,
+        "sample": facts.sample,
+        "tokenizer": tokenizer,
+        "tokens_are_approximate": tokenizer == STABLE,
+        "options": replay.options_dict(),
+        "rates": rates.to_dict(),
+        "total": {
+            "prompts": replay.prompts,
+            "prompt_tokens": replay.prompt_tokens,
+            "prefill_s": rates.compute_seconds(replay.prompt_tokens),
+            "price": rates.compute_price(replay.prompt_tokens),
+            **_price("saved", saved, replay.prompt_tokens, rates),
+        },
+        "rows": rows,
+        "fields": [_describe_field(one, redacted) for one in fields],
+        "passages": {"marked": replay.marked_passages, "assumed": replay.assumed_passages},
+        "breaks": replay.breaks.to_dict(),
+        "curves": replay.list_curves(),
+        "by_length": replay.groups.list_lengths(),
+        "by_tenant": {_hide_tenant(name) if redacted else name: one for name, one in tenants.items()},
+        "lines_skipped": facts.lines_skipped,
+        "skipped_examples": list(facts.skipped_examples),
+        "replay_s": round(seconds, 3),
+        "replay_tokens_per_s": round(replay.prompt_tokens / seconds) if seconds else None,
+    }
+
+
+def build_rows(replay: Replay, rates: Rates, field_names: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows in the order in which steps stand on each other; the savings add up to the total."""
+    before, rows = replay.prompt_tokens, []
+    changed = replay.list_changed()
+    for name, computed in replay.list_computed():
+        rows.append(
+            {
+                "name": name,
+                "title": _write_title(name, field_names),
+                "rank": None,
+                **_price("saved", before - computed, replay.prompt_tokens, rates),
+                "computed_tokens": computed,
+                "changed_prompts": changed.get(name),
+                "assumes": _write_assumption(name, replay),
+            }
+        )
+        before = computed
+    ranked = sorted((row for row in rows if row["saved_tokens"] > 0), key=lambda row: -row["saved_tokens"])
+    for rank, row in enumerate(ranked, start=1):
+        row["rank"] = rank
+    return rows
+
+
+def _write_title(name: str, field_names: Sequence[str]) -> str:
+    if name == "fields" and field_names:
+        return f"move to the end: {', '.join(field_names)}"
+    if name.startswith("memory x"):
+        return f"{name.removeprefix('memory x')} times the memory"
+    return _TITLES[name]
+
+
+def _write_assumption(name: str, replay: Replay) -> str:
+    if name != "arrange":
+        return _ASSUMES.get(name, _MEMORY_ASSUMES)
+    if replay.assumed_passages and replay.marked_passages:
+        return f"{_ASSUMES[name]} Marks say so for {replay.marked_passages:,}; {replay.assumed_passages:,} are assumed."
+    if replay.assumed_passages:
+        return (
+            f"{_ASSUMES[name]} No mark says so: {replay.assumed_passages:,} passages were recognised by how they look."
+        )
+    return f"{_ASSUMES[name]} The log's marks say so." if replay.marked_passages else "The log shows no passages."
+
+
+def _price(word: str, tokens: int, whole: int, rates: Rates) -> dict[str, Any]:
+    return {
+        f"{word}_tokens": tokens,
+        f"{word}_share": tokens / whole if whole else 0.0,
+        f"{word}_s": rates.compute_seconds(tokens),
+        f"{word}_price": rates.compute_price(tokens),
+    }
+
+
+def _name_field(one: VolatileField, redacted: bool) -> str:
+    """A name that says nothing of the prompt, where nothing may be said."""
+    return f"the field near character {one.offset_chars:,}" if redacted else one.name
+
+
+def _describe_field(one: VolatileField, redacted: bool) -> Mapping[str, Any]:
+    values = [redact(value) for value in one.values] if redacted else list(one.values)
+    return {
+        "name": _name_field(one, redacted),
+        "offset_chars": one.offset_chars,
+        "values": values,
+        "before": redact(one.before) if redacted else one.before,
+        "prompts_seen": one.prompts,
+    }
+
+
+def _hide_tenant(name: str) -> str:
+    return f"tenant {hashlib.blake2b(name.encode('utf-8', 'surrogatepass'), digest_size=4).hexdigest()}"

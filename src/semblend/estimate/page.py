@@ -1,0 +1,231 @@
+"""The estimate as one HTML page. It needs no network and no scripts; text of prompts is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from semblend.estimate.charts import draw_memory, draw_steps
+from semblend.estimate.words import (
+    format_count,
+    format_price,
+    format_seconds,
+    format_share,
+    write_headline,
+)
+from semblend.web.report_style import STYLE
+from semblend.web.tables import render_table
+
+TENANTS_SHOWN = 20
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_STYLE = """
+.step-before{fill:var(--band)}.step-gain{fill:var(--eligible)}.step-prefix{fill:var(--exact)}.step-loss{fill:var(--bad)}
+.curve-before{stroke:var(--rule);stroke-width:2}.curve-after{stroke:var(--eligible);stroke-width:2}
+circle.curve-before{fill:var(--rule);stroke:none}circle.curve-after{fill:var(--eligible);stroke:none}
+.steps td:first-child{white-space:normal;min-width:13rem}
+.steps tr.sum td{font-weight:650;border-top:2px solid var(--rule)}
+.break{background:var(--card);border:1px solid var(--faint);border-radius:8px;padding:.7rem .9rem;margin:.75rem 0}
+.break h3{font-size:1rem;margin:0}.break p{margin:.2rem 0}
+.quote{font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;white-space:pre-wrap;overflow-wrap:anywhere;
+margin:.5rem 0 0;padding:.5rem .6rem;background:var(--paper);border:1px solid var(--faint);border-radius:6px}
+.quote .same{color:var(--soft)}.quote .here,.quote .there{border-radius:3px;padding:0 .15rem}
+.quote .here{background:color-mix(in srgb,var(--warm) 20%,transparent)}
+.quote .there{background:color-mix(in srgb,var(--cold) 18%,transparent)}
+.quote b{font:600 11px system-ui,sans-serif;color:var(--soft);margin-right:.4rem;user-select:none}
+.notes{padding-left:1.1rem;max-width:46rem}.notes li{margin:.35rem 0}
+"""
+
+
+def render_page(answer: Mapping[str, Any]) -> str:
+    """Return the whole page."""
+    title = "What each step would have saved"
+    body = [
+        f"<h1>{title}</h1>",
+        f'<p class="when">{_escape(_write_subtitle(answer))}</p>',
+        f'<p class="verdict">{_escape(write_headline(answer))}</p>',
+        _render_tiles(answer),
+        '<h2 id="steps">Step by step</h2>',
+        _render_figure(draw_steps(answer), "Each step stands on those above it. Grey: saved by the steps before."),
+        _render_rows(answer),
+        _render_breaks(answer["breaks"]),
+        '<h2 id="memory">The exact prefix cache by its size</h2>',
+        _render_figure(
+            draw_memory(answer),
+            "Share of the prompt tokens that an exact prefix cache alone holds: of the prompts as they are, and with "
+            "fields moved, tools sorted, repeats dropped and passages arranged.",
+        ),
+        _render_groups(answer),
+        _render_assumptions(answer),
+        _render_sources(answer),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{title}</title><style>{STYLE}{_STYLE}</style></head>\n<body><main>\n"
+        + "\n".join(part for part in body if part)
+        + "\n</main></body></html>\n"
+    )
+
+
+def _escape(words: str) -> str:
+    """Escape text and keep a number and its percent sign on one line."""
+    return escape(words).replace(" %", "&nbsp;%")
+
+
+def _write_subtitle(answer: Mapping[str, Any]) -> str:
+    total = answer["total"]
+    words = [
+        str(answer["source"]).rsplit("/", 1)[-1],
+        f"{total['prompts']:,} prompts",
+        f"{format_count(total['prompt_tokens'])} tokens",
+        "" if answer["sample"] == 1 else f"a sample of {answer['sample']:.0%}",
+        "" if answer["complete"] else "stopped before the end",
+        "replayed, not measured",
+    ]
+    return " · ".join(word for word in words if word)
+
+
+def _render_tiles(answer: Mapping[str, Any]) -> str:
+    total, rates, first = answer["total"], answer["rates"], answer["rows"][0]
+    tiles = [
+        (format_share(first["saved_share"]), "of the tokens", "from the exact prefix cache as it is"),
+        (format_share(total["saved_share"]), "of the tokens", "with every step on this page"),
+        (format_seconds(total["saved_s"]), "of prefill saved", f"of {format_seconds(total['prefill_s'])}, one engine"),
+        (
+            f"{format_price(total['saved_price'], total['price'])} {rates['currency']}",
+            "saved on this log",
+            f"of {format_price(total['price'], total['price'])} {rates['currency']}",
+        ),
+    ]
+    cells = (
+        f'<li class="tile"><b>{_escape(value)}</b><span>{_escape(label)}</span><span>{_escape(detail)}</span></li>'
+        for value, label, detail in tiles
+    )
+    return f'<ul class="tiles">{"".join(cells)}</ul>'
+
+
+def _render_figure(drawings: tuple[str, str], caption: str) -> str:
+    wide, narrow = drawings
+    return (
+        f'<figure><div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
+        f"<figcaption>{escape(caption)}</figcaption></figure>"
+    )
+
+
+def _render_rows(answer: Mapping[str, Any]) -> str:
+    currency, total = answer["rates"]["currency"], answer["total"]
+    rows = [
+        (
+            str(row["title"]),
+            f"{row['saved_tokens']:+,}",
+            format_share(row["saved_share"]),
+            format_seconds(row["saved_s"]),
+            format_price(row["saved_price"], total["price"]),
+            str(row["rank"] or "–"),
+        )
+        for row in answer["rows"]
+    ]
+    rows.append(
+        (
+            "all of it",
+            f"{total['saved_tokens']:+,}",
+            format_share(total["saved_share"]),
+            format_seconds(total["saved_s"]),
+            format_price(total["saved_price"], total["price"]),
+            "–",
+        )
+    )
+    head = ("step", "tokens saved", "of all", "prefill", currency, "rank")
+    shown = render_table(head, rows, classes=dict.fromkeys(range(1, len(head)), "num"))
+    last = shown.rindex("<tr>")
+    return f'<div class="steps">{shown[:last]}<tr class="sum">{shown[last + len("<tr>") :]}</div>'
+
+
+def _render_breaks(breaks: Mapping[str, Any]) -> str:
+    if not breaks:
+        return ""
+    ordered = sorted(breaks.items(), key=lambda item: -item[1]["tokens"])
+    return '<h2 id="breaks">What ended the hits</h2>' + "".join(_render_break(kind, one) for kind, one in ordered)
+
+
+def _render_break(kind: str, one: Mapping[str, Any]) -> str:
+    first, *rest = [_render_example(example) for example in one["examples"]]
+    more = f"<details><summary>{len(rest)} more</summary>{''.join(rest)}</details>" if rest else ""
+    return (
+        f'<section class="break"><h3>{escape(kind)}</h3><p class="soft">{one["prompts"]:,} prompts, '
+        f"{format_count(one['tokens'])} tokens</p>{first}{more}</section>"
+    )
+
+
+def _render_example(example: Mapping[str, Any]) -> str:
+    name = f" ({example['request_id']})" if example["request_id"] else ""
+    held = f"{example['position_tokens']:,} of {example['prompt_tokens']:,} tokens were held"
+    where = f"Line {example['line']:,}{name}: {held}"
+    if example["position_chars"] is None:
+        return f'<p class="soft">{escape(where)}. The log holds no text.</p>'
+    same = f'<span class="same">{escape(example["before"])}</span>'
+    lines = [f'<b>this prompt</b>{same}<span class="here">{escape(example["here"])}</span>']
+    if example["earlier"] is not None:
+        lines.append(f'<b>earlier one</b>{same}<span class="there">{escape(example["earlier"])}</span>')
+    quotes = "".join(f'<div class="quote">{line}</div>' for line in lines)
+    return f'<p class="soft">{escape(where)}; the texts part at character {example["position_chars"]:,}.</p>{quotes}'
+
+
+def _render_groups(answer: Mapping[str, Any]) -> str:
+    parts = [_render_tallies("prompt length", answer["by_length"])]
+    if len(answer["by_tenant"]) > 1:
+        shown = dict(list(answer["by_tenant"].items())[:TENANTS_SHOWN])
+        parts.append(_render_tallies("tenant", shown))
+    return f'<h2 id="groups">Who gains</h2>{"".join(parts)}'
+
+
+def _render_tallies(name: str, tallies: Mapping[str, Mapping[str, int]]) -> str:
+    rows = [
+        (
+            key or "(none)",
+            f"{one['prompts']:,}",
+            f"{one['prompt_tokens']:,}",
+            format_share(one["prefix_saved_tokens"] / one["prompt_tokens"]),
+            format_share(one["saved_tokens"] / one["prompt_tokens"]),
+        )
+        for key, one in tallies.items()
+        if one["prompts"]
+    ]
+    return render_table((name, "prompts", "tokens", "prefix cache", "up to balanced"), rows)
+
+
+def _render_assumptions(answer: Mapping[str, Any]) -> str:
+    items = [f"<li><b>{escape(row['title'])}.</b> {escape(row['assumes'])}</li>" for row in _unique(answer["rows"])]
+    items.append(
+        "<li><b>Not counted.</b> Queues and batches, decoding, the time to look donors up and to load them, prefill "
+        "that grows faster than its length, and whether answers stay as good. Only an engine's receipt counts as "
+        "reuse.</li>"
+    )
+    return f'<h2 id="assumptions">What each row assumes</h2><ul class="notes">{"".join(items)}</ul>'
+
+
+def _unique(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows, of those about memory the first."""
+    return list({row["assumes"]: row for row in reversed(rows)}.values())[::-1]
+
+
+def _render_sources(answer: Mapping[str, Any]) -> str:
+    rates, options = answer["rates"], answer["options"]
+    about = ", an approximation of a model's tokens" if answer["tokens_are_approximate"] else ""
+    rows = [
+        ("log", f"{answer['source']}, format {answer['format']}, {answer['lines_skipped']:,} lines skipped"),
+        ("tokenizer", f"{answer['tokenizer']}{about}"),
+        ("prefix cache", f"{options['cache_tokens']:,} tokens in blocks of {options['block_tokens']}, LRU"),
+        ("donors", f"{options['donor_tokens']:,} tokens"),
+        ("KV", f"{rates['kv_bytes_per_token']:,} bytes a token ({rates['model']}, 16 bits)"),
+        ("prefill", f"{rates['prefill_tokens_per_s']:,.0f} tokens/s ({rates['prefill_source']})"),
+        ("price", f"{rates['price_per_million']:.4g} {rates['currency']} a million tokens ({rates['price_source']})"),
+        ("passages", f"{answer['passages']['marked']:,} marked, {answer['passages']['assumed']:,} recognised"),
+        *((f"field: {one['name']}", ", ".join(one["values"])) for one in answer["fields"]),
+        *(("skipped", words) for words in answer["skipped_examples"]),
+        ("semblend", str(answer["semblend"])),
+    ]
+    shown = render_table(("what", "value"), rows, classes={0: "key", 1: "value"})
+    return f'<h2 id="sources">Where the numbers come from</h2>{shown}'

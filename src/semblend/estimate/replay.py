@@ -1,0 +1,211 @@
+"""Replays a log through every step in turn and counts the tokens that an engine would still compute.
+
+One prompt goes through all stages before the next one is read: exact prefix as it is, then with each step on top of
+those before it, then with any-offset reuse, then with more memory. Every stage has a cache of its own, of bounded size.
+What a step saves is the difference between the tokens computed before it and with it, so the rows add up to the total.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from semblend.errors import InputError
+from semblend.estimate.any_offset import PASS_TOKENS, AnyOffsetReplay
+from semblend.estimate.breaks import Break, BreakKind, BreakLog
+from semblend.estimate.prefix_cache import BlockHasher, KeyArray, make_cache
+from semblend.estimate.steps import Parts, Step
+from semblend.estimate.tally import GroupTallies
+from semblend.estimate.token_parts import PartTokens
+from semblend.prompt import Namespace, Prompt, TokenArray
+from semblend.text.logs import LoggedPrompt
+from semblend.text.parts import Splitter, join_parts, split_parts
+from semblend.text.tokenization import Tokenizer
+
+PREFIX, BALANCED, FAST = "prefix", "balanced", "fast"
+_CURVE = (0.25, 0.5)
+_KIND_OF_STEP = {
+    "fields": BreakKind.FIELD,
+    "tools": BreakKind.TOOLS,
+    "repeats": BreakKind.REPEATS,
+    "arrange": BreakKind.ORDER,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """How to replay. Sizes are in tokens of KV; ``factors`` are how many times the memory the last rows have."""
+
+    cache_tokens: int = 700_000
+    donor_tokens: int = 700_000
+    block_tokens: int = 16
+    factors: tuple[int, ...] = (2, 4)
+    splitter: Splitter = "auto"
+    max_donors: int = 1 << 30
+    pass_tokens: int = PASS_TOKENS
+    redacted: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block_tokens < 1 or self.cache_tokens < self.block_tokens or self.donor_tokens < 1:
+            raise InputError(
+                f"a cache of {self.cache_tokens} tokens in blocks of {self.block_tokens} holds nothing",
+                hint="give the cache at least one block",
+            )
+        if list(self.factors) != sorted(set(self.factors)) or any(factor < 2 for factor in self.factors):
+            raise InputError(f"memory factors {list(self.factors)} do not grow from 2", hint="such as 2,4,8")
+
+    @property
+    def curve_tokens(self) -> tuple[int, ...]:
+        """Sizes of the cache that the curve over memory shows, smallest first; ``cache_tokens`` is one of them."""
+        wanted = [
+            *(self.cache_tokens * share for share in _CURVE),
+            *(self.cache_tokens * f for f in (1, *self.factors)),
+        ]
+        return tuple(sorted({max(1, int(size) // self.block_tokens) * self.block_tokens for size in wanted}))
+
+
+@dataclass(frozen=True, slots=True)
+class _StageCount:
+    """A prompt in one stage, in tokens: its length, what the cache held of it, and what the largest one held."""
+
+    tokens: int
+    hit: int
+    most_hit: int
+
+    @property
+    def computed(self) -> int:
+        return self.tokens - self.hit
+
+
+class _Stage:
+    """The exact prefix cache behind one or more steps, for all sizes of the curve."""
+
+    def __init__(self, name: str, step: Step | None, options: ReplayOptions) -> None:
+        self.name, self.step = name, step
+        sizes = [size // options.block_tokens for size in options.curve_tokens]
+        self._block_tokens = options.block_tokens
+        self._at = sizes.index(options.cache_tokens // options.block_tokens)
+        self._cache = make_cache(sizes)
+        self.computed_tokens = self.changed_prompts = 0
+        self.hits_by_size = [0] * len(sizes)
+
+    def count(self, tokens: TokenArray, keys: KeyArray, asked: int, *, changed: bool) -> _StageCount:
+        """Look a prompt up in caches of every size, and hold it there."""
+        hits = [blocks * self._block_tokens for blocks in self._cache.replay(keys, asked)]
+        for at, hit in enumerate(hits):
+            self.hits_by_size[at] += hit
+        self.computed_tokens += len(tokens) - hits[self._at]
+        self.changed_prompts += changed
+        return _StageCount(len(tokens), hits[self._at], hits[-1])
+
+
+class Replay:
+    """Takes logged prompts one by one. ``list_computed`` are the tokens computed after each step, in order."""
+
+    def __init__(self, steps: Sequence[Step], tokenizer: Tokenizer, options: ReplayOptions | None = None) -> None:
+        self.options = options = options or ReplayOptions()
+        self.tokens = PartTokens(tokenizer)
+        self.breaks = BreakLog(redacted=options.redacted)
+        self.groups = GroupTallies()
+        self.prompts = self.prompt_tokens = self.assumed_passages = self.marked_passages = 0
+        self._hasher = BlockHasher(options.block_tokens)
+        self._stages = [_Stage(PREFIX, None, options), *(_Stage(step.name, step, options) for step in steps)]
+        self._reuses = [self._make_reuse(BALANCED, 1), *(self._make_reuse(FAST, f) for f in (1, *options.factors))]
+        self._reuse_names = [BALANCED, FAST, *(f"memory x{factor}" for factor in options.factors)]
+        self._reuse_computed = [0] * len(self._reuses)
+
+    def _make_reuse(self, mode: Any, factor: int) -> AnyOffsetReplay:
+        options = self.options
+        return AnyOffsetReplay(
+            mode,
+            cache_tokens=options.cache_tokens * factor,
+            donor_tokens=options.donor_tokens * factor,
+            block_tokens=options.block_tokens,
+            max_donors=min(options.max_donors * factor, 1 << 30),
+            pass_tokens=options.pass_tokens,
+        )
+
+    def __enter__(self) -> Replay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for reuse in self._reuses:
+            reuse.close()
+
+    def add(self, logged: LoggedPrompt) -> None:
+        """Send one prompt through every stage."""
+        namespace = Namespace(tenant=logged.tenant, model=logged.model, adapter=logged.adapter, salt=logged.salt)
+        parts = split_parts(logged.parts, self.options.splitter)
+        passages = [part for part in parts if part.kind == "passage"]
+        self.marked_passages += sum(part.marked for part in passages)
+        self.assumed_passages += sum(not part.marked for part in passages)
+        sent = self._encode(parts, logged, namespace)
+        if not len(sent[0]):
+            return
+        passed: list[_StageCount] = []
+        texts: list[str] = []
+        for stage in self._stages:
+            changed = parts if stage.step is None else stage.step.apply(parts, namespace)
+            if changed is not parts:
+                sent = self._encode(changed, logged, namespace)
+            passed.append(stage.count(*sent, changed=changed is not parts))
+            if logged.text is not None:
+                texts.append(texts[-1] if texts and changed is parts else join_parts(changed))
+            parts = changed
+        prompt = Prompt(sent[0], namespace=namespace)
+        computed = [reuse.add(prompt, sent[1], sent[2]).computed_tokens for reuse in self._reuses]
+        for at, tokens in enumerate(computed):
+            self._reuse_computed[at] += tokens
+        self.prompts += 1
+        self.prompt_tokens += passed[0].tokens
+        self.groups.add(logged.tenant, passed[0].tokens, passed[0].computed, computed[0])
+        self.breaks.add(self._find_break(passed, computed[1]), logged, namespace, texts)
+
+    def _encode(self, parts: Parts, logged: LoggedPrompt, namespace: Namespace) -> tuple[TokenArray, KeyArray, int]:
+        """Token ids of a prompt, keys of its blocks and of those of its answer, and how many of them may be hit."""
+        tokens = self.tokens.encode(parts)
+        # An engine computes at least the last token, to have something to continue from.
+        asked = max(0, len(tokens) - 1) // self.options.block_tokens
+        if not logged.answer or logged.text is None:
+            return tokens, self._hasher.hash(tokens, namespace), asked
+        whole = self.tokens.encode((*parts, *logged.answer_parts))
+        return tokens, self._hasher.hash(whole, namespace), asked
+
+    def _find_break(self, passed: Sequence[_StageCount], computed_fast: int) -> Break | None:
+        """Why a prompt was not hit further: the kind that would save most of it."""
+        first, last = passed[0], passed[-1]
+        gains = [
+            (passed[at].computed - passed[at + 1].computed, -at, _KIND_OF_STEP[stage.name])
+            for at, stage in enumerate(self._stages[1:])
+            if stage.name in _KIND_OF_STEP
+        ]
+        gains.append((first.most_hit - first.hit, 0, BreakKind.EVICTED))
+        gains.append((last.computed - computed_fast, 1 - len(passed), BreakKind.PLACE))
+        lost, stage, kind = max(gains, key=lambda gain: gain[:2])
+        if lost > 0:
+            return Break(kind, -stage, passed[-stage].tokens, passed[-stage].hit, lost)
+        if first.computed > 2 * self.options.block_tokens:
+            return Break(BreakKind.NEW, 0, first.tokens, first.hit, first.computed)
+        return None
+
+    def list_computed(self) -> Iterator[tuple[str, int]]:
+        """Name and computed tokens of every stage, in the order in which they stand on each other."""
+        for stage in self._stages:
+            yield stage.name, stage.computed_tokens
+        yield from zip(self._reuse_names, self._reuse_computed, strict=True)
+
+    def list_changed(self) -> dict[str, int]:
+        """Prompts that each step changed."""
+        return {stage.name: stage.changed_prompts for stage in self._stages if stage.step is not None}
+
+    def list_curves(self) -> dict[str, list[int]]:
+        """Tokens that an exact prefix cache alone hits, by its size: as it is, and behind all steps."""
+        return {
+            "cache_tokens": list(self.options.curve_tokens),
+            "as_it_is": list(self._stages[0].hits_by_size),
+            "after_steps": list(self._stages[-1].hits_by_size),
+        }
+
+    def options_dict(self) -> dict[str, Any]:
+        return asdict(self.options)

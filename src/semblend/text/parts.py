@@ -1,0 +1,194 @@
+"""The parts of a prompt: running text, tool definitions, passages, tool results. Joined they are the prompt.
+
+An estimate moves parts around and counts; nobody else needs them. Passages come from marks where a request has them,
+otherwise from the splitter below, which knows a few common ways to write a list of passages:
+
+============================================  ==================================================================
+written as                                    passage
+============================================  ==================================================================
+``Document 3: …``, ``[3] …``, ``### Doc 3``   the text behind the number, until the next number; of the last one
+                                              until a blank line
+``<document …>…</document>`` and the like     the text between the tags
+three or more text parts in one message       all but the last
+blocks of a trace                             those of type retrieved_context or legal_evidence
+============================================  ==================================================================
+
+Numbers and tags stay at their places when passages move.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from semblend.prompt import TokenArray
+
+PartKind = Literal["text", "tool", "passage", "result"]
+Splitter = Literal["auto", "marked", "paragraphs", "none"]
+SPLITTERS: tuple[Splitter, ...] = ("auto", "marked", "paragraphs", "none")
+TURN = "turn"
+"""Group of the text between two turns of a chat: turns stay parts of their own, because they come again as they are."""
+LEAST_PASSAGE_CHARS = 40
+LEAST_PARAGRAPH_CHARS = 200
+_WORDS = "document|passage|source|context|doc|chunk|snippet|result|reference|article|example|evidence"
+_HEADER = re.compile(
+    rf"^[ \t]*(?:#{{1,4}} |\*\*)?(?:(?:{_WORDS})[ \t]*[#(\[]{{0,2}}\d{{1,4}}[)\]]{{0,2}}|\[\d{{1,4}}\])"
+    r"[ \t]*(?:[:.)-]|\*\*){0,2}[ \t]*\n?",
+    re.MULTILINE | re.IGNORECASE,
+)
+_TAG = re.compile(rf"<(/?)({_WORDS}|item)\b[^<>]{{0,200}}>[ \t]*\n?", re.IGNORECASE)
+_BLANK_LINE = re.compile(r"\n[ \t]*\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a prompt. Parts with equal ``text`` are equal.
+
+    ``group``: passages and tools of one group may change places. ``marked``: the caller said so; if not, we assume it.
+    ``token_ids`` are set where a log holds tokens or block ids; ``text`` is then only a name.
+    """
+
+    text: str
+    kind: PartKind = "text"
+    group: str = ""
+    marked: bool = False
+    token_ids: TokenArray | None = field(default=None, compare=False, repr=False)
+
+
+def join_parts(parts: Iterable[Part]) -> str:
+    return "".join(part.text for part in parts)
+
+
+def merge_texts(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """The same parts, with neighbouring texts in one; a text of the group `TURN` begins a new one.
+
+    >>> [part.text for part in merge_texts([Part("a"), Part("b"), Part("c", "tool"), Part("")])]
+    ['ab', 'c']
+    """
+    merged: list[Part] = []
+    texts: list[str] = []
+
+    def close() -> None:
+        if any(texts):
+            merged.append(Part("".join(texts)))
+        texts.clear()
+
+    for part in parts:
+        if part.kind == "text" and part.token_ids is None:
+            if part.group == TURN:
+                close()
+            texts.append(part.text)
+        else:
+            close()
+            merged.append(part)
+    close()
+    return tuple(merged)
+
+
+def split_parts(parts: Sequence[Part], splitter: Splitter) -> tuple[Part, ...]:
+    """The parts with the passages of their texts apart. Where one is marked, nothing else is taken for a passage."""
+    marked = any(part.marked for part in parts)
+    if splitter == "none" or ((splitter == "marked" or marked) and not marked):
+        return merge_texts(_unmark(part) for part in parts)
+    if marked:
+        return merge_texts(part if part.marked else _unmark(part) for part in parts)
+    split: list[Part] = []
+    for number, part in enumerate(parts):
+        if part.kind == "text" and part.token_ids is None and part.group != TURN:
+            find = _find_paragraphs if splitter == "paragraphs" else _find_passages
+            split.extend(_cut(part.text, find(part.text), f"text {number}"))
+        else:
+            split.append(part)
+    return merge_texts(split)
+
+
+def _unmark(part: Part) -> Part:
+    return replace(part, kind="text", group="") if part.kind == "passage" and part.token_ids is None else part
+
+
+def mark_texts(parts: Sequence[Part], passages: Sequence[str]) -> tuple[Part, ...]:
+    """The parts with each of ``passages`` apart and marked, where it stands in a text."""
+    found: list[Part] = []
+    for part in parts:
+        if part.kind != "text" or part.token_ids is not None:
+            found.append(part)
+            continue
+        spans, at = [], 0
+        for start, end in sorted(_find_literals(part.text, passages)):
+            if start >= at:
+                spans.append((start, end, 0))
+                at = end
+        found.extend(replace(one, marked=one.kind == "passage") for one in _cut(part.text, spans, "passages"))
+    return tuple(found)
+
+
+def _find_literals(text: str, passages: Sequence[str]) -> Iterator[tuple[int, int]]:
+    for passage in passages:
+        start = text.find(passage) if passage else -1
+        if start >= 0:
+            yield start, start + len(passage)
+
+
+def _cut(text: str, passages: Iterable[tuple[int, int, int]], group: str) -> Iterator[Part]:
+    """Text and passages in turn; each passage is (start, end, number of its run). A run of one cannot change places."""
+    found = list(passages)
+    lengths: dict[int, int] = {}
+    for _, _, run in found:
+        lengths[run] = lengths.get(run, 0) + 1
+    at = 0
+    for start, end, run in found:
+        if lengths[run] < 2:
+            continue
+        yield Part(text[at:start])
+        yield Part(text[start:end], "passage", f"{group}, list {run}")
+        at = end
+    yield Part(text[at:])
+
+
+def _find_passages(text: str) -> Iterator[tuple[int, int, int]]:
+    tagged = list(_find_tagged(text))
+    return iter(tagged) if len(tagged) > 1 else _find_numbered(text)
+
+
+def _find_numbered(text: str) -> Iterator[tuple[int, int, int]]:
+    headers = [match.span() for match in _HEADER.finditer(text)]
+    for number, (_, start) in enumerate(headers):
+        if number + 1 < len(headers):
+            end = headers[number + 1][0]
+        else:
+            blank = _BLANK_LINE.search(text, start)
+            end = blank.start() if blank else len(text)
+        end = start + len(text[start:end].rstrip())
+        if end - start >= LEAST_PASSAGE_CHARS:
+            yield start, end, 0
+
+
+def _find_tagged(text: str) -> Iterator[tuple[int, int, int]]:
+    """Texts between a tag and its end; text between two of them begins a new run."""
+    opened: tuple[str, int, int] | None = None  # tag, its start, start of the body
+    last, run = None, 0
+    for match in _TAG.finditer(text):
+        closing, name = match.group(1), match.group(2).lower()
+        if not closing and opened is None:
+            opened = (name, match.start(), match.end())
+        elif closing and opened is not None and opened[0] == name:
+            start, end = opened[2], opened[2] + len(text[opened[2] : match.start()].rstrip())
+            if last is not None and text[last : opened[1]].strip():
+                run += 1
+            if end - start >= LEAST_PASSAGE_CHARS:
+                yield start, end, run
+            last, opened = match.end(), None
+
+
+def _find_paragraphs(text: str) -> Iterator[tuple[int, int, int]]:
+    """Long paragraphs; a short one ends the run."""
+    run, at = 0, 0
+    for end in [*(match.start() for match in _BLANK_LINE.finditer(text)), len(text)]:
+        start = at + len(text[at:end]) - len(text[at:end].lstrip())
+        if end - start >= LEAST_PARAGRAPH_CHARS:
+            yield start, start + len(text[start:end].rstrip()), run
+        elif text[start:end].strip():
+            run += 1
+        at = end

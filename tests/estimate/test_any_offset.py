@@ -1,0 +1,116 @@
+"""Reuse at any offset is replayed as an engine would do it: moved KV is neither exact nor a donor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from semblend import Namespace, Prompt
+from semblend.estimate.any_offset import BALANCED_SHARE, AnyOffsetReplay, Mode, ReuseCount
+from semblend.estimate.prefix_cache import BlockHasher
+
+RANDOM = np.random.default_rng(11)
+DOCUMENT = RANDOM.integers(1000, 30_000, 400).tolist()
+SHIFTED = [*range(1, 21), *DOCUMENT]
+OTHER = RANDOM.integers(40_000, 60_000, 400).tolist()
+
+
+def replay(
+    *prompts: list[int], mode: Mode = "fast", tenants: tuple[str, ...] = (), size: int = 100_000, **options: Any
+) -> list[ReuseCount]:
+    return list(_replay(prompts, mode, tenants or ("",) * len(prompts), size, options))
+
+
+def _replay(prompts: Any, mode: Mode, tenants: Any, size: int, options: dict[str, Any]) -> Iterator[ReuseCount]:
+    hasher = BlockHasher(16)
+    given = {"cache_tokens": size, "donor_tokens": size, "block_tokens": 16, "pass_tokens": 0} | options
+    reuse = AnyOffsetReplay(mode, **given)
+    for ids, tenant in zip(prompts, tenants, strict=True):
+        prompt = Prompt(ids, namespace=Namespace(tenant=tenant))
+        yield reuse.add(prompt, hasher.hash(prompt.token_ids, prompt.namespace), (len(ids) - 1) // 16)
+    reuse.close()
+
+
+def test_the_first_prompt_is_computed_in_full() -> None:
+    assert replay(DOCUMENT) == [ReuseCount(0, 0, 400)]
+
+
+def test_a_repeated_prompt_is_exact_but_for_the_last_token_that_an_engine_must_compute() -> None:
+    assert replay(DOCUMENT, DOCUMENT)[1].exact_tokens == 384
+
+
+def test_a_shifted_document_is_moved_and_its_first_tokens_are_computed_again() -> None:
+    moved = replay(DOCUMENT, SHIFTED)[1]
+    assert moved == ReuseCount(0, 399 - 16, 20 + 16 + 1)
+
+
+def test_mode_balanced_computes_more_of_a_moved_document_again() -> None:
+    moved = replay(DOCUMENT, SHIFTED, mode="balanced")[1]
+    assert moved.moved_tokens == 399 - int(np.ceil(BALANCED_SHARE * 399))
+
+
+def test_mode_balanced_prefills_what_comes_in_another_order() -> None:
+    turned = [*DOCUMENT[200:], *DOCUMENT[:200]]
+    assert replay(DOCUMENT, turned, mode="balanced")[1] == ReuseCount(0, 0, 400)
+    assert replay(DOCUMENT, turned, mode="fast")[1].moved_tokens > 300
+
+
+def test_a_plan_that_saves_less_than_a_pass_costs_is_not_begun() -> None:
+    assert replay(DOCUMENT, SHIFTED, pass_tokens=382)[1].moved_tokens == 383
+    assert replay(DOCUMENT, SHIFTED, pass_tokens=383)[1].moved_tokens == 0
+
+
+def test_a_donor_of_another_tenant_is_invisible() -> None:
+    assert replay(DOCUMENT, DOCUMENT, tenants=("a", "b"))[1] == ReuseCount(0, 0, 400)
+    assert replay(DOCUMENT, SHIFTED, tenants=("a", "b"))[1] == ReuseCount(0, 0, 420)
+
+
+def test_moved_kv_is_no_donor_and_no_exact_prefix() -> None:
+    behind = [*SHIFTED, *OTHER]  # what is computed behind moved KV is lost
+    *_, last = replay(DOCUMENT, behind, [*range(50, 60), *OTHER])
+    assert last == ReuseCount(0, 0, 410)
+    # A longer prompt that begins with `behind` finds its document again, and computes OTHER again.
+    *_, longer = replay(DOCUMENT, behind, [*behind, 5, 6, 7])
+    assert longer.exact_tokens == 16  # the tokens in front of the first moved one
+    assert longer.computed_tokens >= len(OTHER)
+
+
+def test_an_equal_prompt_shares_the_blocks_that_were_loaded_for_the_first() -> None:
+    *_, again = replay(DOCUMENT, SHIFTED, SHIFTED)
+    assert again == ReuseCount(16, 416 - 16, 4)
+
+
+def test_a_beginning_that_cost_as_much_as_computing_it_is_computed_and_exact_from_then_on() -> None:
+    prompts = [DOCUMENT, *([*SHIFTED, *OTHER, *range(100, 100 + extra)] for extra in (1, 40, 80, 120, 160))]
+    found = replay(*prompts)
+    healed = next(at for at, one in enumerate(found) if at and one.moved_tokens == 0)
+    assert healed > 1
+    assert found[healed + 1].exact_tokens > 800
+
+
+def test_with_room_for_one_donor_the_older_one_is_forgotten() -> None:
+    *_, last = replay(DOCUMENT, OTHER, SHIFTED, size=480, max_donors=1)
+    assert last == ReuseCount(0, 0, 420)
+    *_, kept = replay(DOCUMENT, OTHER, SHIFTED, max_donors=2)
+    assert kept.moved_tokens == 383
+
+
+def test_a_prompt_larger_than_the_memory_of_donors_is_no_donor() -> None:
+    *_, last = replay(DOCUMENT, SHIFTED, donor_tokens=399)
+    assert last.moved_tokens == 0
+
+
+@pytest.mark.parametrize("mode", ["fast", "balanced"])
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 300)), min_size=1, max_size=8))
+def test_the_parts_of_a_prompt_add_up_and_something_is_always_computed(mode: Mode, cuts: list[tuple[int, int]]) -> None:
+    prompts = [DOCUMENT[start : start + length] or [1] for start, length in cuts]
+    for ids, one in zip(prompts, replay(*prompts, mode=mode, size=600), strict=True):
+        assert one.exact_tokens + one.moved_tokens + one.computed_tokens == len(ids)
+        assert one.computed_tokens >= 1
+        assert min(one.exact_tokens, one.moved_tokens) >= 0

@@ -111,7 +111,9 @@ class Faults:
 
     def _overwrite_blocks(self, load: Any) -> None:
         layout, size = self._worker._model.layout, self._worker._block_tokens
-        slots = slots_of_blocks(load.block_ids, size, load.claim_end, layout.device)[load.exact_tokens :]
+        # What lies before the first donor token is exact, and other requests may find it in vLLM's cache.
+        approximate = max(load.exact_tokens, min(span.target_start for span in load.spans))
+        slots = slots_of_blocks(load.block_ids, size, load.claim_end, layout.device)[approximate:]
         for layer in range(layout.layers):
             k, v = layout.gather(layer, slots)
             layout.scatter(layer, slots, torch.randn_like(k), torch.randn_like(v))

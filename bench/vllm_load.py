@@ -82,6 +82,8 @@ def measure(args: argparse.Namespace) -> None:
         if args.decoders is not None:
             load = replace(load, decoders=args.decoders, arrivals=args.arrivals)
         rows.add({"kind": kind, **serving.run(load, _ask_for(kind))})
+        if not load.reusable and kind != "stock":  # its prompts are donors now, in place of those that others reuse
+            serving.make_donors()
         _report.progress(f"{kind}: {name}")
 
 

@@ -4,8 +4,9 @@
     python bench/vllm_poison.py --quick                                 # two cores: shows that it works
 
 Faults: see `_vllm_faults.py`; modes fast and balanced. Each trial has a document of its own: a cold answer (opted out)
-of 24 greedy tokens; its donor under another instruction; the fault; the answer with reuse; the cold answer again, with
-whatever vLLM's prefix cache holds by then. Quiet: nothing else runs, and all of them must be equal. Busy: others decode
+of 24 greedy tokens, and again from vLLM's own prefix cache, whose sums are rounded in another order; its donor under
+another instruction; the fault; the answer with reuse; the cold answer again, with whatever vLLM's prefix cache holds by
+then, which must be one of the first two. Quiet: nothing else runs, and all of them must be equal. Busy: others decode
 all the while, which changes the rounding of a GPU's sums, so a second cold answer says how many tokens agree then;
 ``VLLM_BATCH_INVARIANT=1`` takes that away where vLLM has it. `_vllm_verdicts.py` watches the scheduler: no token of a
 request may be scheduled before the verdict on its load is known.
@@ -90,6 +91,8 @@ class Poison:
         with self.load(load):
             for name in ("cold", "cold again"):
                 answers[name], _ = self.ask(target, count, opt_out=True)
+                if name == "cold again":
+                    hit, _ = self.ask(target, count, opt_out=True)
                 self.forget()
             watch = VerdictWatch(self.scheduler)
             with self.faults.spoil(fault, lambda: self.ask(donor, 2)):
@@ -98,9 +101,12 @@ class Poison:
             answers["cold later"], _ = self.ask(target, count, opt_out=True)
             self.forget()
         cold = answers.pop("cold")
+        if answers["cold later"] == hit:
+            answers["cold later"] = cold
         return {
             "load": load, "fault": fault, "mode": mode, "tokens": count,
             **{f"equal {name}": _count_equal(cold, answer) for name, answer in answers.items()},
+            "equal cold hit": _count_equal(cold, hit),
             "loads": sum(watch.loads.values()), "too early": len(watch.too_early),
             **{name: receipt.get(name) for name in ("outcome", "reason", "reused_tokens")},
         }  # fmt: skip
@@ -195,6 +201,7 @@ def main() -> int:
     write_report(
         report, args, f"answers of {args.tokens} tokens; equal: all of them; fault none: reuse is an approximation",
         "unnoticed: noise behind our checks, the control; its answers must differ",
+        "cold later equal: as the cold answer, or as the one from vLLM's own prefix cache before the fault",
         f"busy: {args.decoders} other requests decode", *(f"FAILED {failure}" for failure in failures),
     )  # fmt: skip
     return 1 if failed or failures else 0

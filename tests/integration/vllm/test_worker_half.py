@@ -214,6 +214,25 @@ def test_where_nothing_else_runs_all_loads_are_finished_at_once():
     assert worker.half.take_finished() == {"r0", "r1", "r2"}
 
 
+def test_rows_are_cut_into_pieces_only_where_others_have_work():
+    passes = {}
+    for work_ms in (1e-6, None):
+        worker = Worker(piece_ms=1e-6)
+        worker.donor([1, 2, 3, *DOCUMENT])
+        tokens = [*range(500, 720), *DOCUMENT, 12]
+        load = Load(
+            "r", tuple(tokens), tuple(range(20, 40)), 0, len(tokens), (Span("d", 3, 220, 80, generation=1),), "fast"
+        )
+        worker.engine.passes.clear()
+        worker.half.load(Orders(loads=[load], work_ms=work_ms))
+        while not worker.half.take_finished():
+            worker.half.load(Orders(work_ms=work_ms))
+        passes[work_ms] = [rows for rows in worker.engine.passes if len(rows) > 20]
+    assert len(passes[1e-6]) == 2
+    assert len(passes[None]) == 1
+    assert [row for rows in passes[1e-6] for row in rows] == passes[None][0], "cut, and nothing else"
+
+
 def test_a_load_in_pieces_fills_the_same_blocks_as_one_at_once():
     at_once, in_pieces = Worker(), Worker(piece_ms=1e-6)
     for worker in (at_once, in_pieces):

@@ -76,7 +76,7 @@ def quality_settings(settings: ConnectorSettings, vllm_config: Any) -> QualitySe
         seam_tokens=settings.config.seam_tokens,
         layer_share=settings.config.layer_share,
         chunk_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
-        piece_ms=settings.step_work_ms / 2,
+        piece_ms=settings.step_work_ms,
         prefills=False,  # vLLM does that itself, in chunks between its other work
         canary_tolerance=EIGHT_BIT_TOLERANCE if settings.donor_bits == 8 else None,
     )

@@ -6,8 +6,8 @@
                expected to be close to a cold one (`repair`), or the prompt is prefilled in full
     a number   the same, where close means at most so many nats (`semblend.quality`)
 
-`prepare` does it all at once. `prepare_in_pieces` stops every so often (``QualitySettings.piece_ms``), so that an
-engine can go on with what is running. `place` only moves donor KV and checks it: the engine computes the rest with its
+`prepare` does it all at once. `prepare_in_pieces` stops every so often (`Pace`), so that an engine can go on with what
+is running. `place` only moves donor KV and checks it: the engine computes the rest with its
 own scheduler.
 
 Nothing raises: a refusal or a failure is a `Decline`, and the caller computes the prompt from its exact prefix on.
@@ -23,7 +23,7 @@ from semblend.errors import InputError
 from semblend.materialize.blend.blend_state import BlendState, Refused
 from semblend.materialize.blend.first_pass import two_passes_cost_more
 from semblend.materialize.blend.passes import PassRunner
-from semblend.materialize.blend.pieces import Pieces, finish
+from semblend.materialize.blend.pieces import Pace, Pieces, finish
 from semblend.materialize.blend.quality import Blended, OnPass, QualitySettings, Rejected, Spliced, Target
 from semblend.materialize.blend.ranks import Ranks
 from semblend.materialize.blend.repair import Repair
@@ -45,11 +45,15 @@ STAGED_BYTES = 256 << 20
 class Blender:
     """Prepares prompts in the cache of a model, from the KV that ``donor_kv`` keeps."""
 
-    def __init__(self, model: Model, donor_kv: DonorKv, settings: QualitySettings | None = None) -> None:
+    def __init__(
+        self, model: Model, donor_kv: DonorKv, settings: QualitySettings | None = None, pace: Pace | None = None
+    ) -> None:
+        """``pace``: of the pieces, by default ``settings.piece_ms``; its owner changes it as the engine has work."""
         self.model, self.donor_kv = model, donor_kv
         self.settings = QualitySettings() if settings is None else settings
         self._ranks = Ranks(model)
-        self._passes = PassRunner(model, self.settings, self._ranks)
+        pace = Pace(self.settings.piece_ms) if pace is None else pace
+        self._passes = PassRunner(model, self.settings, self._ranks, pace)
         self._repair = Repair(self._passes)
 
     def prepare(

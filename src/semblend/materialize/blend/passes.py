@@ -10,6 +10,7 @@ tokens chosen is a cold prefill.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from semblend.materialize.blend.blend_state import BlendState, Refused
-from semblend.materialize.blend.pieces import Pieces
+from semblend.materialize.blend.pieces import Pace, Pieces
 from semblend.materialize.blend.quality import Pass, QualitySettings
 from semblend.materialize.blend.ranks import Ranks
 from semblend.materialize.contract import QUESTION_ROWS, Model, Observer, Rows, StopPass
@@ -33,11 +34,11 @@ LEAST_PIECE_ROWS = 128
 class PassRunner:
     """Runs passes of one prompt at a time through a model; remembers how fast they were.
 
-    Passes are `Pieces`: with ``settings.piece_ms`` they stop after about so much work, when the device has done it.
+    Passes are `Pieces`: they stop after about so much work as ``pace`` says, when the device has done it.
     """
 
-    def __init__(self, model: Model, settings: QualitySettings, ranks: Ranks) -> None:
-        self.model, self.settings, self.ranks = model, settings, ranks
+    def __init__(self, model: Model, settings: QualitySettings, ranks: Ranks, pace: Pace) -> None:
+        self.model, self.settings, self.ranks, self.pace = model, settings, ranks, pace
         self.prompts_checked = 0
         self._rows_per_ms = 0.0
         self._piece_rate = 0.0  # rows per millisecond of the pieces done last
@@ -84,9 +85,8 @@ class PassRunner:
         Returns the hidden states of the prompt's last tokens, None where the observer stopped the pass. The question
         stays in one chunk. Nobody waits for the last one.
         """
-        began, hidden = state.elapsed_ms, None
-        chunks = self._split(rows, layers)
-        for chunk in chunks:
+        began, hidden, left = state.elapsed_ms, None, len(rows)
+        for chunk in self._split(rows, layers):
             started, part = time.perf_counter(), self._make_rows(state, torch.from_numpy(chunk))
             if observer is not None:
                 observer.on_begin(part, self.model.layout)
@@ -96,7 +96,8 @@ class PassRunner:
                 hidden = None
             if observer is not None:
                 observer.on_end(part, self.model.layout)
-            if chunk is not chunks[-1] and self.settings.piece_ms:
+            left -= len(chunk)
+            if left and self.pace.piece_ms:
                 self._wait_for_device()
                 self._note_rate(len(chunk) * layers / self.model.layout.layers, started)
                 yield from self.put_aside(state)
@@ -110,7 +111,7 @@ class PassRunner:
 
         Only then is it known how long the piece took. What the engine does meanwhile is no time of this request.
         """
-        if not self.settings.piece_ms:
+        if not self.pace.piece_ms:
             return
         self._wait_for_device()
         since = time.perf_counter()
@@ -139,22 +140,24 @@ class PassRunner:
         """The canary alone, waited for; raises `Refused` where the donor KV is wrong."""
         return self._check_canary(state, bound_risk(float(self._measure_canary(state))))
 
-    def _split(self, rows: Positions, layers: int) -> list[Positions]:
+    def _split(self, rows: Positions, layers: int) -> Iterator[Positions]:
         """The rows as one pass takes them: in chunks, and run by run for a model that cannot take scattered rows."""
-        size, chunks = self._choose_chunk_rows(layers), []
-        for start in range(0, max(1, len(rows) - QUESTION_ROWS), size):
-            last = start + size + QUESTION_ROWS >= len(rows)
-            chunks.append(rows[start:] if last else rows[start : start + size])
-        if self.model.capabilities.scattered_rows:
-            return chunks
-        return [part for chunk in chunks for part in np.split(chunk, np.flatnonzero(np.diff(chunk) != 1) + 1)]
+        end = 0
+        while not end or end < len(rows):
+            start, end = end, end + self._choose_chunk_rows(layers)
+            end = len(rows) if end + QUESTION_ROWS >= len(rows) else end
+            chunk = rows[start:end]
+            if self.model.capabilities.scattered_rows:
+                yield chunk
+            else:
+                yield from np.split(chunk, np.flatnonzero(np.diff(chunk) != 1) + 1)
 
     def _choose_chunk_rows(self, layers: int) -> int:
         """Rows of a chunk: as many as a piece has time for, by the pieces done last; all ranks choose alike."""
-        if not self.settings.piece_ms:
+        if not self.pace.piece_ms:
             return self.settings.chunk_tokens
         rate = self.ranks.mean(self._piece_rate) * self.model.layout.layers / layers
-        return max(LEAST_PIECE_ROWS, min(self.settings.chunk_tokens, int(rate * self.settings.piece_ms)))
+        return max(LEAST_PIECE_ROWS, min(self.settings.chunk_tokens, int(rate * self.pace.piece_ms)))
 
     def _note_rate(self, rows: float, started: float) -> None:
         """So many rows through all layers are done; a few of them say nothing about many."""

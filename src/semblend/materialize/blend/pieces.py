@@ -7,10 +7,18 @@ Everybody else calls `finish`.
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import dataclass
 from typing import TypeVar
 
 Result = TypeVar("Result")
 Pieces = Generator[None, None, Result]
+
+
+@dataclass(slots=True)
+class Pace:
+    """About how long a piece takes, in milliseconds; 0: all is done at once. An engine sets it as it has other work."""
+
+    piece_ms: float = 0.0
 
 
 def finish(pieces: Pieces[Result]) -> Result:

@@ -22,8 +22,8 @@ from semblend.materialize.kv.host_memory import copy_to_device
 
 log = logging.getLogger("vllm.semblend")
 GROUP_ROWS = 128
-LEAST_ROWS = 1024
-"""With fewer, FlashAttention leaves most of a GPU idle."""
+LEAST_ROWS = 512
+"""With fewer, FlashAttention leaves much of a GPU idle: four groups and 28 heads keep 112 of 132 processors busy."""
 _ROUNDING = 0.05
 
 

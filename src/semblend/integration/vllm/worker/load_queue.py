@@ -2,7 +2,8 @@
 
 vLLM waits for a load as it waits for KV from another machine: the request holds its blocks and is not scheduled, and
 what is running goes on. So a load may take several steps, and its verdict is known before the first token is computed
-on it. A step gives all loads together a number of milliseconds; one piece is done in any case, or nothing would end.
+on it. A step gives all loads together a number of milliseconds. A piece is as long as what is left of them, because
+large passes cost less a row than small ones; with less than half of them left the next one waits for the next step.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from semblend.integration.vllm.orders import Load
-from semblend.materialize.blend.pieces import Pieces
+from semblend.materialize.blend.pieces import Pace, Pieces
 from semblend.materialize.blend.quality import Blended, Rejected
 from semblend.plan.reuse_plan import Decline, DeclineReason
 
@@ -41,20 +42,23 @@ class _Job:
 class LoadQueue:
     """See the module.
 
-    ``piece_ms``: about how long a piece takes. ``agree`` makes one number of what several ranks have measured, because
-    all of them have to stop behind the same piece. ``wait`` waits for what the device has to do already.
+    ``pace`` is that of the pieces; if it is 0, a load is one piece. ``agree`` makes one number of what several ranks
+    have measured, because all of them have to stop behind the same piece. ``wait`` waits for what the device has to do
+    already.
     """
 
     def __init__(
         self,
         begin: Begin,
-        piece_ms: float = 0.0,
+        pace: Pace | None = None,
         *,
         agree: Callable[[float], float] = lambda ms: ms,
         wait: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._begin, self._piece_ms, self._agree, self._wait, self._clock = begin, piece_ms, agree, wait, clock
+        self._begin, self._agree, self._wait, self._clock = begin, agree, wait, clock
+        self._pace = Pace() if pace is None else pace
+        self._in_pieces = self._pace.piece_ms > 0
         self._jobs: deque[_Job] = deque()
 
     def __len__(self) -> int:
@@ -73,21 +77,22 @@ class LoadQueue:
         return False
 
     def work(self, budget_ms: float | None) -> list[tuple[Load, Outcome]]:
-        """Go on until the next piece would not fit into the budget (None: to the end); what was finished."""
+        """Go on for about so long; what was finished. None: to the end, at once, because nobody else has work."""
         if not self._jobs:
             return []
         if budget_ms is not None:
             self._wait()
-        started = self._clock()
+        started, spent = self._clock(), 0.0
         outcomes: list[Outcome] = []
         while len(outcomes) < len(self._jobs):
+            self._pace.piece_ms = budget_ms - spent if self._in_pieces and budget_ms is not None else 0.0
             outcome = self._jobs[len(outcomes)].advance()
             if outcome is not None:
                 outcomes.append(outcome)
             if budget_ms is None:
                 continue
             spent = self._agree((self._clock() - started) * 1e3)
-            if spent + self._piece_ms / 2 > budget_ms:
+            if spent > budget_ms / 2:
                 break
         return [(self._jobs.popleft().load, outcome) for outcome in outcomes]
 

@@ -27,7 +27,7 @@ from semblend.integration.vllm.orders import Capture, Load, Loaded, Orders, Repo
 from semblend.integration.vllm.worker.load_queue import LoadQueue, Outcome
 from semblend.integration.vllm.worker.weights_watch import WeightsWatch
 from semblend.materialize.blend.blender import STAGED_BYTES, Blender
-from semblend.materialize.blend.pieces import Pieces
+from semblend.materialize.blend.pieces import Pace, Pieces
 from semblend.materialize.blend.quality import Blended, Placed, QualitySettings, Rejected
 from semblend.materialize.blend.ranks import Ranks
 from semblend.materialize.contract import Model, slots_of_blocks
@@ -49,7 +49,7 @@ class WorkerHalf:
     The model's layout is asked for at the first use: vLLM's backend is not ready before. ``warm_up_model`` compiles
     what a first request would wait for.
 
-    ``quality.piece_ms`` says how long a piece of a load takes.
+    With ``quality.piece_ms`` loads are done in pieces; how long those are, a step's orders say.
     """
 
     def __init__(
@@ -87,7 +87,8 @@ class WorkerHalf:
         self.donor_kv.reserve(model.device)
         self._reading: dict[str, Arrival] = {}
         self._blenders: dict[str, Blender] = {}
-        self._loads = LoadQueue(self._begin, quality.piece_ms, agree=Ranks(model).mean, wait=self._wait_for_device)
+        self._pace = Pace(quality.piece_ms)
+        self._loads = LoadQueue(self._begin, self._pace, agree=Ranks(model).mean, wait=self._wait_for_device)
         self._finished: set[str] = set()
         self._watch_weights, self._ranks = watch_weights, Ranks(model)
         self._weights: WeightsWatch | None = None
@@ -224,7 +225,7 @@ class WorkerHalf:
         mode = find_path(mode)
         if mode not in self._blenders:
             quality = replace(self._quality, question_tokens=1) if mode == "fast" else self._quality
-            self._blenders[mode] = Blender(self._model, self.donor_kv, quality)
+            self._blenders[mode] = Blender(self._model, self.donor_kv, quality, self._pace)
         return self._blenders[mode]
 
     def _work(self, budget_ms: float | None) -> list[tuple[Load, Outcome]]:

@@ -1,0 +1,33 @@
+"""The entry point ``sglang.srt.plugins``: SGLang knows our cache as ``--radix-cache-backend semblend``.
+
+SGLang calls `register` in every process that it starts, whether our cache is asked for or not. So nothing is imported
+here but SGLang's own table, and a failure is a line in the log: an engine that does not use us must not notice that we
+are installed.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+BACKEND = "semblend"
+
+log = logging.getLogger("sglang.semblend")
+
+
+def register() -> None:
+    """Enter our cache into SGLang's table, where it is not there yet; its module is imported when it is asked for."""
+    try:
+        from sglang.srt.mem_cache import registry
+
+        if BACKEND not in registry.registered_radix_cache_backends():
+            registry.register_radix_cache_backend(BACKEND, make_cache)
+    except Exception as error:
+        log.warning("SemBlend is not registered in this SGLang: %s", error)
+
+
+def make_cache(context: Any) -> Any:
+    """See `semblend.integration.sglang.start`."""
+    from semblend.integration.sglang import start
+
+    return start.make_cache(context)

@@ -1,0 +1,141 @@
+"""`SemBlendRadixCache`: SGLang's own radix cache, and donor KV behind its exact hits. A facade over `ReuseDesk`.
+
+SGLang's scheduler asks a cache for the prefix of a request, for what of it must be loaded first, for the slots of the
+prefix, and tells it when KV is complete and when a request goes. Each of these hooks calls SGLang's own and then the
+desk. A hook of ours that fails says so in the log and in an event, and answers as SGLang's own cache would.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, InitLoadBackParams, MatchPrefixParams
+from sglang.srt.mem_cache.common import evict_from_tree_cache
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from torch import Tensor
+
+from semblend.integration.sglang.requests import read_request
+from semblend.integration.sglang.reuse_desk import ReuseDesk, SlotPool
+from semblend.prompt import Namespace
+
+log = logging.getLogger("sglang.semblend")
+Answer = TypeVar("Answer")
+
+
+class SemBlendRadixCache(UnifiedRadixCache):
+    """Without a desk it is SGLang's own cache; `open_desk` makes it ours."""
+
+    _desk: ReuseDesk | None = None
+    _namespace = Namespace()
+
+    def open_desk(self, make: Callable[[SlotPool], ReuseDesk], namespace: Namespace) -> None:
+        """Serve requests from now on."""
+        pool = SlotPool(self._take_slots, self.token_to_kv_pool_allocator.free, int(self.page_size))
+        self._desk, self._namespace = make(pool), namespace
+
+    # -- a request that waits ----------------------------------------------------------------------------------------
+
+    def match_prefix(self, params: MatchPrefixParams) -> Any:
+        found = super().match_prefix(params)
+        if self._desk is None or params.req is None or found.host_hit_length or params.req.kv.holds_kv:
+            return found
+        return self._guard("match", params.req.rid, lambda desk: self._offer(desk, params, found), found)
+
+    def _offer(self, desk: ReuseDesk, params: MatchPrefixParams, found: Any) -> Any:
+        salted = desk.settings.require_cache_salt
+        request = read_request(params.req, len(params.key), self._namespace, require_cache_salt=salted)
+        offered = desk.offer(request, int(found.device_prefix_len))
+        return found._replace(host_hit_length=offered) if offered > 0 else found
+
+    def init_load_back(self, params: InitLoadBackParams) -> Any:
+        """Load what was offered: (tokens, node) when it is over, None while it goes on; then SGLang asks again."""
+        if self._desk is None:
+            return super().init_load_back(params)
+        cold = (0, params.req.last_node)
+        return self._guard("load", params.req.rid, lambda desk: self._load(desk, params.req), cold)
+
+    def _load(self, desk: ReuseDesk, req: Any) -> Any:
+        def hold() -> Callable[[], None]:
+            lock = self.lock(req.last_node)
+            return lambda: self.unlock(lock)
+
+        desk.load(req.rid, lambda: self._path_slots(req), hold)
+        loaded = desk.work(req.rid, busy=self._is_busy())
+        return None if loaded is None else (loaded, req.last_node)
+
+    def load_back_is_cache_owned(self) -> bool:
+        """What we load belongs to the request, never to the tree."""
+        return bool(super().load_back_is_cache_owned()) if self._desk is None else False
+
+    def release_aborted_request(self, request: Any) -> None:
+        self._guard("abort", request.rid, lambda desk: desk.forget(request.rid), None)
+        super().release_aborted_request(request)
+
+    # -- a request that runs -----------------------------------------------------------------------------------------
+
+    def prefix_device_indices(self, req: Any) -> Tensor:
+        tail = None if self._desk is None else self._desk.find_tail(req.rid)
+        if tail is None:
+            slots: Tensor = super().prefix_device_indices(req)
+            return slots
+        return torch.cat([self._path_slots(req)[: req.prefix_len - len(tail)], tail])
+
+    def checkpoint(self, req: Any, *, up_to: int, **more: Any) -> None:
+        """Publish what is exact, and nothing behind it."""
+        if self._desk is None:
+            super().checkpoint(req, up_to=up_to, **more)
+            return
+        self._guard("prompt", req.rid, lambda desk: self._note_prompt(desk, req, up_to), None)
+        exact_end = self._desk.find_exact_end(req.rid)
+        super().checkpoint(req, up_to=up_to if exact_end is None else min(up_to, exact_end), **more)
+
+    def _note_prompt(self, desk: ReuseDesk, req: Any, up_to: int) -> None:
+        length = len(req.origin_input_ids)
+        if up_to >= length:
+            desk.note_prompt(req.rid, self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length].long())
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        super().on_release(req, checkpointed=checkpointed)
+        self._guard("release", req.rid, lambda desk: desk.forget(req.rid), None)
+
+    # -- the cache as a whole ----------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        self._guard("reset", "", lambda desk: desk.reset(), None)
+        super().reset()
+
+    def evict_for_alloc(self, params: EvictParams, *args: Any, **more: Any) -> EvictResult:
+        """SGLang needs slots: a load that waits gives its own back when the tree has not enough."""
+        before = self.token_to_kv_pool_allocator.available_size()
+        result = super().evict_for_alloc(params, *args, **more)
+        if self.token_to_kv_pool_allocator.available_size() - before < params.num_tokens:
+            self._guard("evict", "", lambda desk: desk.stop_loads(), False)
+        return result
+
+    def _path_slots(self, req: Any) -> Tensor:
+        root = self.root_node_handle(req.extra_key)
+        slots: Tensor = self.tree_core.collect_full_device_indices(req.last_node, root)
+        return slots
+
+    def _take_slots(self, count: int) -> Tensor | None:
+        evict_from_tree_cache(self, count)
+        slots: Tensor | None = self.token_to_kv_pool_allocator.alloc(count)
+        return slots
+
+    def _is_busy(self) -> bool:
+        """Whether any request has a row: it runs, and would wait for a load."""
+        rows = self.req_to_token_pool
+        return bool(rows.available_size() < rows.size)
+
+    def _guard(self, where: str, request_id: str, hook: Callable[[ReuseDesk], Answer], otherwise: Answer) -> Answer:
+        """The border: whatever fails behind it costs the request time, never its answer."""
+        if self._desk is None:
+            return otherwise
+        try:
+            return hook(self._desk)
+        except Exception as error:
+            self._desk.give_up(request_id, where, error)
+            return otherwise

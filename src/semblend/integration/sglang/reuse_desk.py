@@ -1,0 +1,403 @@
+"""Where each request is: lookup, load, donors, receipts. It knows slots and tokens, and nothing of SGLang.
+
+SGLang runs scheduler and model in one process and one thread, so one object does what two halves do in vLLM:
+
+    offer      how many tokens behind the exact hit shall we provide? Asked again as long as the request waits
+    load       it is next, and has slots: donor KV is moved in, gaps are computed, the gate looks at it. In pieces, while
+               others run; the request waits until it is over
+    note_prompt  its prompt is complete: what is exact in it becomes a donor, and its receipt is written
+    forget     it was released, or aborted while it waited
+
+Nothing approximate may enter the exact tree: `find_exact_end` says up to where a request's KV is what a cold prefill
+computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from semblend.confirm import events
+from semblend.confirm.build_receipt import RequestFacts, build_receipt
+from semblend.confirm.receipt import Receipt
+from semblend.discover.donor import Eviction
+from semblend.errors import CapacityError, SemBlendError
+from semblend.facade import SemBlend
+from semblend.integration.sglang.settings import SglangSettings
+from semblend.integration.vllm.worker.weights_watch import WeightsWatch
+from semblend.materialize.blend.blender import Blender
+from semblend.materialize.blend.first_pass import first_rows, two_passes_cost_more
+from semblend.materialize.blend.pieces import Pieces
+from semblend.materialize.blend.quality import Blended, Placed, QualitySettings, Rejected
+from semblend.materialize.contract import Model
+from semblend.materialize.donors.donor_kv import DonorKv
+from semblend.plan.donor_cost import explain_lost_donor
+from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
+from semblend.prompt import Prompt
+
+ENGINE = "sglang"
+SHORT_TAIL = 128
+"""Tokens behind the last span that we compute in mode fast too: a pass of ours runs in any case."""
+
+log = logging.getLogger("sglang.semblend")
+Outcome = Blended | Rejected | Decline
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiting:
+    """A request in SGLang's waiting queue: its prompt, and how much of it a prefix may cover."""
+
+    request_id: str
+    prompt: Prompt
+    longest_prefix: int
+    declined: str = ""
+    mode: str | None = None
+    opt_out: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPool:
+    """The engine's slots: ``take`` gives so many or None, ``give_back`` frees them. Both work in whole pages."""
+
+    take: Callable[[int], Tensor | None]
+    give_back: Callable[[Tensor], None]
+    page_tokens: int = 1
+
+    def round_down(self, tokens: int) -> int:
+        return tokens // self.page_tokens * self.page_tokens
+
+    def round_up(self, tokens: int) -> int:
+        return -(-tokens // self.page_tokens) * self.page_tokens
+
+
+@dataclass(eq=False)
+class _Record:
+    """What is known about one request until it is released."""
+
+    request: Waiting
+    mode: str
+    exact_tokens: int = 0
+    epoch: int = -1
+    decision: ReusePlan | Decline | None = None
+    claim_end: int = 0
+    ordered: ReusePlan | None = None
+    slots: Tensor | None = None  # ours while it loads; the request's once SGLang has written them into its row
+    held: Callable[[], None] | None = None  # lets go of the exact prefix
+    pieces: Pieces[Outcome] | None = None
+    outcome: Outcome | None = None
+    lookup_ms: float | None = None
+    receipt: Receipt | None = None
+    seen: float = field(default_factory=time.perf_counter)
+
+    @property
+    def is_loading(self) -> bool:
+        return self.pieces is not None
+
+    @property
+    def is_loaded(self) -> bool:
+        return isinstance(self.outcome, Blended) and self.slots is not None
+
+
+class ReuseDesk:
+    """See the module. ``semblend`` finds, ``model`` computes, ``pool`` gives slots."""
+
+    def __init__(
+        self,
+        model: Model,
+        semblend: SemBlend,
+        pool: SlotPool,
+        settings: SglangSettings,
+        quality: QualitySettings,
+        *,
+        engine_version: str,
+        watch: WeightsWatch | None = None,
+    ) -> None:
+        self.semblend, self.settings = semblend, settings
+        self._model, self._pool, self._quality, self._version = model, pool, quality, engine_version
+        self.donor_kv = DonorKv(
+            settings.donor_device_bytes,
+            settings.donor_host_bytes,
+            on_evicted=lambda donor_id, generation, reason: self._note_lost(donor_id, generation),
+            device_type=model.device.type,
+            rope=model.rope,
+        )
+        self._blenders: dict[str, Blender] = {}
+        self._records: dict[str, _Record] = {}
+        self._held: dict[str, int] = {}
+        self._generations, self._epoch, self._watch = 0, 0, watch
+        for donor in semblend.donors():  # a store file brings back donors, not their KV
+            semblend.forget(donor.donor_id, reason="engine")
+        semblend.on_evicted(self._note_evicted)
+
+    # -- a request that waits ----------------------------------------------------------------------------------------
+
+    def offer(self, request: Waiting, exact_tokens: int) -> int:
+        """Tokens behind the ``exact_tokens`` of the exact tree that we shall provide; 0 for none."""
+        record = self._records.get(request.request_id)
+        if record is None:
+            mode = request.mode or self.settings.config.quality
+            record = self._records[request.request_id] = _Record(request, mode)
+        elif record.is_loading and exact_tokens == record.exact_tokens:
+            return record.claim_end - exact_tokens
+        elif record.outcome is not None:  # refused once; or released by a path that did not tell us
+            return 0
+        if exact_tokens >= len(request.prompt) - 1:
+            return 0
+        if record.epoch != self._epoch or record.exact_tokens != exact_tokens:
+            self._stop_load(record)
+            record.exact_tokens, record.epoch = exact_tokens, self._epoch
+            record.decision = self._decide(record)
+        if not isinstance(record.decision, ReusePlan):
+            return 0
+        record.claim_end = self._find_claim_end(record, record.decision)
+        return max(0, record.claim_end - exact_tokens)
+
+    def load(self, request_id: str, exact_slots: Callable[[], Tensor], hold: Callable[[], Callable[[], None]]) -> None:
+        """Begin the load of a request: take slots for it, and hold its exact prefix until the load is over."""
+        record = self._records.get(request_id)
+        if record is None or record.is_loading or not isinstance(record.decision, ReusePlan):
+            return
+        for other in self._records.values():  # one waiting load holds slots at most: see docs/research
+            self._stop_load(other)
+        if self._drop_old_weights():
+            record.outcome = Decline(DeclineReason.STALE, "the weights of the model have changed")
+            return
+        claimed = self.semblend.claim(record.decision, request_id)
+        if isinstance(claimed, Decline):
+            record.outcome = record.decision = claimed
+            return
+        plan_tokens = len(record.request.prompt) if record.mode == "balanced" else record.claim_end
+        record.slots = self._pool.take(self._pool.round_up(plan_tokens - record.exact_tokens))
+        if record.slots is None:
+            record.outcome = Decline(DeclineReason.CAPACITY, "SGLang has no slots left for it")
+            self.semblend.release(request_id)
+            return
+        record.held = hold()
+        record.ordered = self._name_generations(record.decision.until(plan_tokens))
+        context = torch.cat([exact_slots()[: record.exact_tokens], record.slots])[:plan_tokens]
+        tokens = torch.from_numpy(record.request.prompt.token_ids[:plan_tokens].astype(np.int64))
+        record.pieces = self._get_blender(record.mode).prepare_in_pieces(
+            Placed(tokens, context), record.ordered, mode=record.mode
+        )
+
+    def work(self, request_id: str, *, busy: bool) -> int | None:
+        """Go on with a load for a step's share of time, to its end where nobody else runs.
+
+        Gives the tokens that are provided now, 0 where SGLang has to compute them, None where the load goes on.
+        """
+        record = self._records[request_id]
+        started = time.perf_counter()
+        while record.pieces is not None:
+            try:
+                next(record.pieces)
+            except StopIteration as done:
+                record.outcome, record.pieces = done.value, None
+                break
+            spent_ms = (time.perf_counter() - started) * 1e3
+            if busy and spent_ms + self._quality.piece_ms / 2 > self.settings.step_work_ms:
+                return None
+        self._let_go(record)
+        if not isinstance(record.outcome, Blended):
+            self._give_slots_back(record)
+            self._note_refusal(record)
+            return 0
+        assert record.slots is not None, "a load has slots"
+        provided = record.claim_end - record.exact_tokens
+        if len(record.slots) > provided:
+            self._pool.give_back(record.slots[provided:])
+            record.slots = record.slots[:provided]
+        return provided
+
+    # -- a request that runs -----------------------------------------------------------------------------------------
+
+    def find_tail(self, request_id: str) -> Tensor | None:
+        """The slots behind the exact prefix that are loaded; None where there are none."""
+        record = self._records.get(request_id)
+        return record.slots if record is not None and record.is_loaded else None
+
+    def find_exact_end(self, request_id: str) -> int | None:
+        """Up to where the KV of a request is exact; None where all of it is."""
+        record = self._records.get(request_id)
+        if record is None or not isinstance(record.outcome, Blended) or not record.outcome.approximate:
+            return None
+        return record.outcome.exact_until
+
+    def note_prompt(self, request_id: str, slots: Tensor) -> None:
+        """The prompt is complete and lies in ``slots``: its exact part becomes a donor, and its receipt is written."""
+        record = self._records.get(request_id)
+        if record is None or record.receipt is not None:
+            return
+        exact_end = self.find_exact_end(request_id)
+        length = len(record.request.prompt) if exact_end is None else min(exact_end, len(record.request.prompt))
+        if length - record.exact_tokens >= self.settings.donor_min_new_tokens and not record.request.declined:
+            self._capture(record, slots[:length])
+        self._confirm(record)
+
+    def forget(self, request_id: str) -> None:
+        """The request is gone. Slots that a load still has go back; those in SGLang's row are SGLang's to free."""
+        record = self._records.pop(request_id, None)
+        if record is not None:
+            self._stop_load(record)
+            self.semblend.release(request_id)
+
+    def give_up(self, request_id: str, where: str, error: BaseException) -> None:
+        """A hook failed for this request: it is computed cold, and an event says why."""
+        message = f"{type(error).__name__}: {error}".splitlines()[0]
+        log.warning("SemBlend: %s failed for %s: %s", where, request_id, message, exc_info=error)
+        self.semblend.events.emit(events.error(where, message, request_id or None, engine=ENGINE))
+        record = self._records.get(request_id)
+        if record is not None and record.is_loading:
+            self._stop_load(record)
+        if record is not None and record.outcome is None:
+            record.outcome = Decline(DeclineReason.ERROR, message)
+
+    def stop_loads(self) -> bool:
+        """Give up every load that waits, because SGLang needs its slots; whether there was one."""
+        return any([self._stop_load(record) for record in self._records.values()])
+
+    def reset(self) -> None:
+        """Drop every donor and every load: SGLang has emptied its cache, or the model has other weights."""
+        self.stop_loads()
+        self._epoch += 1
+        self.semblend.clear()
+        self.donor_kv.drop_all()
+        self._held.clear()
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _decide(self, record: _Record) -> ReusePlan | Decline:
+        request = record.request
+        if request.declined:
+            return Decline(DeclineReason.UNSUPPORTED_MODE, request.declined)
+        started = time.perf_counter()
+        found = self.semblend.lookup(
+            request.prompt,
+            request_id=request.request_id,
+            exact_tokens=record.exact_tokens,
+            opt_out=request.opt_out or record.mode == "exact",
+        )
+        record.lookup_ms = (time.perf_counter() - started) * 1e3
+        if isinstance(found, ReusePlan) and (why := self._explain_not_worth_it(record, found)):
+            return Decline(DeclineReason.BELOW_BREAK_EVEN, why)
+        return found
+
+    def _explain_not_worth_it(self, record: _Record, plan: ReusePlan) -> str | None:
+        if not plan.until(self._find_claim_end(record, plan)).spans:
+            return "what donors hold is the end of the prompt, which the engine computes itself"
+        if (why := explain_lost_donor(plan)) or record.mode != "balanced":
+            return why
+        first = first_rows(plan.prompt_tokens, plan.exact_tokens, plan.spans, self._quality)
+        return two_passes_cost_more(first, plan.spans, plan.prompt_tokens - plan.exact_tokens, self._quality)
+
+    def _find_claim_end(self, record: _Record, plan: ReusePlan) -> int:
+        """Where the claim ends, in whole pages: SGLang always computes the last token itself."""
+        last, held = len(record.request.prompt) - 1, plan.spans[-1].target_end
+        end = last if record.mode == "balanced" or last - held <= SHORT_TAIL else held
+        end = min(end, record.request.longest_prefix)
+        return record.exact_tokens + self._pool.round_down(max(0, end - record.exact_tokens))
+
+    def _name_generations(self, plan: ReusePlan) -> ReusePlan:
+        spans = tuple(replace(span, generation=self._held.get(span.donor_id, -1)) for span in plan.spans)
+        return replace(plan, spans=spans)
+
+    def _get_blender(self, mode: str) -> Blender:
+        """In mode fast only the engine needs the end of the prompt; the gate of mode balanced looks at it."""
+        if mode not in self._blenders:
+            quality = replace(self._quality, question_tokens=1) if mode == "fast" else self._quality
+            self._blenders[mode] = Blender(self._model, self.donor_kv, quality)
+        return self._blenders[mode]
+
+    def _stop_load(self, record: _Record) -> bool:
+        """Give up a load under way; it may begin again. A load that is over is left alone."""
+        if record.pieces is None:
+            return False
+        record.pieces.close()
+        record.pieces = None
+        self._let_go(record)
+        self._give_slots_back(record)
+        self.semblend.release(record.request.request_id)
+        return True
+
+    def _let_go(self, record: _Record) -> None:
+        held, record.held = record.held, None
+        if held is not None:
+            held()
+
+    def _give_slots_back(self, record: _Record) -> None:
+        slots, record.slots = record.slots, None
+        if slots is not None:
+            self._pool.give_back(slots)
+
+    def _note_refusal(self, record: _Record) -> None:
+        """The load ended without KV to use. A donor whose KV is not what its tokens ask for goes."""
+        self.semblend.release(record.request.request_id)
+        if not isinstance(record.outcome, Decline):
+            return
+        if record.outcome.reason is DeclineReason.VALIDATION_FAILED and record.ordered is not None:
+            for donor_id in record.ordered.donor_ids:
+                self.semblend.forget(donor_id, reason="engine")
+        elif record.outcome.reason is DeclineReason.ERROR:
+            error = events.error("materialize", record.outcome.detail, record.request.request_id, engine=ENGINE)
+            self.semblend.events.emit(error)
+
+    def _drop_old_weights(self) -> bool:
+        if self._watch is None or not self._watch.have_changed():
+            return False
+        log.warning("SemBlend: the model has new weights; the donors of the old ones are dropped")
+        self.reset()
+        return True
+
+    def _capture(self, record: _Record, slots: Tensor) -> None:
+        """Copy KV and make it a donor. Its name is ours: a caller chooses request ids, and must not replace donors."""
+        self._generations += 1
+        donor_id, prompt = f"{ENGINE}-{self._generations}", record.request.prompt
+        kept = prompt if len(slots) == len(prompt) else Prompt(prompt.token_ids[: len(slots)], namespace=prompt.namespace)
+        try:
+            handle = self.donor_kv.capture(donor_id, self._generations, self._model.layout, slots)
+            if handle.arrives is not None:
+                handle.arrives.wait()
+            self._held[donor_id] = self._generations
+            self.semblend.register(kept, donor_id)
+        except CapacityError as error:
+            self._held.pop(donor_id, None)
+            log.debug("SemBlend keeps no donor of %s: %s", record.request.request_id, error)
+            return
+        self._epoch += 1
+
+    def _confirm(self, record: _Record) -> None:
+        declined = record.outcome if isinstance(record.outcome, Decline) else None
+        if isinstance(record.outcome, Rejected):
+            declined = Decline(DeclineReason.QUALITY_RISK, "the gate wants the prompt computed in full")
+        work = record.outcome if isinstance(record.outcome, Blended) else None
+        facts = RequestFacts(
+            request_id=record.request.request_id,
+            engine=ENGINE,
+            engine_version=self._version,
+            namespace=record.request.prompt.namespace,
+            mode=record.mode,
+            prompt_tokens=len(record.request.prompt),
+            exact_tokens=record.exact_tokens,
+            decision=record.ordered or record.decision,
+            lookup_ms=record.lookup_ms,
+        )
+        record.receipt = build_receipt(facts, work, declined)
+        try:
+            self.semblend.confirm(record.receipt)
+        except SemBlendError as error:  # such as a request id that was used before: the answer goes on
+            self.semblend.release(record.request.request_id)
+            log.debug("SemBlend counts %s once only: %s", record.request.request_id, error)
+
+    def _note_lost(self, donor_id: str, generation: int) -> None:
+        if self._held.get(donor_id) == generation:
+            self.semblend.forget(donor_id, reason="engine")
+
+    def _note_evicted(self, eviction: Eviction) -> None:
+        self._held.pop(eviction.donor.donor_id, None)
+        self.donor_kv.drop(eviction.donor.donor_id)
+        self._epoch += 1

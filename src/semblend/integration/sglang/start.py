@@ -1,0 +1,80 @@
+"""Start-up: what the engine is, whether we can work in it, and the cache that SGLang's scheduler gets."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from semblend.confirm.events import Event
+from semblend.confirm.log_lines import format_line
+from semblend.confirm.sinks import CallbackSink
+from semblend.facade import SemBlend
+from semblend.integration.sglang.model_access import SglangModel, read_rope_config
+from semblend.integration.sglang.refusals import refusal
+from semblend.integration.sglang.reuse_desk import ReuseDesk, SlotPool
+from semblend.integration.sglang.settings import SglangSettings, sglang_settings
+from semblend.integration.vllm.worker.weights_watch import WeightsWatch
+from semblend.materialize.blend.quality import QualitySettings
+from semblend.materialize.gate.thresholds import thresholds_for
+from semblend.prompt import Namespace
+
+log = logging.getLogger("sglang.semblend")
+
+
+def make_cache(context: Any) -> Any:
+    """The radix cache of an engine: SGLang's own, and ours behind it where this engine can be served."""
+    import sglang
+    from sglang.srt.mem_cache.registry import create_unified_radix_cache
+
+    from semblend.integration.sglang.radix_backend import SemBlendRadixCache
+
+    cache = create_unified_radix_cache(context, cache_class=SemBlendRadixCache)
+    try:
+        why = refusal(context, sglang.__version__)
+        if why is None:
+            settings = sglang_settings({})
+            cache.open_desk(lambda pool: make_desk(context, settings, pool, sglang.__version__), build_engine(context))
+    except Exception as error:  # an engine that we cannot serve must start
+        log.warning("SemBlend could not be started", exc_info=True)
+        why = f"{type(error).__name__}: {error}"
+    if why is not None:
+        log.warning("SemBlend reuses nothing in this engine: %s", why)
+    else:
+        log.info("SemBlend serves this engine: SGLang %s, quality %s", sglang.__version__, settings.config.quality)
+    return cache
+
+
+def make_desk(context: Any, settings: SglangSettings, pool: SlotPool, version: str) -> ReuseDesk:
+    """The desk of an engine that can be served."""
+    model = SglangModel(context.tp_worker.model_runner)
+    semblend = SemBlend(settings.config, sinks=[CallbackSink(_log_line)])
+    semblend.warm_up()
+    quality = QualitySettings(
+        mode=settings.config.quality,
+        thresholds=thresholds_for(str(context.server_args.model_path)),
+        seam_tokens=settings.config.seam_tokens,
+        layer_share=settings.config.layer_share,
+        chunk_tokens=max(int(context.server_args.chunked_prefill_size or 0), 512),
+        piece_ms=settings.step_work_ms / 2,
+        prefills=False,  # SGLang does that itself, in chunks between its other work
+    )
+    watch = WeightsWatch(model.module)
+    return ReuseDesk(model, semblend, pool, settings, quality, engine_version=version, watch=watch)
+
+
+def build_engine(context: Any) -> Namespace:
+    """What every request of this engine has in common."""
+    args, model = context.server_args, context.model_config
+    return Namespace(
+        model=str(args.model_path),
+        revision=str(args.revision or ""),
+        tokenizer=str(args.tokenizer_path or ""),
+        kv_dtype=f"{model.dtype}/{args.kv_cache_dtype}",
+        rope=str(read_rope_config(model).get("rope_parameters") or ""),
+    )
+
+
+def _log_line(event: Event) -> None:
+    line = format_line(event, "sglang")
+    if line is not None:
+        log.info("%s", line)

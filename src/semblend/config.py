@@ -6,6 +6,7 @@ The reference page in docs/reference/settings.md is generated from `SETTINGS`.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -165,6 +166,8 @@ KEY_VARIABLES: tuple[Setting, ...] = (
     Setting("admin_keys", "SEMBLEND_ADMIN_KEYS", "", "Admins' keys of `semblend serve`, with spaces between."),
 )
 
+SGLANG_VARIABLE = "SEMBLEND_SGLANG"
+
 
 def load_config(
     environ: Mapping[str, str] | None = None, file: str | Path | None = None, **arguments: Any
@@ -187,6 +190,37 @@ def read_key_variables(environ: Mapping[str, str] | None = None) -> tuple[tuple[
     environ = os.environ if environ is None else environ
     pairs, admins = (tuple(environ.get(setting.variable, "").split()) for setting in KEY_VARIABLES)
     return pairs, admins
+
+
+def read_sglang_variable(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Read what a launcher tells the scheduler's processes of SGLang: a JSON object, empty where nothing is said.
+
+    >>> read_sglang_variable({"SEMBLEND_SGLANG": '{"step_work_ms": 20}'})
+    {'step_work_ms': 20}
+    """
+    text = (os.environ if environ is None else environ).get(SGLANG_VARIABLE, "")
+    try:
+        found = json.loads(text) if text else {}
+    except ValueError as error:
+        raise ConfigError(f"{SGLANG_VARIABLE} is not JSON: {error}", hint='such as {"step_work_ms": 20}') from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{SGLANG_VARIABLE} is not a JSON object", hint='such as {"step_work_ms": 20}')
+    return found
+
+
+def set_variable(name: str, value: str) -> None:
+    """Set the variable of a setting for processes that are started from this one; refuses what it cannot hold."""
+    setting = next(one for one in SETTINGS if one.name == name)
+    load_config({setting.variable: value})
+    os.environ[setting.variable] = value
+
+
+def write_sglang_variable(values: Mapping[str, Any]) -> None:
+    """Tell processes that are started from this one; nothing where there are no values."""
+    if values:
+        os.environ[SGLANG_VARIABLE] = json.dumps(dict(values))
+    else:
+        os.environ.pop(SGLANG_VARIABLE, None)
 
 
 def setting_sources(environ: Mapping[str, str] | None = None, file: str | Path | None = None) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,8 +28,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def engine() -> Iterator[object]:
+def engine() -> object:
     """SGLang's scheduler with the cache backend ``semblend``; see `scheduler_world`."""
     from scheduler_world import SchedulerWorld
 
-    yield SchedulerWorld(MODEL)
+    return SchedulerWorld(MODEL)

@@ -7,7 +7,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
-WORDS = "amber basin cedar delta ember flint grove harbor island jungle kettle lantern".split()
+WORDS = ("amber", "basin", "cedar", "delta", "ember", "flint", "grove", "harbor", "island", "jungle", "kettle")
 POOL_TOKENS = 6144
 
 
@@ -58,12 +58,14 @@ class SchedulerWorld:
         self.answers: dict[str, Answer] = {}
         self.events: list[Any] = []
         self._count = 0
+        self.count_steps_of_load = 0
         self._watch_answers()
         if self.desk is not None:
             from semblend.confirm.sinks import CallbackSink, EventStream
 
             stream = EventStream([CallbackSink(self.events.append)])
             self.desk.semblend.events = self.desk.semblend._report._stream = stream
+            self._watch_loads()
 
     @property
     def model(self) -> Any:
@@ -186,10 +188,45 @@ class SchedulerWorld:
 
         return int(self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", prompt), salt))).device_prefix_len)
 
+    def read_tree(self, prompt: list[int]) -> list[Any]:
+        """Keys and values of every layer that the exact tree holds of a prompt."""
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", prompt))))
+        slots = self.cache.path_device_indices(found.last_device_node)
+        layout = self.model.layout
+        return [tuple(part.clone() for part in layout.gather(layer, slots)) for layer in range(layout.layers)]
+
+    def poison_donors(self) -> None:
+        """Overwrite the KV of every donor with noise, as a broken machine would."""
+        import torch
+
+        for donor_id, generation in list(self.desk._held.items()):
+            held = self.desk.donor_kv.acquire(donor_id, generation)
+            held.k.copy_(torch.randn_like(held.k) * 3)
+            held.v.copy_(torch.randn_like(held.v) * 3)
+            self.desk.donor_kv.release(held)
+
     def receipt(self, answer: Answer) -> Any:
         found = [event.fields.get("receipt") for event in self.events if event.request_id == answer.request_id]
         (receipt,) = [one for one in found if one is not None]
         return receipt
+
+    def _watch_loads(self) -> None:
+        """Count the steps that the last load took."""
+        load, work = self.desk.load, self.desk.work
+
+        def begin(request_id: str, *args: Any) -> None:
+            if not self.desk._records[request_id].is_loading:
+                self.count_steps_of_load = 0
+            load(request_id, *args)
+
+        def go_on(request_id: str, *, busy: bool) -> Any:
+            self.count_steps_of_load += 1
+            return work(request_id, busy=busy)
+
+        self.desk.load, self.desk.work = begin, go_on
 
     def _watch_answers(self) -> None:
         """Requests as SGLang finishes them, before their output goes to another process that does not exist here."""

@@ -1,6 +1,6 @@
-"""`semblend-sglang` and `semblend-trtllm`: their names are taken, their engines' integrations are not in this version.
+"""`semblend-sglang` starts SGLang with our cache. `semblend-trtllm`: its name is taken, its integration is not here.
 
-A launcher that started the plain engine instead would look as if it worked; these say what is missing and stop.
+A launcher that started the plain engine instead would look as if it worked; that one says what is missing and stops.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def _refuse(command: str, engine: str) -> NoReturn:
         prog=command,
         usage=f"{command} [-h] [arguments of {engine} ...]",
         description=f"Start {engine} with semantic KV reuse. This version does not contain the {engine} integration: "
-        "the command stops with an error. `semblend serve` and the vLLM connector work.",
+        "the command stops with an error. `semblend serve`, vLLM and SGLang work.",
         allow_abbrev=False,
     )
     parser.parse_known_args()
@@ -25,8 +25,10 @@ def _refuse(command: str, engine: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def sglang() -> NoReturn:
-    _refuse("semblend-sglang", "SGLang")
+def sglang() -> None:
+    from semblend.integration.sglang.launcher import main
+
+    main()
 
 
 def trtllm() -> NoReturn:

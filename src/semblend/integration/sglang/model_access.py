@@ -58,14 +58,16 @@ class SglangModel:
             seq_lens=torch.tensor([rows.reach], device=self.device),
             seq_lens_sum=rows.reach,
         )
-        attention = PassAttention(self._runner.attn_backend, rows, self.layout, observer)
+        attention = PassBackend(self._runner.attn_backend, rows, self.layout, observer)
         with forward_context(ForwardContext(attn_backend=attention), forward_batch=batch):  # type: ignore[arg-type]
             hidden: Tensor = self._model.model(rows.tokens, rows.positions, batch)
         return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        return (hidden.to(self._model.lm_head.weight.dtype) @ self._model.lm_head.weight.T)[:, : self._vocabulary].float()
+        return (hidden.to(self._model.lm_head.weight.dtype) @ self._model.lm_head.weight.T)[
+            :, : self._vocabulary
+        ].float()
 
     def agree(self, values: Tensor, how: str) -> Tensor:
         del how  # engines of several ranks are refused
@@ -76,8 +78,8 @@ class SglangModel:
         return int(self._runner.model_config.vocab_size)
 
 
-class PassAttention:
-    """Stands in for SGLang's attention backend in one pass; what else SGLang asks of the backend, the backend answers."""
+class PassBackend:
+    """Stands in for SGLang's attention backend in one pass; what else is asked of the backend, the backend answers."""
 
     def __init__(self, backend: Any, rows: Rows, layout: Layout, observer: Observer | None) -> None:
         self._backend, self._rows, self._layout = backend, rows, layout

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from semblend.config import read_sglang_variable
+
 BACKEND = "semblend"
 
 log = logging.getLogger("sglang.semblend")
@@ -22,6 +24,10 @@ def register() -> None:
 
         if BACKEND not in registry.registered_radix_cache_backends():
             registry.register_radix_cache_backend(BACKEND, make_cache)
+        if read_sglang_variable().get("patch") is True:  # `patch_radix_cache` in the process that started this one
+            from semblend.integration.sglang.radix_patcher import patch_radix_cache
+
+            patch_radix_cache()
     except Exception as error:
         log.warning("SemBlend is not registered in this SGLang: %s", error)
 

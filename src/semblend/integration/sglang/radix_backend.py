@@ -11,15 +11,18 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, InitLoadBackParams, MatchPrefixParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from torch import Tensor
 
-from semblend.integration.sglang.requests import read_request
-from semblend.integration.sglang.reuse_desk import ReuseDesk, SlotPool
-from semblend.prompt import Namespace
+from semblend.integration.sglang.records import SlotPool
+from semblend.integration.sglang.requests import build_namespace, join_salts, read_request
+from semblend.integration.sglang.reuse_desk import ReuseDesk
+from semblend.integration.sglang.semantic_prefix import GuardedProvider, SemanticPrefixProvider, copy_key
+from semblend.prompt import Namespace, Prompt
 
 log = logging.getLogger("sglang.semblend")
 Answer = TypeVar("Answer")
@@ -30,6 +33,7 @@ class SemBlendRadixCache(UnifiedRadixCache):
 
     _desk: ReuseDesk | None = None
     _namespace = Namespace()
+    _provider: GuardedProvider | None = None
 
     def open_desk(self, make: Callable[[SlotPool], ReuseDesk], namespace: Namespace) -> None:
         """Serve requests from now on."""
@@ -44,10 +48,54 @@ class SemBlendRadixCache(UnifiedRadixCache):
             return found
         return self._guard("match", params.req.rid, lambda desk: self._offer(desk, params, found), found)
 
+    def set_semantic_provider(self, provider: SemanticPrefixProvider | None, *, deadline_ms: float = 5.0) -> None:
+        """Ask a provider where the tree has nothing; None clears it. It can neither raise nor hold up a step."""
+        before, self._provider = self._provider, None
+        if before is not None:
+            before.on_shutdown()
+        if provider is not None:
+            guarded = provider if isinstance(provider, GuardedProvider) else GuardedProvider(provider, deadline_ms)
+            guarded.on_init()
+            self._provider = guarded
+
+    def _match_prefix_exact(self, params: MatchPrefixParams) -> Any:
+        """The lookup of SGLang's own cache; asks nobody else."""
+        return super().match_prefix(params)
+
+    def _ask_provider(self, desk: ReuseDesk, params: MatchPrefixParams) -> bool:
+        """Make a donor of what a provider names, as far as the exact tree holds it: the lookup then finds equal runs.
+
+        Whether the provider wants nothing of the request published.
+        """
+        req = params.req
+        if self._provider is None or not desk.is_new(req.rid):
+            return False
+        answer = self._provider.on_prefix_miss(req.rid, list(req.origin_input_ids))
+        if answer is None:
+            return False
+        log.info("semantic prefix for %s: source_id=%s", req.rid, answer.source_id)
+        found = self._match_prefix_exact(MatchPrefixParams(key=copy_key(params.key, answer.alternate_token_ids)))
+        length = int(found.device_prefix_len)
+        if length < desk.settings.config.min_span_tokens:
+            return answer.skip_insert
+        lock = self.lock(found.last_device_node)
+        try:
+            tokens = np.array(answer.alternate_token_ids[:length], dtype=np.int64)
+            root = self.root_node_handle(req.extra_key)
+            slots = self.tree_core.collect_full_device_indices(found.last_device_node, root)
+            desk.adopt(Prompt(tokens, namespace=build_namespace(join_salts(req), self._namespace)), slots[:length])
+        finally:
+            self.unlock(lock)
+        return answer.skip_insert
+
     def _offer(self, desk: ReuseDesk, params: MatchPrefixParams, found: Any) -> Any:
         salted = desk.settings.require_cache_salt
         request = read_request(params.req, len(params.key), self._namespace, require_cache_salt=salted)
+        missed = not found.device_prefix_len and not request.declined
+        private = missed and self._ask_provider(desk, params)
         offered = desk.offer(request, int(found.device_prefix_len))
+        if private:
+            desk.keep_private(params.req.rid)
         return found._replace(host_hit_length=offered) if offered > 0 else found
 
     def init_load_back(self, params: InitLoadBackParams) -> Any:
@@ -91,6 +139,8 @@ class SemBlendRadixCache(UnifiedRadixCache):
         self._guard("prompt", req.rid, lambda desk: self._note_prompt(desk, req, up_to), None)
         exact_end = self._desk.find_exact_end(req.rid)
         super().checkpoint(req, up_to=up_to if exact_end is None else min(up_to, exact_end), **more)
+        if self._provider is not None and exact_end is None and req.finished():
+            self._provider.on_request_cached(req.rid, list(req.full_untruncated_fill_ids[:up_to]))
 
     def _note_prompt(self, desk: ReuseDesk, req: Any, up_to: int) -> None:
         length = len(req.origin_input_ids)
@@ -114,6 +164,10 @@ class SemBlendRadixCache(UnifiedRadixCache):
         if self.token_to_kv_pool_allocator.available_size() - before < params.num_tokens:
             self._guard("evict", "", lambda desk: desk.stop_loads(), False)
         return result
+
+    def release_host_resources(self) -> None:
+        self.set_semantic_provider(None)
+        super().release_host_resources()
 
     def _path_slots(self, req: Any) -> Tensor:
         root = self.root_node_handle(req.extra_key)

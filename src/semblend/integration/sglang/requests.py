@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from semblend.config import QUALITY_MODES
-from semblend.integration.sglang.reuse_desk import Waiting
+from semblend.integration.sglang.records import Waiting
 from semblend.integration.vllm.scheduler.requests import name_tenant
 from semblend.prompt import Namespace, Prompt
 
@@ -20,7 +20,7 @@ def read_request(req: Any, longest_prefix: int, engine: Namespace, *, require_ca
     A caller's word stands in ``custom_params={"semblend": {"opt_out": true, "quality": "fast"}}`` of its sampling
     parameters. What we do not know in there is ignored, it must not fail an answer.
     """
-    salt = _join_salts(req)
+    salt = join_salts(req)
     said = (getattr(req.sampling_params, "custom_params", None) or {}).get("semblend")
     said = said if isinstance(said, Mapping) else {}
     quality = said.get("quality")
@@ -70,7 +70,7 @@ def _is_set(value: Any) -> bool:
     return value is not None and value is not False and value != ""
 
 
-def _join_salts(req: Any) -> str:
+def join_salts(req: Any) -> str:
     """``extra_key`` and ``cache_salt`` as one text from which both can be told; empty where neither is set."""
     parts = [str(getattr(req, name, None) or "") for name in ("extra_key", "cache_salt")]
     return f"{len(parts[0])}:{parts[0]}{parts[1]}" if any(parts) else ""

@@ -2,11 +2,11 @@
 
 SGLang runs scheduler and model in one process and one thread, so one object does what two halves do in vLLM:
 
-    offer      how many tokens behind the exact hit shall we provide? Asked again as long as the request waits
-    load       it is next, and has slots: donor KV is moved in, gaps are computed, the gate looks at it. In pieces, while
-               others run; the request waits until it is over
+    offer        how many tokens behind the exact hit shall we provide? Asked again as long as the request waits
+    load         it is next and gets slots; donor KV will be moved in, gaps computed, and the gate looks at it
+    work         a step's share of the load. The request waits until it is over, and others go on
     note_prompt  its prompt is complete: what is exact in it becomes a donor, and its receipt is written
-    forget     it was released, or aborted while it waited
+    forget       it was released, or aborted while it waited
 
 Nothing approximate may enter the exact tree: `find_exact_end` says up to where a request's KV is what a cold prefill
 computes.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -25,15 +25,14 @@ from torch import Tensor
 
 from semblend.confirm import events
 from semblend.confirm.build_receipt import RequestFacts, build_receipt
-from semblend.confirm.receipt import Receipt
 from semblend.discover.donor import Eviction
 from semblend.errors import CapacityError, SemBlendError
 from semblend.facade import SemBlend
+from semblend.integration.sglang.records import LoadRecord, SlotPool, Waiting
 from semblend.integration.sglang.settings import SglangSettings
 from semblend.integration.vllm.worker.weights_watch import WeightsWatch
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.first_pass import first_rows, two_passes_cost_more
-from semblend.materialize.blend.pieces import Pieces
 from semblend.materialize.blend.quality import Blended, Placed, QualitySettings, Rejected
 from semblend.materialize.contract import Model
 from semblend.materialize.donors.donor_kv import DonorKv
@@ -46,62 +45,6 @@ SHORT_TAIL = 128
 """Tokens behind the last span that we compute in mode fast too: a pass of ours runs in any case."""
 
 log = logging.getLogger("sglang.semblend")
-Outcome = Blended | Rejected | Decline
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Waiting:
-    """A request in SGLang's waiting queue: its prompt, and how much of it a prefix may cover."""
-
-    request_id: str
-    prompt: Prompt
-    longest_prefix: int
-    declined: str = ""
-    mode: str | None = None
-    opt_out: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SlotPool:
-    """The engine's slots: ``take`` gives so many or None, ``give_back`` frees them. Both work in whole pages."""
-
-    take: Callable[[int], Tensor | None]
-    give_back: Callable[[Tensor], None]
-    page_tokens: int = 1
-
-    def round_down(self, tokens: int) -> int:
-        return tokens // self.page_tokens * self.page_tokens
-
-    def round_up(self, tokens: int) -> int:
-        return -(-tokens // self.page_tokens) * self.page_tokens
-
-
-@dataclass(eq=False)
-class _Record:
-    """What is known about one request until it is released."""
-
-    request: Waiting
-    mode: str
-    exact_tokens: int = 0
-    epoch: int = -1
-    decision: ReusePlan | Decline | None = None
-    claim_end: int = 0
-    ordered: ReusePlan | None = None
-    slots: Tensor | None = None  # ours while it loads; the request's once SGLang has written them into its row
-    held: Callable[[], None] | None = None  # lets go of the exact prefix
-    pieces: Pieces[Outcome] | None = None
-    outcome: Outcome | None = None
-    lookup_ms: float | None = None
-    receipt: Receipt | None = None
-    seen: float = field(default_factory=time.perf_counter)
-
-    @property
-    def is_loading(self) -> bool:
-        return self.pieces is not None
-
-    @property
-    def is_loaded(self) -> bool:
-        return isinstance(self.outcome, Blended) and self.slots is not None
 
 
 class ReuseDesk:
@@ -123,13 +66,14 @@ class ReuseDesk:
         self.donor_kv = DonorKv(
             settings.donor_device_bytes,
             settings.donor_host_bytes,
-            on_evicted=lambda donor_id, generation, reason: self._note_lost(donor_id, generation),
+            on_evicted=self._note_lost,
             device_type=model.device.type,
             rope=model.rope,
         )
         self._blenders: dict[str, Blender] = {}
-        self._records: dict[str, _Record] = {}
+        self._records: dict[str, LoadRecord] = {}
         self._held: dict[str, int] = {}
+        self._adopted: dict[tuple[str, bytes], str] = {}
         self._generations, self._epoch, self._watch = 0, 0, watch
         for donor in semblend.donors():  # a store file brings back donors, not their KV
             semblend.forget(donor.donor_id, reason="engine")
@@ -142,7 +86,7 @@ class ReuseDesk:
         record = self._records.get(request.request_id)
         if record is None:
             mode = request.mode or self.settings.config.quality
-            record = self._records[request.request_id] = _Record(request, mode)
+            record = self._records[request.request_id] = LoadRecord(request, mode)
         elif record.is_loading and exact_tokens == record.exact_tokens:
             return record.claim_end - exact_tokens
         elif record.outcome is not None:  # refused once; or released by a path that did not tell us
@@ -179,11 +123,11 @@ class ReuseDesk:
             self.semblend.release(request_id)
             return
         record.held = hold()
-        record.ordered = self._name_generations(record.decision.until(plan_tokens))
+        record.ordered = record.decision.until(plan_tokens)
         context = torch.cat([exact_slots()[: record.exact_tokens], record.slots])[:plan_tokens]
         tokens = torch.from_numpy(record.request.prompt.token_ids[:plan_tokens].astype(np.int64))
         record.pieces = self._get_blender(record.mode).prepare_in_pieces(
-            Placed(tokens, context), record.ordered, mode=record.mode
+            Placed(tokens, context), self._name_generations(record.ordered), mode=record.mode
         )
 
     def work(self, request_id: str, *, busy: bool) -> int | None:
@@ -214,6 +158,26 @@ class ReuseDesk:
             record.slots = record.slots[:provided]
         return provided
 
+    def is_new(self, request_id: str) -> bool:
+        """Whether nothing was decided about this request yet."""
+        return request_id not in self._records
+
+    def adopt(self, prompt: Prompt, slots: Tensor) -> bool:
+        """Make a donor of KV that is exact and lies in ``slots``, as somebody else proposes; False where it is one."""
+        known = (prompt.namespace.digest, prompt.token_ids.tobytes())
+        if self._adopted.get(known) in self._held:
+            return False
+        donor_id = self._make_donor(prompt, slots)
+        if donor_id is not None:
+            self._adopted[known] = donor_id
+        return donor_id is not None
+
+    def keep_private(self, request_id: str) -> None:
+        """Nothing of this request is to be published, though some of it is exact."""
+        record = self._records.get(request_id)
+        if record is not None:
+            record.private = True
+
     # -- a request that runs -----------------------------------------------------------------------------------------
 
     def find_tail(self, request_id: str) -> Tensor | None:
@@ -224,6 +188,8 @@ class ReuseDesk:
     def find_exact_end(self, request_id: str) -> int | None:
         """Up to where the KV of a request is exact; None where all of it is."""
         record = self._records.get(request_id)
+        if record is not None and record.private:
+            return record.exact_tokens
         if record is None or not isinstance(record.outcome, Blended) or not record.outcome.approximate:
             return None
         return record.outcome.exact_until
@@ -235,7 +201,9 @@ class ReuseDesk:
             return
         exact_end = self.find_exact_end(request_id)
         length = len(record.request.prompt) if exact_end is None else min(exact_end, len(record.request.prompt))
-        if length - record.exact_tokens >= self.settings.donor_min_new_tokens and not record.request.declined:
+        request = record.request
+        wanted = self.settings.config.enabled and not request.declined and not request.opt_out
+        if wanted and length - record.exact_tokens >= self.settings.donor_min_new_tokens:
             self._capture(record, slots[:length])
         self._confirm(record)
 
@@ -250,7 +218,7 @@ class ReuseDesk:
         """A hook failed for this request: it is computed cold, and an event says why."""
         message = f"{type(error).__name__}: {error}".splitlines()[0]
         log.warning("SemBlend: %s failed for %s: %s", where, request_id, message, exc_info=error)
-        self.semblend.events.emit(events.error(where, message, request_id or None, engine=ENGINE))
+        self._tell_error(where, message, request_id)
         record = self._records.get(request_id)
         if record is not None and record.is_loading:
             self._stop_load(record)
@@ -259,7 +227,8 @@ class ReuseDesk:
 
     def stop_loads(self) -> bool:
         """Give up every load that waits, because SGLang needs its slots; whether there was one."""
-        return any([self._stop_load(record) for record in self._records.values()])
+        stopped = [self._stop_load(record) for record in self._records.values()]
+        return any(stopped)
 
     def reset(self) -> None:
         """Drop every donor and every load: SGLang has emptied its cache, or the model has other weights."""
@@ -268,10 +237,11 @@ class ReuseDesk:
         self.semblend.clear()
         self.donor_kv.drop_all()
         self._held.clear()
+        self._adopted.clear()
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    def _decide(self, record: _Record) -> ReusePlan | Decline:
+    def _decide(self, record: LoadRecord) -> ReusePlan | Decline:
         request = record.request
         if request.declined:
             return Decline(DeclineReason.UNSUPPORTED_MODE, request.declined)
@@ -287,7 +257,7 @@ class ReuseDesk:
             return Decline(DeclineReason.BELOW_BREAK_EVEN, why)
         return found
 
-    def _explain_not_worth_it(self, record: _Record, plan: ReusePlan) -> str | None:
+    def _explain_not_worth_it(self, record: LoadRecord, plan: ReusePlan) -> str | None:
         if not plan.until(self._find_claim_end(record, plan)).spans:
             return "what donors hold is the end of the prompt, which the engine computes itself"
         if (why := explain_lost_donor(plan)) or record.mode != "balanced":
@@ -295,7 +265,7 @@ class ReuseDesk:
         first = first_rows(plan.prompt_tokens, plan.exact_tokens, plan.spans, self._quality)
         return two_passes_cost_more(first, plan.spans, plan.prompt_tokens - plan.exact_tokens, self._quality)
 
-    def _find_claim_end(self, record: _Record, plan: ReusePlan) -> int:
+    def _find_claim_end(self, record: LoadRecord, plan: ReusePlan) -> int:
         """Where the claim ends, in whole pages: SGLang always computes the last token itself."""
         last, held = len(record.request.prompt) - 1, plan.spans[-1].target_end
         end = last if record.mode == "balanced" or last - held <= SHORT_TAIL else held
@@ -313,7 +283,7 @@ class ReuseDesk:
             self._blenders[mode] = Blender(self._model, self.donor_kv, quality)
         return self._blenders[mode]
 
-    def _stop_load(self, record: _Record) -> bool:
+    def _stop_load(self, record: LoadRecord) -> bool:
         """Give up a load under way; it may begin again. A load that is over is left alone."""
         if record.pieces is None:
             return False
@@ -324,17 +294,17 @@ class ReuseDesk:
         self.semblend.release(record.request.request_id)
         return True
 
-    def _let_go(self, record: _Record) -> None:
+    def _let_go(self, record: LoadRecord) -> None:
         held, record.held = record.held, None
         if held is not None:
             held()
 
-    def _give_slots_back(self, record: _Record) -> None:
+    def _give_slots_back(self, record: LoadRecord) -> None:
         slots, record.slots = record.slots, None
         if slots is not None:
             self._pool.give_back(slots)
 
-    def _note_refusal(self, record: _Record) -> None:
+    def _note_refusal(self, record: LoadRecord) -> None:
         """The load ended without KV to use. A donor whose KV is not what its tokens ask for goes."""
         self.semblend.release(record.request.request_id)
         if not isinstance(record.outcome, Decline):
@@ -343,8 +313,7 @@ class ReuseDesk:
             for donor_id in record.ordered.donor_ids:
                 self.semblend.forget(donor_id, reason="engine")
         elif record.outcome.reason is DeclineReason.ERROR:
-            error = events.error("materialize", record.outcome.detail, record.request.request_id, engine=ENGINE)
-            self.semblend.events.emit(error)
+            self._tell_error("materialize", record.outcome.detail, record.request.request_id)
 
     def _drop_old_weights(self) -> bool:
         if self._watch is None or not self._watch.have_changed():
@@ -353,24 +322,30 @@ class ReuseDesk:
         self.reset()
         return True
 
-    def _capture(self, record: _Record, slots: Tensor) -> None:
+    def _capture(self, record: LoadRecord, slots: Tensor) -> None:
+        prompt = record.request.prompt
+        if len(slots) < len(prompt):
+            prompt = Prompt(prompt.token_ids[: len(slots)], namespace=prompt.namespace)
+        self._make_donor(prompt, slots)
+
+    def _make_donor(self, prompt: Prompt, slots: Tensor) -> str | None:
         """Copy KV and make it a donor. Its name is ours: a caller chooses request ids, and must not replace donors."""
         self._generations += 1
-        donor_id, prompt = f"{ENGINE}-{self._generations}", record.request.prompt
-        kept = prompt if len(slots) == len(prompt) else Prompt(prompt.token_ids[: len(slots)], namespace=prompt.namespace)
+        donor_id = f"{ENGINE}-{self._generations}"
         try:
             handle = self.donor_kv.capture(donor_id, self._generations, self._model.layout, slots)
             if handle.arrives is not None:
                 handle.arrives.wait()
             self._held[donor_id] = self._generations
-            self.semblend.register(kept, donor_id)
+            self.semblend.register(prompt, donor_id)
         except CapacityError as error:
             self._held.pop(donor_id, None)
-            log.debug("SemBlend keeps no donor of %s: %s", record.request.request_id, error)
-            return
+            log.debug("SemBlend keeps no donor of %d tokens: %s", len(prompt), error)
+            return None
         self._epoch += 1
+        return donor_id
 
-    def _confirm(self, record: _Record) -> None:
+    def _confirm(self, record: LoadRecord) -> None:
         declined = record.outcome if isinstance(record.outcome, Decline) else None
         if isinstance(record.outcome, Rejected):
             declined = Decline(DeclineReason.QUALITY_RISK, "the gate wants the prompt computed in full")
@@ -391,9 +366,14 @@ class ReuseDesk:
             self.semblend.confirm(record.receipt)
         except SemBlendError as error:  # such as a request id that was used before: the answer goes on
             self.semblend.release(record.request.request_id)
-            log.debug("SemBlend counts %s once only: %s", record.request.request_id, error)
+            self._tell_error("confirm", str(error), record.request.request_id)
 
-    def _note_lost(self, donor_id: str, generation: int) -> None:
+    def _tell_error(self, where: str, message: str, request_id: str) -> None:
+        if self.semblend.events:
+            self.semblend.events.emit(events.error(where, message, request_id or None, engine=ENGINE))
+
+    def _note_lost(self, donor_id: str, generation: int, reason: str) -> None:
+        log.debug("donor %s left memory: %s", donor_id, reason)
         if self._held.get(donor_id) == generation:
             self.semblend.forget(donor_id, reason="engine")
 

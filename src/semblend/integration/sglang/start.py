@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from typing import Any
 
+from semblend.config import read_sglang_variable
 from semblend.confirm.events import Event
 from semblend.confirm.log_lines import format_line
 from semblend.confirm.sinks import CallbackSink
+from semblend.errors import ConfigError
 from semblend.facade import SemBlend
 from semblend.integration.sglang.model_access import SglangModel, read_rope_config
+from semblend.integration.sglang.records import SlotPool
 from semblend.integration.sglang.refusals import refusal
-from semblend.integration.sglang.reuse_desk import ReuseDesk, SlotPool
+from semblend.integration.sglang.reuse_desk import ReuseDesk
+from semblend.integration.sglang.semantic_prefix import SemanticPrefixProvider
 from semblend.integration.sglang.settings import SglangSettings, sglang_settings
 from semblend.integration.vllm.worker.weights_watch import WeightsWatch
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.gate.thresholds import thresholds_for
 from semblend.prompt import Namespace
+
+NOT_SETTINGS = ("patch", "provider")
+"""What else stands in the variable of the SGLang integration."""
 
 log = logging.getLogger("sglang.semblend")
 
@@ -32,8 +40,11 @@ def make_cache(context: Any) -> Any:
     try:
         why = refusal(context, sglang.__version__)
         if why is None:
-            settings = sglang_settings({})
+            own = {name: value for name, value in read_sglang_variable().items() if name not in NOT_SETTINGS}
+            settings = sglang_settings(own)
             cache.open_desk(lambda pool: make_desk(context, settings, pool, sglang.__version__), build_engine(context))
+            if path := read_sglang_variable().get("provider"):
+                cache.set_semantic_provider(make_provider(str(path)))
     except Exception as error:  # an engine that we cannot serve must start
         log.warning("SemBlend could not be started", exc_info=True)
         why = f"{type(error).__name__}: {error}"
@@ -60,6 +71,17 @@ def make_desk(context: Any, settings: SglangSettings, pool: SlotPool, version: s
     )
     watch = WeightsWatch(model.module)
     return ReuseDesk(model, semblend, pool, settings, quality, engine_version=version, watch=watch)
+
+
+def make_provider(path: str) -> SemanticPrefixProvider:
+    """The provider that ``package.module:Name`` stands for: a class or a function without arguments."""
+    module, colon, name = path.partition(":")
+    if not colon:
+        raise ConfigError(f"{path!r} names no provider", hint="write package.module:Name")
+    provider = getattr(importlib.import_module(module), name)()
+    if not isinstance(provider, SemanticPrefixProvider):
+        raise ConfigError(f"{path} makes a {type(provider).__name__}", hint="it must be a SemanticPrefixProvider")
+    return provider
 
 
 def build_engine(context: Any) -> Namespace:

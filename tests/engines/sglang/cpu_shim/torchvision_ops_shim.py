@@ -16,12 +16,12 @@ class _DeclareOperations:
     library: Any = None
 
     @classmethod
-    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> None:
+    def find_spec(cls, name: str, *where: Any) -> None:  # noqa: ARG003  (Python calls it so)
         if name != "torchvision" or cls.library is not None:
             return
         import torch
 
-        cls.library = torch.library.Library("torchvision", "DEF")
+        cls.library = torch.library.Library("torchvision", "FRAGMENT")
         for operation in ("nms", "qnms"):
             cls.library.define(operation + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 

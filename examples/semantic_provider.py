@@ -1,0 +1,56 @@
+"""A provider of your own for SGLang: it proposes the earlier request that shares most with one the cache does not know.
+
+    semblend-sglang --semblend-provider semantic_provider:SharedPieces --model-path … (with this folder on PYTHONPATH)
+
+The cache searches the proposed tokens for runs that are equal to the prompt's, at any offset, and moves only those.
+A bad proposal costs time and never an answer. Run this file to see the provider asked, without SGLang.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+from semblend.integration.sglang.fake_radix import FakeKey, FakeMatchParams, FakeRadixCache, FakeRequest
+from semblend.integration.sglang.semantic_prefix import SemanticPrefixProvider, SemanticPrefixResult, install_hooks
+
+PIECE, STRIDE, KEPT = 8, 4, 256
+
+
+class SharedPieces(SemanticPrefixProvider):
+    """Keeps the last requests and an index of their pieces of 8 tokens."""
+
+    def __init__(self) -> None:
+        self._requests: OrderedDict[str, list[int]] = OrderedDict()
+        self._owners: dict[tuple[int, ...], str] = {}
+
+    def on_request_cached(self, rid: str, token_ids: Sequence[int]) -> None:
+        self._requests[rid] = list(token_ids)
+        self._owners |= {tuple(token_ids[at : at + PIECE]): rid for at in range(0, len(token_ids) - PIECE, STRIDE)}
+        if len(self._requests) > KEPT:
+            gone, _ = self._requests.popitem(last=False)
+            self._owners = {piece: owner for piece, owner in self._owners.items() if owner != gone}
+
+    def on_prefix_miss(self, rid: str, token_ids: Sequence[int]) -> SemanticPrefixResult | None:
+        del rid
+        pieces = (tuple(token_ids[at : at + PIECE]) for at in range(len(token_ids) - PIECE))
+        votes = Counter(self._owners[piece] for piece in pieces if piece in self._owners)
+        if not votes:
+            return None
+        source, shared = votes.most_common(1)[0]
+        return SemanticPrefixResult(self._requests[source], num_cached_tokens=shared * STRIDE, source_id=source)
+
+
+if __name__ == "__main__":
+    install_hooks(FakeRadixCache)
+    cache, provider, document = FakeRadixCache.create_simulated(), SharedPieces(), list(range(1000, 1080))
+    cache.set_semantic_provider(provider)  # type: ignore[attr-defined]
+    cache.checkpoint(FakeRequest("first", array("q", [1, 2, 3, *document])), up_to=83)
+    proposal = provider.on_prefix_miss("second", [7, 8, *document])
+    print(f"for the second request: {proposal.source_id if proposal else None}")
+    second = FakeRequest("second", array("q", [7, 8, *document]))
+    found = cache.match_prefix(FakeMatchParams(FakeKey(second.full_untruncated_fill_ids), second))
+    print(
+        f"a stock cache serves {found.device_prefix_len} tokens of it: it cannot move KV, and other tokens are not its"
+    )

@@ -1,0 +1,71 @@
+"""What the desk knows about a request until it is released, and what it is told about slots. Values and no rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from semblend.confirm.receipt import Receipt
+from semblend.materialize.blend.pieces import Pieces
+from semblend.materialize.blend.quality import Blended, Rejected
+from semblend.plan.reuse_plan import Decline, ReusePlan
+from semblend.prompt import Prompt
+
+Outcome = Blended | Rejected | Decline
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiting:
+    """A request in SGLang's waiting queue: its prompt, and how much of it a prefix may cover."""
+
+    request_id: str
+    prompt: Prompt
+    longest_prefix: int
+    declined: str = ""
+    mode: str | None = None
+    opt_out: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPool:
+    """The engine's slots: ``take`` gives so many or None, ``give_back`` frees them. Both work in whole pages."""
+
+    take: Callable[[int], Tensor | None]
+    give_back: Callable[[Tensor], None]
+    page_tokens: int = 1
+
+    def round_down(self, tokens: int) -> int:
+        return tokens // self.page_tokens * self.page_tokens
+
+    def round_up(self, tokens: int) -> int:
+        return -(-tokens // self.page_tokens) * self.page_tokens
+
+
+@dataclass(eq=False)
+class LoadRecord:
+    """What is known about one request until it is released."""
+
+    request: Waiting
+    mode: str
+    exact_tokens: int = 0
+    epoch: int = -1
+    decision: ReusePlan | Decline | None = None
+    claim_end: int = 0
+    ordered: ReusePlan | None = None
+    slots: Tensor | None = None  # ours while it loads; the request's once SGLang has written them into its row
+    held: Callable[[], None] | None = None  # lets go of the exact prefix
+    pieces: Pieces[Outcome] | None = None
+    outcome: Outcome | None = None
+    lookup_ms: float | None = None
+    receipt: Receipt | None = None
+    private: bool = False  # nothing of it may be published, exact or not
+
+    @property
+    def is_loading(self) -> bool:
+        return self.pieces is not None
+
+    @property
+    def is_loaded(self) -> bool:
+        return isinstance(self.outcome, Blended) and self.slots is not None

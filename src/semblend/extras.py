@@ -15,7 +15,7 @@ NEEDED_BY: dict[str, str] = {
     "gpu": "`semblend serve` on a GPU: the Triton kernels",
     "local": "`semblend serve`, `demo` and `calibrate`: the embedded engine, its API and its dashboard",
     "vllm": "running beside vLLM; no command of this version needs it",
-    "sglang": "running beside SGLang; no command of this version needs it",
+    "sglang": "`semblend-sglang`, which knows SGLang 0.5.23",
     "trtllm": "running beside TensorRT-LLM; no command of this version needs it",
     "dynamo": "running beside Dynamo; no command of this version needs it",
     "benchmarks": "all that `sembench` may need: live runs, tokenizers",

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from semblend.materialize.attention_runs import attend_runs
 from semblend.materialize.contract import Capabilities, KvLayout, Layout, Observer, Rows
-from semblend.materialize.kv.attention_runs import attend_runs
 from semblend.materialize.kv.rope import RopeSpec
 
 
@@ -59,7 +59,7 @@ class SglangModel:
             seq_lens_sum=rows.reach,
         )
         attention = PassBackend(self._runner.attn_backend, rows, self.layout, observer)
-        with forward_context(ForwardContext(attn_backend=attention), forward_batch=batch):  # type: ignore[arg-type]
+        with forward_context(ForwardContext(attn_backend=attention), forward_batch=batch):
             hidden: Tensor = self._model.model(rows.tokens, rows.positions, batch)
         return hidden
 

@@ -65,9 +65,9 @@ class SglangModel:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        return (hidden.to(self._model.lm_head.weight.dtype) @ self._model.lm_head.weight.T)[
-            :, : self._vocabulary
-        ].float()
+        weight: Tensor = self._model.lm_head.weight
+        found: Tensor = hidden.to(weight.dtype) @ weight.T
+        return found[:, : self._vocabulary].float()
 
     def agree(self, values: Tensor, how: str) -> Tensor:
         del how  # engines of several ranks are refused

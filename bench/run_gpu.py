@@ -39,7 +39,7 @@ class Step:
 STEPS = (
     Step("vllm_poison", "vllm_poison.rows.jsonl", 240, ("--budget-s", "210")),
     Step("vllm_load", "vllm_load.rows.jsonl", 560, ("--budget-s", "230")),
-    Step("vllm_users", "vllm_users.rows.jsonl", 200, ("--budget-s", "90")),
+    Step("vllm_users", "vllm_users.rows.jsonl", 270, ("--budget-s", "90")),
     Step("vllm_http", "vllm_http.rows.jsonl", 240, ("--budget-s", "200"), needs_weights=True),
     Step("vllm_shuffle", "vllm_shuffle.rows.jsonl", 180, ("--budget-s", "90")),
     Step("vllm_quality", "vllm_quality.jsonl", 240, ("--http", "--tokens", "4000", "--budget-s", "200"), "--jsonl",

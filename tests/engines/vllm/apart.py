@@ -198,10 +198,13 @@ def publish(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def reuse(settings: dict[str, Any]) -> dict[str, Any]:
-    """A prompt that shares a document with a neighbour's donor: cold, from the directory, and from damaged files."""
+    """A prompt that shares a document with a neighbour's donor: from the directory with the very first request, cold,
+    from the directory again, and from damaged files."""
     engine = _share(settings)
     target = engine.prompt("You are an archivist and careful.", 1)
-    told: dict[str, Any] = {"cold": engine.ask(target, opt_out=True)}
+    told: dict[str, Any] = {"first": engine.ask(target)}
+    engine.forget_prefixes()
+    told["cold"] = engine.ask(target, opt_out=True)
     engine.forget_prefixes()
     told["shared"] = engine.ask(target)
     engine.forget_prefixes()

@@ -36,6 +36,8 @@ def test_a_neighbour_reuses_the_donors_of_an_engine_that_was_killed(apart, tmp_p
     receipt = told["shared"]["receipt"]
     assert receipt["outcome"] == "backend_materialized_reuse", receipt
     assert receipt["reused_tokens"] > 0.3 * told["shared"]["prompt"]
+    assert told["first"]["receipt"]["reused_tokens"] == receipt["reused_tokens"], "the first request after a start"
+    assert told["first"]["tokens"] == told["shared"]["tokens"]
     assert told["cold again"]["tokens"] == told["cold"]["tokens"], "nothing of it is in the exact cache"
     assert told["damaged"]["receipt"]["reused_tokens"] == 0
     assert told["damaged"]["tokens"] == told["cold"]["tokens"]

@@ -147,6 +147,48 @@ def test_kv_of_other_weights_under_one_name_is_refused_and_not_tried_again(machi
     assert one.ask(ASKED)[0].reused_tokens > 60
 
 
+class ToldWeights:
+    """Weights with a name; ``changed`` once they are others."""
+
+    digest, changed = "w", False
+
+    def have_changed(self):
+        changed, self.changed = self.changed, False
+        return changed
+
+    def begin_look(self):
+        changed = self.changed
+        return lambda: changed
+
+
+def test_the_first_request_finds_the_neighbours_donors_by_the_weights_that_were_told_at_the_start(machine):
+    one, two = machine(), machine()
+    one.compute("req", TOLD)
+    two.worker._watch_weights = ToldWeights
+    assert two.worker.tell_weights() == "w"
+    assert two.ask(ASKED)[0].reused_tokens > 60
+
+
+def test_weights_that_are_written_between_start_and_first_request_get_no_donors_of_the_old_ones(machine):
+    one, two = machine(), machine()
+    one.compute("req", TOLD)
+    two.worker._watch_weights = ToldWeights
+    two.worker.tell_weights()
+    two.worker._weights.changed, two.worker._weights.digest = True, "other"
+    loaded, _ = two.ask(ASKED)
+    assert (loaded.reason, loaded.reused_tokens) == ("stale", 0)
+
+
+def test_a_donor_of_new_weights_that_nobody_has_noticed_yet_is_not_published(machine, tmp_path):
+    one = machine()
+    one.worker._watch_weights = ToldWeights
+    one.worker.load(Orders())
+    one.worker._weights.changed = True
+    one.compute("req", TOLD)
+    assert not list((tmp_path / "donors").glob("*.kv"))
+    assert not isinstance(machine().find(ASKED), ReusePlan)
+
+
 def test_a_damaged_file_costs_a_refusal_and_nobody_tries_it_again(machine, tmp_path):
     one, two, three = machine(), machine(), machine()
     one.compute("req", TOLD)

@@ -52,6 +52,17 @@ def test_an_update_of_any_one_parameter_is_seen_once(number):
     assert not watch.have_changed()
 
 
+def test_a_look_compares_the_weights_as_they_were_when_it_began_and_changes_nothing():
+    model = network()
+    watch = WeightsWatch(model)
+    before = watch.begin_look()
+    model[1].weight.data.add_(1)
+    after = watch.begin_look()
+    assert (before(), after(), after()) == (False, True, True)
+    assert watch.have_changed()
+    assert not watch.begin_look()()
+
+
 def test_a_parameter_that_was_replaced_or_moved_counts_as_changed():
     model = network()
     watch = WeightsWatch(model)

@@ -420,10 +420,16 @@ class Weights:
         changed, self.changed = self.changed, False
         return changed
 
+    def begin_look(self):
+        changed = self.changed
+        return lambda: changed
+
 
 @pytest.fixture
 def weights(worker):
-    worker.half._weights = Weights()
+    worker.half._watch_weights = Weights
+    worker.half.load(Orders())
+    worker.half.take_report()
     return worker.half._weights
 
 
@@ -442,12 +448,48 @@ def test_new_weights_refuse_every_load_and_drop_every_donor(worker, weights):
     assert worker.load(tokens, [span]).reason == "stale"
 
 
-def test_weights_are_looked_at_when_there_is_a_load_and_at_no_other_time(worker, weights):
+def test_weights_are_looked_at_when_a_load_ends_and_at_no_other_time(worker, weights):
     worker.donor([1, 2, 3, *DOCUMENT])
     worker.half.load(Orders())
     assert weights.looks == 0
     assert worker.load([7, 8, *DOCUMENT, 12], [Span("d", 3, 2, len(DOCUMENT), generation=1)]).reason is None
     assert weights.looks == 1
+
+
+def test_a_load_in_pieces_costs_one_look_and_is_refused_whenever_the_weights_changed():
+    for change_in in (0, 1, None):
+        worker = Worker(piece_ms=1e-6)
+        worker.half._watch_weights = Weights
+        (load,) = make_loads(worker, 1)
+        pieces = 0
+        while not worker.half.take_finished():
+            if pieces == change_in:
+                worker.half._weights.changed = True
+            worker.half.load(Orders(loads=[load] if not pieces else [], work_ms=1e-6))
+            pieces += 1
+        assert pieces > 1
+        assert worker.half._weights.looks == 1
+        assert worker.half.take_report().loaded["r0"].reason == (None if change_in is None else "stale")
+
+
+def test_a_look_that_fails_refuses_the_load_and_raises_nothing(worker, weights):
+    worker.donor([1, 2, 3, *DOCUMENT])
+    weights.have_changed = lambda: 1 / 0
+    loaded = worker.load([7, 8, *DOCUMENT, 12], [Span("d", 3, 2, len(DOCUMENT), generation=1)])
+    assert (loaded.reason, loaded.reused_tokens) == ("stale", 0)
+
+
+def test_weights_that_were_told_at_the_start_are_told_again_only_where_they_have_changed(worker):
+    worker.half._watch_weights = Weights
+    assert worker.half.tell_weights() == "aa"
+    worker.half.load(Orders())
+    assert worker.half.take_report() is None
+    other = Worker()
+    other.half._watch_weights = Weights
+    assert other.half.tell_weights() == "aa"
+    other.half._weights.changed, other.half._weights.digest = True, "bb"
+    other.half.load(Orders())
+    assert other.half.take_report().weights == "bb"
 
 
 def test_the_weights_are_named_before_the_first_step_and_not_again():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from semblend.confirm.metrics import make_metrics
 from semblend.errors import SemBlendError
 from semblend.integration.vllm import metrics as telemetry
-from semblend.integration.vllm.orders import Orders, Report
+from semblend.integration.vllm.orders import Orders, Report, join_digests
 from semblend.integration.vllm.plugin import register
 from semblend.integration.vllm.refusals import refusal
 from semblend.integration.vllm.scheduler.admin_socket import AdminSocket
@@ -45,11 +45,15 @@ except ImportError:  # before 0.32 vLLM does not ask where hits come from
     CacheHitSource = None
 
 try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata, SupportsHMA
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorHandshakeMetadata,
+        KVConnectorWorkerMetadata,
+        SupportsHMA,
+    )
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 except ImportError:  # a version that nobody has looked at: it is refused, and its engine runs without us
-    KVConnectorWorkerMetadata, SupportsHMA, KVConnectorPromMetrics, KVConnectorStats = (
-        type(f"Unknown{number}", (), {}) for number in range(4)
+    KVConnectorHandshakeMetadata, KVConnectorWorkerMetadata, SupportsHMA, KVConnectorPromMetrics, KVConnectorStats = (
+        type(f"Unknown{number}", (), {}) for number in range(5)
     )
 
 log = logging.getLogger("vllm.semblend")
@@ -73,6 +77,13 @@ class ReportMetadata(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, ReportMetadata), "all ranks run the same connector"
         return ReportMetadata(self.report.merge(other.report))
+
+
+@dataclass
+class WeightsHandshake(KVConnectorHandshakeMetadata):
+    """Which weights a rank has, on its way to the scheduler before the first request."""
+
+    weights: str
 
 
 @dataclass
@@ -201,6 +212,13 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
             half, report = self._half, found.report
             self._safely("report", lambda: half.reported(report), None, *report.served)
 
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """Once, when the engine is made. Of connectors beside us it may be theirs."""
+        digests = [one.weights for one in metadata.values() if isinstance(one, WeightsHandshake)]
+        if digests:
+            half, report = self._half, Report(weights=join_digests(digests))
+            self._safely("weights", lambda: half.reported(report), None)
+
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         del block_ids
         half, name = self._half, request.request_id
@@ -259,6 +277,14 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
             self._worker.warm_up()
         except SemBlendError as error:  # without a worker half nothing is captured, so nothing is ever claimed
             log.warning("SemBlend reuses nothing in this engine: %s", error)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """The weights by name, so that the first request finds donors that neighbours have published."""
+        if self._worker is None or not self._settings.donor_directory:
+            return None
+        with suppress(Exception):  # the first step looks again, and tells
+            return WeightsHandshake(self._worker.tell_weights())
+        return None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Done when the step's orders came: see `bind_connector_metadata`."""

@@ -116,6 +116,11 @@ class MultiConnector(Parts):
 
     # -- worker ----------------------------------------------------------------------------------------------------
 
+    def get_handshake_metadata(self) -> Any:
+        """The others': vLLM takes one, and theirs is how engines find each other. Ours waits for the first step."""
+        told = (part.get_handshake_metadata() for _, part in self._others())
+        return next((one for one in told if one is not None), None)
+
     def has_connector_metadata(self) -> bool:
         """False while ours computes: then no part is called back for layers of passes that are no requests."""
         return bool(super().has_connector_metadata() and self._ours.has_connector_metadata())

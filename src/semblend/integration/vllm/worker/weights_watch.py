@@ -1,9 +1,11 @@
 """Notices that the model's weights are others than before: donors hold KV of the old ones.
 
 vLLM tells a connector nothing about ``update_weights``, ``reload_weights`` or a function that somebody runs in the
-worker. So a sample of every parameter is compared, bit by bit, before donor KV is used: two stretches of 128 numbers
-each, all of them gathered by a few kernels. An update that moves one number in a thousand somewhere in the model is
-missed with a chance below e^-10 for a model of 40 parameter tensors, and with less for larger ones.
+worker. So a sample of every parameter is compared, bit by bit, before anything is computed on donor KV and before a
+donor is published: two stretches of 128 numbers each, all of them gathered by a few kernels. Torch's own counters of
+versions are no help: vLLM writes weights through ``.data``, which does not move them. An update that moves one number
+in a thousand somewhere in the model is missed with a chance below e^-10 for a model of 40 parameter tensors, and with
+less for larger ones.
 
 An update of a handful of numbers can be missed. Whoever makes one resets the prefix cache, which drops donors too.
 """
@@ -11,6 +13,7 @@ An update of a handful of numbers can be missed. Whoever makes one resets the pr
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -33,12 +36,28 @@ class WeightsWatch:
 
     def have_changed(self) -> bool:
         """Whether the weights differ from those of the last call; waits for the device."""
-        # A parameter that was replaced counts as changed: some CPU kernels keep the numbers where we cannot look.
-        in_place = self._are_in_place()
-        if in_place and all(torch.equal(now, was) for now, was in zip(self._read(), self._sample, strict=True)):
+        if not self.begin_look()():
             return False
         self._take_sample()
         return True
+
+    def begin_look(self) -> Callable[[], bool]:
+        """Queue a comparison with the weights that were sampled, as they are now; the answer waits for it.
+
+        It may be asked for in another thread.
+        """
+        # A parameter that was replaced counts as changed: some CPU kernels keep the numbers where we cannot look.
+        if not self._are_in_place():
+            return lambda: True
+        differ = [torch.ne(now, was).any() for now, was in zip(self._read(), self._sample, strict=True)]
+        queued = [torch.cuda.current_stream(flag.device).record_event() for flag in differ if flag.is_cuda]
+
+        def wait_for_answer() -> bool:
+            for event in queued:
+                event.synchronize()
+            return any(bool(flag) for flag in differ)
+
+        return wait_for_answer
 
     def _take_sample(self) -> None:
         self._places: list[tuple[torch.nn.Module, str, Tensor, int]] = []

@@ -33,7 +33,7 @@ from semblend.materialize.blend.ranks import Ranks
 from semblend.materialize.contract import Model, slots_of_blocks
 from semblend.materialize.donors.donor_kv import DonorKv
 from semblend.materialize.donors.shared.directory_kv import DirectoryKv
-from semblend.materialize.donors.shared.publisher import Publisher
+from semblend.materialize.donors.shared.publisher import Publication, Publisher
 from semblend.materialize.kv.host_memory import Arrival
 from semblend.materialize.kv.moves import DonorTensors, Move
 from semblend.materialize.kv.splice import splice
@@ -92,6 +92,7 @@ class WorkerHalf:
         self._finished: set[str] = set()
         self._watch_weights, self._ranks = watch_weights, Ranks(model)
         self._weights: WeightsWatch | None = None
+        self._has_named = False
         self._pinned: dict[str, DonorTensors] = {}
         self._report = Report()
         self._invalid: set[int] = set()
@@ -138,7 +139,7 @@ class WorkerHalf:
         for load in orders.loads:
             self._loads.add(load)
         orders.loads = []
-        for load, outcome in self._refuse_old_weights() or self._work(orders.work_ms):
+        for load, outcome in self._work_and_look(orders.work_ms):
             self._finished.add(load.request_id)
             self._report.loaded[load.request_id] = (
                 _report_load(load, outcome) if isinstance(outcome, Blended) else self._refuse(load, outcome)
@@ -152,7 +153,7 @@ class WorkerHalf:
                 self._capture(order)
                 self._report.captured.add(key)
                 if order.publication is not None:
-                    self._publisher.submit(order.publication)
+                    self._publish(order.publication)
             except CapacityError as error:  # budgets and back-pressure at work
                 self._report.not_captured.add(key)
                 log.debug("SemBlend does not keep %s as a donor: %s", order.donor_id, error)
@@ -160,7 +161,7 @@ class WorkerHalf:
                 self._report.not_captured.add(key)
                 self._log_failure("capture", error, order.donor_id)
         for publication in orders.publications:
-            self._publisher.submit(publication)
+            self._publish(publication)
         if orders.captures:
             self._report.donor_bytes = dict(self.donor_kv.used_bytes)
         self._report.served.extend(orders.served)
@@ -205,20 +206,44 @@ class WorkerHalf:
         if (held := self._pinned.pop(donor_id, None)) is not None:
             self.donor_kv.release(held)
 
-    def _refuse_old_weights(self) -> list[tuple[Load, Outcome]]:
-        """Give up every load, and every donor, where the model has other weights than before."""
-        if self._weights is None or not len(self._loads):  # without a look there was no capture, and is no donor
-            return []
-        if not self._ranks.mean(float(self._weights.have_changed())):  # one rank may see what another does not
-            return []
+    def _work_and_look(self, budget_ms: float | None) -> list[tuple[Load, Outcome]]:
+        """What was finished in this step; nothing of it counts where the model has other weights than before.
+
+        The weights are looked at when a load has ended, behind the wait for its verdict: the look is no wait of its own
+        then, and one is enough, because no token is computed on a load before its end.
+        """
+        under_way = len(self._loads)
+        ended = self._work(budget_ms)
+        if self._watch_weights is None or not under_way:
+            return ended
+        changed = bool(ended) and self._have_weights_changed()
+        if not self._ranks.mean(float(changed)):  # one rank may see what another does not
+            return ended
         log.warning("SemBlend: the model has new weights; the donors of the old ones are dropped")
-        self._report.weights = self._weights.digest
-        self.donor_kv.name_weights(self._weights.digest)
+        if self._weights is not None:
+            self._report.weights = self._weights.digest
+            self.donor_kv.name_weights(self._weights.digest)
         for donor_id in list(self._pinned):
             self._unpin(donor_id)
         self.donor_kv.drop_all()
         why = Decline(DeclineReason.STALE, "the weights of the model have changed")
-        return [(load, why) for load in self._loads.abandon()]
+        return [(load, why) for load in (*(load for load, _ in ended), *self._loads.abandon())]
+
+    def _have_weights_changed(self) -> bool:
+        """Whoever cannot look has to take them for others."""
+        try:
+            return self._weights is None or self._weights.have_changed()
+        except Exception as error:
+            self._log_failure("weights", error, "")
+            return True
+
+    def _publish(self, publication: Publication) -> None:
+        """Hand a donor to the publisher, with a look at the weights that is over by the time that it writes.
+
+        A donor that was computed with new weights, which nobody has noticed yet, must not go out under the old name.
+        """
+        changed = self._weights.begin_look() if self._weights is not None else None
+        self._publisher.submit(publication, (lambda: not changed()) if changed is not None else (lambda: True))
 
     def _get_blender(self, mode: str) -> Blender:
         """In mode fast only vLLM needs the end of the prompt; the gate of mode balanced looks at it, at any number."""
@@ -279,11 +304,27 @@ class WorkerHalf:
         if self._model.device.type == "cuda":
             torch.cuda.current_stream(self._model.device).synchronize()
 
-    def _name_weights(self) -> None:
-        """Look at the weights before the first step: they may be written after the engine was made."""
+    def tell_weights(self) -> str:
+        """The digest of the weights, for the scheduler before the first request; empty where nobody can look."""
         if self._weights is None and self._watch_weights is not None:
             self._weights = self._watch_weights()
+            self.donor_kv.name_weights(self._weights.digest)
+        return self._weights.digest if self._weights is not None else ""
+
+    def _name_weights(self) -> None:
+        """Look at the weights before the first step: they may be written after the engine was made.
+
+        Told before and others now: the donors that a first request has found are of other weights, and are refused.
+        """
+        if self._has_named or self._watch_weights is None:
+            return
+        told = self._weights is not None
+        self.tell_weights()
+        self._has_named = True
+        assert self._weights is not None, "it was looked at just now"
+        if not told or self._ranks.mean(float(self._have_weights_changed())):
             self._report.weights = self._weights.digest
+            self.donor_kv.name_weights(self._weights.digest)
 
     def _capture(self, order: Capture) -> None:
         self._name_weights()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,16 +37,16 @@ class Publisher:
 
     def __init__(self, donors: Publishable) -> None:
         self._donors = donors
-        self._waiting: queue.Queue[Publication | None] = queue.Queue(MOST_WAITING)
+        self._waiting: queue.Queue[tuple[Publication, Callable[[], bool]] | None] = queue.Queue(MOST_WAITING)
         self._thread: threading.Thread | None = None
 
-    def submit(self, publication: Publication) -> bool:
-        """Take it, or say that too many wait; never blocks."""
+    def submit(self, publication: Publication, is_valid: Callable[[], bool] = lambda: True) -> bool:
+        """Take it, or say that too many wait; never blocks. ``is_valid`` is asked when it is its turn."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="donor-publish")
             self._thread.start()
         try:
-            self._waiting.put_nowait(publication)
+            self._waiting.put_nowait((publication, is_valid))
         except queue.Full:
             log.info("donor %s is not published: %d wait already", publication.donor_id, MOST_WAITING)
             return False
@@ -70,12 +71,15 @@ class Publisher:
         thread.join()
 
     def _run(self) -> None:
-        while (publication := self._waiting.get()) is not None:
+        while (waiting := self._waiting.get()) is not None:
+            one, is_valid = waiting
             try:
-                one = publication
-                self._donors.publish(one.donor_id, one.generation, one.key, one.tokens_digest)
+                if is_valid():
+                    self._donors.publish(one.donor_id, one.generation, one.key, one.tokens_digest)
+                else:
+                    log.warning("donor %s is not published: the weights have changed", one.donor_id)
             except (OSError, SemBlendError, RuntimeError, MemoryError) as error:
-                log.warning("donor %s is not published: %s", publication.donor_id, error)
+                log.warning("donor %s is not published: %s", one.donor_id, error)
             finally:
                 self._waiting.task_done()
         self._waiting.task_done()

@@ -98,7 +98,8 @@ def main() -> int:
     for donors in (100, 500) if args.quick else (100, 1000, 5000):
         with tempfile.TemporaryDirectory(prefix="polls-", dir=parent) as folder:
             rows.append(measure(Path(folder) / "donors", donors, 3 if args.quick else args.repeats))
-    columns = ["donors", "whole listing, at start", "poll, nothing new", "poll, one came", "look for the dead", "worst eviction"]
+    columns = ["donors", "whole listing, at start", "poll, nothing new", "poll, one came", "look for the dead"]
+    columns.append("worst eviction")
     report.table("Milliseconds of the scheduler's thread", columns, rows)
     report.note(f"medians of {args.repeats}, but the largest for evictions; a thread lists the folder meanwhile")
     report.write(args.out)

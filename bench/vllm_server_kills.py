@@ -26,6 +26,9 @@ from _vllm_runs import Rows
 
 def run_missing(rows: Rows, kills: int, documents: int, seed: int) -> None:
     """The controls and the rounds that have no row yet; a directory is new with each run."""
+    missing = [number for number in range(kills) if not rows.find(number=number)]
+    if not missing and rows.find(controls=True):
+        return
     shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with (
         tempfile.TemporaryDirectory(prefix="server-kills-") as folder,
@@ -36,9 +39,7 @@ def run_missing(rows: Rows, kills: int, documents: int, seed: int) -> None:
         try:
             if not rows.find(controls=True):  # first: without them the rounds would mean nothing
                 rows.add({"controls": True, "failures": check_controls(pair).list_failures()})
-            for number in range(kills):
-                if rows.find(number=number):
-                    continue
+            for number in missing:
                 one = run_round(pair, number, documents=documents, seed=seed)
                 rows.add(one.to_row())
                 _report.progress(f"kill {number + 1} of {kills}: {one.served} answers, {len(one.problems)} problems")

@@ -304,8 +304,8 @@ class _Load:
                 self.answers.append((time.monotonic(), served))
 
 
-def run_round(pair: Pair, number: int, *, documents: int = 4, seed: int = 0) -> KillRound:
-    """Load, kill, compare, start again, compare."""
+def run_round(pair: Pair, number: int, *, documents: int = 4, seed: int = 0, restart: bool = True) -> KillRound:
+    """Load, kill, compare, start again, compare; without ``restart`` A stays dead."""
     chance = random.Random(f"{seed}/{number}")
     in_write = bool(number % 2)
     one = KillRound(number, "in a write" if in_write else "at random", chance.choice(WHO))
@@ -326,12 +326,15 @@ def run_round(pair: Pair, number: int, *, documents: int = 4, seed: int = 0) -> 
     one.donors_left, one.unfinished = pair.list_donors()
     load.end()
     one.cut = load.cut
-    pair.restart_a()
     restarted = time.monotonic()
+    if restart:
+        pair.restart_a()
     for when, served in load.answers:
         _count(one, pair.explain_wrong, served)
         one.reused_after_kill += bool(served.server == "b" and served.reused_tokens and when > killed)
     one.problems += load.failures
+    if not restart:
+        return one
     pair.a.wait(PATIENCE_S)
     one.restart_s = time.monotonic() - restarted
     for document in sorted(load.computed)[-documents:]:  # the youngest: what was being written when it was killed

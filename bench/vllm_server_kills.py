@@ -59,8 +59,8 @@ def main() -> int:
     run_missing(rows, kills, args.documents, args.seed)
     rounds = [row for number in range(kills) for row in rows.find(number=number)[-1:]]
     failures = rows.find(controls=True)[-1]["failures"]
-    columns = ["kill", "kills", "cut a write", "requests cut", "answers compared", "with reuse", "by B after the kill",
-               "by A after its restart", "wrong"]  # fmt: skip
+    columns = ["kill", "kills", "in the middle of a write", "requests cut", "answers compared", "with reuse",
+               "by B after the kill", "by A after its restart", "wrong"]  # fmt: skip
     report.table(
         "kill -9 of one of two vLLM servers that share donors",
         columns,
@@ -80,7 +80,8 @@ def main() -> int:
     report.add("problems", {row["number"]: row["problems"] for row in rounds if row["problems"]})
     report.add("control_failures", failures)
     report.note("with reuse, by B after the kill, by A after its restart: answers whose receipts confirm donor KV")
-    report.note("cut a write: a file or a donor was left incomplete; all: every process of the server at once")
+    report.note("in the middle of a write: a file or a donor of the directory was incomplete when the process was gone")
+    report.note("which process died first: the others follow within a second; all: every process at once")
     report.note("controls: a damaged file was not used; noise under right checksums was used and called wrong")
     report.write(args.out)
     wrong = [problem for row in rounds for problem in row["problems"]] + failures

@@ -142,6 +142,19 @@ def test_while_nothing_changes_a_poll_looks_at_no_donor(folder):
     assert watch.poll() == type(watch.poll())()
 
 
+def test_the_budget_counts_true_sizes_once_a_donor_is_whole(folder):
+    writer = DirectoryWriter(folder, 1 << 20)
+    record = writer.publish(Prompt(range(9), namespace=ENGINE), "req", 1000)
+    folder.write(f"{record.key}.0of1.kv", lambda out: out.write(b"x" * 400))
+    written = sum(os.lstat(folder.path / f"{record.key}.{end}").st_size for end in ("donor", "0of1.kv"))
+    assert writer.used_bytes == written + 600
+    writer._looked = -1e9
+    writer.look_over()
+    assert writer.used_bytes == written
+    writer.remove(record.key)
+    assert writer.used_bytes == 0
+
+
 # -- shares --------------------------------------------------------------------------------------------------------
 
 

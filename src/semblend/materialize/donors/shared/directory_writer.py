@@ -133,7 +133,8 @@ class DirectoryWriter:
         except OSError as error:
             log.warning("donor %s is not published: %s", donor_id, error)
             return None
-        self._add(record, _Owned(nbytes + len(content), self.ranks, tenant, self._clock(), now))
+        last_used = self._read_last_use(record.key)
+        self._add(record, _Owned(nbytes + len(content), self.ranks, tenant, self._clock(), last_used))
         self._unfinished.add(record.key)
         return record
 

@@ -97,7 +97,7 @@ def test_an_aborted_request_that_runs_leaves_no_slot_and_no_claim(world, free):
     assert not world.desk._records
 
 
-@pytest.mark.parametrize("where", ["offer", "load", "work", "note_prompt", "find_tail_of_nobody"])
+@pytest.mark.parametrize("where", ["offer", "load", "work", "note_prompt", "_get_blender"])
 def test_a_failure_of_ours_costs_time_and_never_the_answer(world, free, where, monkeypatch):
     document = donate(world, 151)
     prompt = world.instruction(4) + document + world.question()
@@ -106,8 +106,7 @@ def test_a_failure_of_ours_costs_time_and_never_the_answer(world, free, where, m
     def fail(*args, **more):
         raise RuntimeError("as if a disk were full")
 
-    if hasattr(world.desk, where):
-        monkeypatch.setattr(world.desk, where, fail)
+    monkeypatch.setattr(world.desk, where, fail)
     (answer,) = world.ask(prompt, quality="fast")
     monkeypatch.undo()
     assert answer.tokens == cold.tokens

@@ -90,7 +90,9 @@ class SemBlendRadixCache(UnifiedRadixCache):
 
     def _offer(self, desk: ReuseDesk, params: MatchPrefixParams, found: Any) -> Any:
         salted = desk.settings.require_cache_salt
-        request = read_request(params.req, len(params.key), self._namespace, require_cache_salt=salted)
+        request = desk.find_request(params.req.rid, params.req) or read_request(
+            params.req, len(params.key), self._namespace, require_cache_salt=salted
+        )
         missed = not found.device_prefix_len and not request.declined
         private = missed and self._ask_provider(desk, params)
         offered = desk.offer(request, int(found.device_prefix_len))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -26,6 +27,10 @@ class Waiting:
     declined: str = ""
     mode: str | None = None
     opt_out: bool = False
+    restarted: bool = False
+    """It was retracted after its first token: its receipt is written already."""
+    source: Any = None
+    """SGLang's own object for it: a later request may have the same id."""
 
 
 @dataclass(frozen=True, slots=True)

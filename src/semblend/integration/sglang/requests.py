@@ -31,6 +31,8 @@ def read_request(req: Any, longest_prefix: int, engine: Namespace, *, require_ca
         declined=explain_decline(req, require_salt=require_cache_salt and not salt) or "",
         mode=quality if isinstance(quality, str) and quality in QUALITY_MODES else None,
         opt_out=said.get("opt_out") is True,
+        restarted=len(req.output_ids) > 0,
+        source=req,
     )
 
 

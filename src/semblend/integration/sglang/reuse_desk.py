@@ -14,10 +14,12 @@ computes.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +45,9 @@ from semblend.prompt import Prompt
 ENGINE = "sglang"
 SHORT_TAIL = 128
 """Tokens behind the last span that we compute in mode fast too: a pass of ours runs in any case."""
+
+WAITS = ("match", "load")
+"""Hooks that are called while a request waits."""
 
 log = logging.getLogger("sglang.semblend")
 
@@ -80,6 +85,14 @@ class ReuseDesk:
         semblend.on_evicted(self._note_evicted)
 
     # -- a request that waits ----------------------------------------------------------------------------------------
+
+    def find_request(self, request_id: str, source: Any) -> Waiting | None:
+        """What was read of a request before; None for one that is new, also under an id that was used before."""
+        record = self._records.get(request_id)
+        if record is None or record.request.source is source:
+            return None if record is None else record.request
+        self.forget(request_id)
+        return None
 
     def offer(self, request: Waiting, exact_tokens: int) -> int:
         """Tokens behind the ``exact_tokens`` of the exact tree that we shall provide; 0 for none."""
@@ -164,9 +177,10 @@ class ReuseDesk:
 
     def adopt(self, prompt: Prompt, slots: Tensor) -> bool:
         """Make a donor of KV that is exact and lies in ``slots``, as somebody else proposes; False where it is one."""
-        known = (prompt.namespace.digest, prompt.token_ids.tobytes())
+        known = (prompt.namespace.digest, hashlib.sha256(prompt.token_ids.tobytes()).digest())
         if self._adopted.get(known) in self._held:
             return False
+        self._adopted = {key: donor for key, donor in self._adopted.items() if donor in self._held}
         donor_id = self._make_donor(prompt, slots)
         if donor_id is not None:
             self._adopted[known] = donor_id
@@ -197,7 +211,7 @@ class ReuseDesk:
     def note_prompt(self, request_id: str, slots: Tensor) -> None:
         """The prompt is complete and lies in ``slots``: its exact part becomes a donor, and its receipt is written."""
         record = self._records.get(request_id)
-        if record is None or record.receipt is not None:
+        if record is None or record.receipt is not None or record.request.restarted:
             return
         exact_end = self.find_exact_end(request_id)
         length = len(record.request.prompt) if exact_end is None else min(exact_end, len(record.request.prompt))
@@ -220,9 +234,12 @@ class ReuseDesk:
         log.warning("SemBlend: %s failed for %s: %s", where, request_id, message, exc_info=error)
         self._tell_error(where, message, request_id)
         record = self._records.get(request_id)
-        if record is not None and record.is_loading:
+        if record is None:
+            return
+        if where in WAITS:  # SGLang has no row for it yet, so whatever slots it has are ours
             self._stop_load(record)
-        if record is not None and record.outcome is None:
+            self._let_go(record)
+            self._give_slots_back(record)
             record.outcome = Decline(DeclineReason.ERROR, message)
 
     def stop_loads(self) -> bool:

@@ -1,0 +1,229 @@
+"""The desk over the shortest engine there is: offers, loads in pieces, slots that come back. Without SGLang."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from semblend.config import SemBlendConfig
+from semblend.confirm.sinks import MemorySink
+from semblend.facade import SemBlend
+from semblend.integration.sglang.records import SlotPool, Waiting
+from semblend.integration.sglang.reuse_desk import ReuseDesk
+from semblend.integration.sglang.settings import SglangSettings
+from semblend.materialize.blend.quality import QualitySettings
+from semblend.materialize.contract import Rows
+from semblend.materialize.naive_engine import NaiveEngine
+from semblend.plan.reuse_plan import DeclineReason
+from semblend.prompt import Namespace, Prompt
+
+DOCUMENT = [(7 * n) % 31 + 1 for n in range(90)]
+
+
+class Slots:
+    """A pool that knows what is free."""
+
+    def __init__(self, count: int, page: int = 1) -> None:
+        self.free, self.page = list(range(page, count)), page
+
+    def take(self, count: int):
+        assert count % self.page == 0
+        if count > len(self.free):
+            return None
+        taken, self.free = self.free[:count], self.free[count:]
+        return torch.tensor(taken)
+
+    def give_back(self, slots) -> None:
+        assert not set(slots.tolist()) & set(self.free), "freed twice"
+        self.free = sorted([*slots.tolist(), *self.free])
+
+
+class Desk:
+    """A desk, its engine and its pool; a request is computed cold by `compute`."""
+
+    def __init__(self, page: int = 1, slots: int = 512, **settings) -> None:
+        self.engine, self.slots = NaiveEngine.make(slots=slots), Slots(slots, page)
+        self.sink, self.held = MemorySink(), 0
+        config = SemBlendConfig(quality="fast", metrics=False)
+        self.desk = ReuseDesk(
+            self.engine,
+            SemBlend(config, sinks=[self.sink], compiled=False),
+            SlotPool(self.slots.take, self.slots.give_back, page),
+            SglangSettings(config=config, **settings),
+            QualitySettings(mode="fast", first_seam_tokens=4, seam_tokens=4, piece_ms=1e-9, prefills=False),
+            engine_version="0",
+        )
+
+    def request(self, name: str, tokens: list[int], **more) -> Waiting:
+        prompt = Prompt(tokens, namespace=Namespace(salt=more.pop("salt", "")))
+        return Waiting(name, prompt, len(tokens) - 1, **more)
+
+    def compute(self, request: Waiting):
+        """What SGLang does with a request that we do not serve; its row."""
+        self.desk.offer(request, 0)
+        tokens = request.prompt.token_ids.tolist()
+        row = self.slots.take(-(-len(tokens) // self.slots.page) * self.slots.page)
+        self.engine.forward(Rows.of(tokens, list(range(len(tokens))), row))
+        self.desk.note_prompt(request.request_id, row[: len(tokens)])
+        self.desk.forget(request.request_id)
+        return row
+
+    def donate(self, **more) -> None:
+        self.slots.give_back(self.compute(self.request("donor", [3, 1, 4, *DOCUMENT, 9, 9], **more)))
+
+    def begin(self, request: Waiting) -> int:
+        """Offer and begin; the tokens that are offered."""
+        offered = self.desk.offer(request, 0)
+        if offered:
+            self.desk.load(request.request_id, lambda: torch.zeros(0, dtype=torch.int64), self.hold)
+        return offered
+
+    def hold(self):
+        self.held += 1
+
+        def let_go() -> None:
+            self.held -= 1
+
+        return let_go
+
+    def receipts(self):
+        return [event.fields["receipt"] for event in self.sink.events if event.fields.get("receipt") is not None]
+
+
+@pytest.fixture
+def world():
+    return Desk()
+
+
+TARGET = [5, 9, 2, 6, 5, 3, *DOCUMENT, 8, 9, 7]
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_a_document_at_another_place_is_provided_in_whole_pages_up_to_the_last_token(page):
+    world = Desk(page)
+    world.donate()
+    free = len(world.slots.free)
+    request = world.request("r", TARGET)
+    offered = world.begin(request)
+    assert offered == (len(TARGET) - 1) // page * page
+    assert world.desk.work("r", busy=False) == offered
+    tail = world.desk.find_tail("r")
+    assert len(tail) == offered
+    assert len(world.slots.free) == free - offered, "what is not provided goes back at once"
+    assert world.held == 0
+    world.desk.note_prompt("r", torch.cat([tail, world.slots.take(page)])[: len(TARGET)])
+    (_, receipt) = world.receipts()
+    assert receipt.reused_tokens > 60
+    first = receipt.spans[0].target_start
+    assert first < world.desk.find_exact_end("r") <= first + 32
+
+
+def test_while_others_run_a_load_goes_on_step_by_step(world):
+    world.donate()
+    world.begin(world.request("r", TARGET))
+    world.desk.settings = replace(world.desk.settings, step_work_ms=1e-9)
+    steps = 0
+    while (provided := world.desk.work("r", busy=True)) is None:
+        steps += 1
+        assert world.held == 1, "the exact prefix is held while the load waits"
+    assert steps > 0
+    assert provided == len(TARGET) - 1
+
+
+def test_one_load_waits_at_most_and_the_other_gives_everything_back(world):
+    world.donate()
+    world.desk.settings = replace(world.desk.settings, step_work_ms=1e-9)
+    free = len(world.slots.free)
+    world.begin(world.request("first", TARGET))
+    assert world.desk.work("first", busy=True) is None
+    world.begin(world.request("second", [1, *TARGET]))
+    assert len(world.slots.free) == free - len(TARGET), "the second's slots are taken, the first's are back"
+    assert world.held == 1
+    assert world.desk.work("second", busy=False)
+    assert world.begin(world.request("first", TARGET)), "it may begin again"
+
+
+@pytest.mark.parametrize("end", ["forget", "stop_loads", "reset"])
+def test_whatever_ends_a_load_gives_slots_prefix_and_donors_back(world, end):
+    world.donate()
+    world.desk.settings = replace(world.desk.settings, step_work_ms=1e-9)
+    free = len(world.slots.free)
+    world.begin(world.request("r", TARGET))
+    assert world.desk.work("r", busy=True) is None
+    getattr(world.desk, end)(*(["r"] if end == "forget" else []))
+    assert (len(world.slots.free), world.held, world.desk.donor_kv.holders) == (free, 0, 0)
+
+
+def test_a_failure_after_slots_were_taken_gives_them_back_and_is_not_tried_again(world):
+    world.donate()
+    free = len(world.slots.free)
+    request = world.request("r", TARGET)
+    world.desk.offer(request, 0)
+
+    def fail():
+        raise RuntimeError("no lock")
+
+    with pytest.raises(RuntimeError):
+        world.desk.load("r", lambda: torch.zeros(0, dtype=torch.int64), fail)
+    world.desk.give_up("r", "load", RuntimeError("no lock"))
+    assert len(world.slots.free) == free
+    assert world.desk.offer(request, 0) == 0
+    assert world.desk.find_tail("r") is None
+
+
+def test_without_room_the_request_is_computed(world):
+    world.donate()
+    kept = world.slots.take(len(world.slots.free) - 20)
+    world.begin(world.request("r", TARGET))
+    assert world.desk.work("r", busy=False) == 0
+    world.slots.give_back(kept)
+    world.compute(world.request("r", TARGET))
+    assert world.receipts()[-1].reason is DeclineReason.CAPACITY
+
+
+def test_a_salt_sees_its_own_donors_only(world):
+    world.donate(salt="anna")
+    assert world.begin(world.request("other", TARGET, salt="ben")) == 0
+    assert world.begin(world.request("same", TARGET, salt="anna")) > 0
+
+
+def test_a_request_that_opted_out_is_no_donor(world):
+    world.donate(opt_out=True)
+    assert world.begin(world.request("r", TARGET)) == 0
+
+
+def test_a_retracted_request_has_one_receipt(world):
+    world.compute(world.request("r", TARGET))
+    world.compute(world.request("r", TARGET, restarted=True, declined="it was retracted"))
+    assert len(world.receipts()) == 1
+
+
+def test_an_id_that_is_used_again_is_another_request(world):
+    first, second = object(), object()
+    request = world.request("r", TARGET, source=first)
+    world.desk.offer(request, 0)
+    assert world.desk.find_request("r", first) is request
+    assert world.desk.find_request("r", second) is None
+
+
+def test_a_caller_cannot_replace_a_donor_by_choosing_its_id(world):
+    world.donate()
+    world.compute(world.request("sglang-1", [30 - token % 20 for token in range(60)]))
+    assert world.begin(world.request("r", TARGET)) > 0
+
+
+def test_what_somebody_proposes_is_adopted_once(world):
+    row = world.slots.take(len(DOCUMENT))
+    world.engine.forward(Rows.of(DOCUMENT, list(range(len(DOCUMENT))), row))
+    prompt = Prompt(DOCUMENT)
+    assert world.desk.adopt(prompt, row)
+    assert not world.desk.adopt(prompt, row)
+    assert world.begin(world.request("r", TARGET)) > 0
+
+
+def test_a_private_request_publishes_its_exact_hit_and_nothing_else(world):
+    world.desk.offer(world.request("r", TARGET), 0)
+    world.desk.keep_private("r")
+    assert world.desk.find_exact_end("r") == 0

@@ -149,6 +149,7 @@ def test_a_log_of_bad_lines_only_is_an_error_that_names_them(
         (["--cache-tokens", "5"], "a cache of 5 tokens in blocks of 16 holds nothing"),
         (["--cache-tokens", "5k", "--memory", "1G"], "say the same"),
         (["--json", "/no/such/folder/o.json"], "cannot write /no/such/folder/o.json: No such file or directory"),
+        (["--html", "-"], "--html needs the name of a file"),
         (["--html", "/no/such/folder/o.html"], "cannot write /no/such/folder/o.html: No such file or directory"),
         (["--more-memory", "4,2"], "do not grow"),
         (["--more-memory", "many"], "'many' is not a list"),
@@ -201,6 +202,28 @@ def test_interrupted_it_prints_what_it_has(
     answer = json.loads(told.out)
     assert (answer["complete"], answer["total"]["prompts"]) == (False, 5)
     assert "stopped after 5 prompts" in told.err
+
+
+def test_a_packed_log_that_ends_too_early_is_replayed_up_to_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = Path(write_log(tmp_path / "l.jsonl.gz", 400))
+    log.write_bytes(log.read_bytes()[:-3000])
+    assert main(["estimate", str(log), "--json", "-", "--more-memory", "none"]) == 0
+    told = capsys.readouterr()
+    answer = json.loads(told.out)
+    assert (answer["complete"], answer["stopped"]) == (False, "damaged")
+    assert 0 < answer["total"]["prompts"] < 400
+    assert "could not be read to its end" in told.err
+    assert main(["estimate", str(log), "--strict"]) == 2
+
+
+def test_text_with_half_a_character_is_written_to_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "l.jsonl").write_text('{"prompt": "\\ud800 half \\u0000", "user": "\\udfff"}\n' * 3)
+    page = tmp_path / "p.html"
+    assert main(["estimate", str(tmp_path / "l.jsonl"), "--html", str(page)]) == 0
+    assert "half" in page.read_text("utf-8")
+    capsys.readouterr()
 
 
 @pytest.mark.data

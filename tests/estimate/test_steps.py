@@ -81,3 +81,8 @@ def test_steps_keep_every_text_but_the_repeated_ones(texts: list[str], data: st.
         assert sorted(part.text for part in step.apply(parts, HERE)) == sorted(texts)
     dropped = DropRepeats().apply(parts, HERE)
     assert {part.text for part in dropped} - {REFERENCE} == set(texts)
+
+
+def test_a_list_of_thousands_of_passages_stays_as_it_is() -> None:
+    parts = tuple(Part(f"passage {number}", "passage", "g") for number in range(20_000))
+    assert ArrangePassages().apply(parts, HERE) is parts

@@ -37,18 +37,19 @@ _ASSUMES = {
     ),
     FAST: "Only the first 16 tokens of each span are computed again, and no gate looks at the answer.",
 }
+_LABEL_CHARS = 32
 _MEMORY_ASSUMES = "So many times the tokens of KV, for the prefix cache and for donors, with everything above in place."
 
 
 @dataclass(frozen=True, slots=True)
 class LogFacts:
-    """What is said about the log beside its numbers."""
+    """What is said about the log beside its numbers; ``stopped`` says why it was not read to its end."""
 
     source: str
     format: str
     lines_skipped: int = 0
     skipped_examples: tuple[str, ...] = ()
-    complete: bool = True
+    stopped: str = ""
     sample: float = 1.0
 
 
@@ -67,7 +68,8 @@ def build_answer(
         "semblend": __version__,
         "source": facts.source,
         "format": facts.format,
-        "complete": facts.complete,
+        "complete": not facts.stopped,
+        "stopped": facts.stopped,
         "sample": facts.sample,
         "tokenizer": tokenizer,
         "tokens_are_approximate": tokenizer == STABLE,
@@ -148,7 +150,10 @@ def _price(word: str, tokens: int, whole: int, rates: Rates) -> dict[str, Any]:
 
 def _name_field(one: VolatileField, redacted: bool) -> str:
     """A name that says nothing of the prompt, where nothing may be said."""
-    return f"the field near character {one.offset_chars:,}" if redacted else one.name
+    if redacted:
+        return f"the field near character {one.offset_chars:,}"
+    label = " ".join(one.before.split())[-_LABEL_CHARS:]
+    return f"the text behind “{label}”" if one.name == "text" and label else one.name
 
 
 def _describe_field(one: VolatileField, redacted: bool) -> Mapping[str, Any]:

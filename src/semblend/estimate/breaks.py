@@ -14,6 +14,7 @@ from semblend.text.logs import LoggedPrompt
 EXAMPLES = 3
 RECENT_PROMPTS = 256
 MOST_TEXT_CHARS = 200_000
+MOST_RECENT_CHARS = 8_000_000
 CONTEXT_CHARS = 80
 SHOWN_CHARS = 120
 
@@ -73,7 +74,8 @@ class BreakLog:
 
     def __init__(self, *, redacted: bool = False) -> None:
         self._redacted = redacted
-        self._recent: deque[tuple[Namespace, Sequence[str]]] = deque(maxlen=RECENT_PROMPTS)
+        self._recent: deque[tuple[Namespace, Sequence[str]]] = deque()
+        self._chars = 0
         self.kinds: dict[BreakKind, BreakTally] = {kind: BreakTally() for kind in BreakKind}
 
     def add(self, found: Break | None, logged: LoggedPrompt, namespace: Namespace, texts: Sequence[str]) -> None:
@@ -85,7 +87,13 @@ class BreakLog:
             if len(tally.examples) < EXAMPLES:
                 tally.examples.append(self._show(found, logged, namespace, texts))
         if texts:
-            self._recent.append((namespace, [text[:MOST_TEXT_CHARS] for text in texts]))
+            self._remember(namespace, [text[:MOST_TEXT_CHARS] for text in texts])
+
+    def _remember(self, namespace: Namespace, texts: Sequence[str]) -> None:
+        self._recent.append((namespace, texts))
+        self._chars += sum(map(len, texts))
+        while len(self._recent) > RECENT_PROMPTS or self._chars > MOST_RECENT_CHARS:
+            self._chars -= sum(map(len, self._recent.popleft()[1]))
 
     def _show(self, found: Break, logged: LoggedPrompt, namespace: Namespace, texts: Sequence[str]) -> BreakExample:
         name = self._hide(logged.request_id)

@@ -59,7 +59,7 @@ def render_page(answer: Mapping[str, Any]) -> str:
         _render_assumptions(answer),
         _render_sources(answer),
     ]
-    return (
+    page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -67,6 +67,7 @@ def render_page(answer: Mapping[str, Any]) -> str:
         + "\n".join(part for part in body if part)
         + "\n</main></body></html>\n"
     )
+    return page.encode("utf-8", "replace").decode("utf-8")  # half a character of a log is no reason to fail
 
 
 def _escape(words: str) -> str:

@@ -18,6 +18,8 @@ from semblend.text.parts import Part, join_parts
 REFERENCE = "[The same text stands above.]"
 LEAST_REPEAT_CHARS = 200
 LEAST_REPEAT_TOKENS = 48
+MOST_ARRANGED = 512
+"""A longer list stays as it is: arranging takes time that grows with its square."""
 Parts = tuple[Part, ...]
 
 
@@ -121,7 +123,7 @@ class ArrangePassages:
                 groups.setdefault(part.group, []).append(at)
         arranged = parts
         for places in groups.values():
-            if len(places) > 1:
+            if 1 < len(places) <= MOST_ARRANGED:
                 arranged = self._arrange(arranged, places, namespace)
         return arranged
 

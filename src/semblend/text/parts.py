@@ -32,6 +32,7 @@ TURN = "turn"
 """Group of the text between two turns of a chat: turns stay parts of their own, because they come again as they are."""
 LEAST_PASSAGE_CHARS = 40
 LEAST_PARAGRAPH_CHARS = 200
+MOST_LISTED = 512
 _WORDS = "document|passage|source|context|doc|chunk|snippet|result|reference|article|example|evidence"
 _HEADER = re.compile(
     rf"^[ \t]*(?:#{{1,4}} |\*\*)?(?:(?:{_WORDS})[ \t]*[#(\[]{{0,2}}\d{{1,4}}[)\]]{{0,2}}|\[\d{{1,4}}\])"
@@ -109,7 +110,8 @@ def _unmark(part: Part) -> Part:
 
 
 def mark_texts(parts: Sequence[Part], passages: Sequence[str]) -> tuple[Part, ...]:
-    """The parts with each of ``passages`` apart and marked, where it stands in a text."""
+    """The parts with each of ``passages`` apart and marked, where it stands in a text; of many the first 512."""
+    passages = passages[:MOST_LISTED]
     found: list[Part] = []
     for part in parts:
         if part.kind != "text" or part.token_ids is not None:

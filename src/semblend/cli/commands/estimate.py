@@ -141,6 +141,8 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from semblend.text.logs import PromptLog
 
+    if args.html == "-":
+        raise InputError("--html needs the name of a file", hint="--html estimate.html")
     for target in (args.json, args.html):
         if target and target != "-":
             check_target(target)
@@ -165,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             write_json(args.json, answer)
             say(f"wrote {args.json}")
-    return 0 if answer["complete"] else INTERRUPTED
+    return INTERRUPTED if answer["stopped"] == "interrupted" else 0
 
 
 def _estimate(log: PromptLog, args: argparse.Namespace) -> dict[str, Any]:
@@ -186,15 +188,17 @@ def _estimate(log: PromptLog, args: argparse.Namespace) -> dict[str, Any]:
     options = _choose_options(args, rates.kv_bytes_per_token)
     started = time.perf_counter()
     progress = Progress(args.quiet)
-    prompts, fields = _learn(_sample(log, args.sample, args.limit))
+    damage: list[str] = []
+    prompts, fields = _learn(_sample(_read(log, args.strict, damage), args.sample, args.limit))
     arranger = Arranger(most_passages=max(1_000, options.cache_tokens // 50))
     steps: list[Step] = [MoveFields(fields), SortTools(), DropRepeats(), ArrangePassages(arranger)]
     with Replay(steps, tokenizer, options) as replay:
-        complete = _replay(replay, prompts, progress, started)
-        _tell_skipped(log)
+        interrupted = not _replay(replay, prompts, progress, started)
+        _tell_skipped(log, damage)
         if not replay.prompts:
             raise InputError(f"{log.label} holds no prompt", hint=log.hint)
-        facts = LogFacts(log.label, log.found_format, log.skipped, tuple(log.skipped_examples), complete, args.sample)
+        stopped = "interrupted" if interrupted else "damaged" if damage else ""
+        facts = LogFacts(log.label, log.found_format, log.skipped, tuple(log.skipped_examples), stopped, args.sample)
         return build_answer(replay, rates, fields, facts, time.perf_counter() - started)
 
 
@@ -217,6 +221,19 @@ def _choose_options(args: argparse.Namespace, kv_bytes: int) -> ReplayOptions:
         redacted=args.redact,
         **{name: value for name, value in given.items() if value is not None},
     )
+
+
+def _read(log: PromptLog, strict: bool, damage: list[str]) -> Iterator[LoggedPrompt]:
+    """The prompts of a log up to where it is damaged: the end of a packed log that is still being written often is."""
+    found = False
+    try:
+        for logged in log:
+            found = True
+            yield logged
+    except InputError as error:
+        if strict or not found:
+            raise
+        damage.append(error.message)
 
 
 def _sample(log: Iterable[LoggedPrompt], share: float, limit: int | None) -> Iterator[LoggedPrompt]:
@@ -261,7 +278,9 @@ def _replay(replay: Replay, prompts: Iterator[LoggedPrompt], progress: Progress,
     return True
 
 
-def _tell_skipped(log: PromptLog) -> None:
+def _tell_skipped(log: PromptLog, damage: list[str]) -> None:
+    for message in damage:
+        say(f"the log could not be read to its end: {message}")
     for example in log.skipped_examples:
         say(f"skipped: {example}")
     if log.skipped > len(log.skipped_examples):

@@ -290,10 +290,33 @@ def test_calibrate_writes_a_file_that_serve_reads_and_goes_on_where_it_ended(loa
         stream.write('{"key": "half')  # as a killed run leaves it
     assert main([*flags, "--limit", "3"]) == 0
     assert len(pairs.read_text().splitlines()) == 3
-    from semblend.materialize import calibrate
+    from semblend.materialize import measure_ways
 
-    monkeypatch.setattr(calibrate, "measure", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr(measure_ways, "measure_prompt", lambda *_, **__: pytest.fail("measured again"))
     assert main([*flags, "--limit", "3"]) == 0
+
+
+def test_calibrate_measures_the_dial_and_says_how_often_cold_answers_change(loads_tiny, tmp_path, capsys):
+    passages = [write_chronicle(seed, 60) for seed in range(4)]
+    lines = []
+    for number in range(40):
+        order = passages[number % 4 :] + passages[: number % 4]
+        lines.append({"prompt": f"Prompt {number}. " + " ".join(order) + f" Question {number}?"})
+    log, out, pairs = (tmp_path / name for name in ("log.jsonl", "t.json", "p.jsonl"))
+    log.write_text("\n".join(map(json.dumps, lines)))
+    flags = ["calibrate", "--model", "tiny", "--prompts", str(log), "--limit", "36", "--answer-tokens", "3"]
+    assert main([*flags, "--out", str(out), "--pairs", str(pairs)]) == 0
+    shown = capsys.readouterr().out
+    assert "at this number" in shown
+    assert "two retrievals of the same passages" in shown
+    assert "the same prompt again" in shown
+    table = Thresholds.read(out)
+    assert table.dial.glance
+    assert table.provenance["noise"]["reordered"]["nats"] > table.provenance["noise"]["rerun"]["nats"]
+    with pairs.open("a") as stream:
+        stream.write('{"key": "k", "measure": {"order": "sideways"}}\n')
+    assert main([*flags, "--pairs", str(pairs)]) != 0
+    assert "is no measurement" in capsys.readouterr().err
 
 
 def test_calibrate_takes_logged_prompts_and_keeps_tenants_apart(loads_tiny, tmp_path, capsys):

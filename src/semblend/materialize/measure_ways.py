@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,6 +94,21 @@ class PromptMeasure:
     def glance(self) -> float | None:
         """The layer-1 deviation; the same for all ways, because it comes before them."""
         return next((way.glance for way in self.ways if way.glance is not None), None)
+
+    def to_record(self) -> dict[str, Any]:
+        """As JSON holds it; `from_record` takes it back."""
+        return {**asdict(self), "order": str(self.order), "ways": [asdict(way) for way in self.ways]}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> PromptMeasure:
+        """Raises `KeyError`, `TypeError` or `ValueError` for a record that is none."""
+        rerun, reordered = (None if record[name] is None else Moved(**record[name]) for name in ("rerun", "reordered"))
+        return cls(PassageOrder(record["order"]), tuple(_read_way(way) for way in record["ways"]), rerun, reordered)
+
+
+def _read_way(record: Mapping[str, Any]) -> WayMeasure:
+    features = None if record["features"] is None else RiskFeatures(**record["features"])
+    return WayMeasure(**{**record, "moved": Moved(**record["moved"]), "features": features})
 
 
 def measure_prompt(

@@ -1,4 +1,8 @@
-"""Measure where a model's quality gate may open, and write the thresholds for semblend serve."""
+"""Measure what every number of the quality dial costs a model, and write the thresholds for semblend serve.
+
+Each prompt is computed cold and by every way to reuse. Two yardsticks go with it: the same prompt computed again, and,
+where passages moved between prompts, cold with its passages in another order.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +21,11 @@ from semblend.cli.output import Progress, check_target, say, table, write_json
 from semblend.errors import InputError
 
 if TYPE_CHECKING:
-    from semblend.materialize.calibrate import Pair
     from semblend.materialize.gate.thresholds import Thresholds
-    from semblend.materialize.measure_ways import CalibrationPrompt
+    from semblend.materialize.measure_ways import CalibrationPrompt, Moved, PromptMeasure
 
 DEFAULT_LIMIT = 24
+DEFAULT_ANSWER = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", metavar="FILE", help="write the thresholds here, for semblend serve --thresholds")
     parser.add_argument("--pairs", metavar="FILE", help="keep each prompt's measurement here, and go on from there")
+    parser.add_argument(
+        "--answer-tokens",
+        type=int,
+        default=DEFAULT_ANSWER,
+        metavar="N",
+        help=f"of each cold answer, over which divergence is averaged (default: {DEFAULT_ANSWER})",
+    )
     parser.add_argument("--device", default="", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--dtype", default="", choices=["", "float32", "bfloat16", "float16"], help="of the weights")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads (default: as torch chooses)")
@@ -51,8 +62,10 @@ def run(args: argparse.Namespace) -> int:
     with engine_imports():
         from semblend.engine.server.config import ServeConfig
         from semblend.engine.server.launch import Launch
-    if args.limit < 1 or args.max_tokens < 1:
-        raise InputError("--limit and --max-tokens are 1 or more", hint="leave them out for the defaults")
+    if min(args.limit, args.max_tokens, args.answer_tokens) < 1:
+        raise InputError(
+            "--limit, --max-tokens and --answer-tokens are 1 or more", hint="leave them out for the defaults"
+        )
     if not 0 <= args.target_false_safe < 1:
         raise InputError(f"--target-false-safe {args.target_false_safe} is no share", hint="0.02 is two in a hundred")
     for path in filter(None, (args.out, args.pairs)):
@@ -60,50 +73,113 @@ def run(args: argparse.Namespace) -> int:
     launch = Launch(ServeConfig(model=args.model, device=args.device, dtype=args.dtype, threads=args.threads))
     say(f"loading {launch.path.name} on {launch.chosen_device}")
     model, tokenizer = launch.load()
-    thresholds = measure_thresholds(model, tokenizer, args)
+    pool = model.new_pool(2 * args.max_tokens + args.answer_tokens)
+    measures, tokens = measure_prompts(model, tokenizer, pool, args)
+    thresholds = make_thresholds(measures, tokens, pool, args)
     if args.out:
         write_json(args.out, json.loads(thresholds.to_json()))
         say(f"wrote {args.out}; semblend serve --model {args.model} --thresholds {args.out}")
     print(as_table(thresholds))
+    print("\n" + as_dial(thresholds))
     return 0
 
 
-def measure_thresholds(model: Any, tokenizer: Any, args: argparse.Namespace) -> Thresholds:
-    """Runs every prompt through the gate's steps and a prefill, with progress, and makes the table."""
+def measure_prompts(model: Any, tokenizer: Any, pool: Any, args: argparse.Namespace) -> tuple[list[PromptMeasure], int]:
+    """Runs every prompt through every way and cold, with progress; returns measurements, and on how many tokens."""
     from semblend.engine.model.pooled_model import PooledModel
-    from semblend.materialize.calibrate import measure, table_of
+    from semblend.materialize.measure_ways import measure_prompt
 
-    known, pairs, tokens, done, declined = _Known(args.pairs), [], 0, 0, 0
-    pool = model.new_pool(2 * args.max_tokens)
+    known, measures, tokens, declined = _Known(args.pairs), [], 0, 0
     progress = Progress()
     try:
         for prompt in itertools.islice(_prompts(model, tokenizer, args), args.limit):
-            key = _key(args.model, model, prompt)
-            found = known.pairs.get(key)
+            key = _key(args, model, prompt)
+            found = known.measures.get(key)
             if found is None:
                 try:
-                    found = measure(PooledModel(model, pool), prompt, pool=pool)
+                    found = measure_prompt(
+                        PooledModel(model, pool),
+                        prompt,
+                        pool=pool,
+                        answer_tokens=args.answer_tokens,
+                        stop=model.spec.eos_ids,
+                    )
                 except InputError as error:  # the blender would not follow it: nothing to learn for the gate
                     declined, why = declined + 1, error.message
                     say(f"left out: {why}")
                     continue
                 known.add(key, found)
-            pairs += found
-            tokens, done = tokens + len(prompt.tokens), done + 1
+            measures.append(found)
+            tokens += len(prompt.tokens)
             if progress.due():
-                progress.show(f"{done} of at most {args.limit} prompts, {len(pairs)} pairs")
+                progress.show(f"{len(measures)} of at most {args.limit} prompts, {tokens:,} tokens")
     finally:
         progress.clear()
     if declined:
         say(f"{declined} prompts were left out")
+    return measures, tokens
+
+
+def make_thresholds(measures: Sequence[PromptMeasure], tokens: int, pool: Any, args: argparse.Namespace) -> Thresholds:
+    """Thresholds of mode balanced, the dial, and how far cold answers move by themselves."""
+    from semblend.materialize.calibrate import list_pairs, table_of
+    from semblend.materialize.fit_dial import fit_dial, replay_unseen
+
+    noise = {
+        name: _summarize_noise([moved for one in measures if (moved := getattr(one, name)) is not None])
+        for name in ("rerun", "reordered")
+    }
     return table_of(
-        pairs,
+        [pair for one in measures for pair in list_pairs(one)],
         pool=pool,
         model_name=args.model,
-        prompts=done,
+        prompts=len(measures),
         tokens=tokens,
         false_safe=args.target_false_safe,
+        dial=fit_dial(measures, false_safe=args.target_false_safe),
+        measured={
+            "answer_tokens": args.answer_tokens,
+            "noise": noise,
+            "numbers": [asdict(row) for row in replay_unseen(measures, false_safe=args.target_false_safe)],
+        },
     )
+
+
+def _summarize_noise(moved: Sequence[Moved]) -> dict[str, float] | None:
+    if not moved:
+        return None
+    count = len(moved)
+    return {"prompts": count, "nats": sum(one.nats for one in moved) / count,
+            "changed": sum(one.changed for one in moved) / count}  # fmt: skip
+
+
+def as_dial(thresholds: Thresholds) -> str:
+    """What each number saves and costs, and what cold answers do by themselves."""
+    numbers, noise = thresholds.provenance["numbers"], thresholds.provenance["noise"]
+    if not numbers:
+        return "too few prompts to measure the dial; numbers scale the thresholds above"
+    rows: list[tuple[object, ...]] = [
+        (f"{row['number']:g}", row["kind"], row["prompts"], f"{row['served']}", f"{1 - row['work']:.0%}",
+         f"{row['nats']:.4f}", f"{row['changed']:.0%}", f"{row['false_safe']:.0%}")
+        for row in numbers
+    ]  # fmt: skip
+    names = {"rerun": "the same prompt again", "reordered": "two retrievals of the same passages"}
+    for name, text in names.items():
+        if (seen := noise[name]) is not None:
+            rows.append(("cold", text, seen["prompts"], "-", "-", f"{seen['nats']:.4f}", f"{seen['changed']:.0%}", "-"))
+    head = ("at this number", "prompts with", "n", "served", "you save", "nats", "answers change", "above 5x")
+    text = table(rows, head=head, right=(0, 2, 3, 4, 5, 6, 7))
+    orders = {row["kind"] for row in numbers} - {"all"}
+    missing = [str(one) for one in _list_orders() if str(one) in orders and not thresholds.dial.knows(one)]
+    if missing:
+        say(f"too few prompts with {', '.join(missing)}: for these, numbers scale the thresholds")
+    return text
+
+
+def _list_orders() -> tuple[Any, ...]:
+    from semblend.materialize.gate.plan_shape import PassageOrder
+
+    return tuple(PassageOrder)
 
 
 def as_table(thresholds: Thresholds) -> str:
@@ -142,9 +218,10 @@ def _prompts(model: Any, tokenizer: Any, args: argparse.Namespace) -> Iterator[C
     return prompts.of_log(log, tokenizer.encode, max_tokens=args.max_tokens, vocab=model.spec.vocab)
 
 
-def _key(name: str, model: Any, prompt: CalibrationPrompt) -> str:
-    """Names a measurement: another model, dtype, device or prompt has another key."""
-    packed = repr((name, str(model.dtype), str(model.device), prompt.tokens, prompt.donors, prompt.spans))
+def _key(args: argparse.Namespace, model: Any, prompt: CalibrationPrompt) -> str:
+    """Names a measurement: another model, dtype, device, length of answers or prompt has another key."""
+    asked = (args.model, str(model.dtype), str(model.device), args.answer_tokens)
+    packed = repr((*asked, prompt.tokens, prompt.donors, prompt.spans))
     return hashlib.sha256(packed.encode()).hexdigest()[:32]
 
 
@@ -153,23 +230,21 @@ class _Known:
 
     def __init__(self, path: str | None) -> None:
         self.path = path
-        self.pairs: dict[str, list[Pair]] = {}
+        self.measures: dict[str, PromptMeasure] = {}
         if path and Path(path).is_file():
             self._read(Path(path))
 
-    def add(self, key: str, pairs: list[Pair]) -> None:
+    def add(self, key: str, measure: PromptMeasure) -> None:
         if self.path is None:
             return
-        record = {"key": key, "pairs": [_to_json(pair) for pair in pairs]}
         try:
             with Path(self.path).open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(record) + "\n")
+                stream.write(json.dumps({"key": key, "measure": measure.to_record()}) + "\n")
         except OSError as error:
             raise InputError(f"cannot write {self.path}: {error.strerror}", hint="check the permissions") from None
 
     def _read(self, path: Path) -> None:
-        from semblend.materialize.calibrate import Pair
-        from semblend.materialize.gate.risk import RiskFeatures
+        from semblend.materialize.measure_ways import PromptMeasure
 
         text = path.read_text(encoding="utf-8")
         whole = text[: text.rfind("\n") + 1]  # a run that was killed may have left half a line
@@ -178,15 +253,8 @@ class _Known:
         for number, line in enumerate(whole.splitlines(), start=1):
             try:
                 record = json.loads(line)
-                self.pairs[record["key"]] = [
-                    Pair(one["step"], RiskFeatures(**one["signs"]), one["glance"], one["true_kl"])
-                    for one in record["pairs"]
-                ]
+                if "pairs" in record:  # of a version without the dial: measured again
+                    continue
+                self.measures[record["key"]] = PromptMeasure.from_record(record["measure"])
             except (ValueError, KeyError, TypeError):
                 raise InputError(f"{path}, line {number} is no measurement", hint="name another --pairs file") from None
-
-
-def _to_json(pair: Pair) -> dict[str, Any]:
-    """As the file of an earlier version has it: its features are called signs there."""
-    record = asdict(pair)
-    return {"signs": record.pop("features"), **record}

@@ -56,16 +56,18 @@ def show_dial(report: _report.Report, rows: Sequence[Row]) -> None:
 
 
 def _show_numbers(report: _report.Report, model: str, rows: Sequence[Row]) -> None:
-    lines = []
+    names = ["cold", *FLOORS, *(f"{number:g}" for number in NUMBERS), "balanced before", "fast"]
+    columns = ["number", "n", "served", "FLOPs", "times saved", "KL answer", "F1 vs cold", "answers changed", "task",
+               "false safes"]  # fmt: skip
     for scenario in dict.fromkeys(row["scenario"] for row in rows):
-        names = ["cold", *FLOORS, *(f"{number:g}" for number in NUMBERS), "balanced before", "fast"]
-        for recipe in names:
-            kept = [row for row in rows if (row["scenario"], row["recipe"]) == (scenario, recipe)]
-            if kept:
-                lines.append([scenario, recipe, *_summarize(kept, recipe)])
-    columns = ["class", "number", "n", "served", "FLOPs", "times saved", "KL answer", "F1 vs cold", "answers changed",
-               "task", "false safes"]  # fmt: skip
-    report.table(f"{model}: held-out documents, by number of nats", columns, lines)
+        mine = [row for row in rows if row["scenario"] == scenario]
+        lines = [
+            [recipe, *_summarize(kept, recipe)]
+            for recipe in names
+            if (kept := [row for row in mine if row["recipe"] == recipe])
+        ]
+        documents = len({row["cluster"] for row in mine})
+        report.table(f"{model}: {scenario}, {documents} documents that nothing was fitted on", columns, lines)
 
 
 def _summarize(rows: Sequence[Row], recipe: str) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from semblend.engine.core.assemble import assemble
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.engine import Engine
 from semblend.materialize.blend.quality import QualitySettings
+from semblend.materialize.gate.dial import WAYS, DialTable
 from semblend.materialize.gate.outcome_memory import LEAST_SKIPPED, MOST_SKIPPED
-from semblend.materialize.gate.plan_shape import PlanShape
+from semblend.materialize.gate.plan_shape import PassageOrder, PlanShape
 from semblend.materialize.gate.thresholds import Thresholds
 from semblend.plan.reuse_plan import DeclineReason, ReusePlan
 from semblend.prompt import Namespace, Prompt
@@ -30,8 +32,8 @@ MODEL = make_small_model()
 class World:
     """An engine, and prompts that hold a document of an earlier one behind another head."""
 
-    def __init__(self, thresholds: Thresholds, **config: Any) -> None:
-        library = SemBlend(SemBlendConfig(embedder="none", metrics=False))
+    def __init__(self, thresholds: Thresholds, tenant_quality: str = "", **config: Any) -> None:
+        library = SemBlend(SemBlendConfig(embedder="none", metrics=False, tenant_quality=tenant_quality))
         self.engine: Engine = assemble(
             MODEL,
             pool_tokens=8192,
@@ -130,6 +132,36 @@ def test_a_kind_that_the_thresholds_call_hopeless_is_not_begun_at_first_sight():
     assert receipt.reason is DeclineReason.QUALITY_RISK
     assert "when thresholds were measured" in receipt.detail
     assert world.passes == 0
+
+
+def test_a_request_goes_before_its_tenant_a_tenant_before_the_engine_and_the_receipt_says_the_number():
+    world = World(ALWAYS, tenant_quality="acme=0.3 bolt=exact", quality="fast")
+    assert world.hit(1).receipt.mode == "fast"
+    served = world.hit(2, tenant="acme").receipt
+    assert served.mode == "0.3"
+    assert served.reused_tokens > 0
+    assert served.risk is not None
+    assert world.hit(3, tenant="acme", quality="0.05").receipt.mode == "0.05"
+    refused = world.hit(4, tenant="bolt").receipt
+    assert (refused.mode, refused.reused_tokens) == ("exact", 0)
+    assert world.hit(5, tenant="bolt", quality="fast").receipt.reused_tokens > 0
+
+
+def test_a_number_that_no_way_can_keep_is_a_prefill_at_once_and_a_larger_one_is_served():
+    dial = DialTable(
+        {PassageOrder.IN_ORDER: {0: 0.2, 10: 0.1, 20: 0.08, 40: 0.06}},
+        dict.fromkeys(WAYS, (0.0, 0.0, 0.0, -4.0)),  # exp(-4) = .018, whatever layer 1 shows
+        dict.fromkeys(WAYS[1:], (0.0,) * 5 + (-4.0,)),
+    )
+    world = World(Thresholds(0.0, 0.0, 0.0, dial=dial))
+    refused = world.hit(1, quality="0.05").receipt
+    assert (refused.reason, world.passes) == (DeclineReason.QUALITY_RISK, 0)
+    assert refused.detail == "at best 0.06 nats are expected, 0.05 are allowed"
+    served = world.hit(2, quality="0.1").receipt
+    assert served.reused_tokens > 0
+    assert served.risk == pytest.approx(math.exp(-4))
+    assert served.recomputed_tokens < 64  # seams and the question: layer 1 was all that was looked at
+    assert world.hit(3, quality="exact").receipt.reused_tokens == 0
 
 
 def test_no_claim_is_held_for_a_prompt_that_was_not_begun():

@@ -286,6 +286,7 @@ def test_a_flush_forgets_every_donor_and_prefix(path):
         ({"quality": "fast"}, True),
         ({"quality": "balanced"}, True),
         ({"quality": "exact"}, False),
+        ({"quality": "0.3"}, True),
         ({"reuse": False}, False),
     ],
 )
@@ -296,6 +297,28 @@ def test_a_request_chooses_its_own_quality(ours, reused):
             body = (await http.post(CHAT, json=chat(f"Where to?\n{DOCUMENT}", semblend=ours))).json()
         assert (body["semblend"]["reused_tokens"] > 0) is reused
         assert body["semblend"]["mode"] == ours.get("quality", "balanced")
+
+    run(test)
+
+
+@pytest.mark.parametrize(("number", "mode"), [(0.05, "0.05"), (0, "exact"), (0.02, "balanced"), ("1e-1", "0.1")])
+def test_a_quality_may_be_a_number_of_nats(number, mode):
+    async def test():
+        async with client(engine()) as http:
+            body = (await http.post(CHAT, json=chat(semblend={"quality": number}))).json()
+        assert body["semblend"]["mode"] == mode
+
+    run(test)
+
+
+@pytest.mark.parametrize("number", [-1, "1e9x", "nan", "inf", True, [0.1], "-0.0001"])
+def test_a_quality_that_is_no_number_of_nats_is_refused_with_a_hint(number):
+    async def test():
+        async with client(engine()) as http:
+            answer = await http.post(CHAT, json=chat(semblend={"quality": number}))
+        assert answer.status_code == 400
+        assert "quality" in answer.text
+        assert "nats" in answer.text
 
     run(test)
 

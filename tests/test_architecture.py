@@ -45,6 +45,8 @@ HEAVY = {
     "vllm": {"integration.vllm.*"},
     "sglang": {"integration.sglang.*"},
     "gguf": {"engine.model.*"},
+    "langchain_core": {"integration.langchain"},
+    "llama_index": {"integration.llama_index"},
     "sentence_transformers": {"fingerprint.embedder_models"},
     "onnxruntime": {"fingerprint.*"},
     "onnx": set(),
@@ -140,6 +142,8 @@ def test_heavy_dependencies_and_kernels_are_imported_late(module):
         at_home |= {"vllm"}
     if module == "integration.sglang.radix_backend":  # SGLang's scheduler asks for it, nobody else
         at_home |= {"sglang"}
+    if module in ("integration.langchain", "integration.llama_index"):  # whoever has that package imports them
+        at_home |= {"langchain_core", "llama_index"}
     for name, line in imports(SEMBLEND[module], top_only=True):
         assert name.split(".")[0] not in HEAVY.keys() - at_home, f"semblend.{module}:{line} imports {name} at the top"
         assert not name.endswith("kernels"), f"semblend.{module}:{line} imports kernels at the top"

@@ -12,6 +12,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 KEY_LINES = {
     "quickstart.py": ["1283 of 1296 tokens are held by req-1", "nothing_shared"],
     "several_donors.py": ["1199 of 1225 tokens from 3 donors", "the edited token is left to the engine"],
+    "arrange_on_the_client.py": ["as retrieved   34612 characters", "arranged       83640 characters"],
     "tenants.py": ["the same namespace     600 tokens", "another tenant         nothing (nothing_shared)"],
     "receipts.py": ["planned 1000, counted as reused: 0", "confirmed, counted as reused: 984", "changed: stale"],
     "shared_store.py": ["0 donors before refresh, 1 taken over", "after a restart: 2000 tokens found", "mode 600"],

@@ -18,6 +18,8 @@ NEEDED_BY: dict[str, str] = {
     "sglang": "`semblend-sglang`, which knows SGLang 0.5.23",
     "trtllm": "running beside TensorRT-LLM; no command of this version needs it",
     "dynamo": "running beside Dynamo; no command of this version needs it",
+    "langchain": "`semblend.integration.langchain`: a document transformer that arranges",
+    "llama-index": "`semblend.integration.llama_index`: a node postprocessor that arranges",
     "benchmarks": "all that `sembench` may need: live runs, tokenizers",
     "tokenizer": "`semblend estimate`, `explain` and `explore` with `--tokenizer` other than `stable`",
     "longbench": "`sembench build --profile longbench-v1` or `longbench-v2` from the hub; a local folder needs nothing",

@@ -2,7 +2,8 @@
 
 Answers move as much when passages change places in a cold prompt as through reuse, and a caller often does not care for
 the order. Whoever says so gets an order whose beginning lies in an exact prefix cache, and whose rest stands as in one
-earlier prompt. Nothing moves without being asked.
+earlier prompt. Nothing moves without being asked. Beside it: repeats of a passage become references to it
+(`replace_repeats`), and volatile fields that break prefixes are found in a log (`find_volatile_fields`).
 
 >>> from semblend.arrange import Arranger
 >>> arranger = Arranger()
@@ -16,8 +17,34 @@ earlier prompt. Nothing moves without being asked.
 
 from semblend.arrange.arrangement import Arrangement, Expected
 from semblend.arrange.arranger import Arranger
+from semblend.arrange.groups import (
+    ArrangedGroup,
+    ArrangedMessages,
+    ArrangedParts,
+    PassageGroup,
+    arrange_messages,
+    arrange_parts,
+)
 from semblend.arrange.hygiene import find_volatile_fields
 from semblend.arrange.keep import Keep
+from semblend.arrange.repeats import Deduplicated, Reference, replace_repeats
 from semblend.arrange.volatile import VolatileField, move_to_end
 
-__all__ = ["Arrangement", "Arranger", "Expected", "Keep", "VolatileField", "find_volatile_fields", "move_to_end"]
+__all__ = [
+    "ArrangedGroup",
+    "ArrangedMessages",
+    "ArrangedParts",
+    "Arrangement",
+    "Arranger",
+    "Deduplicated",
+    "Expected",
+    "Keep",
+    "PassageGroup",
+    "Reference",
+    "VolatileField",
+    "arrange_messages",
+    "arrange_parts",
+    "find_volatile_fields",
+    "move_to_end",
+    "replace_repeats",
+]

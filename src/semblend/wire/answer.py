@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
+from semblend.arrange import ArrangedGroup
 from semblend.confirm.fields import JsonObject
 from semblend.confirm.receipt import Receipt
 
@@ -113,7 +114,7 @@ class Spent:
     """What a request took: tokens in and out, and the engine's receipt (None where it gave none).
 
     A request of several prompts has one of these in ``parts`` for each. ``operator`` says that whoever asked may see
-    donors and places.
+    donors and places. ``arranged`` are the orders of passages that were used.
     """
 
     prompt_tokens: int
@@ -123,6 +124,7 @@ class Spent:
     recomputed: Runs = ()
     parts: tuple[Spent, ...] = ()
     operator: bool = False
+    arranged: tuple[ArrangedGroup, ...] = ()
 
     @classmethod
     def add_up(cls, parts: Sequence[Spent]) -> Spent:
@@ -165,7 +167,8 @@ class Spent:
             return [part.semblend() for part in self.parts]
         if self.receipt is None:
             return None
-        return describe_receipt(self.receipt, self.recomputed, operator=self.operator)
+        shown = describe_receipt(self.receipt, self.recomputed, operator=self.operator)
+        return shown | {"arranged": [group.to_dict() for group in self.arranged]} if self.arranged else shown
 
 
 def describe_receipt(receipt: Receipt, recomputed: Runs = (), *, operator: bool = False) -> JsonObject:

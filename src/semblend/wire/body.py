@@ -11,7 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from semblend.wire.errors import ApiError
@@ -34,6 +42,22 @@ class StrictBody(BaseModel):
         except ValidationError as caught:
             small = len(body) <= SMALL_BODY_BYTES  # a value is turned into Python's objects to be shown
             raise _translate(_choose(caught.errors(include_url=False, include_input=small))) from None
+
+
+class ClosedBody(StrictBody):
+    """An object of our own. A field that nobody knows is refused: a misspelt wish must not be dropped."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, given: Any) -> Any:
+        """One error, however many there are: extra="forbid" alone would make one for each."""
+        known = tuple(cls.model_fields)
+        unknown = next((name for name in given if name not in known), None) if isinstance(given, dict) else None
+        if unknown is not None:
+            raise refuse("is unknown", "known are " + ", ".join(known), name=unknown[:60])
+        return given
 
 
 def refuse(what: str, hint: str, *, name: str = "") -> PydanticCustomError:

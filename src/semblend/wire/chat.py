@@ -8,10 +8,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from semblend.arrange import PassageGroup
 from semblend.confirm.fields import JsonObject
 from semblend.wire.answer import Answer, Chunk, Head, Logprob, Spent
 from semblend.wire.body import InOrder, StrictBody, refuse, show
-from semblend.wire.options import Count, Lacking, OpenAiBody, ReuseOptions, TopLogprobs
+from semblend.wire.errors import ApiError
+from semblend.wire.options import Count, Lacking, OpenAiBody, ReuseOptions, SemblendBody, TopLogprobs
+from semblend.wire.passages import LISTED, PartMark, find_groups
 from semblend.wire.sampling import Sampling
 
 MOST_MESSAGES = 4096
@@ -23,6 +26,7 @@ class TextPart(StrictBody):
 
     type: Annotated[str | None, Field(json_schema_extra={"enum": ["text", None]})] = None
     text: str
+    semblend: PartMark | None = None
 
     @field_validator("type")
     @classmethod
@@ -43,10 +47,21 @@ class ChatMessage(StrictBody):
     tool_calls: Annotated[Any, Lacking([])] = None
     function_call: Annotated[Any, Lacking()] = None
 
-    def to_template(self) -> dict[str, str]:
+    @property
+    def parts(self) -> list[TextPart]:
+        """The content as parts."""
+        return [TextPart(text=self.content)] if isinstance(self.content, str) else self.content
+
+    def to_template(self, content: str | None = None) -> dict[str, str]:
         """The turn as a chat template takes it; templates of the models that we serve know the older role only."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        if content is None:
+            content = join_parts([part.text for part in self.parts])
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+def join_parts(texts: Sequence[str]) -> str:
+    """The parts of a message as one text."""
+    return "\n".join(texts)
 
 
 class ChatBody(OpenAiBody):
@@ -64,10 +79,41 @@ class ChatBody(OpenAiBody):
             raise refuse("is set, but logprobs is not", "send logprobs: true, or leave it out", name="top_logprobs")
         return self
 
+    def list_parts(self) -> dict[int, list[TextPart]]:
+        """The parts of messages that hold passages, by message; listed passages stand in front of the last user's."""
+        found = {
+            at: message.parts
+            for at, message in enumerate(self.messages)
+            if any(part.semblend is not None for part in message.parts)
+        }
+        ours = self.semblend or SemblendBody()
+        if ours.passages is None:
+            if ours.scores is not None:
+                raise ApiError(
+                    400, "semblend.scores has no passages", hint="send semblend.passages, or score the marks"
+                )
+            return found
+        last = next((at for at in reversed(range(len(self.messages))) if self.messages[at].role == "user"), None)
+        if last is None:
+            hint = "they stand in front of the last user message: send one"
+            raise ApiError(400, "semblend.passages has no place here", hint=hint, param="semblend.passages")
+        scores: Sequence[float | None] = ours.scores if ours.scores is not None else [None] * len(ours.passages)
+        if len(scores) != len(ours.passages):
+            problem = f"semblend.scores has {len(scores)} entries for {len(ours.passages)} passages"
+            raise ApiError(400, problem, hint="one number for each", param="semblend.scores")
+        listed = [
+            TextPart(text=text, semblend=PartMark(commutes=LISTED, score=score))
+            for text, score in zip(ours.passages, scores, strict=True)
+        ]
+        return dict(sorted((found | {last: [*listed, *self.messages[last].parts]}).items()))
+
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """``messages`` hold a role and one string each: what a chat template takes."""
+    """``messages`` hold a role and one string each: what a chat template takes.
+
+    ``parts`` are the texts of messages that hold passages, by message, and ``groups`` say which of them commute.
+    """
 
     model: str
     messages: tuple[dict[str, str], ...]
@@ -75,6 +121,8 @@ class ChatRequest:
     reuse: ReuseOptions
     stream: bool = False
     include_usage: bool = False
+    parts: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    groups: tuple[PassageGroup, ...] = ()
 
     @classmethod
     def parse(cls, body: str | bytes | bytearray, *, most_n: int) -> ChatRequest:
@@ -84,13 +132,23 @@ class ChatRequest:
         """
         read = ChatBody.read(body, most_n=most_n)
         logprobs = (read.top_logprobs or 0) if read.logprobs else None
+        marked = read.list_parts()
+        texts = {at: tuple(part.text for part in parts) for at, parts in marked.items()}
+        messages = (
+            message.to_template(join_parts(texts[at]) if at in texts else None)
+            for at, message in enumerate(read.messages)
+        )
+        keep = read.reuse.keep
+        groups = (find_groups(at, [part.semblend for part in parts], keep) for at, parts in marked.items())
         return cls(
             model=read.model or "",
-            messages=tuple(message.to_template() for message in read.messages),
+            messages=tuple(messages),
             sampling=read.make_sampling(read.max_completion_tokens or read.max_tokens, logprobs),
             reuse=read.reuse,
             stream=bool(read.stream),
             include_usage=read.include_usage,
+            parts=tuple(texts.items()),
+            groups=tuple(group for found in groups for group in found),
         )
 
 

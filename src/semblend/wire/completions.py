@@ -58,6 +58,7 @@ class CompletionRequest:
         ('a', 'b')
         """
         read = CompletionBody.read(body, most_n=most_n)
+        read.refuse_passages()
         return cls(
             model=read.model or "",
             prompts=tuple(read.prompt) if isinstance(read.prompt, list) else (read.prompt,),

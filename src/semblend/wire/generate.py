@@ -61,6 +61,7 @@ class GenerateRequest:
         4
         """
         read = GenerateBody.read(body, most_n=most_n)
+        read.refuse_passages()
         params = read.sampling_params or SamplingParams()
         logprobs = (read.top_logprobs_num or 0) if read.return_logprob else None
         return cls(

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 from pydantic import (
-    ConfigDict,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
@@ -17,9 +16,13 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
+from semblend.arrange import Keep
+from semblend.arrange.keep import FREE
 from semblend.errors import InputError
 from semblend.quality import QUALITY_HINT, QUALITY_MODES, parse_quality
-from semblend.wire.body import InOrder, Name, StrictBody, TokenId, Within, refuse, show
+from semblend.wire.body import ClosedBody, InOrder, Name, StrictBody, TokenId, Within, refuse, show
+from semblend.wire.errors import ApiError
+from semblend.wire.passages import MOST_PASSAGES, KeepBody, Score
 from semblend.wire.sampling import LEAST_PENALTY, Sampling
 
 MOST_STOPS = 16
@@ -108,33 +111,28 @@ class OptionsWeLack(StrictBody):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReuseOptions:
-    """What one request asks of reuse: a quality mode of its own, or none at all. ``salt`` narrows its namespace."""
+    """What one request asks of reuse: a quality mode of its own, or none at all. ``salt`` narrows its namespace.
+
+    ``keep`` bounds how far marked passages may move.
+    """
 
     quality: str | None = None
     reuse: bool = True
     salt: str = ""
+    keep: Keep = FREE
 
 
-class SemblendBody(StrictBody):
-    """Our own options of a request. An unknown one is refused: a misspelt wish must not be dropped."""
-
-    model_config = ConfigDict(extra="forbid")
+class SemblendBody(ClosedBody):
+    """Our own options of a request. ``passages`` commute and stand in front of the last user message."""
 
     quality: float | str | None = Field(
         default=None,
         json_schema_extra={"anyOf": [{"enum": [*QUALITY_MODES, "", None]}, {"type": "number", "minimum": 0}]},
     )
     reuse: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unknown(cls, given: Any) -> Any:
-        """One error, however many there are: extra="forbid" alone would make one for each."""
-        known = tuple(cls.model_fields)
-        unknown = next((name for name in given if name not in known), None) if isinstance(given, dict) else None
-        if unknown is not None:
-            raise refuse("is unknown", "known are " + ", ".join(known), name=unknown[:60])
-        return given
+    keep: KeepBody | None = None
+    passages: Annotated[list[str], Field(max_length=MOST_PASSAGES, fail_fast=True)] | None = None
+    scores: Annotated[list[Score], Field(max_length=MOST_PASSAGES, fail_fast=True)] | None = None
 
     @field_validator("quality", mode="before")
     @classmethod
@@ -163,7 +161,19 @@ class EndpointBody(OptionsWeLack):
     @property
     def reuse(self) -> ReuseOptions:
         ours = self.semblend or SemblendBody()
-        return ReuseOptions(quality=ours.own_quality, reuse=ours.reuse is not False, salt=self.cache_salt or "")
+        return ReuseOptions(
+            quality=ours.own_quality,
+            reuse=ours.reuse is not False,
+            salt=self.cache_salt or "",
+            keep=(ours.keep or KeepBody()).to_keep(),
+        )
+
+    def refuse_passages(self) -> None:
+        """Raise `ApiError` 400 where passages are listed: without messages there is no place for them."""
+        for name in ("passages", "scores", "keep"):
+            if self.semblend is not None and getattr(self.semblend, name) is not None:
+                hint = "ask /v1/chat/completions, or arrange the prompt with semblend.arrange"
+                raise ApiError(400, f"semblend.{name} is for chats only", hint=hint, param=f"semblend.{name}")
 
 
 class SamplingBody(OptionsWeLack):

@@ -36,8 +36,19 @@ class ErrorBody(Shape):
     error: ErrorDetail
 
 
+class ArrangedShape(Shape):
+    """The order of the passages of one group: ``order[i]`` is the number, in the request, of the one at place i."""
+
+    message: Count
+    group: str
+    order: list[Count]
+
+
 class ReceiptShape(Shape):
-    """What was reused; ``recomputed`` and ``donors`` are shown to an admin only."""
+    """What was reused; ``recomputed`` and ``donors`` are shown to an admin only.
+
+    ``arranged`` is there where passages were marked.
+    """
 
     outcome: Outcome
     mode: str | None
@@ -52,6 +63,7 @@ class ReceiptShape(Shape):
     detail: str
     recomputed: list[tuple[Count, Count]] | None = None
     donors: list[str] = Field(default=[])
+    arranged: list[ArrangedShape] = Field(default=[])
 
 
 class CachedTokens(Shape):

@@ -50,6 +50,8 @@ def _add_room(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--donor-dir", default="", metavar="DIR", help="keep donor KV that falls out of memory here")
     shared = "share donors in this folder with other servers of the machine and with semblend warm"
     parser.add_argument("--donor-directory", default="", metavar="DIR", help=shared)
+    orders = "keep the orders of passages over a restart here, see docs/guides/arrange.md"
+    parser.add_argument("--arrange-file", default="", metavar="FILE", help=orders)
     bits = "of a number of donor KV in memory and on disk: 16, or 8 for half the bytes (default: 16)"
     parser.add_argument("--donor-bits", type=int, default=DEFAULTS.donor_bits, choices=[16, 8], help=bits)
 
@@ -97,15 +99,15 @@ def run(args: argparse.Namespace) -> int:
     library = load_config(**({"quality": args.quality} if args.quality else {}))
     launch = Launch(config)
     path = launch.path
-    # A port that is taken must not cost the time to load a model.
-    with _leave_in_order(), listen(args.host, args.port) as sock:
+    # A port or a file that is taken must not cost the time to load a model.
+    with _leave_in_order(), listen(args.host, args.port) as sock, config.make_arranger() as arranger:
         say(f"loading {path.name} on {launch.chosen_device}")
         engine = launch.engine(library)
         try:
             engine.start()
             say(f"{engine.model} is ready; dashboard and API, Ctrl-C stops it")
             print(f"http://{args.host}:{sock.getsockname()[1]}", flush=True)
-            ended_by = serve(create_app(engine, config), sock)
+            ended_by = serve(create_app(engine, config, arranger), sock)
         finally:
             engine.close()
     say("stopped")
@@ -160,6 +162,7 @@ def _make_config(args: argparse.Namespace) -> ServeConfig:
         donor_bits=args.donor_bits,
         donor_directory=args.donor_directory,
         donor_directory_bytes=args.donor_directory_bytes,
+        arrange_file=args.arrange_file,
         step_tokens=args.step_tokens,
         max_running=args.max_running,
         max_waiting=args.max_waiting,

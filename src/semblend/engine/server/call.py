@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
+from semblend.engine.server.config import CHARS_PER_TOKEN
 from semblend.engine.server.dashboard import LiveRequest
 from semblend.engine.server.merge import merge
 from semblend.engine.server.service import ParsedBody, Service
@@ -21,6 +22,7 @@ from semblend.engine.server.tenants import Identity
 from semblend.prompt import Prompt
 from semblend.text.token_budget import TokenBudget, TooManyTokensError
 from semblend.wire.answer import Answer, Chunk, FinishReason, Head, Reply, Spent
+from semblend.wire.arranging import ArrangedChat
 from semblend.wire.chat import ChatReply, ChatRequest
 from semblend.wire.completions import CompletionReply, CompletionRequest
 from semblend.wire.errors import ApiError, as_api_error
@@ -29,8 +31,6 @@ from semblend.wire.request import Request
 
 log = logging.getLogger("semblend.server")
 T = TypeVar("T")
-CHARS_PER_TOKEN = 4
-"""A guess, good for English."""
 _SEE_LOG = "the server's log has the reason; try again"
 
 
@@ -49,6 +49,7 @@ class Call:
         self._created = int(time.time())
         self._entry = LiveRequest(id, identity.tenant, path, asked.reuse.quality)
         self._gone: asyncio.Task[None] | None = None
+        self._arranged = ArrangedChat(asked) if isinstance(asked, ChatRequest) else None
 
     @asynccontextmanager
     async def admit(self, gone: asyncio.Task[None] | None = None) -> AsyncIterator[AsyncIterator[Chunk]]:
@@ -94,6 +95,8 @@ class Call:
 
     async def _chunks(self, request: Request) -> AsyncGenerator[Chunk, None]:
         unfinished = set(range(self.asked.sampling.n))
+        if self._arranged is not None:
+            self._service.arranging.record(self.id, self._arranged.sent)
         async with aclosing(self._service.engine.submit(request)) as pieces:
             while (chunk := await self.run_unless_gone(_read_next(pieces))) is not None:
                 if chunk.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
@@ -138,7 +141,9 @@ class Call:
         asked, engine = self.asked, self._service.engine
         budget = TokenBudget(engine.max_context, check)
         if isinstance(asked, ChatRequest):
-            return engine.encode_chat(asked.messages, budget=budget)
+            namespace = engine.namespace(self._identity.tenant, asked.reuse.salt)
+            self._arranged = self._service.arranging.arrange(asked, namespace)
+            return engine.encode_chat(self._arranged.asked.messages, budget=budget)
         assert isinstance(asked.prompt, str)
         return engine.encode(asked.prompt, control=self._identity.trusted, budget=budget)
 
@@ -202,6 +207,7 @@ class Call:
             time.perf_counter() - self.started,
             recomputed=entry.recomputed,
             operator=self._identity.admin,
+            arranged=self._arranged.groups if self._arranged is not None else (),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
+from semblend.arrange import Arranger
 from semblend.engine.core.config import MAX_RUNNING, MAX_WAITING, STEP_TOKENS, EngineConfig
 from semblend.engine.core.fair_line import count_places
 from semblend.engine.server.tenants import Tenants
@@ -11,6 +12,8 @@ from semblend.errors import ConfigError
 
 GIB = 1 << 30
 MIB = 1 << 20
+CHARS_PER_TOKEN = 4
+"""A guess, good for English."""
 DTYPES = ("float32", "bfloat16", "float16")
 _MAY_BE_ZERO = (
     "drain_s",
@@ -33,7 +36,8 @@ class ServeConfig:
 
     *Room.* ``pool_tokens`` of KV; bytes for donors on the device, in memory and in ``donor_dir``, the latter two at
     ``donor_bits`` (16 or 8). ``step_tokens`` are computed in one step. ``donor_directory`` is a folder of donors that
-    engines of this machine and `semblend warm` share; this one keeps ``donor_directory_bytes`` in it.
+    engines of this machine and `semblend warm` share; this one keeps ``donor_directory_bytes`` in it. ``arrange_file``
+    keeps the orders of passages over a restart.
 
     *Admission.* ``max_running`` requests are answered at once (up to a quarter more where a tenant has none running),
     ``max_waiting`` wait in line, the rest are refused with 429, all of it fair between tenants. ``max_n`` answers may
@@ -72,6 +76,7 @@ class ServeConfig:
     donor_bits: int = 16
     donor_directory: str = ""
     donor_directory_bytes: int = 4 * GIB
+    arrange_file: str = ""
     step_tokens: int = STEP_TOKENS
 
     max_running: int = MAX_RUNNING
@@ -109,6 +114,10 @@ class ServeConfig:
             raise ConfigError(f"donor_bits={self.donor_bits} is not 8 or 16", hint="see docs/guides/serve.md")
         if self.dtype and self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r} is unknown", hint="one of " + ", ".join(DTYPES))
+
+    def make_arranger(self) -> Arranger:
+        """The memory of orders; it expects as much in the exact prefix cache as the pool holds."""
+        return Arranger(exact_size=self.pool_tokens * CHARS_PER_TOKEN, path=self.arrange_file or None)
 
     def engine_config(self, *, quality: str) -> EngineConfig:
         """The engine's part. Requests are admitted once, at the gate: the engine takes every answer of those."""

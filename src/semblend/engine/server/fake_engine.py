@@ -12,7 +12,7 @@ import hashlib
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,6 +123,9 @@ class FakeEngine:
     def encode_chat(self, messages: Sequence[Mapping[str, str]], *, budget: TokenBudget | None = None) -> Sequence[int]:
         text = render_chat([dict(message) for message in messages]) + "\n<|assistant|>\n"
         return self.encode(text, budget=budget)
+
+    def on_evicted(self, listener: Callable[[str], None]) -> None:
+        self.semblend.on_evicted(lambda eviction: listener(eviction.donor.donor_id))
 
     def donors(self) -> Sequence[Donor]:
         return self.semblend.donors()

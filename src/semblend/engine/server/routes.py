@@ -33,6 +33,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from semblend._version import __version__
+from semblend.arrange import Arranger
 from semblend.discover.donor import Donor
 from semblend.engine.server.answering import CLIENT_LEFT, ENDPOINTS, Endpoint, answer, error_response
 from semblend.engine.server.config import ServeConfig
@@ -45,6 +46,7 @@ from semblend.engine.server.openapi.document import write_document
 from semblend.engine.server.service import TENANT, Service
 from semblend.engine.server.serving import ServingEngine
 from semblend.engine.server.tenants import Identity
+from semblend.wire.arranging import PromptArranger
 from semblend.wire.errors import ApiError, as_api_error
 
 log = logging.getLogger("semblend.server")
@@ -64,11 +66,13 @@ PAGE_HEADERS = {
 MOST_DONORS_SHOWN = 200
 
 
-def create_app(engine: ServingEngine, config: ServeConfig | None = None) -> FastAPI:
-    """The application around an engine. It starts and stops nothing: whoever made the engine owns it."""
+def create_app(engine: ServingEngine, config: ServeConfig | None = None, arranger: Arranger | None = None) -> FastAPI:
+    """The application around an engine. It starts and stops nothing: whoever made engine and arranger owns them."""
     config = ServeConfig() if config is None else config
     gate = Gate(config.max_running, config.max_waiting, config.retry_after_s)
-    routes = Routes(Service(engine, config, gate))
+    arranging = PromptArranger(arranger or config.make_arranger())
+    engine.on_evicted(arranging.forget)
+    routes = Routes(Service(engine, config, gate, arranging))
     app = FastAPI(title="SemBlend", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False  # a redirect would be the one answer that is not JSON
     for endpoint in ENDPOINTS:
@@ -153,6 +157,7 @@ class Routes:
         """Everyone's cache goes, so that only an admin may ask for it."""
         self._require_admin(request)
         gone = await asyncio.to_thread(self.service.engine.reset)
+        self.service.arranging.clear()
         return JSONResponse({"success": True, "donors_forgotten": gone})
 
     async def live(self, request: Request) -> Response:

@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
+from semblend.arrange import Arranger
 from semblend.engine.server.config import ServeConfig
 from semblend.engine.server.dashboard import LiveBoard
 from semblend.engine.server.limits import Gate, compute_body_limit, refuse_foreign_page, refuse_long_texts
 from semblend.engine.server.serving import ServingEngine
 from semblend.engine.server.tenants import Identity, bearer
 from semblend.engine.server.tokenizing import TokenizerPool
+from semblend.wire.arranging import PromptArranger
 from semblend.wire.chat import ChatRequest
 from semblend.wire.completions import CompletionRequest
 from semblend.wire.errors import ApiError
@@ -31,6 +33,7 @@ class Service:
     engine: ServingEngine
     config: ServeConfig
     gate: Gate
+    arranging: PromptArranger = field(default_factory=lambda: PromptArranger(Arranger()))
     board: LiveBoard = field(default_factory=LiveBoard)
     tokenizing: TokenizerPool = field(init=False)
 

@@ -6,7 +6,7 @@ engine's side of this seam in tests and where no model is at hand.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from semblend.discover.donor import Donor
@@ -58,6 +58,9 @@ class ServingEngine(Protocol):
 
     def cancel(self, request_id: str) -> None:
         """Stop a request and free all that it holds; nothing happens where it is unknown or done."""
+
+    def on_evicted(self, listener: Callable[[str], None]) -> None:
+        """Call ``listener`` with the id of every donor that goes: the id of the request that it came from."""
 
     def donors(self) -> Sequence[Donor]:
         """All donors, least recently used first."""

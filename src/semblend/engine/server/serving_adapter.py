@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, replace
 from typing import Any
@@ -87,6 +87,11 @@ class LocalEngine:
     def cancel(self, request_id: str) -> None:
         """Copies for several answers end with the stream that brought them."""
         self.engine.cancel(request_id)
+
+    def on_evicted(self, listener: Callable[[str], None]) -> None:
+        library = self._inner.reuse.semblend
+        if library is not None:
+            library.on_evicted(lambda eviction: listener(eviction.donor.donor_id))
 
     def donors(self) -> Sequence[Donor]:
         library = self._inner.reuse.semblend

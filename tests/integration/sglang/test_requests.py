@@ -75,7 +75,9 @@ def test_a_request_without_a_salt_can_be_declined():
     [
         ({"quality": "fast"}, "fast", False),
         ({"opt_out": True}, None, True),
-        ({"opt_out": "yes", "quality": 7, "what": 1}, None, False),
+        ({"quality": 0.05}, "0.05", False),
+        ({"quality": 0}, "exact", False),
+        ({"opt_out": "yes", "quality": -7, "what": 1}, None, False),
         ("fast", None, False),
     ],
 )

@@ -8,11 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
+from semblend.config import SemBlendConfig
 from semblend.confirm.receipt import Receipt
 from semblend.materialize.blend.pieces import Pieces
 from semblend.materialize.blend.quality import Blended, Rejected
 from semblend.plan.reuse_plan import Decline, ReusePlan
 from semblend.prompt import Prompt
+from semblend.quality import GATED_MODE, choose_quality, find_path
 
 Outcome = Blended | Rejected | Decline
 
@@ -68,9 +70,25 @@ class LoadRecord:
     private: bool = False  # nothing of it may be published, exact or not
 
     @property
+    def path(self) -> str:
+        """The mode whose passes its quality takes; requests may choose any number, and there are three paths."""
+        return find_path(self.mode)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the gate decides about its donor KV."""
+        return self.path == GATED_MODE
+
+    @property
     def is_loading(self) -> bool:
         return self.pieces is not None
 
     @property
     def is_loaded(self) -> bool:
         return isinstance(self.outcome, Blended) and self.slots is not None
+
+
+def choose_mode(request: Waiting, config: SemBlendConfig) -> str:
+    """The quality of a request: its own, its tenant's, or the server's."""
+    tenants = config.find_tenant_quality(request.prompt.namespace.tenant)
+    return choose_quality(request.mode, tenants, config.quality)

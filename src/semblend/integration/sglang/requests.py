@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from semblend.config import QUALITY_MODES
+from semblend.errors import InputError
 from semblend.integration.sglang.records import Waiting
 from semblend.integration.vllm.scheduler.requests import name_tenant
 from semblend.prompt import Namespace, Prompt
+from semblend.quality import parse_quality
 
 
 def read_request(req: Any, longest_prefix: int, engine: Namespace, *, require_cache_salt: bool = False) -> Waiting:
@@ -23,13 +24,16 @@ def read_request(req: Any, longest_prefix: int, engine: Namespace, *, require_ca
     salt = join_salts(req)
     said = (getattr(req.sampling_params, "custom_params", None) or {}).get("semblend")
     said = said if isinstance(said, Mapping) else {}
-    quality = said.get("quality")
+    try:
+        quality = parse_quality(said["quality"]) if said.get("quality") is not None else None
+    except InputError:
+        quality = None
     return Waiting(
         request_id=req.rid,
         prompt=Prompt(np.array(req.origin_input_ids, dtype=np.int64), namespace=build_namespace(salt, engine)),
         longest_prefix=longest_prefix,
         declined=explain_decline(req, require_salt=require_cache_salt and not salt) or "",
-        mode=quality if isinstance(quality, str) and quality in QUALITY_MODES else None,
+        mode=quality,
         opt_out=said.get("opt_out") is True,
         restarted=len(req.output_ids) > 0,
         source=req,

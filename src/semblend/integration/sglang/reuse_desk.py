@@ -30,7 +30,7 @@ from semblend.confirm.build_receipt import RequestFacts, build_receipt
 from semblend.discover.donor import Eviction
 from semblend.errors import CapacityError, SemBlendError
 from semblend.facade import SemBlend
-from semblend.integration.sglang.records import LoadRecord, SlotPool, Waiting
+from semblend.integration.sglang.records import LoadRecord, SlotPool, Waiting, choose_mode
 from semblend.integration.sglang.settings import SglangSettings
 from semblend.integration.vllm.worker.weights_watch import WeightsWatch
 from semblend.materialize.blend.blender import Blender
@@ -98,7 +98,7 @@ class ReuseDesk:
         """Tokens behind the ``exact_tokens`` of the exact tree that we shall provide; 0 for none."""
         record = self._records.get(request.request_id)
         if record is None:
-            mode = request.mode or self.settings.config.quality
+            mode = choose_mode(request, self.settings.config)
             record = self._records[request.request_id] = LoadRecord(request, mode)
         elif record.is_loading and exact_tokens == record.exact_tokens:
             return record.claim_end - exact_tokens
@@ -129,7 +129,7 @@ class ReuseDesk:
         if isinstance(claimed, Decline):
             record.outcome = record.decision = claimed
             return
-        plan_tokens = len(record.request.prompt) if record.mode == "balanced" else record.claim_end
+        plan_tokens = len(record.request.prompt) if record.is_gated else record.claim_end
         record.slots = self._pool.take(self._pool.round_up(plan_tokens - record.exact_tokens))
         if record.slots is None:
             record.outcome = Decline(DeclineReason.CAPACITY, "SGLang has no slots left for it")
@@ -139,7 +139,7 @@ class ReuseDesk:
         record.ordered = record.decision.until(plan_tokens)
         context = torch.cat([exact_slots()[: record.exact_tokens], record.slots])[:plan_tokens]
         tokens = torch.from_numpy(record.request.prompt.token_ids[:plan_tokens].astype(np.int64))
-        record.pieces = self._get_blender(record.mode).prepare_in_pieces(
+        record.pieces = self._get_blender(record.path).prepare_in_pieces(
             Placed(tokens, context), self._name_generations(record.ordered), mode=record.mode
         )
 
@@ -277,7 +277,7 @@ class ReuseDesk:
     def _explain_not_worth_it(self, record: LoadRecord, plan: ReusePlan) -> str | None:
         if not plan.until(self._find_claim_end(record, plan)).spans:
             return "what donors hold is the end of the prompt, which the engine computes itself"
-        if (why := explain_lost_donor(plan)) or record.mode != "balanced":
+        if (why := explain_lost_donor(plan)) or not record.is_gated:
             return why
         first = first_rows(plan.prompt_tokens, plan.exact_tokens, plan.spans, self._quality)
         return two_passes_cost_more(first, plan.spans, plan.prompt_tokens - plan.exact_tokens, self._quality)
@@ -285,7 +285,7 @@ class ReuseDesk:
     def _find_claim_end(self, record: LoadRecord, plan: ReusePlan) -> int:
         """Where the claim ends, in whole pages: SGLang always computes the last token itself."""
         last, held = len(record.request.prompt) - 1, plan.spans[-1].target_end
-        end = last if record.mode == "balanced" or last - held <= SHORT_TAIL else held
+        end = last if record.is_gated or last - held <= SHORT_TAIL else held
         end = min(end, record.request.longest_prefix)
         return record.exact_tokens + self._pool.round_down(max(0, end - record.exact_tokens))
 

@@ -11,8 +11,8 @@ from semblend.arrange import ArrangedGroup, Arrangement, Arranger, arrange_parts
 from semblend.prompt import Namespace
 from semblend.wire.chat import ChatRequest, join_parts
 
-MOST_FOLLOWED = 4_096
-"""Requests whose donors are followed; older ones are forgotten by the arranger's own bound."""
+MOST_FOLLOWED = 200_000
+"""Passages of requests whose donors are followed; older ones are forgotten by the arranger's own bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class PromptArranger:
 
     arranger: Arranger
     _donors: OrderedDict[str, tuple[Arrangement, ...]] = field(default_factory=OrderedDict)
+    _followed: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def arrange(self, asked: ChatRequest, namespace: Namespace) -> ArrangedChat:
@@ -54,13 +55,15 @@ class PromptArranger:
         if sent:
             with self._lock:
                 self._donors[request_id] = tuple(sent)
-                while len(self._donors) > MOST_FOLLOWED:
-                    self._donors.popitem(last=False)
+                self._followed += _count_passages(sent)
+                while self._followed > MOST_FOLLOWED:
+                    self._followed -= _count_passages(self._donors.popitem(last=False)[1])
 
     def forget(self, donor_id: str) -> None:
         """The engine has evicted a donor: the order in which it was sent is no longer worth meeting."""
         with self._lock:
             sent = self._donors.pop(donor_id.removesuffix("-0"), ())  # the first of several answers
+            self._followed -= _count_passages(sent)
         for arrangement in sent:
             self.arranger.forget_sent(arrangement)
 
@@ -68,4 +71,9 @@ class PromptArranger:
         """The engine has forgotten everything."""
         with self._lock:
             self._donors.clear()
+            self._followed = 0
         self.arranger.clear()
+
+
+def _count_passages(sent: Sequence[Arrangement]) -> int:
+    return sum(len(arrangement.keys) for arrangement in sent)

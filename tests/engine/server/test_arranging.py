@@ -188,6 +188,17 @@ def test_a_donor_that_the_engine_evicts_takes_its_order_along(client):
     assert ask(client, write_body(DOCS[2::-1], "two?"))["arranged"][0]["order"] == [0, 1, 2]
 
 
+def test_requests_are_followed_up_to_a_bound(monkeypatch):
+    monkeypatch.setattr("semblend.wire.arranging.MOST_FOLLOWED", 10)
+    arranging = PromptArranger(Arranger())
+    for number in range(8):
+        arranging.record(f"r{number}", [arranging.arranger.arrange([f"a{number}", "b", "c"])])
+    assert list(arranging._donors) == ["r5", "r6", "r7"]
+    arranging.forget("r6-0")
+    arranging.forget("r0")
+    assert (list(arranging._donors), arranging._followed, len(arranging.arranger)) == (["r5", "r7"], 6, 7)
+
+
 MESSAGES = st.lists(
     st.lists(st.tuples(st.sampled_from("abcdefg"), st.sampled_from(["", "g", "h"])), min_size=1, max_size=7),
     min_size=1,

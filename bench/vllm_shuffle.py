@@ -35,7 +35,8 @@ def measure(args: argparse.Namespace) -> None:
     attempt = 1 + max((row["attempt"] for row in rows.find(kind=kind)), default=0)
     longest = args.in_a_query * args.document + HEAD + QUESTION + 64
     where = "stock" if kind == "stock" else args.donors
-    engine = Engine(where, make_task(args, longest))
+    connector = {"heal_prefixes": True} if args.heal and kind != "stock" else {}
+    engine = Engine(where, make_task(args, longest, connector=connector))
     asked = {} if kind == "stock" else {"quality": kind}
     corpus = [engine.tokens(args.document) for _ in range(args.documents)]
     instruction = engine.tokens(HEAD)
@@ -85,6 +86,7 @@ def main() -> int:
     parser.add_argument("--engines", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--donors", choices=("device", "host"), default="device")
     parser.add_argument("--held", type=float, default=2.0, help="donor budget, in times the corpus")
+    parser.add_argument("--heal", action="store_true", help="prefixes that many load are computed exactly, once")
     args = read_arguments(parser, documents=6, in_a_query=4, document=96, queries=20, donors="host")
     if args.engine:
         args.donor_bytes = args.held * args.documents * (args.document + HEAD + QUESTION) * bytes_per_token(args)

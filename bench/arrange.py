@@ -23,6 +23,7 @@ from _streams import PromptStream, make_random_streams, read_streams
 
 from semblend.arrange import Arranger, Keep
 
+PARTS = ("hits", "bounded", "optimum", "contextpilot", "time")
 CACHES = (4, 16, 64)
 """Sizes of bounded caches, in prompts of the stream's mean size."""
 
@@ -35,12 +36,15 @@ def main() -> None:
     if args.only:
         streams = [stream for stream in streams if args.only in stream.name]
     describe(report, streams)
-    compare_unbounded(report, streams)
-    compare_bounded(report, streams)
-    compare_with_optimum(report, args.seed)
-    if args.contextpilot:
+    if "hits" in args.parts:
+        compare_unbounded(report, streams)
+    if "bounded" in args.parts:
+        compare_bounded(report, streams)
+    if "optimum" in args.parts:
+        compare_with_optimum(report, args.seed)
+    if "contextpilot" in args.parts and args.contextpilot:
         compare_with_contextpilot(report, streams, Path(args.contextpilot))
-    if not args.only:
+    if "time" in args.parts:
         measure_time(report, args.seed)
     report.write(args.out)
 
@@ -51,6 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--trace", default="", help="clone of the public non-prefix trace; without it two streams less")
     parser.add_argument("--contextpilot", default="", help="checkout of ContextPilot to run beside")
     parser.add_argument("--only", default="", help="streams whose name has this in it")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="tables to make (default: all)")
     return parser.parse_args()
 
 

@@ -22,10 +22,11 @@ from semblend.cli.commands import (
     serve,
     version,
     vllm,
+    warm,
 )
 
 COMMANDS: tuple[ModuleType, ...] = (
-    demo, serve, models, calibrate, explore, explain, estimate, donors, vllm, doctor, version,
+    demo, serve, models, calibrate, explore, explain, estimate, warm, donors, vllm, doctor, version,
 )  # fmt: skip
 
 

@@ -39,6 +39,7 @@ class Publisher:
         self._donors = donors
         self._waiting: queue.Queue[tuple[Publication, Callable[[], bool]] | None] = queue.Queue(MOST_WAITING)
         self._thread: threading.Thread | None = None
+        self.last_failure: Exception | None = None
 
     def submit(self, publication: Publication, is_valid: Callable[[], bool] = lambda: True) -> bool:
         """Take it, or say that too many wait; never blocks. ``is_valid`` is asked when it is its turn."""
@@ -79,6 +80,7 @@ class Publisher:
                 else:
                     log.warning("donor %s is not published: the weights have changed", one.donor_id)
             except (OSError, SemBlendError, RuntimeError, MemoryError) as error:
+                self.last_failure = error
                 log.warning("donor %s is not published: %s", one.donor_id, error)
             finally:
                 self._waiting.task_done()

@@ -1,0 +1,276 @@
+"""Where `semblend warm` puts donors: the donor directory, computed here, or a server that is asked over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import http.client
+import json
+import os
+import shutil
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from semblend.errors import ConfigError, InputError, SemBlendError, StoreError
+
+if TYPE_CHECKING:
+    from semblend.engine.core.engine import Engine
+    from semblend.engine.model.tokenizer import ModelTokenizer
+    from semblend.prompt import Prompt
+
+REQUEST_TIMEOUT_S = 600.0
+TRIES = 5
+"""How often a server that is busy (429, 503) is asked for one prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What is left to do; None where it is not known."""
+
+    nbytes: int | None
+    seconds: float | None
+
+    def describe(self) -> str:
+        """As a person reads it.
+
+        >>> Estimate(3 << 20, 90.0).describe(), Estimate(None, None).describe()
+        ('about 3.0 MiB and 1.5 minutes', 'bytes and time are known to the server alone')
+        """
+        if self.nbytes is None or self.seconds is None:
+            return "bytes and time are known to the server alone"
+        minutes = f"{self.seconds / 60:.1f} minutes" if self.seconds >= 60 else f"{self.seconds:.0f} seconds"
+        return f"about {self.nbytes / (1 << 20):,.1f} MiB and {minutes}"
+
+
+class Target(Protocol):
+    """Counts, computes and remembers prompts."""
+
+    def count(self, text: str) -> int: ...
+    def has(self, prompt: str) -> bool: ...
+    def estimate(self, tokens: int) -> Estimate: ...
+    def check_room(self, estimate: Estimate) -> None: ...
+    def compute(self, prompt: str) -> int:
+        """Make it a donor; returns its tokens."""
+
+    def say_how_to_use(self) -> str: ...
+    def close(self) -> None: ...
+
+
+class DirectoryTarget:
+    """Donors of the embedded engine in a donor directory; what stands there already is not computed again."""
+
+    def __init__(self, engine: Engine, tokenizer: ModelTokenizer, args: argparse.Namespace, token_bytes: float) -> None:
+        self._engine, self._tokenizer, self._args, self._token_bytes = engine, tokenizer, args, token_bytes
+        self._there = self._read_digests()
+        self._number = 0
+
+    def count(self, text: str) -> int:
+        return len(self._tokenizer.encode(text, control=False, add_special=False))
+
+    def has(self, prompt: str) -> bool:
+        from semblend.materialize.donors.shared.donor_record import digest_tokens
+
+        one = self._place(prompt)
+        return digest_tokens(one.namespace, one.token_ids) in self._there
+
+    def estimate(self, tokens: int) -> Estimate:
+        """From one prompt that is computed and not kept."""
+        sample = 256
+        started = time.perf_counter()
+        self._answer("warm-estimate", self._tokenizer.encode("estimate " * 2 * sample)[:sample], keep=False)
+        return Estimate(int(self._token_bytes * tokens), (time.perf_counter() - started) / sample * tokens)
+
+    def check_room(self, estimate: Estimate) -> None:
+        free = shutil.disk_usage(self._args.donor_directory).free
+        if estimate.nbytes is not None and estimate.nbytes > free:
+            raise StoreError(
+                f"{self._args.donor_directory} has {free:,} bytes left, and {estimate.nbytes:,} are needed",
+                hint="name a folder with more room, or halve the bytes with --donor-bits 8",
+            )
+
+    def compute(self, prompt: str) -> int:
+        directory = self._engine.reuse.directory
+        assert directory is not None, "it was opened with one"
+        self._number += 1
+        tokens = self._place(prompt).token_ids.tolist()
+        self._answer(f"warm-{os.getpid()}-{self._number}", tokens, keep=True)
+        directory.publisher.flush()
+        failure = directory.publisher.last_failure
+        if failure is not None:
+            raise StoreError(
+                f"a donor could not be written: {failure}",
+                hint="make room in the folder and run the same command again: it goes on where it stopped",
+            )
+        return len(tokens)
+
+    def say_how_to_use(self) -> str:
+        args = self._args
+        return (
+            f"semblend serve --model {args.model} --donor-directory {args.donor_directory}"
+            f" --donor-bits {args.donor_bits} finds them; give it --donor-directory-bytes for all of them"
+        )
+
+    def close(self) -> None:
+        reuse = self._engine.reuse
+        if reuse.directory is not None:
+            reuse.directory.close()
+        if reuse.donor_kv is not None:
+            reuse.donor_kv.close()
+        if reuse.semblend is not None:
+            reuse.semblend.close()
+
+    def _place(self, prompt: str) -> Prompt:
+        """The prompt in the namespace in which a request of the tenant will look for it."""
+        from semblend.prompt import Namespace, Prompt
+
+        kv_dtype = str(self._engine.pool.dtype).removeprefix("torch.")
+        namespace = Namespace(tenant=self._args.tenant, model=self._args.model, kv_dtype=kv_dtype)
+        return Prompt(self._tokenizer.encode(prompt, control=False), namespace=namespace)
+
+    def _answer(self, name: str, tokens: list[int], *, keep: bool) -> None:
+        from semblend.prompt import Namespace, Prompt
+        from semblend.wire.request import Request
+        from semblend.wire.sampling import Sampling
+
+        prompt = Prompt(tokens, namespace=Namespace(tenant=self._args.tenant, model=self._args.model))
+        # Computed without donors: KV of a donor is exact, wherever it comes from.
+        request = Request(name, prompt, Sampling(max_tokens=1, temperature=0.0), quality="exact", opt_out=not keep)
+        (done,) = self._engine.generate([request])
+        if done.detail:
+            raise SemBlendError(f"a prompt could not be computed: {done.detail}", hint="lower --prompt-tokens")
+
+    def _read_digests(self) -> set[str]:
+        """Of the donors that are whole in the folder."""
+        from semblend.materialize.donors.shared.directory_listing import DirectoryListing
+        from semblend.materialize.donors.shared.donor_record import LARGEST_RECORD, DonorRecord, record_name
+        from semblend.materialize.donors.shared.private_folder import PrivateFolder
+
+        folder, found = PrivateFolder(self._args.donor_directory), set()
+        try:
+            for key in DirectoryListing(folder).refresh().list_complete(1):
+                try:
+                    record = DonorRecord.decode(folder.read(record_name(key), LARGEST_RECORD), key)
+                except (OSError, ValueError, KeyError, TypeError):
+                    continue  # gone meanwhile, or damaged: its owner removes it
+                found.add(record.tokens_digest)
+        finally:
+            folder.close()
+        return found
+
+
+def open_directory_target(args: argparse.Namespace) -> DirectoryTarget:
+    """Load the model and open the folder; raises before the model is loaded where the folder cannot be had."""
+    from semblend.config import load_config
+    from semblend.engine.core.open_directory import count_token_bytes
+    from semblend.engine.server.config import ServeConfig
+    from semblend.engine.server.launch import Launch
+    from semblend.materialize.donors.donor_kv import DonorKv
+    from semblend.materialize.donors.shared.private_folder import PrivateFolder
+
+    PrivateFolder(args.donor_directory).close()
+    config = ServeConfig(
+        model=args.model,
+        device=args.device,
+        dtype=args.dtype,
+        threads=args.threads,
+        pool_tokens=max(4096, 2 * args.prompt_tokens),
+        donor_host_bytes=1 << 30,
+        donor_bits=args.donor_bits,
+        donor_directory=args.donor_directory,
+        donor_directory_bytes=1 << 50,  # what is there stays: room is looked at before the work begins
+    )
+    launch = Launch(config)
+    model, tokenizer = launch.load()
+    engine = launch.assemble(model, tokenizer, load_config(quality="exact", store=""))
+    assert isinstance(engine.reuse.donor_kv, DonorKv), "it was assembled with one"
+    return DirectoryTarget(engine, tokenizer, args, count_token_bytes(engine.reuse.donor_kv, engine))
+
+
+class ServerTarget:
+    """A server with an OpenAI API: each prompt is sent once, for one token."""
+
+    def __init__(self, url: str, model: str, key: str, state: str) -> None:
+        self._url, self._model, self._key, self._state = url.rstrip("/"), model, key, state
+        self._sent = self._read_state()
+
+    @classmethod
+    def open(cls, url: str, model: str, *, key_file: str, state: str) -> ServerTarget:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"--url {url} is no address", hint="like http://127.0.0.1:8000")
+        try:
+            key = Path(key_file).read_text(encoding="utf-8").strip() if key_file else ""
+        except OSError as error:
+            raise InputError(f"cannot read {key_file}: {error.strerror}", hint="check its permissions") from None
+        return cls(url, model, key, state)
+
+    def count(self, text: str) -> int:
+        """Tokens, about: the server alone knows its tokenizer."""
+        return -(-len(text) // 4)
+
+    def has(self, prompt: str) -> bool:
+        return self._digest(prompt) in self._sent
+
+    def estimate(self, tokens: int) -> Estimate:
+        del tokens
+        return Estimate(None, None)
+
+    def check_room(self, estimate: Estimate) -> None:
+        """The server keeps within its own budgets."""
+
+    def compute(self, prompt: str) -> int:
+        body = {"model": self._model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+        usage = self._post("/v1/completions", body).get("usage") or {}
+        self._remember(prompt)
+        return int(usage.get("prompt_tokens") or self.count(prompt))
+
+    def say_how_to_use(self) -> str:
+        return "the server keeps them within its donor budgets; vLLM shares them where donor_directory is set"
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
+        asked = urllib.request.Request(self._url + path, json.dumps(body).encode(), headers)
+        for attempt in range(TRIES):
+            try:
+                with urllib.request.urlopen(asked, timeout=REQUEST_TIMEOUT_S) as reply:
+                    answer = json.loads(reply.read())
+                    return answer if isinstance(answer, dict) else {}
+            except urllib.error.HTTPError as error:
+                told = error.read(2000).decode("utf-8", "replace")
+                if error.code not in (429, 503) or attempt == TRIES - 1:
+                    raise InputError(
+                        f"the server answered {error.code}: {told[:300]}", hint="check --model, the key and the context"
+                    ) from None
+                time.sleep(min(30.0, float(error.headers.get("Retry-After") or 2**attempt)))
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                raise InputError(f"{self._url} cannot be asked: {error}", hint="is the server running?") from None
+        raise AssertionError("the last try returns or raises")
+
+    def _digest(self, prompt: str) -> str:
+        return hashlib.sha256(json.dumps([self._url, self._model, self._key, prompt]).encode()).hexdigest()[:32]
+
+    def _read_state(self) -> set[str]:
+        if not self._state or not os.path.exists(self._state):
+            return set()
+        try:
+            return set(Path(self._state).read_text(encoding="utf-8").split())
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"cannot read {self._state}: {error}", hint="name the file of an earlier run") from None
+
+    def _remember(self, prompt: str) -> None:
+        self._sent.add(self._digest(prompt))
+        if not self._state:
+            return
+        try:
+            with open(self._state, "a", encoding="utf-8") as file:
+                file.write(self._digest(prompt) + "\n")
+        except OSError as error:
+            raise InputError(
+                f"cannot write {self._state}: {error.strerror}", hint="make room, and run it again"
+            ) from None

@@ -1,0 +1,190 @@
+"""`semblend warm`: a server is asked once for every prompt, a folder gets every donor once, and both go on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from semblend.cli.commands import warm
+from semblend.cli.main import main
+from semblend.errors import StoreError
+
+
+@pytest.fixture
+def server():
+    """An OpenAI server that keeps what it was asked; ``fail_at`` answers are errors."""
+    asked, fail_at = [], []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            failing = fail_at and len(asked) == fail_at[0]
+            status = fail_at.pop() and 500 if failing else 200
+            if status == 200:
+                asked.append((body, self.headers.get("Authorization")))
+            answer = json.dumps({"usage": {"prompt_tokens": 11}} if status == 200 else {"error": "broken"}).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_):
+            pass
+
+    httpd = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=httpd.serve_forever, daemon=True)
+    thread.start()
+    yield argparse.Namespace(url=f"http://127.0.0.1:{httpd.server_port}", asked=asked, fail_at=fail_at)
+    httpd.shutdown()
+    thread.join()
+    httpd.server_close()
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(5):
+        (folder / f"{number}.txt").write_text(f"document {number} " + "word " * 40)
+    return folder
+
+
+def run_warm(corpus, *words):
+    return main(["warm", "--corpus", str(corpus), "--prompt-tokens", "80", *words])
+
+
+def test_a_server_gets_every_document_once_for_one_token_with_the_key(server, corpus, tmp_path, capsys):
+    key = tmp_path / "key"
+    key.write_text("sk-1\n")
+    assert run_warm(corpus, "--url", server.url, "--model", "m", "--api-key-file", str(key)) == 0
+    assert [body["prompt"].split()[1] for body, _ in server.asked] == ["0", "1", "2", "3", "4"]
+    assert all((body["max_tokens"], body["model"], sent) == (1, "m", "Bearer sk-1") for body, sent in server.asked)
+    assert capsys.readouterr().out == "5 prompts computed, 55 tokens\n"
+
+
+def test_a_dry_run_asks_nobody(server, corpus, capsys):
+    assert run_warm(corpus, "--url", server.url, "--dry-run") == 0
+    assert server.asked == []
+    assert "5 prompts" in capsys.readouterr().out
+
+
+def test_after_a_failure_it_goes_on_where_it_stopped(server, corpus, tmp_path):
+    state = tmp_path / "state"
+    server.fail_at.append(2)
+    assert run_warm(corpus, "--url", server.url, "--state", str(state)) != 0
+    assert len(server.asked) == 2
+    assert run_warm(corpus, "--url", server.url, "--state", str(state)) == 0
+    assert sorted(body["prompt"].split()[1] for body, _ in server.asked) == ["0", "1", "2", "3", "4"]
+
+
+def test_a_log_says_what_stands_together(server, corpus, tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"passages": ["3.txt", "1.txt"]}\n')
+    main(["warm", "--corpus", str(corpus), "--prompt-tokens", "120", "--log", str(log), "--url", server.url])
+    first = server.asked[0][0]["prompt"]
+    assert first.index("document 3") < first.index("document 1")
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["--url", "x"], ["--url", "http://127.0.0.1:9"], ["--url", "http://h", "--donor-directory", "d"]]
+)
+def test_mistakes_are_one_line_and_a_hint(corpus, words, capsys):
+    assert run_warm(corpus, *words) != 0
+    told = capsys.readouterr().err
+    assert "hint:" in told
+    assert "Traceback" not in told
+
+
+class Letters:
+    """A tokenizer of the engine's kind: one token a character."""
+
+    def encode(self, text, *, control=True, add_special=True):
+        del control, add_special
+        return [ord(letter) % 500 for letter in text]
+
+
+@pytest.fixture
+def open_target(tmp_path):
+    pytest.importorskip("torch", reason="the engine needs torch")
+    from semblend import SemBlend, SemBlendConfig
+    from semblend.cli.warm_targets import DirectoryTarget
+    from semblend.engine.core.assemble import assemble
+    from semblend.engine.core.config import EngineConfig
+    from semblend.engine.core.open_directory import open_directory, share_donors
+    from semblend.engine.model.model import DecoderModel
+    from semblend.engine.model.spec import ModelSpec
+
+    spec = ModelSpec.from_hf_config({
+        "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 500, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096, "rope_theta": 10_000.0, "tie_word_embeddings": True,
+    })  # fmt: skip
+    args = argparse.Namespace(donor_directory=str(tmp_path / "donors"), model="tiny", tenant="acme", donor_bits=16)
+
+    def make():
+        model = DecoderModel.random(spec)
+        kv = open_directory(args.donor_directory, model)
+        library = SemBlend(SemBlendConfig(embedder="none", metrics=False))
+        config = EngineConfig(quality="fast", model_name="tiny")
+        engine = assemble(model, pool_tokens=4096, config=config, semblend=library, directory=kv)
+        share_donors(engine, kv, args.donor_directory, 1 << 40, every_s=0.0)
+        return DirectoryTarget(engine, Letters(), args, 256.0)
+
+    return make
+
+
+def warm_up(target, texts):
+    args = argparse.Namespace(most_bytes=0, dry_run=False)
+    return warm._compute(texts, len(texts), target, args)
+
+
+def test_a_donor_in_the_folder_is_not_computed_again_and_serves_the_first_question(open_target, capsys):
+    from semblend import Namespace, Prompt
+    from semblend.wire.request import Request
+    from semblend.wire.sampling import Sampling
+
+    texts = [f"{number} " + "the quick brown fox " * 12 + str(number) for number in range(3)]
+    first = open_target()
+    warm_up(first, texts[:2])
+    first.close()
+    second = open_target()
+    assert [second.has(text) for text in texts] == [True, True, False]
+    warm_up(second, texts)
+    assert "1 prompts computed" in capsys.readouterr().out
+    second.close()
+    engine = open_target()._engine
+    for tenant, expected in (("acme", True), ("another", False)):
+        ids = Letters().encode("Answer this: " + texts[1])
+        prompt = Prompt(ids, namespace=Namespace(tenant=tenant, model="tiny"))
+        (done,) = engine.generate([Request(f"ask-{tenant}", prompt, Sampling(max_tokens=1, temperature=0.0))])
+        assert (done.receipt.reused_tokens > 100) == expected
+
+
+def test_a_full_disk_is_told_with_a_hint_and_leaves_nothing_half_written(open_target, monkeypatch):
+    from semblend.materialize.donors.shared.directory_kv import DirectoryKv
+
+    def no_space(*_):
+        raise OSError(28, "No space left on device")
+
+    target = open_target()
+    monkeypatch.setattr(DirectoryKv, "write", no_space)
+    with pytest.raises(StoreError) as caught:
+        warm_up(target, ["a long text that does not fit " * 8])
+    assert "No space left" in caught.value.message
+    assert "run the same command again" in caught.value.hint
+    monkeypatch.undo()
+    target.close()
+    assert not open_target().has("a long text that does not fit " * 8)
+
+
+def test_too_little_room_is_told_before_the_work(open_target, monkeypatch):
+    target = open_target()
+    monkeypatch.setattr("shutil.disk_usage", lambda _: argparse.Namespace(free=10))
+    with pytest.raises(StoreError):
+        warm_up(target, ["some text of this length " * 8])
+    assert not target._there
+    target.close()

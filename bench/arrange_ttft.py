@@ -137,7 +137,8 @@ def spread_ms(times: list[float]) -> list[float]:
 
 def share_tokens(receipts: list[dict]) -> list[float]:  # type: ignore[type-arg]
     """Of all prompt tokens: exact, reused; and how many requests were declined after a donor was found."""
-    tokens = sum(one["prompt_tokens"] for one in receipts)
+    kinds = ("exact_tokens", "reused_tokens", "recomputed_tokens", "prefill_tokens")
+    tokens = sum(one[kind] for one in receipts for kind in kinds)
     parts = [sum(one[name] for one in receipts) / tokens for name in ("exact_tokens", "reused_tokens")]
     return [*parts, sum(1 for one in receipts if one.get("reason") == "quality_risk")]
 
@@ -149,7 +150,7 @@ def ask(url: str, model: str, prompt: str) -> tuple[float, dict]:  # type: ignor
     started = time.perf_counter()
     with urllib.request.urlopen(request, timeout=300) as reply:
         answer = json.loads(reply.read())
-    return time.perf_counter() - started, answer["semblend"]["receipt"]
+    return time.perf_counter() - started, answer["semblend"]
 
 
 @contextmanager

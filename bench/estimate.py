@@ -113,7 +113,18 @@ def measure(log: Path, flags: list[str]) -> dict[str, Any]:
     """Run the command once; its answer, seconds of CPU and wall, and the largest resident memory in MiB."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
-    command = [sys.executable, "-m", "semblend.cli.main", "estimate", str(log), "--json", "-", "--quiet", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "semblend.cli.main",
+        "estimate",
+        str(log),
+        "--json",
+        "-",
+        "--quiet",
+        "--redact",
+        *flags,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
     wall = time.perf_counter() - started
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

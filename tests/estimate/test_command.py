@@ -49,7 +49,7 @@ def test_the_table_names_each_step_the_rates_and_that_nothing_was_measured(
         "4. drop repeats",
         "5. arrange the passages",
         "6. reuse at any offset, balanced",
-        "7. the same, fast",
+        "7. reuse at any offset, fast",
         "8. 2 times the memory",
         "all of it",
         "prefill: 1,000 tokens/s (given)",

@@ -17,12 +17,12 @@ from semblend.text.tokenization import STABLE
 
 _TITLES = {
     PREFIX: "exact prefix cache, as it is",
-    "fields": "move these fields to the end",
+    "fields": "move fields to the end: none found",
     "tools": "sort the tools",
     "repeats": "drop repeats",
     "arrange": "arrange the passages",
     BALANCED: "reuse at any offset, balanced",
-    FAST: "the same, fast",
+    FAST: "reuse at any offset, fast",
 }
 _ASSUMES = {
     PREFIX: "Blocks are shared from the first token on, LRU, within one tenant, model, adapter and salt.",
@@ -35,7 +35,7 @@ _ASSUMES = {
         "computed again; other prompts are computed in full, as the quality gate mostly decides. Beginnings that are "
         "loaded often are computed once for all (heal_prefixes)."
     ),
-    FAST: "Only the first 16 tokens of each span are computed again, and no gate looks at the answer.",
+    FAST: "Instead of balanced: the first 16 tokens of each span are computed again, and no gate looks at the answer.",
 }
 _LABEL_CHARS = 32
 _MEMORY_ASSUMES = "So many times the tokens of KV, for the prefix cache and for donors, with everything above in place."

@@ -72,6 +72,7 @@ def _draw_memory(answer: Mapping[str, Any], width: float) -> Drawing:
     now = across(answer["options"]["cache_tokens"])
     drawing.add_line(now, up.end, now, up.start, "ceiling")
     drawing.add_text(now + 4, up.end + 10, "now", "tick")
+    ends: list[tuple[float, str]] = []
     for name, kind, words in (
         ("as_it_is", "curve-before", "as it is"),
         ("after_steps", "curve-after", "with the steps"),
@@ -82,11 +83,13 @@ def _draw_memory(answer: Mapping[str, Any], width: float) -> Drawing:
             drawing.add_line(x1, y1, x2, y2, kind)
         for (x, y), size, share in zip(points, sizes, shares, strict=True):
             drawing.add_dot(x, y, 4, kind, f"{words}, {size:,} tokens: {format_share(share)}")
-        x, y = points[-1]
-        if width > 500:
-            drawing.add_text(x + 10, y + 4, words, "label")
-        else:
-            drawing.add_text(x, y - 9, words, "label", "end")
+        ends.append((points[-1][1], words))
+    # Two curves that end alike have their names one below the other.
+    (lower, first), (upper, second) = ends
+    gap = max(0.0, 14.0 - (lower - upper)) / 2
+    for y, words in ((lower + gap, first), (upper - gap, second)):
+        at_end = (across.end + 10, y + 4) if width > 500 else (across.end, y - 9)
+        drawing.add_text(*at_end, words, "label", "start" if width > 500 else "end")
     return drawing
 
 

@@ -139,7 +139,7 @@ def _render_rows(answer: Mapping[str, Any]) -> str:
         )
     )
     head = ("step", "tokens saved", "of all", "prefill", currency, "rank")
-    shown = render_table(head, rows, classes=dict.fromkeys(range(1, len(head)), "num"))
+    shown = render_table(head, rows)
     last = shown.rindex("<tr>")
     return f'<div class="steps">{shown[:last]}<tr class="sum">{shown[last + len("<tr>") :]}</div>'
 

@@ -63,7 +63,7 @@ def write_headline(answer: Mapping[str, Any]) -> str:
         words.append("No step adds as much as half a percent: leave things as they are.")
     worse = [row["title"] for row in steps if row["saved_share"] <= -0.005]
     if worse:
-        words.append(f"Leave out: {', '.join(f'“{title}”' for title in worse)}; it computes more than it saves.")
+        words.append(f"Leave out what computes more than it saves: {', '.join(f'“{title}”' for title in worse)}.")
     return " ".join(words)
 
 

@@ -46,6 +46,17 @@ def test_approximate_kv_never_enters_the_exact_tree(world):
         assert world.receipt(answer).reused_tokens > 0
 
 
+def test_without_the_cut_approximate_kv_would_be_in_the_tree(world, monkeypatch):
+    """The control of the test above: it can see what it looks for."""
+    document = world.document(2)
+    target = put_behind(world, 4, document)
+    world.ask(put_behind(world, 1, document))
+    monkeypatch.setattr(world.desk, "find_exact_end", lambda request_id: None)
+    world.ask(target, quality="fast")
+    assert world.exact_hit(target) == len(target)
+    world.flush()
+
+
 def test_what_was_published_of_a_reusing_request_is_what_a_cold_prefill_computes(world):
     document = world.document(3)
     target = put_behind(world, 6, document)

@@ -95,18 +95,20 @@ def test_an_unknown_version_is_not_patched(registry, monkeypatch):
         ("disable_overlap_schedule", False, "overlap"),
         ("speculative_algorithm", "EAGLE", "draft"),
         ("enable_lora", True, "adapters"),
+        ("lora_paths", ["a=b"], "adapters"),
         ("disaggregation_mode", "prefill", "other engines"),
     ],
 )
-def test_what_we_cannot_serve_is_refused_with_a_reason(engine, flag, value, says):
-    from semblend.integration.sglang.refusals import refusal
+def test_what_we_cannot_serve_is_refused_with_a_reason(engine, flag, value, says, monkeypatch):
+    from semblend.integration.sglang import refusals
 
     context = make_context(engine)
-    assert refusal(context, "0.5.23") is None
+    assert refusals.refusal(context, "0.5.23") is None
+    resolved = refusals.read_flags(context.server_args)
 
     class Changed:
         def __getattr__(self, name):
-            return value if name == flag else getattr(engine.scheduler.server_args, name)
+            return value if name == flag else getattr(resolved, name)
 
-    context.server_args = Changed()
-    assert says in (refusal(context, "0.5.23") or "")
+    monkeypatch.setattr(refusals, "read_flags", lambda server_args: Changed())
+    assert says in (refusals.refusal(context, "0.5.23") or "")

@@ -20,7 +20,7 @@ def refusal(context: Any, version: str) -> str | None:
     row = support(version)
     if row.evidence is VersionEvidence.NONE:
         return row.note
-    args, runner = context.server_args, context.tp_worker.model_runner
+    args, runner = read_flags(context.server_args), context.tp_worker.model_runner
     checks: tuple[Callable[[], str | None], ...] = (
         lambda: _refuse_cache(context, args),
         lambda: _refuse_ranks(args),
@@ -30,6 +30,13 @@ def refusal(context: Any, version: str) -> str | None:
         lambda: rope_refusal(read_rope_config(context.model_config)),
     )
     return next((why for check in checks if (why := check())), None)
+
+
+def read_flags(server_args: Any) -> Any:
+    """The flags as SGLang has resolved them: some follow from others, and those that were given do not say so."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    return resolving_view(server_args)
 
 
 def _refuse_cache(context: Any, args: Any) -> str | None:
@@ -64,6 +71,7 @@ def _refuse_features(args: Any) -> str | None:
     for name, why in (
         ("speculative_algorithm", "a draft model has KV of its own, which donors do not hold"),
         ("enable_lora", "a pass of ours would run with the adapters of SGLang's own batch"),
+        ("lora_paths", "a pass of ours would run with the adapters of SGLang's own batch"),
         ("enable_memory_saver", "memory is taken away from all that was allocated beside the KV cache"),
         ("dllm_algorithm", "a diffusion model computes its tokens in another order"),
         ("enable_two_batch_overlap", "two half batches share the state of a pass"),
@@ -77,6 +85,8 @@ def _refuse_features(args: Any) -> str | None:
 
 def _refuse_model(runner: Any) -> str | None:
     model, kind = runner.model, type(runner.model).__name__
+    if getattr(runner, "lora_manager", None) is not None:
+        return "a pass of ours would run with the adapters of SGLang's own batch (LoRA)"
     if kind not in MODELS:
         return f"{kind} was never looked at; served are {', '.join(MODELS)}"
     if getattr(runner.model_config, "is_multimodal", False):

@@ -191,14 +191,16 @@ def _fit(measures: Sequence[PromptMeasure], margin: float) -> DialTable:
     for percent in WAYS:
         pairs = [(one, way) for one in measures if (way := one.find_way(percent))]
         nats = [way.moved.nats for _, way in pairs]
-        glance[percent] = _fit_weights([make_glance_features(one.order, one.glance or 0.0) for one, _ in pairs], nats)
+        glance[percent] = fit_log_weights(
+            [make_glance_features(one.order, one.glance or 0.0) for one, _ in pairs], nats
+        )
         if percent:
             seen = [make_repair_features(one.order, way.features) for one, way in pairs if way.features is not None]
-            repair[percent] = _fit_weights(seen, nats)
+            repair[percent] = fit_log_weights(seen, nats)
     return scale_table(DialTable(means, glance, repair), margin)
 
 
-def _fit_weights(features: Sequence[Sequence[float]], nats: Sequence[float]) -> tuple[float, ...]:
+def fit_log_weights(features: Sequence[Sequence[float]], nats: Sequence[float]) -> tuple[float, ...]:
     """Least squares on logarithms; the constant makes up for what an average of logarithms misses."""
     seen, target = np.array(features), np.log(np.array(nats) + _LEAST_NATS)
     weights = np.linalg.solve(seen.T @ seen + _RIDGE * np.eye(seen.shape[1]), seen.T @ target)

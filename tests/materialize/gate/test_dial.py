@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend.errors import ConfigError
-from semblend.materialize.fit_dial import fit_dial, replay, replay_unseen
+from semblend.materialize.fit_dial import fit_dial, fit_log_weights, replay, replay_unseen
 from semblend.materialize.gate.dial import MOST_UNPROBED, NUMBERS, WAYS, DialTable, choose_way
 from semblend.materialize.gate.gate import DialGate, ThresholdGate, make_gate, prefill_at_once
 from semblend.materialize.gate.outcome_memory import OutcomeMemory
@@ -91,6 +91,12 @@ def test_the_fit_keeps_its_word_on_the_prompts_it_was_made_of():
     assert {row.number for row in rows} == set(NUMBERS)
     works = [row.work for row in rows if row.kind == "all"]
     assert works[-1] < works[0] <= 1.5  # at .003 it prefills, at .3 it reuses
+
+
+def test_the_fit_expects_as_much_on_average_as_was_measured():
+    nats = [0.001 * 100 ** (number % 10 / 9) for number in range(200)]  # the features tell nothing: all is noise
+    weights = fit_log_weights([(0.0, 0.0, 0.0, 1.0)] * len(nats), nats)
+    assert math.exp(weights[-1]) == pytest.approx(sum(nats) / len(nats), rel=0.01)
 
 
 def test_too_few_prompts_make_no_dial_and_an_order_that_was_not_measured_is_not_known():

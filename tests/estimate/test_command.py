@@ -111,29 +111,28 @@ def test_the_tenant_field_the_limit_and_the_sample_are_obeyed(
     assert (sampled["total"]["prompts"], sampled["sample"]) == (2000, 0.5)
 
 
-def test_a_bad_line_is_named_and_counted_and_stops_only_the_strict(
+def test_a_bad_line_is_named_and_stops_the_run_unless_bad_lines_are_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "l.jsonl"
     write_log(path)
     path.write_text(path.read_text() + '{"messages": 4}\nnot json\n')
-    assert main(["estimate", str(path), "--json", "-"]) == 0
+    assert main(["estimate", str(path), "--skip-bad", "--json", "-"]) == 0
     told = capsys.readouterr()
     answer = json.loads(told.out)
     assert (answer["lines_skipped"], answer["total"]["prompts"]) == (2, 12)
     assert "l.jsonl, line 13, field messages" in told.err
     assert "l.jsonl, line 14: not JSON" in told.err
-    assert main(["estimate", str(path), "--strict", "--json", str(tmp_path / "o.json")]) == 2
+    assert main(["estimate", str(path), "--json", str(tmp_path / "o.json")]) == 2
     assert "line 13, field messages" in capsys.readouterr().err
     assert not (tmp_path / "o.json").exists()
-    assert main(["estimate", str(path), "--skip-bad", "--json", "-"]) == 0
 
 
 def test_a_log_of_bad_lines_only_is_an_error_that_names_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "l.jsonl").write_text('{"x": 1}\n[]\nnot json\n')
-    assert main(["estimate", str(tmp_path / "l.jsonl")]) == 2
+    assert main(["estimate", str(tmp_path / "l.jsonl"), "--skip-bad"]) == 2
     told = capsys.readouterr().err
     assert "line 1: no prompt in it" in told
     assert "holds no prompt" in told
@@ -209,13 +208,13 @@ def test_a_packed_log_that_ends_too_early_is_replayed_up_to_there(
 ) -> None:
     log = Path(write_log(tmp_path / "l.jsonl.gz", 400))
     log.write_bytes(log.read_bytes()[:-3000])
-    assert main(["estimate", str(log), "--json", "-", "--more-memory", "none"]) == 0
+    assert main(["estimate", str(log), "--skip-bad", "--json", "-", "--more-memory", "none"]) == 0
     told = capsys.readouterr()
     answer = json.loads(told.out)
     assert (answer["complete"], answer["stopped"]) == (False, "damaged")
     assert 0 < answer["total"]["prompts"] < 400
     assert "could not be read to its end" in told.err
-    assert main(["estimate", str(log), "--strict"]) == 2
+    assert main(["estimate", str(log)]) == 2
 
 
 def test_text_with_half_a_character_is_written_to_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

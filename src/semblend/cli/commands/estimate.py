@@ -125,9 +125,7 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         "--tenant-field", default="", metavar="F", help="field that names the tenant, such as metadata.customer"
     )
     tenants.add_argument("--no-tenants", action="store_true", help="treat all prompts as one tenant's")
-    bad = parser.add_mutually_exclusive_group()
-    bad.add_argument("--strict", action="store_true", help="stop at the first malformed line")
-    bad.add_argument("--skip-bad", action="store_true", help="count malformed lines and go on (the default)")
+    parser.add_argument("--skip-bad", action="store_true", help="count malformed lines and go on")
     parser.add_argument("--limit", type=parse_count, metavar="N", help="stop after N prompts")
     parser.add_argument(
         "--sample",
@@ -151,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
     log = PromptLog(
         args.log or args.prompts,
         tenant_field=None if args.no_tenants else args.tenant_field,
-        skip_bad=not args.strict,
+        skip_bad=args.skip_bad,
         format=args.format,
     )
     answer = _estimate(log, args)
@@ -189,7 +187,7 @@ def _estimate(log: PromptLog, args: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     progress = Progress(args.quiet)
     damage: list[str] = []
-    prompts, fields = _learn(_sample(_read(log, args.strict, damage), args.sample, args.limit))
+    prompts, fields = _learn(_sample(_read(log, args.skip_bad, damage), args.sample, args.limit))
     arranger = Arranger(most_passages=max(1_000, options.cache_tokens // 50))
     steps: list[Step] = [MoveFields(fields), SortTools(), DropRepeats(), ArrangePassages(arranger)]
     with Replay(steps, tokenizer, options) as replay:
@@ -223,15 +221,15 @@ def _choose_options(args: argparse.Namespace, kv_bytes: int) -> ReplayOptions:
     )
 
 
-def _read(log: PromptLog, strict: bool, damage: list[str]) -> Iterator[LoggedPrompt]:
-    """The prompts of a log up to where it is damaged: the end of a packed log that is still being written often is."""
+def _read(log: PromptLog, skip_bad: bool, damage: list[str]) -> Iterator[LoggedPrompt]:
+    """The prompts of a log, with ``skip_bad`` up to where it is damaged: the end of a packed log often is."""
     found = False
     try:
         for logged in log:
             found = True
             yield logged
     except InputError as error:
-        if strict or not found:
+        if not (skip_bad and found):
             raise
         damage.append(error.message)
 

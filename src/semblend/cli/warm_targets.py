@@ -27,6 +27,16 @@ TRIES = 5
 """How often a server that is busy (429, 503) is asked for one prompt."""
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect would carry the key and the documents to another place: it is an answer like any other error."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """What is left to do; None where it is not known."""
@@ -238,7 +248,7 @@ class ServerTarget:
         asked = urllib.request.Request(self._url + path, json.dumps(body).encode(), headers)
         for attempt in range(TRIES):
             try:
-                with urllib.request.urlopen(asked, timeout=REQUEST_TIMEOUT_S) as reply:
+                with _OPENER.open(asked, timeout=REQUEST_TIMEOUT_S) as reply:
                     answer = json.loads(reply.read())
                     return answer if isinstance(answer, dict) else {}
             except urllib.error.HTTPError as error:
@@ -247,7 +257,8 @@ class ServerTarget:
                     raise InputError(
                         f"the server answered {error.code}: {told[:300]}", hint="check --model, the key and the context"
                     ) from None
-                time.sleep(min(30.0, float(error.headers.get("Retry-After") or 2**attempt)))
+                asked_for = error.headers.get("Retry-After") or ""
+                time.sleep(min(30.0, float(asked_for) if asked_for.isdecimal() else 2.0**attempt))
             except (OSError, ValueError, http.client.HTTPException) as error:
                 raise InputError(f"{self._url} cannot be asked: {error}", hint="is the server running?") from None
         raise AssertionError("the last try returns or raises")

@@ -119,3 +119,10 @@ def test_flushing_one_engine_leaves_the_neighbours_donors_to_others(start):
     two.reset_prefix_cache()
     assert ask(two, "second", asked, quality="fast").receipt.reused_tokens == 0
     assert ask(start(), "third", asked).receipt.reused_tokens > 100
+
+
+def test_a_server_that_starts_knows_every_donor_in_the_folder(start):
+    writer = start()
+    for number in range(40):
+        ask(writer, f"document {number}", draw(100 + number, 64))
+    assert len(start().reuse.semblend.donors()) == 40

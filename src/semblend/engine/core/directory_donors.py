@@ -57,6 +57,12 @@ class DirectoryDonors:
                 continue
             self._shown.add(record.key)
 
+    def take_in_all(self) -> None:
+        """At a start: everything that lies in the folder, so that the first question finds it."""
+        self.look_around()
+        while not self._given_up and not self._shared.is_settled:
+            self.look_around()
+
     def name_generations(self, plan: ReusePlan) -> ReusePlan:
         """The plan with the generation by which the KV of published donors is known; they are used now."""
         for donor_id in plan.donor_ids:

@@ -55,6 +55,7 @@ def share_donors(
     )
     kv.verify_ahead()
     reuse.directory = DirectoryDonors(reuse.semblend, shared, kv, Publisher(reuse.donor_kv))
+    reuse.directory.take_in_all()
     return reuse.directory
 
 

@@ -59,6 +59,11 @@ class DirectoryWatch:
         self._settled = False  # nothing comes or goes while listing, clock and refusals stand still
         self._next_end_s: float | None = None  # when the first of those that are shown expires
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the last poll has looked at all that was listed."""
+        return self._settled
+
     def poll(self) -> DonorChanges:
         """What changed; reads at most ``at_once`` records, so that the first poll of a full folder is short too."""
         self._look()

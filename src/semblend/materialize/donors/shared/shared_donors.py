@@ -82,6 +82,11 @@ class SharedDonors:
             self._watch.forget_hidden(self._writer.owned)
         return self._watch.poll()
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the last poll has looked at all that was listed; a poll reads few records."""
+        return self._watch.is_settled
+
     def follow(self, engine: Namespace) -> None:
         """The engine's namespace is another now, as with new weights."""
         self.knows_weights = True

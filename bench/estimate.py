@@ -123,6 +123,7 @@ def measure(log: Path, flags: list[str]) -> dict[str, Any]:
         "-",
         "--quiet",
         "--redact",
+        "--skip-bad",
         *flags,
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)

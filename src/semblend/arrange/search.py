@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from semblend.arrange.keep import Room
 from semblend.arrange.memory import Node, Sent, SequenceMemory
 
-MOST_LOOKS = 4_000
+MOST_LOOKS = 1_500
 """Branches that the search for the longest path looks at; behind that the best so far is taken."""
 MOST_HOLDERS = 16
 """Of the prompts that hold a passage so many are looked at, the latest first."""
-MOST_PAIRS = 20_000
+MOST_PAIRS = 300
 """Passages times the prompts that are looked at for each: with very many passages, fewer prompts for each."""
 
 

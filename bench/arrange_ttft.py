@@ -86,6 +86,7 @@ def compare_arms(report: Report, stream: PromptStream, args: argparse.Namespace)
                 receipts.append(receipt)
         report.add(name, {"ms": times, "receipts": receipts})
         rows.append([name, len(times), *spread_ms(times), *share_tokens(receipts)])
+        progress(f"{rows[-1]}")
     columns = ["arm", "n", "p50 ms", "p90 ms", "mean ms", "exact", "reused at any offset", "declined"]
     report.table("TTFT over HTTP, one request after the other", columns, rows)
 

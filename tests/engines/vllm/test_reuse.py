@@ -185,7 +185,7 @@ def test_a_gate_that_trusts_nothing_computes_everything_and_equals_cold(world, m
     blender = world.worker._get_blender("balanced")
     strict = type(blender.settings.thresholds)(0.0, 0.0, 0.0)
     settings = dataclasses.replace(blender.settings, thresholds=strict)
-    monkeypatch.setattr(blender._repair, "_settings", settings)
+    monkeypatch.setattr(blender, "settings", settings)
     (output,) = world.ask(target, quality="balanced")
     receipt = world.receipt(output)
     assert (receipt["outcome"], receipt["reason"]) == ("backend_declined_reuse", "quality_risk")

@@ -8,7 +8,9 @@ Every answer is compared, token by token and by its log probabilities:
 
     nothing was reused   with the answer that B computes cold, behind a salt of its own
     donor KV was reused  with the answer that B gives from a donor that it computed itself and has in its own memory.
-                         The spans have to be the same, and so does the KV then: where it is wrong, the answer differs
+                         The spans have to be the same, and so does the KV then: where it is wrong, the answer differs.
+                         Where B had to compute a document of A's itself, under an instruction of its own, there are two
+                         donors of it, and two right answers
 
 `check_controls` proves that it does: with files whose checksums are right and whose KV is not, an answer has to be
 called wrong.
@@ -137,8 +139,9 @@ class Pair:
         self.directory = directory
         self._extra = {"quality": "fast", "donor_directory": str(directory), "donor_host_bytes": 512 << 20,
                        "donor_directory_bytes": directory_bytes}  # fmt: skip
-        self._right: dict[tuple[Question, bool], Served] = {}
-        self._donated: set[int] = set()
+        self.computed_by_b: set[int] = set()  # documents of which B has made a donor too
+        self._right: dict[tuple[Question, str], Served] = {}
+        self._donated: set[Question] = set()
         self.a, self.b = self._start("a"), self._start("b")
         try:
             self.a.wait(PATIENCE_S)
@@ -199,23 +202,31 @@ class Pair:
 
     def explain_wrong(self, served: Served) -> str:
         """Why an answer is not what it should be; empty where it is."""
-        reuses = bool(served.reused_tokens)
-        right = self._right.get((served.question, reuses))
-        if right is None:
-            right = self._right[served.question, reuses] = self._answer_rightly(served.question, reuses)
-        difference = served.explain_difference(right)
-        return (
-            f"{served.server}, {served.question}, {'reused' if reuses else 'cold'}: {difference}" if difference else ""
-        )
+        question, differences = served.question, []
+        for kind in self._list_donor_kinds(served):
+            if (right := self._right.get((question, kind))) is None:
+                right = self._right[question, kind] = self._answer_rightly(question, kind)
+            if not (difference := served.explain_difference(right)):
+                return ""
+            differences.append(difference)
+        how = "reused" if served.reused_tokens else "cold"
+        return f"{served.server}, {question}, {how}: {' and '.join(differences)}"
 
-    def _answer_rightly(self, question: Question, reuses: bool) -> Served:
-        if not reuses:
+    def _list_donor_kinds(self, served: Served) -> list[str]:
+        """The kinds of question that the donor may have been; "" where nothing was reused."""
+        if not served.reused_tokens:
+            return [""]
+        return ["donor", "b"] if served.question.document in self.computed_by_b else ["donor"]
+
+    def _answer_rightly(self, question: Question, donor_kind: str) -> Served:
+        if not donor_kind:
             return self.ask(self.b, question, salt=f"cold {question.kind}", opt_out=True)
-        if question.document not in self._donated:
-            self.ask(self.b, Question(question.document, "donor"), salt="right")
-            self._donated.add(question.document)
-        right = self.ask(self.b, question, salt="right")
-        if not right.reused_tokens or any("-" in donor and len(donor) == 25 for donor in right.donors):
+        donor, salt = Question(question.document, donor_kind), f"right {donor_kind}"
+        if donor not in self._donated:
+            self.ask(self.b, donor, salt=salt)
+            self._donated.add(donor)
+        right = self.ask(self.b, question, salt=salt)
+        if not right.reused_tokens or any("-" in one and len(one) == 25 for one in right.donors):
             raise ValueError(f"no reference for {question}: {right}")
         return right
 
@@ -290,6 +301,8 @@ class _Load:
             try:
                 if ready:
                     served = self._pair.ask(self._pair.b, Question(ready[0], "b"))
+                    if not served.reused_tokens:
+                        self._pair.computed_by_b.add(ready[0])
                 elif self._killed.is_set():
                     time.sleep(0.1)
                     continue

@@ -343,7 +343,7 @@ def run_round(pair: Pair, number: int, *, documents: int = 4, seed: int = 0, res
     if restart:
         pair.restart_a()
     for when, served in load.answers:
-        _count(one, pair.explain_wrong, served)
+        _compare(one, pair.explain_wrong, served)
         one.reused_after_kill += bool(served.server == "b" and served.reused_tokens and when > killed)
     one.problems += load.failures
     if not restart:
@@ -353,11 +353,11 @@ def run_round(pair: Pair, number: int, *, documents: int = 4, seed: int = 0, res
     for document in sorted(load.computed)[-documents:]:  # the youngest: what was being written when it was killed
         served = pair.ask(pair.a, Question(document, "a again"))
         one.reused_by_restarted += bool(served.reused_tokens)
-        _count(one, pair.explain_wrong, served)
+        _compare(one, pair.explain_wrong, served)
     return one
 
 
-def _count(one: KillRound, explain: Callable[[Served], str], served: Served) -> None:
+def _compare(one: KillRound, explain: Callable[[Served], str], served: Served) -> None:
     one.served += 1
     one.reused += bool(served.reused_tokens)
     if problem := explain(served):

@@ -42,7 +42,8 @@ class Setting:
     help: str
 
 
-def _setting(default: T, help: str) -> T:
+def setting(default: T, help: str) -> T:
+    """A field of a settings class, with the sentence that the reference says of it."""
     return field(default=default, metadata={"help": help})
 
 
@@ -50,72 +51,70 @@ def _setting(default: T, help: str) -> T:
 class SemBlendConfig:
     """How a `SemBlend` behaves. Environment variables are the field names in capitals after ``SEMBLEND_``."""
 
-    enabled: bool = _setting(True, "Look for donors at all. Off: every lookup declines with `disabled`.")
-    embedder: str = _setting(
+    enabled: bool = setting(True, "Look for donors at all. Off: every lookup declines with `disabled`.")
+    embedder: str = setting(
         "auto",
         "Paraphrase evidence: none, lexical (also called jaccard), static, minilm, onnx_gpu. "
         "auto = minilm where its files are already on this machine, else none.",
     )
-    min_similarity: float = _setting(
+    min_similarity: float = setting(
         0.60, "Lowest cosine that counts as evidence. Never decides what may be materialized."
     )
-    evidence_budget_ms: float = _setting(
+    evidence_budget_ms: float = setting(
         20.0,
         "A lookup asks the embedder only while its mean time is below this; 0 = always. "
         "`SemBlend.similar` asks whatever it costs.",
     )
-    fuzzy_chunks: bool = _setting(
+    fuzzy_chunks: bool = setting(
         False, "Add near-duplicate evidence from token sketches. Never decides what may be materialized."
     )
-    discovery_only: bool = _setting(False, "Look up and report, but hand no plan to an engine.")
-    strict_prefix_boundary: bool = _setting(
+    discovery_only: bool = setting(False, "Look up and report, but hand no plan to an engine.")
+    strict_prefix_boundary: bool = setting(
         True,
         "Claim one prefix-shaped range to an engine and compute the gaps inside it ourselves. Off: in mode fast the "
         "embedded engine takes donor spans as they are and computes the gaps in the steps of its own scheduler; "
         "vLLM cannot, and refuses to start.",
     )
-    exact_materialization_only: bool = _setting(
+    exact_materialization_only: bool = setting(
         True, "Materialize token-equal spans only. Off is accepted by no backend that we ship."
     )
-    quality: str = _setting(
+    quality: str = setting(
         "balanced",
         "exact, fast, balanced, or a number: the largest expected divergence from a cold answer, in nats a token "
         "(exact is 0, balanced 0.02, fast unbounded).",
     )
-    tenant_quality: str = _setting(
+    tenant_quality: str = setting(
         "", "Qualities of tenants: TENANT=QUALITY pairs with spaces between. A request's own goes first."
     )
-    min_span_tokens: int = _setting(
+    min_span_tokens: int = setting(
         32,
         "Shortest span worth reusing, in tokens. Below 32, short runs are found only beside a longer one "
         "of the same donor (across small edits).",
     )
-    min_reuse_ratio: float = _setting(
+    min_reuse_ratio: float = setting(
         0.0, "Decline when donors hold a smaller share of the prompt than this; 0 leaves it to break-even."
     )
-    max_donors: int = _setting(10_000, "Most donors kept; the least recently used goes first.")
-    max_bytes: int = _setting(GIB, "Memory for donor tokens and their index, in bytes.")
-    donor_ttl_s: float = _setting(0.0, "Seconds until a donor expires; 0 = never.")
-    store: str = _setting("", "File that keeps donors across restarts; empty = memory only.")
-    lookup_budget_ms: float = _setting(
-        0.0, "Stop searching after this long and plan with what was found; 0 = no limit."
-    )
-    canary_percent: float = _setting(100.0, "Share of requests, by request id, that may reuse at all.")
-    kill_file: str = _setting("", "While this file exists, every lookup declines with `disabled`.")
-    prefill_tokens_per_s: float = _setting(
+    max_donors: int = setting(10_000, "Most donors kept; the least recently used goes first.")
+    max_bytes: int = setting(GIB, "Memory for donor tokens and their index, in bytes.")
+    donor_ttl_s: float = setting(0.0, "Seconds until a donor expires; 0 = never.")
+    store: str = setting("", "File that keeps donors across restarts; empty = memory only.")
+    lookup_budget_ms: float = setting(0.0, "Stop searching after this long and plan with what was found; 0 = no limit.")
+    canary_percent: float = setting(100.0, "Share of requests, by request id, that may reuse at all.")
+    kill_file: str = setting("", "While this file exists, every lookup declines with `disabled`.")
+    prefill_tokens_per_s: float = setting(
         0.0, "Measured prefill rate of the engine. 0 = unknown: every span of min_span_tokens is accepted."
     )
-    load_tokens_per_s: float = _setting(0.0, "Measured rate of loading and relocating donor KV; 0 = unknown.")
-    reuse_overhead_ms: float = _setting(0.0, "Fixed cost of a reuse in the engine, in milliseconds.")
-    seam_tokens: int = _setting(16, "Tokens recomputed at the head of each span, charged by the cost model.")
-    layer_share: float = _setting(
+    load_tokens_per_s: float = setting(0.0, "Measured rate of loading and relocating donor KV; 0 = unknown.")
+    reuse_overhead_ms: float = setting(0.0, "Fixed cost of a reuse in the engine, in milliseconds.")
+    seam_tokens: int = setting(16, "Tokens recomputed at the head of each span, charged by the cost model.")
+    layer_share: float = setting(
         0.0, "Share of layers, by a bathtub schedule, whose leading part is recomputed for all tokens before a repair."
     )
-    events: str = _setting("", "File that receives the JSONL audit stream; empty = none.")
-    nats_url: str = _setting("", "NATS server that receives the audit stream; empty = none.")
-    nats_subject: str = _setting("semblend.events", "NATS subject of the audit stream.")
-    metrics: bool = _setting(True, "Keep Prometheus metrics where prometheus_client is installed.")
-    models: str = _setting("", "Folder with model files; empty = ~/.cache/semblend/models.")
+    events: str = setting("", "File that receives the JSONL audit stream; empty = none.")
+    nats_url: str = setting("", "NATS server that receives the audit stream; empty = none.")
+    nats_subject: str = setting("semblend.events", "NATS subject of the audit stream.")
+    metrics: bool = setting(True, "Keep Prometheus metrics where prometheus_client is installed.")
+    models: str = setting("", "Folder with model files; empty = ~/.cache/semblend/models.")
 
     def __post_init__(self) -> None:
         try:

@@ -99,7 +99,7 @@ def _collect(prompts: Iterable[str]) -> list[_Candidate]:
         other = neighbours.exchange(head)
         if other is not None:
             for start, end, behind in _find_differences(head, other):
-                _count(candidates, head, start, end, behind)
+                _note_candidate(candidates, head, start, end, behind)
         if len(candidates) > MOST_CANDIDATES:
             rare = sorted(candidates, key=lambda key: candidates[key].behind_chars)
             for key in rare[: MOST_CANDIDATES // 2]:
@@ -228,7 +228,10 @@ def _widen_right(text: str, at: int) -> int:
     return at
 
 
-def _count(candidates: dict[tuple[str, str], _Candidate], head: str, start: int, end: int, behind: int) -> None:
+def _note_candidate(
+    candidates: dict[tuple[str, str], _Candidate], head: str, start: int, end: int, behind: int
+) -> None:
+    """A place where neighbours differ: one prompt more of a field that stands so."""
     while end - 1 > start and head[end - 1] in ".,;:!?":
         end -= 1
     line = head.rfind("\n", 0, max(start - 1, 0)) + 1

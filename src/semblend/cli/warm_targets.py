@@ -59,7 +59,7 @@ class Estimate:
 class Target(Protocol):
     """Counts, computes and remembers prompts."""
 
-    def count(self, text: str) -> int: ...
+    def count_tokens(self, text: str) -> int: ...
     def has(self, prompt: str) -> bool: ...
     def estimate(self, tokens: int) -> Estimate: ...
     def check_room(self, estimate: Estimate) -> None: ...
@@ -78,7 +78,7 @@ class DirectoryTarget:
         self._there = self._read_digests()
         self._number = 0
 
-    def count(self, text: str) -> int:
+    def count_tokens(self, text: str) -> int:
         return len(self._tokenizer.encode(text, control=False, add_special=False))
 
     def has(self, prompt: str) -> bool:
@@ -217,7 +217,7 @@ class ServerTarget:
             raise InputError(f"cannot read {key_file}: {error.strerror}", hint="check its permissions") from None
         return cls(url, model, key, state)
 
-    def count(self, text: str) -> int:
+    def count_tokens(self, text: str) -> int:
         """Tokens, about: the server alone knows its tokenizer."""
         return -(-len(text) // 4)
 
@@ -235,7 +235,7 @@ class ServerTarget:
         body = {"model": self._model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
         usage = self._post("/v1/completions", body).get("usage") or {}
         self._remember(prompt)
-        return int(usage.get("prompt_tokens") or self.count(prompt))
+        return int(usage.get("prompt_tokens") or self.count_tokens(prompt))
 
     def say_how_to_use(self) -> str:
         return "the server keeps them within its donor budgets; vLLM shares them where donor_directory is set"

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     before = _read_before(args.before)
     target = _open_target(args)
     try:
-        room = args.prompt_tokens - target.count(before)
+        room = args.prompt_tokens - target.count_tokens(before)
         if room < 32:
             raise InputError("--before leaves no room for documents", hint="raise --prompt-tokens")
         prompts = _write_prompts([document.text for document in documents], retrievals, before, target, room)
@@ -82,12 +82,12 @@ def _write_prompts(
 ) -> list[str]:
     """The prompts to compute: documents that fit together in one, long ones in pieces."""
     whole, pieces = [], []
-    sizes = [target.count(text + SEPARATOR) for text in texts]
+    sizes = [target.count_tokens(text + SEPARATOR) for text in texts]
     for number, size in enumerate(sizes):
         if size <= room:
             whole.append(number)
         else:
-            pieces += split_text(texts[number], target.count, room)
+            pieces += split_text(texts[number], target.count_tokens, room)
     renamed = {number: place for place, number in enumerate(whole)}
     kept = [[renamed[number] for number in one if number in renamed] for one in retrievals]
     groups = group_documents([sizes[number] for number in whole], [one for one in kept if one], room)
@@ -97,7 +97,7 @@ def _write_prompts(
 
 def _compute(prompts: Sequence[str], documents: int, target: Target, args: argparse.Namespace) -> int:
     todo = [prompt for prompt in prompts if not target.has(prompt)]
-    tokens = sum(target.count(prompt) for prompt in todo)
+    tokens = sum(target.count_tokens(prompt) for prompt in todo)
     estimate = target.estimate(tokens)
     say(f"{documents} documents in {len(prompts)} prompts; {len(prompts) - len(todo)} are there already")
     say(f"to compute: {len(todo)} prompts, {tokens:,} tokens, {estimate.describe()}")

@@ -48,9 +48,8 @@ class DirectoryDonors:
             if key in self._shown:
                 self._semblend.forget(key, reason="engine")
         for record in changes.came:
-            ttl_s = None if record.expires_unix_s is None else max(1.0, record.expires_unix_s - time.time())
             try:
-                self._semblend.register(record.prompt, record.key, ttl_s=ttl_s)
+                self._semblend.register(record.prompt, record.key, ttl_s=record.count_ttl_s(time.time()))
             except SemBlendError as error:
                 log.warning("published donor %s is refused: %s", record.key, error)
                 self._shared.refuse(record.key)

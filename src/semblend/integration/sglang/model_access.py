@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from semblend.errors import SemBlendError
 from semblend.materialize.attention_runs import attend_runs
 from semblend.materialize.contract import Capabilities, KvLayout, Layout, Observer, Rows
 from semblend.materialize.kv.rope import RopeSpec
@@ -95,7 +96,10 @@ class PassBackend:
         """Attention of one layer, which SGLang's layer calls; ``q`` is ``[rows, heads * head_dim]``."""
         del forward_batch
         if more or not save_kv_cache:
-            raise NotImplementedError(f"attention with {sorted(more)}, save_kv_cache={save_kv_cache}")
+            raise SemBlendError(
+                f"attention with {sorted(more)}, save_kv_cache={save_kv_cache} is unknown",
+                hint="is this model in docs/guides/sglang.md?",
+            )
         number, rows = layer.layer_id, self._rows
         k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)

@@ -6,12 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from semblend.config import GIB, SemBlendConfig, load_config
+from semblend.config import GIB, SemBlendConfig, load_config, setting
 from semblend.errors import ConfigError
-
-
-def _setting(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,15 +15,15 @@ class SglangSettings:
     """How our radix cache behaves; ``config`` holds what the library reads."""
 
     config: SemBlendConfig = field(default_factory=SemBlendConfig)
-    donor_host_bytes: int = _setting(4 * GIB, "Host memory for donor KV.")
-    donor_device_bytes: int = _setting(0, "Accelerator memory for donor KV; 0 = host only.")
-    donor_min_new_tokens: int = _setting(
+    donor_host_bytes: int = setting(4 * GIB, "Host memory for donor KV.")
+    donor_device_bytes: int = setting(0, "Accelerator memory for donor KV; 0 = host only.")
+    donor_min_new_tokens: int = setting(
         32, "A prompt of which fewer tokens were computed (the rest was an exact hit) is not kept as a donor."
     )
-    step_work_ms: float = _setting(
+    step_work_ms: float = setting(
         40.0, "While other requests run, a scheduler step works so long on the load of the request that is next."
     )
-    require_cache_salt: bool = _setting(
+    require_cache_salt: bool = setting(
         False, "A request without a cache_salt or extra_key neither reuses nor becomes a donor."
     )
 

@@ -10,12 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from semblend.config import GIB, SETTINGS, SemBlendConfig, load_config
+from semblend.config import GIB, SETTINGS, SemBlendConfig, load_config, setting
 from semblend.errors import ConfigError
-
-
-def _setting(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,43 +19,43 @@ class ConnectorSettings:
     """How the connector behaves; ``config`` holds what the library reads."""
 
     config: SemBlendConfig = field(default_factory=SemBlendConfig)
-    donor_host_bytes: int = _setting(4 * GIB, "Host memory for donor KV, per rank.")
-    donor_device_bytes: int = _setting(0, "Accelerator memory for donor KV, per rank; 0 = host only.")
-    donor_bits: int = _setting(
+    donor_host_bytes: int = setting(4 * GIB, "Host memory for donor KV, per rank.")
+    donor_device_bytes: int = setting(0, "Accelerator memory for donor KV, per rank; 0 = host only.")
+    donor_bits: int = setting(
         16, "Bits of a number of donor KV outside the accelerator: 16, or 8 for half the memory and a small error."
     )
-    donor_disk_path: str = _setting("", "Folder for donor KV that falls out of host memory; empty = none.")
-    donor_disk_bytes: int = _setting(8 * GIB, "Limit of `donor_disk_path`, per rank.")
-    donor_directory: str = _setting(
+    donor_disk_path: str = setting("", "Folder for donor KV that falls out of host memory; empty = none.")
+    donor_disk_bytes: int = setting(8 * GIB, "Limit of `donor_disk_path`, per rank.")
+    donor_directory: str = setting(
         "",
         "Folder in which engines of one machine and user publish donors for each other, such as "
         "`/dev/shm/semblend-donors`; empty = none.",
     )
-    donor_directory_bytes: int = _setting(4 * GIB, "What this engine may keep in `donor_directory`, all ranks in sum.")
-    donor_min_new_tokens: int = _setting(
+    donor_directory_bytes: int = setting(4 * GIB, "What this engine may keep in `donor_directory`, all ranks in sum.")
+    donor_min_new_tokens: int = setting(
         32, "A prompt of which fewer tokens were computed (the rest was an exact hit) is not kept as a donor."
     )
-    latency_budget_ms: float = _setting(
+    latency_budget_ms: float = setting(
         0.0, "The work of preparing a request may take this long; then vLLM prefills it. 0 = no limit."
     )
-    step_work_ms: float = _setting(
+    step_work_ms: float = setting(
         40.0, "While other requests run, a step works so long on loads and repairs of those that wait for them."
     )
-    share_equal_prompts: bool = _setting(
+    share_equal_prompts: bool = setting(
         True, "Requests with equal prompts share the blocks that were loaded for the first of them."
     )
-    heal_prefixes: bool = _setting(
+    heal_prefixes: bool = setting(
         False, "A prefix whose loads have together cost a prefill is computed exactly once, and found by the next ones."
     )
-    thresholds: str = _setting("", "File of quality thresholds (`semblend calibrate`); empty = by the model's name.")
-    receipts: bool = _setting(True, "Put the receipt into kv_transfer_params of the response.")
-    reset_drops_donors: bool = _setting(
+    thresholds: str = setting("", "File of quality thresholds (`semblend calibrate`); empty = by the model's name.")
+    receipts: bool = setting(True, "Put the receipt into kv_transfer_params of the response.")
+    reset_drops_donors: bool = setting(
         True, "A reset of vLLM's prefix cache drops donors too; false is for measurements that empty it between runs."
     )
-    require_cache_salt: bool = _setting(
+    require_cache_salt: bool = setting(
         False, "A request without a cache_salt neither reuses nor becomes a donor: nobody shares by accident."
     )
-    admin_socket: str = _setting(
+    admin_socket: str = setting(
         "", "A Unix socket at which `semblend vllm donors` lists, pins and forgets donors; empty = none."
     )
 

@@ -93,9 +93,8 @@ class DonorBooks:
             if key in self._held:
                 self._semblend.forget(key, reason="engine")
         for record in changes.came:
-            ttl_s = None if record.expires_unix_s is None else max(1.0, record.expires_unix_s - time.time())
             try:
-                self._semblend.register(record.prompt, record.key, ttl_s=ttl_s)
+                self._semblend.register(record.prompt, record.key, ttl_s=record.count_ttl_s(time.time()))
             except SemBlendError as error:
                 self.shared.refuse(record.key)
                 self._report_failure("directory", str(error), "")

@@ -19,7 +19,7 @@ from semblend.plan.selection import list_reused_positions
 ReportFailure = Callable[[str, str, str], None]
 
 SHORT_TAIL = 128
-"""Tokens. Tails of 32 were measured; passes of ours are recorded up to 256 rows, with gaps and heads of spans."""
+"""Tokens. Tails of 32 were measured; passes of ours of so few rows are recorded, with gaps and heads of spans."""
 
 
 def find_claim_end(record: Record, plan: ReusePlan) -> int:

@@ -57,6 +57,10 @@ class DonorRecord:
     def has_expired(self, now_unix_s: float) -> bool:
         return self.expires_unix_s is not None and self.expires_unix_s <= now_unix_s
 
+    def count_ttl_s(self, now_unix_s: float) -> float | None:
+        """For how long a store may keep it that takes it in now; None for ever."""
+        return None if self.expires_unix_s is None else max(1.0, self.expires_unix_s - now_unix_s)
+
     def encode(self) -> bytes:
         """The whole file: magic, SHA-256 of the rest, length of the head, head (JSON), token ids."""
         head = {

@@ -25,6 +25,7 @@ os.environ.update(  # read by vLLM when it is imported: one process, nothing loo
     HF_HUB_OFFLINE="1",
 )
 from _ttft_vllm import QWEN2_5_7B
+from _vllm_runs import take_turn
 
 INSTRUCTION, SHIFTED, QUESTION, ROOM = 64, 24, 32, 512
 TINY = QWEN2_5_7B | {
@@ -58,6 +59,8 @@ class Engine:
             "enable_prefix_caching": True, "gpu_memory_utilization": task["memory"], "enforce_eager": task["eager"],
             "disable_log_stats": False, **_name_weights(task, folder, longest),
         }  # fmt: skip
+        if task.get("kv_bytes"):
+            named["kv_cache_memory_bytes"] = int(task["kv_bytes"])
         if kind != "stock":
             named["kv_transfer_config"] = self._connector(folder)
         self.llm = LLM(**named)
@@ -231,7 +234,7 @@ def profile(engine: Engine, length: int) -> dict[str, Any]:
             found[f"{quality} {order}"] = seen.key_averages().table(
                 sort_by=order, row_limit=22, max_name_column_width=60
             )
-        seen.export_chrome_trace(f"{engine.task['folder']}/{quality}.trace.json")
+        seen.export_chrome_trace(f"{engine.task['folder']}/{quality}-{length}.trace.json")
     return {"what": "profile", "tokens": length, "tables": found}
 
 
@@ -254,19 +257,22 @@ def main(kind: str, cells: str, task: dict[str, Any]) -> int:
         work.append(("decode", lambda: decode(engine, task["decode"])))
     if task.get("crowd"):
         work.append(("crowd", lambda: crowd(engine, task["crowd"], task["crowd_tokens"])))
-    if task.get("profile") and kind != "stock":
-        work.append(("profile", lambda: profile(engine, task["profile"])))
+    if kind != "stock":
+        traced = task.get("profile") or ()
+        work += [(f"profile {length}", lambda length=length: profile(engine, length)) for length in traced]
     failed = 0
-    for name, measure in work:
-        if time.perf_counter() - begun > task.get("budget_s", 1e9):
-            write({"what": name, "error": "the time budget was used up"})
-            continue
-        try:
-            write(measure())
-        except Exception:  # the other cells may go well
-            failed += 1
-            write({"what": name, "error": traceback.format_exc()[-3000:]})
-        print(f"{kind} {name} {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
+    with take_turn(task.get("turn", "")):
+        begun = time.perf_counter()
+        for name, measure in work:
+            if time.perf_counter() - begun > task.get("budget_s", 1e9):
+                write({"what": name, "error": "the time budget was used up"})
+                continue
+            try:
+                write(measure())
+            except Exception:  # the other cells may go well
+                failed += 1
+                write({"what": name, "error": traceback.format_exc()[-3000:]})
+            print(f"{kind} {name} {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
     return 1 if failed else 0
 
 

@@ -7,12 +7,15 @@ that process appends rows to ``--rows``, and skips those that are there already.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +71,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
     parser.add_argument("--memory", type=float, default=0.55, help="share of the device's memory that vLLM takes")
+    parser.add_argument("--kv-bytes", type=float, default=0, help="of vLLM's KV cache; several can start at once then")
+    parser.add_argument("--turn", default="", help="a file: engines start side by side, and measure one by one")
     parser.add_argument("--donor-bytes", type=float, default=3e10)
     parser.add_argument("--step-tokens", type=int, default=8192, help="max_num_batched_tokens")
     parser.add_argument("--folder", default=str(Path(tempfile.gettempdir()) / f"semblend-{name}"))
@@ -82,19 +87,35 @@ def read_arguments(parser: argparse.ArgumentParser, **quick: Any) -> argparse.Na
 
 def make_task(args: argparse.Namespace, longest: int, **more: Any) -> dict[str, Any]:
     """What `_vllm_engine.Engine` is made from; ``longest`` is the longest prompt in tokens."""
-    names = ("shape", "model", "dtype", "eager", "memory", "donor_bytes", "step_tokens", "folder", "seed")
+    names = ("shape", "model", "dtype", "eager", "memory", "donor_bytes", "step_tokens", "folder", "seed", "kv_bytes")
     return {name: getattr(args, name) for name in names} | {"lengths": [longest], **more}
 
 
-def run_engines(kinds: list[str]) -> int:
-    """Run this script once for each kind, one after the other; returns how many failed."""
-    failed = 0
+def run_engines(kinds: list[str], turn: str = "") -> int:
+    """Run this script once for each kind, one after the other or, with a ``turn``, at once; how many failed."""
+    begun, failed = time.perf_counter(), 0
+    running = {}
     for kind in kinds:
-        begun = time.perf_counter()
-        code = subprocess.run([sys.executable, *sys.argv, "--engine", kind], check=False).returncode
+        running[kind] = subprocess.Popen([sys.executable, *sys.argv, "--engine", kind])
+        if not turn:
+            running[kind].wait()
+    for kind, process in running.items():
+        code = process.wait()
         _report.progress(f"{kind}: exit {code} after {time.perf_counter() - begun:.0f} s")
         failed += code != 0
     return failed
+
+
+@contextmanager
+def take_turn(turn: str) -> Iterator[None]:
+    """Alone among those that name this file. ``TURN.PID.ready`` says that an engine has started and waits."""
+    if not turn:
+        yield
+        return
+    Path(f"{turn}.{os.getpid()}.ready").touch()
+    with Path(turn).open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 class Budget:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import _documents
-from _vllm_runs import Budget, Rows, add_engine_arguments, read_arguments, write_report
+from _vllm_runs import Budget, Rows, add_engine_arguments, read_arguments, take_turn, write_report
 from _vllm_server import Answer, VllmServer
 
 DATASETS = {"XSum": "summ/xsum", "CNN/DailyMail": "summ/cnndm", "MultiNews": "longbench/multi_news",
@@ -106,7 +106,7 @@ def _perplexity(logprobs: list[float]) -> float | None:
 
 def measure(args: argparse.Namespace) -> None:
     """Append a row for each case that is not there yet."""
-    rows, budget = Rows(args.rows), Budget(args.budget_s)
+    rows = Rows(args.rows)
     cells = [
         (number, dataset, length) for number in range(args.cases) for length in args.lengths for dataset in DATASETS
     ]
@@ -116,18 +116,21 @@ def measure(args: argparse.Namespace) -> None:
         return
     prompts, longest = Prompts(args.model, _report.data_dir(args)), max(args.lengths) + args.tokens + 256
     flags = ["--dtype", args.dtype, "--max-model-len", str(longest), "--max-num-batched-tokens", str(args.step_tokens),
-             "--gpu-memory-utilization", str(args.memory), *(["--enforce-eager"] if args.eager else [])]  # fmt: skip
+             "--gpu-memory-utilization", str(args.memory), *(["--enforce-eager"] if args.eager else []),
+             *(["--kv-cache-memory-bytes", str(int(args.kv_bytes))] if args.kv_bytes else [])]  # fmt: skip
     budgets = {"donor_host_bytes": int(args.donor_bytes) if args.donors == "host" else 0,
                "donor_device_bytes": int(args.donor_bytes) if args.donors == "device" else 0}  # fmt: skip
     server = VllmServer(args.model, Path(tempfile.mkdtemp(prefix="vllm-http-")), flags, budgets)
     try:
         server.wait()
-        run_case(server, prompts, args, keys[0] | {"number": "warm"})
-        for key in keys:
-            if budget.is_used_up:
-                break
-            rows.add(key | run_case(server, prompts, args, key))
-            _report.progress(f"{key['dataset']} {key['length']} {key['number']}")
+        with take_turn(args.turn):
+            budget = Budget(args.budget_s)
+            run_case(server, prompts, args, keys[0] | {"number": "warm"})
+            for key in keys:
+                if budget.is_used_up:
+                    break
+                rows.add(key | run_case(server, prompts, args, key))
+                _report.progress(f"{key['dataset']} {key['length']} {key['number']}")
     finally:
         server.stop()
 

@@ -21,7 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from _vllm_loads import BY_VALUE, ITL_GOAL_MS, LOADS, TTFT_GOAL_MS, LoadRun
-from _vllm_runs import Budget, Rows, add_engine_arguments, make_task, read_arguments, run_engines, write_report
+from _vllm_runs import (
+    Budget,
+    Rows,
+    add_engine_arguments,
+    make_task,
+    read_arguments,
+    run_engines,
+    take_turn,
+    write_report,
+)
 
 ENGINES = {"stock": ("stock",), "device": ("fast", "balanced"), "host": ("balanced-host", "fast-host")}
 """One process each, and the kinds that it measures: a request says its mode."""
@@ -61,7 +70,7 @@ def measure(args: argparse.Namespace) -> None:
     """Append the rows of one engine that are not there yet, the most telling first."""
     from _vllm_engine import Engine
 
-    rows, budget, loads = Rows(args.rows), Budget(args.budget_s), {load.name: load for load in LOADS}
+    rows = Rows(args.rows)
     wanted = [(name, kind) for name in BY_VALUE for kind in ENGINES[args.engine] if kind in args.kinds]
     missing = [(name, kind) for name, kind in wanted if name in args.loads and not rows.find(name=name, kind=kind)]
     if not missing:
@@ -75,6 +84,13 @@ def measure(args: argparse.Namespace) -> None:
     for kind in {kind for _, kind in missing}:  # warm
         for number in range(3):
             serving.engine.ask(serving.make_arrival(number), **_ask_for(kind))
+    with take_turn(args.turn):
+        serve_loads(serving, missing, rows, args)
+
+
+def serve_loads(serving: LoadRun, missing: list[tuple[str, str]], rows: Rows, args: argparse.Namespace) -> None:
+    """A row for each load and kind, while there is time."""
+    budget, loads = Budget(args.budget_s), {load.name: load for load in LOADS}
     for name, kind in missing:
         if budget.is_used_up:
             break
@@ -106,7 +122,7 @@ def main() -> int:
         measure(args)
         return 0
     engines = [engine for engine, kinds in ENGINES.items() if set(kinds) & set(args.kinds)]
-    failed = 0 if args.finished_only else run_engines(engines)
+    failed = 0 if args.finished_only else run_engines(engines, args.turn)
     report = _report.Report("vllm_load", args)
     rows = tabulate(read_rows(args.rows))
     report.table("vLLM under load: long prompts arrive while others decode", COLUMNS, rows)

@@ -37,13 +37,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--memory", type=float, default=0.5, help="share of the device's memory that vLLM takes")
+    parser.add_argument("--kv-bytes", type=float, default=0, help="of vLLM's KV cache; several can start at once then")
+    parser.add_argument("--turn", default="", help="a file: whoever names it measures alone")
     parser.add_argument("--donor-bytes", type=int, default=16_000_000_000)
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
     parser.add_argument("--decode", type=int, default=5, help="answers of 256 tokens; 0: none")
     parser.add_argument("--crowd", type=int, default=96, help="requests from 8 clients at once; 0: none")
     parser.add_argument("--crowd-tokens", type=int, default=8000)
-    parser.add_argument("--profile", type=int, default=0, help="tokens of a prompt whose time is traced; 0: none")
-    parser.add_argument("--budget-s", type=float, default=600.0, help="an engine begins no cell after this long")
+    parser.add_argument("--profile", type=int, nargs="*", default=[], help="tokens of prompts whose time is traced")
+    parser.add_argument(
+        "--budget-s", type=float, default=600.0, help="an engine that has started begins no cell after this long"
+    )
     parser.add_argument("--folder", default="vllm-shape", help="where the model's config.json is written")
     parser.add_argument("--cells", default="bench/results/vllm_ttft.cells.jsonl")
     parser.add_argument("--finished-only", action="store_true", help="measure nothing")
@@ -53,7 +57,7 @@ def arguments() -> argparse.Namespace:
 
 def measure(args: argparse.Namespace) -> None:
     names = ("lengths", "rounds", "shape", "folder", "dtype", "memory", "eager", "donor_bytes", "decode", "crowd",
-             "crowd_tokens", "profile", "budget_s")  # fmt: skip
+             "crowd_tokens", "profile", "budget_s", "kv_bytes", "turn")  # fmt: skip
     task = {name: getattr(args, name) for name in names}
     for engine in args.engines:
         worker = Path(__file__).with_name("_vllm_engine.py")

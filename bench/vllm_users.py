@@ -22,7 +22,16 @@ from collections import Counter
 from itertools import product
 from typing import Any
 
-from _vllm_runs import Budget, Rows, add_engine_arguments, make_task, read_arguments, run_engines, write_report
+from _vllm_runs import (
+    Budget,
+    Rows,
+    add_engine_arguments,
+    make_task,
+    read_arguments,
+    run_engines,
+    take_turn,
+    write_report,
+)
 
 KINDS = {
     "stock": "stock vLLM",
@@ -80,7 +89,7 @@ def measure(args: argparse.Namespace) -> None:
     """Append the rows of one engine."""
     from _vllm_engine import Engine
 
-    rows, budget = Rows(args.rows), Budget(args.budget_s)
+    rows = Rows(args.rows)
     wanted = [
         {"kind": kind, "round": number, "questions": questions}
         for number in range(args.rounds)
@@ -95,14 +104,16 @@ def measure(args: argparse.Namespace) -> None:
     engine = Engine(
         where, make_task(args, longest, max_requests=args.users + 4, connector=CONNECTOR.get(args.engine, {}))
     )
-    for key in [missing[0] | {"round": -1}, *missing]:  # the first one warms
-        if budget.is_used_up:
-            break
-        asked = {} if key["kind"] == "stock" else {"quality": key["kind"].partition("-")[0]}
-        found = serve_users(engine, args, key["questions"], asked)
-        if key["round"] >= 0:
-            rows.add(key | found)
-        _report.progress(" ".join(map(str, key.values())))
+    with take_turn(args.turn):
+        budget = Budget(args.budget_s)
+        for key in [missing[0] | {"round": -1}, *missing]:  # the first one warms
+            if budget.is_used_up:
+                break
+            asked = {} if key["kind"] == "stock" else {"quality": key["kind"].partition("-")[0]}
+            found = serve_users(engine, args, key["questions"], asked)
+            if key["round"] >= 0:
+                rows.add(key | found)
+            _report.progress(" ".join(map(str, key.values())))
 
 
 def tabulate(rows: list[dict[str, Any]]) -> list[list[Any]]:
@@ -132,7 +143,7 @@ def main() -> int:
     if args.engine:
         measure(args)
         return 0
-    failed = 0 if args.finished_only else run_engines(args.engines)
+    failed = 0 if args.finished_only else run_engines(args.engines, args.turn)
     report = _report.Report("vllm_users", args)
     report.table(
         f"{args.users} users, one new instruction, one document of {args.document:,} tokens",

@@ -27,11 +27,15 @@ WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True)
 class PromptStream:
-    """``prompts[i]`` are the passages of prompt i, by their number in ``texts``; all prompts begin alike."""
+    """``prompts[i]`` are the passages of prompt i, by their number in ``texts``; all prompts begin alike.
+
+    ``questions[i]`` is what prompt i asks, where that is known.
+    """
 
     name: str
     texts: tuple[str, ...]
     prompts: tuple[tuple[int, ...], ...]
+    questions: tuple[str, ...] = ()
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -106,12 +110,12 @@ def retrieve(
     ranking, asked = Ranking(corpus), list(questions)
     rng.shuffle(asked)
     weights = [1 / rank for rank in range(1, len(asked) + 1)]
-    prompts = []
-    for question in rng.choices(asked, weights, k=count):
+    prompts, drawn = [], rng.choices(asked, weights, k=count)
+    for question in drawn:
         words = find_words(question)
         kept = [word for word in words if rng.random() > 0.3] or words
         prompts.append(ranking.find_best(kept, top))
-    return PromptStream(name, tuple(corpus), tuple(prompts))
+    return PromptStream(name, tuple(corpus), tuple(prompts), tuple(drawn))
 
 
 def read_streams(data: Path, trace: Path | None, seed: int) -> Iterator[PromptStream]:

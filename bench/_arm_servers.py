@@ -1,0 +1,163 @@
+"""Servers for a stream of prompts: the embedded one and vLLM, each stock and with reuse, and one client for both.
+
+A stock server reuses exact prefixes alone. Arms that use the same server have a ``cache_salt`` each, so they share
+neither blocks nor donors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from _vllm_server import VllmServer
+
+KINDS = ("exact_tokens", "reused_tokens", "recomputed_tokens", "prefill_tokens")
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(slots=True)
+class Reply:
+    """A streamed answer. CPU is that of all the server's processes, up to the first token and in all."""
+
+    text: str = ""
+    ttft_ms: float = 0.0
+    cpu_ms: float = 0.0
+    cpu_all_ms: float = 0.0
+    usage: dict[str, Any] = field(default_factory=dict)
+    receipt: dict[str, Any] = field(default_factory=dict)
+
+    def to_row(self) -> dict[str, Any]:
+        """What is kept of it: times, tokens by what became of them, and the answer."""
+        counts = {kind: self.receipt.get(kind) for kind in KINDS}
+        said = {name: self.receipt.get(name) for name in ("outcome", "reason", "escalations")}
+        return {"ttft_ms": self.ttft_ms, "cpu_ms": self.cpu_ms, "cpu_all_ms": self.cpu_all_ms,
+                **counts, **said, "answer": self.text}  # fmt: skip
+
+
+class ArmServer(Protocol):
+    """Answers prompts of arms."""
+
+    def wait(self) -> None: ...
+    def ask(self, prompt: str, tokens: int, *, name: str, salt: str, quality: str = "") -> Reply: ...
+    def stop(self) -> None: ...
+
+
+class EmbeddedArms:
+    """`semblend serve`; stock means quality exact, and no donors are kept."""
+
+    def __init__(self, model: str, folder: Path, *, stock: bool, pool_tokens: int, flags: Sequence[str] = ()) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        words = ["serve", "--model", model, "--port", "0", "--threads", "1", "--pool-tokens", str(pool_tokens)]
+        words += ["--quality", "exact"] if stock else list(flags)
+        self._model, self._address, self._stock = model, "", stock
+        with (folder / "log.txt").open("a") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "semblend.cli.main", *words],
+                stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
+            )  # fmt: skip
+        self._log = folder / "log.txt"
+
+    def wait(self) -> None:
+        """Until it says its address; raises with the end of its log if it ends instead."""
+        assert self.process.stdout is not None
+        self._address = self.process.stdout.readline().strip()
+        if not self._address:
+            raise RuntimeError("the server did not come up: " + self._log.read_text(errors="replace")[-3000:])
+
+    def ask(self, prompt: str, tokens: int, *, name: str, salt: str, quality: str = "") -> Reply:
+        body = _make_body(self._model, prompt, tokens, salt)
+        if self._stock:
+            body["semblend"] = {"reuse": False}  # the exact prefix alone, and no donor is kept
+        elif quality:
+            body["semblend"] = {"quality": quality}
+        return _stream(self._address, body, name, self.process.pid)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+
+
+class VllmArms:
+    """`vllm serve`, plain or with the connector, whose receipts stand in its stream of events."""
+
+    def __init__(self, model: str, folder: Path, *, stock: bool, flags: Sequence[str], extra: dict[str, Any]) -> None:
+        self._server = VllmServer(model, folder, flags, None if stock else extra)
+        self._stock = stock
+
+    def wait(self) -> None:
+        self._server.wait()
+
+    def ask(self, prompt: str, tokens: int, *, name: str, salt: str, quality: str = "") -> Reply:
+        body = _make_body("m", prompt, tokens, salt)
+        if quality:
+            body["kv_transfer_params"] = {"semblend": {"quality": quality}}
+        reply = _stream(f"http://127.0.0.1:{self._server.port}", body, name, self._server.process.pid)
+        reply.receipt = self._count_stock(reply) if self._stock else self._find_receipt(name)
+        return reply
+
+    def _count_stock(self, reply: Reply) -> dict[str, Any]:
+        exact = (reply.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return dict.fromkeys(KINDS, 0) | {"exact_tokens": exact, "prefill_tokens": reply.usage["prompt_tokens"] - exact}
+
+    def _find_receipt(self, name: str) -> dict[str, Any]:
+        """The receipt of a request; it is written a moment after the answer."""
+        end = time.monotonic() + 20
+        while not (receipt := self._server.find_receipt(name)):
+            if time.monotonic() > end:
+                raise RuntimeError(f"{name} has no receipt")
+            time.sleep(0.05)
+        return receipt
+
+    def stop(self) -> None:
+        self._server.stop()
+
+
+def _make_body(model: str, prompt: str, tokens: int, salt: str) -> dict[str, Any]:
+    return {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "cache_salt": salt,
+            "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
+
+
+def _stream(address: str, body: dict[str, Any], name: str, group: int) -> Reply:
+    headers = {"Content-Type": "application/json", "X-Request-Id": name}
+    request = urllib.request.Request(f"{address}/v1/completions", json.dumps(body).encode(), headers)
+    reply, used, begun = Reply(), read_cpu_ms(group), time.perf_counter()
+    with urllib.request.urlopen(request, timeout=600) as lines:
+        for line in lines:
+            data = line.decode().removeprefix("data: ").strip()
+            if not data.startswith("{"):
+                continue
+            chunk = json.loads(data)
+            if chunk.get("choices") and not reply.ttft_ms:
+                reply.ttft_ms = (time.perf_counter() - begun) * 1e3
+                reply.cpu_ms = read_cpu_ms(group) - used
+            reply.text += "".join(choice.get("text") or "" for choice in chunk.get("choices", ()))
+            reply.usage = chunk.get("usage") or reply.usage
+            reply.receipt = chunk.get("semblend") or reply.receipt
+    reply.cpu_all_ms = read_cpu_ms(group) - used
+    return reply
+
+
+def read_cpu_ms(group: int) -> float:
+    """CPU time that all processes of a process group have used, in ms; the kernel counts in hundredths of a second."""
+    ticks = 0
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:  # it has ended
+                continue
+            if int(fields[2]) == group:
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks * 1e3 / TICKS

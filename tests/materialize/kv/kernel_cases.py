@@ -203,6 +203,9 @@ def test_gathering_equals_its_twin_in_every_layout(kind, heads, d):
     gather_rows(layout, slots, *got)
     assert torch.equal(got[0], expected[0])
     assert torch.equal(got[1], expected[1])
+    gather_rows(layout, slots, got[0][:2], got[1][:2], layers=[2, 0])
+    assert torch.equal(got[0][:2], expected[0][[2, 0]])
+    assert torch.equal(got[1][:2], expected[1][[2, 0]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -301,6 +304,19 @@ def test_vllms_attention_for_far_keys_and_ours_for_near_ones_are_attention(chose
     torch.testing.assert_close(
         grouped_attention.attend_in_groups(rows, KvLayout((k,), (v,)), impl)(0, q), want, rtol=2e-5, atol=2e-5
     )
+
+
+@pytest.mark.parametrize("chosen", [range(0, 200, 9)[-16:], [50] * 5 + [*range(50, 61)], range(176, 200)])
+def test_a_recorded_pass_reads_its_groups_from_the_device(chosen, fa_utils, monkeypatch):
+    monkeypatch.setattr(grouped_attention, "GROUP_ROWS", 8)
+    at, blocks = torch.tensor(list(chosen)), torch.randperm(60)[:50]
+    q, positions, _, k, v, scale = attention_case(at.tolist(), 232, 6, 2, 16, torch.float32, block=4)
+    context = (blocks[:, None] * 4 + torch.arange(4)).flatten().to(DEVICE)
+    rows = Rows(at.to(DEVICE), positions, context[positions], context)
+    impl = SimpleNamespace(scale=scale, vllm_flash_attn_version=3)
+    want = attend_plain(q, positions, context, k, v, scale)
+    have = grouped_attention.attend_in_recorded_groups(rows, KvLayout((k,), (v,)), impl)(0, q)
+    torch.testing.assert_close(have, want, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -28,7 +28,7 @@ from semblend.plan.reuse_plan import DeclineReason
 from semblend.plan.selection import Positions
 
 LEAST_PIECE_ROWS = 128
-"""A piece is not smaller: the work of fewer rows would hide in what starting them costs."""
+"""A piece is not smaller, and a multiple of it: the work of fewer rows would hide in what starting them costs."""
 
 
 class PassRunner:
@@ -41,7 +41,7 @@ class PassRunner:
         self.model, self.settings, self.ranks, self.pace = model, settings, ranks, pace
         self.prompts_checked = 0
         self._rows_per_ms = 0.0
-        self._piece_rate = 0.0  # rows per millisecond of the pieces done last
+        self._piece_rate, self._piece_rows = 0.0, 0.0  # rows per millisecond, and rows, of the pieces done last
 
     def compute(
         self, state: BlendState, name: str, rows: Positions, observer: Observer | None, *, check: bool = False
@@ -157,13 +157,16 @@ class PassRunner:
         if not self.pace.piece_ms:
             return self.settings.chunk_tokens
         rate = self.ranks.mean(self._piece_rate) * self.model.layout.layers / layers
-        return max(LEAST_PIECE_ROWS, min(self.settings.chunk_tokens, int(rate * self.pace.piece_ms)))
+        rows = min(self.settings.chunk_tokens, int(rate * self.pace.piece_ms))
+        return max(1, rows // LEAST_PIECE_ROWS) * LEAST_PIECE_ROWS
 
     def _note_rate(self, rows: float, started: float) -> None:
-        """So many rows through all layers are done; a few of them say nothing about many."""
+        """So many rows through all layers are done; few of them, done slowly, say nothing about many."""
         rate = rows / max((time.perf_counter() - started) * 1e3, 1e-6)
-        if rows >= LEAST_PIECE_ROWS:
-            self._piece_rate = (self._piece_rate + rate) / 2 if self._piece_rate else rate
+        if rows < LEAST_PIECE_ROWS or (rate < self._piece_rate and rows < self._piece_rows / 2):
+            return
+        self._piece_rate = (self._piece_rate + rate) / 2 if self._piece_rate else rate
+        self._piece_rows = rows
 
     def _wait_for_device(self) -> None:
         if self.model.device.type == "cuda":

@@ -6,8 +6,9 @@ Within a GPU it is one kernel launch over layers x tokens (``kernels.gather_rows
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from semblend.materialize.kv.eight_bits import SCALES, pack
@@ -32,6 +33,23 @@ def gather_plain(layout: Layout, slots: Tensor, k_out: Tensor, v_out: Tensor) ->
         k, v = layout.gather(layer, slots)
         k_out[layer].copy_(k, non_blocking=True)
         v_out[layer].copy_(v, non_blocking=True)
+
+
+def copy_layers(layout: Layout, layers: Sequence[int], slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of ``slots`` in some layers, each ``[layers, n, kv_heads, head_dim]``, as they are now."""
+    shape = (len(layers), len(slots), layout.kv_heads, layout.head_dim)
+    k_out, v_out = (torch.empty(shape, dtype=layout.dtype, device=layout.device) for _ in range(2))
+    views = layout.views if layout.device.type == "cuda" and has_triton() and slots.numel() else None
+    if views is not None:
+        from semblend.materialize.kv.kernels import gather_rows
+
+        gather_rows(views, slots, k_out, v_out, layers)
+        return k_out, v_out
+    for number, layer in enumerate(layers):
+        k, v = layout.gather(layer, slots)
+        k_out[number].copy_(k)
+        v_out[number].copy_(v)
+    return k_out, v_out
 
 
 def gather_packed(layout: Layout, slots: Tensor, parts: Mapping[str, Tensor]) -> None:

@@ -257,18 +257,23 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     tl.store(v_out + writes, tl.load(source + v_start + place[:, None] + dim, mask=whole), mask=whole)
 
 
-def gather_rows(layout: KvLayout, slots: Tensor, k_out: Tensor, v_out: Tensor) -> None:
-    """As ``gather_plain``; outputs are contiguous ``[layers, n, kv_heads, head_dim]``, slots int64 on the device."""
+def gather_rows(
+    layout: KvLayout, slots: Tensor, k_out: Tensor, v_out: Tensor, layers: Sequence[int] | None = None
+) -> None:
+    """As ``gather_plain``; outputs are contiguous ``[layers, n, kv_heads, head_dim]``, slots int64 on the device.
+
+    ``layers``: only these.
+    """
     heads = layout.kv_heads
     tile_tokens = max(1, ROWS // heads)
     strides = layout.k[0].stride()[:3]
-    starts = torch.from_numpy(layout.layer_starts)
-    numbers = (*layout.layer_starts.ravel().tolist(), *strides, layout.head_dim)
-    _gather_kernel[(triton.cdiv(len(slots), tile_tokens), layout.layers)](
+    starts = layout.layer_starts if layers is None else layout.layer_starts[list(layers)]
+    numbers = (*starts.ravel().tolist(), *strides, layout.head_dim)
+    _gather_kernel[(triton.cdiv(len(slots), tile_tokens), len(starts))](
         layout.k[0],
         k_out,
         v_out,
-        copy_to_device(starts, layout.device),
+        copy_to_device(torch.from_numpy(starts), layout.device),
         slots,
         len(slots),
         *strides,

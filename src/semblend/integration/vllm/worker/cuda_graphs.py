@@ -1,30 +1,34 @@
 """Short passes as CUDA graphs: a gap of sixty tokens is four milliseconds of work and twenty of launching it.
 
-One graph for each of a few sizes, recorded once over the stock model with our attention kernel, which reads where every
-row stands from the device. A pass copies its rows to the end of the graph's own inputs and replays; the rows before
-them have no slot, so nothing of them is written, and look at the first key only. The queries of the last rows are kept,
-layer by layer: an observer of the question's attention looks at them when the pass is over.
+One graph for each of a few sizes, recorded once over the stock model with our attention, which reads where every row
+stands from the device. A pass copies its rows to the end of the graph's own inputs and replays; the rows before them
+have no slot, so nothing of them is written. The queries of the last rows are kept, layer by layer: an observer of the
+question's attention looks at them when the pass is over.
+
+Few rows are recorded with our kernel, which reads the context again for every few of them; more rows with
+FlashAttention for whole groups (`grouped_attention`), where that runs. A repair in pieces is a few of the latter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from semblend.integration.vllm.worker.grouped_attention import GROUP_ROWS
 from semblend.materialize.contract import QUESTION_ROWS, Rows
 
 Run = Callable[[Rows, Tensor], Tensor]
 """Computes rows into hidden states; copies the last rows' queries of every layer into the second argument."""
 
-SIZES = (64, 128, 256, 384, 512)
-"""Rows. With more of them the work hides its launches; a tenth of 4,096 tokens, a first repair, is one of these."""
+SIZES = {"kernel": (64, 128, 256, 384, 512), "groups": tuple(GROUP_ROWS * count for count in range(2, 11))}
+"""Rows, by how they attend. With more of them the work hides its launches."""
 
-MOST_KEYS = 6 << 20
-"""Rows times tokens of the context. Our kernel reads the context again for every few rows: 2,500 rows among 24,576
-tokens took 171 ms in recorded passes of at most 512, and 82 in one pass (H200, the shape of Qwen2.5-7B)."""
+MOST_KEYS = 4 << 20
+"""Rows times tokens of the context, for our kernel: 2,500 rows among 24,576 tokens took 171 ms in recorded passes of at
+most 512, and 82 in one pass in groups (H200, the shape of Qwen2.5-7B)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +40,32 @@ class _Graph:
 class RecordedPasses:
     """Recorded when it is made; ``run`` computes rows of a prompt of at most ``longest`` tokens, unwatched."""
 
-    def __init__(self, run: Run, longest: int, queries: tuple[int, int, int], like: Tensor) -> None:
-        """``queries``: layers, heads and head size of the model; ``like``: a tensor of its type on its device."""
+    def __init__(self, runs: Mapping[str, Run], longest: int, queries: tuple[int, int, int], like: Tensor) -> None:
+        """``runs``: by how they attend. ``queries``: layers, heads and head size of the model; ``like``: its type."""
         layers, heads, head_dim = queries
+        most = max(SIZES[how][-1] for how in runs)
         self.queries = like.new_zeros((layers, QUESTION_ROWS, heads, head_dim))
-        self._tokens = torch.zeros(SIZES[-1], dtype=torch.int32, device=like.device)
-        self._positions = torch.zeros(SIZES[-1], dtype=torch.int64, device=like.device)
-        self._slots = torch.full((SIZES[-1],), -1, dtype=torch.int64, device=like.device)
+        self._tokens = torch.zeros(most, dtype=torch.int32, device=like.device)
+        self._positions = torch.zeros(most, dtype=torch.int64, device=like.device)
+        self._slots = torch.full((most,), -1, dtype=torch.int64, device=like.device)
         self._context = torch.zeros(longest, dtype=torch.int64, device=like.device)
-        self._memory = torch.cuda.graph_pool_handle()
-        self._graphs = {size: self._record(run, size) for size in reversed(SIZES)}
+        self._grouped, self._memory = "groups" in runs, torch.cuda.graph_pool_handle()
+        sizes = sorted(((size, how) for how in runs for size in SIZES[how]), reverse=True)  # the first takes most
+        self._graphs = {(size, how): self._record(runs[how], size) for size, how in sizes}
 
     def run(self, rows: Rows) -> Tensor | None:
         """Hidden states, which the next run overwrites; None where the rows are too many, or see too much."""
         count = len(rows)
-        size = next((size for size in SIZES if count <= size), None)
-        if size is None or len(rows.context) > len(self._context) or count * rows.reach > MOST_KEYS:
+        size, how = choose_graph(count, rows.reach, self._grouped)
+        if not size or len(rows.context) > len(self._context):
             return None
-        self._positions[-size:-count].zero_()
+        graph = self._graphs[size, how]
+        # A row before the real ones costs nothing where it sees one key only; in a group it must see what all see.
+        self._positions[-size:-count].copy_(rows.positions[0] * (how == "groups"))
         self._slots[-size:-count].fill_(-1)
         for mine, theirs in ((self._tokens, rows.tokens), (self._positions, rows.positions), (self._slots, rows.slots)):
             mine[-count:].copy_(theirs)
         self._context[: len(rows.context)].copy_(rows.context)
-        graph = self._graphs[size]
         graph.recorded.replay()
         return graph.hidden[-count:]
 
@@ -71,3 +78,18 @@ class RecordedPasses:
         with torch.cuda.graph(recorded, pool=self._memory, capture_error_mode="thread_local"):
             hidden = run(rows, self.queries)
         return _Graph(recorded, hidden)
+
+
+def choose_graph(rows: int, reach: int, grouped: bool) -> tuple[int, str]:
+    """Size and kind of the graph for so many rows that see so many tokens; a size of 0 where there is none.
+
+    >>> choose_graph(60, 24_576, grouped=True)
+    (64, 'kernel')
+    >>> choose_graph(450, 24_576, grouped=True), choose_graph(450, 24_576, grouped=False)
+    ((512, 'groups'), (0, 'kernel'))
+    """
+    few = rows <= SIZES["kernel"][-1] and rows * reach <= MOST_KEYS
+    if not few and not grouped:
+        return 0, "kernel"
+    how = "kernel" if few else "groups"
+    return next((size for size in SIZES[how] if rows <= size), 0), how

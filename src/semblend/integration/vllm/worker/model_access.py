@@ -22,10 +22,9 @@ from torch import Tensor
 from semblend.errors import SemBlendError
 from semblend.integration.vllm.worker.cache_layout import probe_layout
 from semblend.integration.vllm.worker.cuda_graphs import RecordedPasses
-from semblend.integration.vllm.worker.grouped_attention import can_group_rows
+from semblend.integration.vllm.worker.grouped_attention import Attend, attend_in_recorded_groups, can_group_rows
 from semblend.integration.vllm.worker.pass_attention import (
     OURS,
-    Attend,
     PassAttention,
     attend_scattered,
     can_attend,
@@ -140,18 +139,23 @@ class StockModel:
         if self.capabilities.ranks > 1:  # what ranks say to each other is not recorded
             return
 
-        def run(rows: Rows, queries: Tensor) -> Tensor:
-            attend = attend_scattered(rows.positions, rows.context, views, layer.impl)
-
+        def run(rows: Rows, queries: Tensor, attend: Attend) -> Tensor:
             def keep_queries(number: int, q: Tensor) -> Tensor:
                 queries[number].copy_(q[-queries.shape[1] :])
                 return attend(number, q)
 
             return self._run_pass(rows, None, keep_queries)
 
+        def run_kernel(rows: Rows, queries: Tensor) -> Tensor:
+            return run(rows, queries, attend_scattered(rows.positions, rows.context, views, layer.impl))
+
+        def run_groups(rows: Rows, queries: Tensor) -> Tensor:
+            return run(rows, queries, attend_in_recorded_groups(rows, views, layer.impl))
+
+        runs = {"kernel": run_kernel} | ({"groups": run_groups} if self._groups_rows else {})
         sizes = (len(self.layers), layer.num_heads, layer.head_size)
         longest = int(self._config.model_config.max_model_len)
-        self._recorded = RecordedPasses(run, longest, sizes, like=self._caches[0])
+        self._recorded = RecordedPasses(runs, longest, sizes, like=self._caches[0])
 
     def _run_pass(self, rows: Rows, observer: Observer | None, attend: Attend | None) -> Tensor:
         from vllm.forward_context import set_forward_context

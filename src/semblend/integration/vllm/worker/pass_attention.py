@@ -7,7 +7,7 @@ by vLLM's own implementation or, for scattered rows, by our kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from semblend.integration.vllm.worker.grouped_attention import LEAST_ROWS, attend_in_groups
+from semblend.integration.vllm.worker.grouped_attention import LEAST_ROWS, Attend, attend_in_groups
 from semblend.materialize.contract import Layout, Observer, Rows
 from semblend.materialize.kv.layout import KvLayout
 
 OURS = object()
 """Attention metadata of a pass whose attention is all ours: only there so that vLLM does not take it for a dry run."""
-
-Attend = Callable[[int, Tensor], Tensor]
-"""``(layer, queries [n, heads, d]) -> [n, heads, d]``."""
 
 SHORT_RUN = 16
 """Rows in a run, on average, below which our kernel reads less of the context than a backend that goes run by run."""

@@ -38,8 +38,8 @@ def ask(date: int, order: list[int], tools: list[int], question: str) -> dict[st
 
 
 def replay(prompts: list[LoggedPrompt], **options: Any) -> tuple[Replay, dict[str, Any]]:
-    steps = [MoveFields((DATE,)), SortTools(), DropRepeats(), ArrangePassages()]
     given = {"cache_tokens": 320, "donor_tokens": 600, "factors": (2, 4), "pass_tokens": 32} | options
+    steps = [MoveFields((DATE,)), SortTools(), DropRepeats(), ArrangePassages(given["cache_tokens"])]
     with Replay(steps, StableTokenizer(), ReplayOptions(**given)) as found:
         for prompt in prompts:
             found.add(prompt)

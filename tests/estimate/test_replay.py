@@ -16,7 +16,7 @@ from semblend.arrange import Arranger, move_to_end
 from semblend.errors import InputError
 from semblend.estimate.breaks import BreakKind, redact
 from semblend.estimate.replay import ReplayOptions
-from semblend.estimate.steps import REFERENCE, MoveFields
+from semblend.estimate.steps import MoveFields
 from semblend.text.chat import list_chat_parts, render_chat
 from semblend.text.logs import LoggedPrompt
 from semblend.text.parts import Part, join_parts
@@ -49,9 +49,9 @@ def count_by_hand(prompts: list[tuple[str, list[int]]], block: int, room: int) -
     return hits
 
 
-def rewrite_by_hand(requests: list[Any]) -> dict[str, list[tuple[str, list[int]]]]:
+def rewrite_by_hand(requests: list[Any], cache_tokens: int) -> dict[str, list[tuple[str, list[int]]]]:
     """The prompts of each stage, by operations on whole requests and on rendered text."""
-    arranger = Arranger()
+    arranger = Arranger(exact_size=4 * cache_tokens)
     stages: dict[str, list[tuple[str, list[int]]]] = {
         n: [] for n in ("prefix", "fields", "tools", "repeats", "arrange")
     }
@@ -73,15 +73,14 @@ def rewrite_by_hand(requests: list[Any]) -> dict[str, list[tuple[str, list[int]]
         at = [number for number, piece in enumerate(pieces) if piece in PASSAGES]
         for number, place in enumerate(at):
             if pieces[place] in [pieces[other] for other in at[:number]]:
-                pieces[place] = REFERENCE
+                pieces[place] = f"[same as the passage that begins with “{' '.join(pieces[place].split()[:6])}”]"
         stages["repeats"].append((tenant, encode(pieces, end)))
-        at = [number for number in at if pieces[number] != REFERENCE]
-        if len(at) > 1:
-            texts, before = [pieces[number] for number in at], "".join(pieces[: at[0]])
-            found = arranger.arrange(texts, namespace=Namespace(tenant=tenant), before=before)
-            arranger.record(found)
-            for place, index in zip(at, found.order, strict=True):
-                pieces[place] = texts[index]
+        at = [number for number in at if pieces[number] in PASSAGES]
+        texts, before = [pieces[number] for number in at], "".join(pieces[: at[0]])
+        found = arranger.arrange(texts, namespace=Namespace(tenant=tenant), before=before)
+        arranger.record(found)
+        for place, index in zip(at, found.order, strict=True):
+            pieces[place] = texts[index]
         stages["arrange"].append((tenant, encode(pieces, end)))
     return stages
 
@@ -107,10 +106,11 @@ def test_every_exact_row_is_what_a_replay_by_hand_counts(requests: list[Any], ro
     prompts = [make_prompt(at, ask(*one[:4]), one[4]) for at, one in enumerate(requests)]
     found, answer = replay(prompts, cache_tokens=16 * room)
     computed = dict(found.list_computed())
-    for name, sent in rewrite_by_hand(requests).items():
+    stages = rewrite_by_hand(requests, 16 * room)
+    for name, sent in stages.items():
         tokens = sum(len(ids) for _, ids in sent)
         assert computed[name] == tokens - count_by_hand(sent, 16, room), name
-    assert answer["total"]["prompt_tokens"] == sum(len(ids) for _, ids in rewrite_by_hand(requests)["prefix"])
+    assert answer["total"]["prompt_tokens"] == sum(len(ids) for _, ids in stages["prefix"])
 
 
 @settings(max_examples=15, deadline=None)

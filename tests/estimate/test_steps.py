@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend import Namespace
-from semblend.arrange import find_volatile_fields
-from semblend.estimate.steps import REFERENCE, ArrangePassages, DropRepeats, MoveFields, SortTools
+from semblend.arrange import Keep, find_volatile_fields
+from semblend.estimate.steps import ArrangePassages, DropRepeats, MoveFields, SortTools
 from semblend.text.chat import list_chat_parts
 from semblend.text.parts import Part, join_parts, split_parts
 
@@ -54,13 +54,18 @@ def test_tools_in_any_order_become_one_prompt() -> None:
 def test_a_result_that_comes_twice_is_referred_to_and_a_short_one_is_not() -> None:
     long, short = "The timetable of the northern line. " * 20, "done"
     parts = tuple(Part(text, "result") for text in (long, short, long, short))
-    assert [part.text for part in DropRepeats().apply(parts, HERE)] == [long, short, REFERENCE, short]
+    assert [part.text for part in DropRepeats().apply(parts, HERE)] == [
+        long,
+        short,
+        "[same as the passage that begins with “The timetable of the northern line.”]",
+        short,
+    ]
     assert DropRepeats().apply(parts[:2], HERE) is not None
     assert DropRepeats().apply(parts[:2], HERE) == parts[:2]
 
 
 def test_passages_are_put_into_the_order_of_an_earlier_prompt_and_numbers_stay() -> None:
-    step = ArrangePassages()
+    step = ArrangePassages(100_000)
     bodies = [f"Passage about port {name}, long enough to be one." for name in "abc"]
 
     def write(order: str) -> tuple[Part, ...]:
@@ -77,12 +82,24 @@ def test_passages_are_put_into_the_order_of_an_earlier_prompt_and_numbers_stay()
 def test_steps_keep_every_text_but_the_repeated_ones(texts: list[str], data: st.DataObject) -> None:
     kinds = [data.draw(st.sampled_from(["text", "passage", "tool", "result"])) for _ in texts]
     parts = tuple(Part(text, kind, "g") for text, kind in zip(texts, kinds, strict=True))
-    for step in (SortTools(), ArrangePassages()):
+    for step in (SortTools(), ArrangePassages(100_000)):
         assert sorted(part.text for part in step.apply(parts, HERE)) == sorted(texts)
     dropped = DropRepeats().apply(parts, HERE)
-    assert {part.text for part in dropped} - {REFERENCE} == set(texts)
+    assert {part.text for part in dropped if not part.text.startswith("[same")} == set(texts)
 
 
 def test_a_list_of_thousands_of_passages_stays_as_it_is() -> None:
     parts = tuple(Part(f"passage {number}", "passage", "g") for number in range(20_000))
-    assert ArrangePassages().apply(parts, HERE) is parts
+    assert ArrangePassages(100_000).apply(parts, HERE) is parts
+
+
+def test_the_arranger_is_told_the_caches_size_and_seeks_nothing_that_such_a_cache_has_dropped() -> None:
+    def send(step: ArrangePassages, names: str, keep: Keep = Keep()) -> str:  # noqa: B008
+        parts = tuple(Part(name * 100, "passage", "g", marked=True) for name in names)
+        return "".join(part.text[0] for part in step.apply(parts, HERE, keep))
+
+    small = ArrangePassages(150)  # 600 characters: two prompts
+    for step in (small, small.scale(10)):
+        for names in ("abc", "uvw", "xyz", "ca"):
+            send(step, names, Keep(within=0))
+        assert send(step, "bac") == ("cab" if step is small else "abc")

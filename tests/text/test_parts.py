@@ -64,7 +64,7 @@ def test_marks_win_over_what_text_looks_like() -> None:
     marked = [{"type": "text", "text": LONG.format(n), "semblend": {"commutes": "docs"}} for n in range(2)]
     plain = {"type": "text", "text": f"Document 1: {LONG}\nDocument 2: {LONG}"}
     parts = split_parts(list_chat_parts([{"role": "user", "content": [*marked, plain]}]), "auto")
-    assert [(part.group, part.marked) for part in parts if part.kind == "passage"] == [("docs", True)] * 2
+    assert [(part.group, part.marked) for part in parts if part.kind == "passage"] == [("message 0, docs", True)] * 2
     assert not any(part.kind == "passage" for part in split_parts([Part(plain["text"])], "marked"))
 
 

@@ -21,12 +21,12 @@ from semblend.arrange.groups import (
     ArrangedGroup,
     ArrangedMessages,
     ArrangedParts,
-    PassageGroup,
     arrange_messages,
     arrange_parts,
 )
 from semblend.arrange.hygiene import find_volatile_fields
 from semblend.arrange.keep import Keep
+from semblend.arrange.marks import PassageGroup
 from semblend.arrange.repeats import Deduplicated, Reference, replace_repeats
 from semblend.arrange.volatile import VolatileField, move_to_end
 

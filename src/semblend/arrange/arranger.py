@@ -11,12 +11,15 @@ from pathlib import Path
 from semblend.arrange.arrangement import Arrangement, Expected
 from semblend.arrange.keep import FREE, Keep, Room, measure_displaced
 from semblend.arrange.memory import Sent, SequenceMemory
+from semblend.arrange.repeats import find_repeats
 from semblend.arrange.search import find_longest_path, order_rest
 from semblend.arrange.sequence_file import SequenceFile
 from semblend.errors import InputError
 from semblend.prompt import Namespace, Prompt
 
 MOST_PASSAGES = 200_000
+CHARS_PER_TOKEN = 4
+"""Characters of a token of English, about: a cache's size is told in tokens, passages are counted in characters."""
 Passage = str | Prompt
 
 
@@ -49,6 +52,13 @@ class Arranger:
         for sent in self._file.load() if self._file is not None else ():
             self._memory.add(sent)
 
+    @classmethod
+    def for_cache(
+        cls, cache_tokens: int, *, count: Callable[[str], int] = len, path: str | Path | None = None
+    ) -> Arranger:
+        """An arranger beside an exact prefix cache of so many tokens, as a server has it; it counts characters."""
+        return cls(count=count, exact_size=cache_tokens * CHARS_PER_TOKEN, path=path)
+
     def arrange(
         self,
         passages: Sequence[Passage],
@@ -79,7 +89,7 @@ class Arranger:
         )
         return Arrangement(
             order=tuple(order),
-            repeats=_find_repeats(keys),
+            repeats=tuple((one.index, one.first) for one in find_repeats(keys)),
             expected=expected,
             owner=_digest(namespace.tenant),
             scope=scope,
@@ -200,14 +210,3 @@ def _digest(passage: Passage, scope: bytes = b"") -> bytes:
     else:
         raw, kind = passage.token_ids.tobytes(), b"tokens"
     return hashlib.blake2b(raw, digest_size=16, key=scope[:64], person=kind).digest()
-
-
-def _find_repeats(keys: Sequence[bytes]) -> tuple[tuple[int, int], ...]:
-    first: dict[bytes, int] = {}
-    repeats = []
-    for index, key in enumerate(keys):
-        if key in first:
-            repeats.append((index, first[key]))
-        else:
-            first[key] = index
-    return tuple(repeats)

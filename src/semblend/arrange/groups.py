@@ -12,20 +12,9 @@ from dataclasses import dataclass
 from semblend.arrange.arrangement import Arrangement
 from semblend.arrange.arranger import Arranger
 from semblend.arrange.keep import FREE, Keep
+from semblend.arrange.marks import MARK, PassageGroup, PassageMark, find_groups, read_mark
 from semblend.errors import InputError
 from semblend.prompt import Namespace
-
-MARK = "semblend"
-
-
-@dataclass(frozen=True, slots=True)
-class PassageGroup:
-    """Parts of message ``message`` at ``places`` that commute; ``scores`` is their relevance, where it is known."""
-
-    message: int
-    name: str
-    places: tuple[int, ...]
-    scores: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +57,8 @@ def arrange_messages(
 ) -> ArrangedMessages:
     """Arrange the marked parts of OpenAI messages on the client, for any server with a prefix cache.
 
-    A part is marked by ``"semblend": {"commutes": "a group's name"}``. Record each of ``sent`` when they were sent.
+    A part is marked as for a server: ``"semblend": {"commutes": "a group's name"}``, with a ``score`` if you like.
+    Record each of ``sent`` when they were sent.
 
     >>> parts = [{"type": "text", "text": text, "semblend": {"commutes": "docs"}} for text in ("a", "b")]
     >>> found = arrange_messages(Arranger(), [{"role": "user", "content": parts}])
@@ -80,11 +70,7 @@ def arrange_messages(
     for number, message in enumerate(messages):
         parts = _list_parts(number, message)
         texts.append((str(message.get("role", "")), [str(part.get("text", part)) for part in parts]))
-        marks: dict[str, list[int]] = {}
-        for place, part in enumerate(parts):
-            if MARK in part:
-                marks.setdefault(_read_mark(number, place, part), []).append(place)
-        groups += [PassageGroup(number, name, tuple(places)) for name, places in marks.items()]
+        groups += find_groups(number, [_read_mark(number, place, part) for place, part in enumerate(parts)], keep)
     found = arrange_parts(arranger, texts, groups, namespace=namespace, keep=keep)
     changed = [_write(message, found.parts.get(number)) for number, message in enumerate(messages)]
     return ArrangedMessages(changed, found.groups, found.sent)
@@ -151,13 +137,15 @@ def _list_parts(number: int, message: Mapping[str, object]) -> list[Mapping[str,
     return list(content)
 
 
-def _read_mark(number: int, place: int, part: Mapping[str, object]) -> str:
-    mark = part[MARK]
-    name = mark.get("commutes") if isinstance(mark, Mapping) and len(mark) == 1 else None
-    if not isinstance(name, str) or not name or not isinstance(part.get("text"), str):
-        where = f"messages[{number}].content[{place}]"
-        raise InputError(f"{where} has a mark that cannot be read", hint='{"semblend": {"commutes": "docs"}} on a text')
-    return name
+def _read_mark(number: int, place: int, part: Mapping[str, object]) -> PassageMark | None:
+    where = f"messages[{number}].content[{place}]"
+    try:
+        mark = read_mark(part.get(MARK))
+    except InputError as error:
+        raise InputError(f"{where}: {error.message}", hint=error.hint) from None
+    if mark is not None and not isinstance(part.get("text"), str):
+        raise InputError(f"{where} has a mark and no text", hint="mark parts of type text")
+    return mark
 
 
 def _write(message: Mapping[str, object], texts: Sequence[str] | None) -> dict[str, object]:

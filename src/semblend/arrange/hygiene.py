@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from semblend.arrange.arranger import CHARS_PER_TOKEN
 from semblend.arrange.volatile import MOST_FIELD_CHARS, WINDOW_CHARS, VolatileField, move_to_end
 from semblend.errors import InputError
 
@@ -28,7 +29,6 @@ LEAST_BEHIND_CHARS = 512
 MOST_CANDIDATES = 4_096
 MOST_FIELDS = 8
 LEAST_PROMPTS = 3
-CHARS_PER_TOKEN = 4.0
 BLOCK_CHARS = 128
 """About two of an engine's blocks of sixteen tokens."""
 MOST_BLOCKS = 400_000

@@ -6,13 +6,16 @@ a passage is replaced only where the same text, to the character, stands further
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from string import Formatter
 
 from semblend.errors import InputError
 
 TEMPLATE = "[same as passage {number}]"
+TEMPLATE_BY_START = "[same as the passage that begins with “{start}”]"
+"""Stays true where passages change places afterwards."""
 LEAST_CHARS = 64
 _FIELDS = {"number", "start"}
 
@@ -38,25 +41,40 @@ class Deduplicated:
         flat = [passage for turn in self.turns for passage in turn]
         for reference in self.references:
             flat[reference.index] = flat[reference.first]
-        found, at = [], 0
-        for turn in self.turns:
-            found.append(tuple(flat[at : at + len(turn)]))
-            at += len(turn)
-        return tuple(found)
+        rest = iter(flat)
+        return tuple(tuple(islice(rest, len(turn))) for turn in self.turns)
 
     def find_source(self, index: int) -> int:
         """The passage that a citation of ``index`` means: the first with that text, or itself."""
         return next((one.first for one in self.references if one.index == index), index)
 
 
+def find_repeats(passages: Iterable[Hashable]) -> Iterator[Reference]:
+    """Passages that are equal to an earlier one, in order.
+
+    >>> [(one.index, one.first) for one in find_repeats(["a", "b", "a", "a"])]
+    [(2, 0), (3, 0)]
+    """
+    seen: dict[Hashable, int] = {}
+    for index, passage in enumerate(passages):
+        first = seen.setdefault(passage, index)
+        if first < index:
+            yield Reference(index, first)
+
+
 def replace_repeats(
-    turns: Sequence[Sequence[str]], *, template: str = TEMPLATE, least_chars: int = LEAST_CHARS
+    turns: Sequence[Sequence[str]],
+    *,
+    template: str = TEMPLATE,
+    least_chars: int = LEAST_CHARS,
+    count: Callable[[str], int] = len,
 ) -> Deduplicated:
     """Replace each passage that stands earlier in the same prompt by a reference to it.
 
     ``turns`` are the passages of each turn, in the order of the prompt. In the template ``{number}`` is the number of
     the earlier passage, counted from 1 over all turns, and ``{start}`` its first words. A passage shorter than
-    ``least_chars``, or than its reference, stays.
+    ``least_chars``, or than its reference, stays. ``count`` gives a text's length, for texts that stand for longer
+    ones.
 
     >>> long = "a passage that is long enough to be worth a reference " * 2
     >>> found = replace_repeats([[long, "other"], [long]])
@@ -66,26 +84,20 @@ def replace_repeats(
     True
     """
     _check_template(template)
-    first: dict[str, int] = {}
+    if any(isinstance(turn, str) for turn in turns):
+        raise InputError("a turn is a list of passages", hint='replace_repeats([["...", "..."], ["..."]])')
+    flat = [passage for turn in turns for passage in turn]
     references: list[Reference] = []
-    saved = number = 0
-    replaced: list[tuple[str, ...]] = []
-    for turn in turns:
-        if isinstance(turn, str):
-            raise InputError("a turn is a list of passages", hint='replace_repeats([["...", "..."], ["..."]])')
-        now = []
-        for passage in turn:
-            earlier = first.setdefault(passage, number)
-            reference = template.format(number=earlier + 1, start=_take_start(passage)) if earlier < number else passage
-            if len(passage) >= max(least_chars, len(reference) + 1):
-                references.append(Reference(number, earlier))
-                saved += len(passage) - len(reference)
-                now.append(reference)
-            else:
-                now.append(passage)
-            number += 1
-        replaced.append(tuple(now))
-    return Deduplicated(tuple(replaced), tuple(references), saved)
+    saved = 0
+    for repeat in find_repeats(tuple(flat)):
+        passage = flat[repeat.index]
+        reference = template.format(number=repeat.first + 1, start=_take_start(passage))
+        if (chars := count(passage)) >= max(least_chars, len(reference) + 1):
+            references.append(repeat)
+            saved += chars - len(reference)
+            flat[repeat.index] = reference
+    rest = iter(flat)
+    return Deduplicated(tuple(tuple(islice(rest, len(turn))) for turn in turns), tuple(references), saved)
 
 
 def _take_start(passage: str) -> str:

@@ -32,6 +32,7 @@ def _describe(answer: dict[str, Any]) -> str:
             f"(log format {answer['format']}, tokenizer {answer['tokenizer']}{about}{part}{stopped})",
             f"prefix cache: {options['cache_tokens']:,} tokens, {gigabytes:.1f} GB of {rates['model']} KV, "
             f"blocks of {options['block_tokens']}, LRU; donors: {options['donor_tokens']:,} tokens more",
+            "what is full forgets what was used longest ago; passages are arranged for that size (exact_size)",
             f"prefill: {rates['prefill_tokens_per_s']:,.0f} tokens/s ({rates['prefill_source']})",
             f"price: {rates['price_per_million']:.4g} {rates['currency']} a million tokens ({rates['price_source']})",
         ]

@@ -12,7 +12,7 @@ from semblend.arrange import VolatileField
 from semblend.estimate.any_offset import BALANCED_SHARE
 from semblend.estimate.breaks import redact
 from semblend.estimate.rates import Rates
-from semblend.estimate.replay import BALANCED, FAST, PREFIX, Replay
+from semblend.estimate.replay import ARRANGE, BALANCED, FAST, PREFIX, Replay
 from semblend.text.tokenization import STABLE
 
 _TITLES = {
@@ -20,16 +20,22 @@ _TITLES = {
     "fields": "move fields to the end: none found",
     "tools": "sort the tools",
     "repeats": "drop repeats",
-    "arrange": "arrange the passages",
+    ARRANGE: "arrange the passages",
     BALANCED: "reuse at any offset, balanced",
     FAST: "reuse at any offset, fast",
 }
 _ASSUMES = {
-    PREFIX: "Blocks are shared from the first token on, LRU, within one tenant, model, adapter and salt.",
+    PREFIX: (
+        "Blocks are shared from the first token on, within one tenant, model, adapter and salt. The cache is bounded: "
+        "where it is full, the blocks that were used longest ago leave it, and what they held is computed again."
+    ),
     "fields": "The answer does not depend on where the field stands. The label moves with it.",
     "tools": "Tools may stand in any order. They are sorted by their JSON text.",
-    "repeats": "A reference to the same text above does as well as the text.",
-    "arrange": "Passages of one list may change places.",
+    "repeats": "A reference that names a text by its first words does as well as the text itself.",
+    ARRANGE: (
+        "Passages of one list may change places. The arranger knows the cache's size (exact_size) and seeks no "
+        "beginning that such a cache has dropped by now."
+    ),
     BALANCED: (
         f"Donors have memory of their own. From one donor in order {BALANCED_SHARE:.0%} of the reused tokens are "
         "computed again; other prompts are computed in full, as the quality gate mostly decides. Beginnings that are "
@@ -38,7 +44,10 @@ _ASSUMES = {
     FAST: "Instead of balanced: the first 16 tokens of each span are computed again, and no gate looks at the answer.",
 }
 _LABEL_CHARS = 32
-_MEMORY_ASSUMES = "So many times the tokens of KV, for the prefix cache and for donors, with everything above in place."
+_MEMORY_ASSUMES = (
+    "Everything above, with so many times the tokens of KV in the prefix cache and for donors. Passages are "
+    "arranged for a cache of that size."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +137,7 @@ def _write_title(name: str, field_names: Sequence[str]) -> str:
 
 
 def _write_assumption(name: str, replay: Replay) -> str:
-    if name != "arrange":
+    if name != ARRANGE:
         return _ASSUMES.get(name, _MEMORY_ASSUMES)
     if replay.assumed_passages and replay.marked_passages:
         return f"{_ASSUMES[name]} Marks say so for {replay.marked_passages:,}; {replay.assumed_passages:,} are assumed."

@@ -84,13 +84,17 @@ class AnyOffsetReplay:
     def close(self) -> None:
         self._semblend.close()
 
-    def add(self, prompt: Prompt, keys: KeyArray, asked: int) -> ReuseCount:
+    def add(self, prompt: Prompt, keys: KeyArray, asked: int, *, wanted: bool = True) -> ReuseCount:
         """Count what is reused of a prompt, then keep of it what an engine would keep.
 
-        ``keys`` are the blocks of the prompt and of the answer behind it; ``asked`` of them may be hit.
+        ``keys`` are the blocks of the prompt and of the answer behind it; ``asked`` of them may be hit. A prompt for
+        which reuse is not ``wanted`` has the exact cache alone, and is no donor.
         """
         tokens, size = len(prompt), self._block_tokens
         exact = self._cache.replay(keys, asked, 0)[0] * size
+        if not wanted:
+            self._cache.replay(keys, 0)
+            return ReuseCount(exact, 0, tokens - exact)
         moved: tuple[Span, ...] = ()
         if tokens - exact > self._shortest + self._pass_tokens:
             if self._find_equal(prompt, keys, asked):

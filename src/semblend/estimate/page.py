@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from semblend.arrange.arranger import CHARS_PER_TOKEN
 from semblend.estimate.charts import draw_memory, draw_steps
 from semblend.estimate.words import (
     format_count,
@@ -53,7 +54,7 @@ def render_page(answer: Mapping[str, Any]) -> str:
         _render_figure(
             draw_memory(answer),
             "Share of the prompt tokens that an exact prefix cache alone holds: of the prompts as they are, and with "
-            "fields moved, tools sorted, repeats dropped and passages arranged.",
+            "fields moved, tools sorted, repeats dropped and passages arranged for the size in use.",
         ),
         _render_groups(answer),
         _render_assumptions(answer),
@@ -218,7 +219,15 @@ def _render_sources(answer: Mapping[str, Any]) -> str:
     rows = [
         ("log", f"{answer['source']}, format {answer['format']}, {answer['lines_skipped']:,} lines skipped"),
         ("tokenizer", f"{answer['tokenizer']}{about}"),
-        ("prefix cache", f"{options['cache_tokens']:,} tokens in blocks of {options['block_tokens']}, LRU"),
+        (
+            "prefix cache",
+            f"{options['cache_tokens']:,} tokens in blocks of {options['block_tokens']}; full, it forgets what was "
+            "used longest ago",
+        ),
+        (
+            "arranger",
+            f"told that it holds {options['cache_tokens'] * CHARS_PER_TOKEN:,} characters (exact_size)",
+        ),
         ("donors", f"{options['donor_tokens']:,} tokens"),
         ("KV", f"{rates['kv_bytes_per_token']:,} bytes a token ({rates['model']}, 16 bits)"),
         ("prefill", f"{rates['prefill_tokens_per_s']:,.0f} tokens/s ({rates['prefill_source']})"),

@@ -23,14 +23,15 @@ from semblend.text.logs import LoggedPrompt
 from semblend.text.parts import Splitter, join_parts, split_parts
 from semblend.text.tokenization import Tokenizer
 
-PREFIX, BALANCED, FAST = "prefix", "balanced", "fast"
+PREFIX, ARRANGE, BALANCED, FAST = "prefix", "arrange", "balanced", "fast"
 _CURVE = (0.25, 0.5)
 _KIND_OF_STEP = {
     "fields": BreakKind.FIELD,
     "tools": BreakKind.TOOLS,
     "repeats": BreakKind.REPEATS,
-    "arrange": BreakKind.ORDER,
+    ARRANGE: BreakKind.ORDER,
 }
+_Sent = tuple[TokenArray, KeyArray, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ class Replay:
         self.prompts = self.prompt_tokens = self.assumed_passages = self.marked_passages = 0
         self._hasher = BlockHasher(options.block_tokens)
         self._stages = [_Stage(PREFIX, None, options), *(_Stage(step.name, step, options) for step in steps)]
+        self._larger = [[step.scale(factor) for step in steps] for factor in options.factors]
         self._reuses = [self._make_reuse(BALANCED, 1), *(self._make_reuse(FAST, f) for f in (1, *options.factors))]
         self._reuse_names = [BALANCED, FAST, *(f"memory x{factor}" for factor in options.factors)]
         self._reuse_computed = [0] * len(self._reuses)
@@ -145,16 +147,21 @@ class Replay:
             return
         passed: list[_StageCount] = []
         texts: list[str] = []
+        given: list[Parts] = []
         for stage in self._stages:
-            changed = parts if stage.step is None else stage.step.apply(parts, namespace)
+            given.append(parts)
+            changed = parts if stage.step is None else self._apply(stage.step, parts, logged, namespace)
             if changed is not parts:
                 sent = self._encode(changed, logged, namespace)
             passed.append(stage.count(*sent, changed=changed is not parts))
             if logged.text is not None:
                 texts.append(texts[-1] if texts and changed is parts else join_parts(changed))
             parts = changed
-        prompt = Prompt(sent[0], namespace=namespace)
-        computed = [reuse.add(prompt, sent[1], sent[2]).computed_tokens for reuse in self._reuses]
+        larger = [self._resend(steps, given[1:], (parts, sent), logged, namespace) for steps in self._larger]
+        computed = [
+            reuse.add(Prompt(tokens, namespace=namespace), keys, asked, wanted=logged.reuse).computed_tokens
+            for reuse, (tokens, keys, asked) in zip(self._reuses, [sent, sent, *larger], strict=True)
+        ]
         for at, tokens in enumerate(computed):
             self._reuse_computed[at] += tokens
         self.prompts += 1
@@ -162,7 +169,31 @@ class Replay:
         self.groups.add(logged.tenant, passed[0].tokens, passed[0].computed, computed[0])
         self.breaks.add(self._find_break(passed, computed[1]), logged, namespace, texts)
 
-    def _encode(self, parts: Parts, logged: LoggedPrompt, namespace: Namespace) -> tuple[TokenArray, KeyArray, int]:
+    def _apply(self, step: Step, parts: Parts, logged: LoggedPrompt, namespace: Namespace) -> Parts:
+        """The prompt behind a step. A server moves no passages of a request that wants no reuse."""
+        if step.name == ARRANGE and not logged.reuse:
+            return parts
+        return step.apply(parts, namespace, logged.keep)
+
+    def _resend(
+        self,
+        steps: Sequence[Step],
+        given: Sequence[Parts],
+        usual: tuple[Parts, _Sent],
+        logged: LoggedPrompt,
+        namespace: Namespace,
+    ) -> _Sent:
+        """The prompt as it would be sent beside more memory, where a step depends on that; else as usual."""
+        parts = usual[0]
+        for at, (stage, step) in enumerate(zip(self._stages[1:], steps, strict=True)):
+            if step is not stage.step:
+                parts = given[at]
+                for one in steps[at:]:
+                    parts = self._apply(one, parts, logged, namespace)
+                break
+        return usual[1] if parts == usual[0] else self._encode(parts, logged, namespace)
+
+    def _encode(self, parts: Parts, logged: LoggedPrompt, namespace: Namespace) -> _Sent:
         """Token ids of a prompt, keys of its blocks and of those of its answer, and how many of them may be hit."""
         tokens = self.tokens.encode(parts)
         # An engine computes at least the last token, to have something to continue from.

@@ -7,19 +7,17 @@ callers who say that their passages commute.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-from semblend.arrange import Arranger, VolatileField
+from semblend.arrange import Arranger, Keep, VolatileField, arrange_parts, replace_repeats
+from semblend.arrange.keep import FREE
+from semblend.arrange.marks import MOST_MARKED, PassageMark, find_groups
+from semblend.arrange.repeats import TEMPLATE_BY_START
 from semblend.arrange.volatile import WINDOW_CHARS, cut_fields
 from semblend.prompt import Namespace
 from semblend.text.parts import Part, join_parts
 
-REFERENCE = "[The same text stands above.]"
-LEAST_REPEAT_CHARS = 200
-LEAST_REPEAT_TOKENS = 48
-MOST_ARRANGED = 512
-"""A longer list stays as it is: arranging takes time that grows with its square."""
 Parts = tuple[Part, ...]
 
 
@@ -29,8 +27,11 @@ class Step(Protocol):
     @property
     def name(self) -> str: ...
 
-    def apply(self, parts: Parts, namespace: Namespace, /) -> Parts:
-        """The prompt as it would be sent; the very same object where nothing changes."""
+    def apply(self, parts: Parts, namespace: Namespace, keep: Keep = FREE, /) -> Parts:
+        """The prompt as it would be sent; the very same object where nothing changes. ``keep`` is the request's."""
+
+    def scale(self, factor: int, /) -> Step:
+        """The same step, with nothing remembered, beside so many times the memory; itself where memory is no matter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,10 @@ class MoveFields:
     fields: tuple[VolatileField, ...]
     name: str = "fields"
 
-    def apply(self, parts: Parts, _: Namespace) -> Parts:
+    def scale(self, _: int) -> MoveFields:
+        return self
+
+    def apply(self, parts: Parts, _: Namespace, __: Keep = FREE) -> Parts:
         if not self.fields:
             return parts
         kept: list[Part] = []
@@ -73,7 +77,10 @@ class SortTools:
 
     name: str = "tools"
 
-    def apply(self, parts: Parts, _: Namespace) -> Parts:
+    def scale(self, _: int) -> SortTools:
+        return self
+
+    def apply(self, parts: Parts, _: Namespace, __: Keep = FREE) -> Parts:
         places = [at for at, part in enumerate(parts) if part.kind == "tool"]
         tools = [parts[at] for at in places]
         ordered = sorted(tools, key=lambda tool: tool.text)
@@ -82,60 +89,62 @@ class SortTools:
 
 @dataclass(frozen=True, slots=True)
 class DropRepeats:
-    """A passage or a tool result that already stands in the same prompt becomes a reference to it."""
+    """A passage or a tool result that already stands in the same prompt becomes a reference (`replace_repeats`)."""
 
     name: str = "repeats"
 
-    def apply(self, parts: Parts, _: Namespace) -> Parts:
-        seen: set[str] = set()
-        found: list[Part] = []
-        for part in parts:
-            if part.kind in ("passage", "result") and _is_long(part):
-                if part.text in seen:
-                    found.append(Part(REFERENCE))
-                    continue
-                seen.add(part.text)
-            found.append(part)
-        return parts if len(seen) == sum(_can_repeat(part) for part in parts) else tuple(found)
+    def scale(self, _: int) -> DropRepeats:
+        return self
 
-
-def _can_repeat(part: Part) -> bool:
-    return part.kind in ("passage", "result") and _is_long(part)
-
-
-def _is_long(part: Part) -> bool:
-    if part.token_ids is not None:
-        return len(part.token_ids) >= LEAST_REPEAT_TOKENS
-    return len(part.text) >= LEAST_REPEAT_CHARS
-
-
-@dataclass(frozen=True, slots=True)
-class ArrangePassages:
-    """Passages of one group stand in the order in which earlier prompts had them."""
-
-    arranger: Arranger = field(default_factory=Arranger)
-    name: str = "arrange"
-
-    def apply(self, parts: Parts, namespace: Namespace) -> Parts:
-        groups: dict[str, list[int]] = {}
-        for at, part in enumerate(parts):
-            if part.kind == "passage":
-                groups.setdefault(part.group, []).append(at)
-        arranged = parts
-        for places in groups.values():
-            if 1 < len(places) <= MOST_ARRANGED:
-                arranged = self._arrange(arranged, places, namespace)
-        return arranged
-
-    def _arrange(self, parts: Parts, places: list[int], namespace: Namespace) -> Parts:
-        passages = [parts[at] for at in places]
-        found = self.arranger.arrange(
-            [part.text for part in passages], namespace=namespace, before=join_parts(parts[: places[0]])
-        )
-        self.arranger.record(found)
-        if found.order == tuple(range(len(passages))):
+    def apply(self, parts: Parts, _: Namespace, __: Keep = FREE) -> Parts:
+        places = [at for at, part in enumerate(parts) if part.kind in ("passage", "result")]
+        chars = {parts[at].text: parts[at].chars for at in places}
+        if len(chars) == len(places):
             return parts
-        return put_at(parts, places, [passages[index] for index in found.order])
+        # The next step may move the passage that a reference means, so it is named by its first words.
+        found = replace_repeats(
+            [[parts[at].text for at in places]], template=TEMPLATE_BY_START, count=chars.__getitem__
+        )
+        if not found.references:
+            return parts
+        replaced = [places[one.index] for one in found.references]
+        return put_at(parts, replaced, [Part(found.turns[0][one.index]) for one in found.references])
+
+
+class ArrangePassages:
+    """Passages of one group stand in the order in which earlier prompts had them, as `semblend serve` would put them.
+
+    ``cache_tokens`` is the size of the exact prefix cache, which the arranger is told as a server's is.
+    """
+
+    name = "arrange"
+
+    def __init__(self, cache_tokens: int) -> None:
+        self._cache_tokens = cache_tokens
+        self._chars: dict[str, int] = {}
+        self._arranger = Arranger.for_cache(cache_tokens, count=self._chars.__getitem__)
+
+    def scale(self, factor: int) -> ArrangePassages:
+        return ArrangePassages(self._cache_tokens * factor)
+
+    def apply(self, parts: Parts, namespace: Namespace, keep: Keep = FREE) -> Parts:
+        marks = [PassageMark(part.group, part.score) if part.kind == "passage" else None for part in parts]
+        groups = [group for group in find_groups(0, marks) if len(group.places) <= MOST_MARKED]
+        if not groups:
+            return parts
+        self._chars.clear()
+        self._chars.update((part.text, part.chars) for part in parts if part.kind == "passage")
+        if not any(part.marked for part in parts):
+            keep = FREE  # a request without marks says nothing about them
+        # The whole prompt is one message here: groups are of one message already.
+        texts = [("", [part.text for part in parts])]
+        found = arrange_parts(self._arranger, texts, groups, namespace=namespace, keep=keep)
+        arranged = parts
+        for group, one, sent in zip(groups, found.groups, found.sent, strict=True):
+            self._arranger.record(sent)
+            if any(place != index for place, index in enumerate(one.order)):
+                arranged = put_at(arranged, group.places, [parts[group.places[index]] for index in one.order])
+        return arranged
 
 
 def put_at(parts: Parts, places: Sequence[int], chosen: Sequence[Part]) -> Parts:

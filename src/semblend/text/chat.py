@@ -11,6 +11,15 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from semblend.arrange.marks import (
+    MARK,
+    NO_MARKS,
+    PassageMark,
+    RequestMarks,
+    find_groups,
+    find_listed_place,
+    read_mark,
+)
 from semblend.errors import InputError
 from semblend.text.parts import LEAST_PASSAGE_CHARS, TURN, Part, PartKind, join_parts
 
@@ -33,17 +42,35 @@ def render_chat(messages: Any, *, system: Any = None, tools: Any = None) -> str:
     return join_parts(list_chat_parts(messages, system=system, tools=tools))
 
 
-def list_chat_parts(messages: Any, *, system: Any = None, tools: Any = None) -> list[Part]:
-    """The same text in parts: every tool by itself, every content part by itself, and what stands between them."""
+def list_chat_parts(
+    messages: Any, *, system: Any = None, tools: Any = None, marks: RequestMarks = NO_MARKS
+) -> list[Part]:
+    """The same text in parts: every tool by itself, every content part by itself, and what stands between them.
+
+    ``marks`` are the request's own: passages that it lists stand in front of the last user message, as in a server.
+    """
     if not isinstance(messages, list) or not messages:
         raise InputError("messages are not a non-empty list", hint=_HINT)
+    if marks.passages:
+        messages = _put_listed(messages, marks)
     sections = []
     if tools:
         sections.append([Part("<|tools|>\n"), *_list_tools(tools)])
     if system is not None:
-        sections.append([Part("<|system|>\n"), *_list_content(system, "system")])
-    sections.extend(_list_message(number, message) for number, message in enumerate(messages))
+        sections.append([Part("<|system|>\n"), *_list_content(system, "system", marks)])
+    sections.extend(_list_message(number, message, marks) for number, message in enumerate(messages))
     return _join(sections, Part("\n", group=TURN))
+
+
+def _put_listed(messages: list[Any], marks: RequestMarks) -> list[Any]:
+    place = find_listed_place([message.get("role") if isinstance(message, dict) else None for message in messages])
+    content = messages[place].get("content")
+    rest = content if isinstance(content, list) else [content]
+    listed = [
+        {"text": text, MARK: {"commutes": mark.group, "score": mark.score}}
+        for text, mark in zip(marks.passages, marks.listed, strict=True)
+    ]
+    return [*messages[:place], messages[place] | {"content": [*listed, *rest]}, *messages[place + 1 :]]
 
 
 def _join(sections: Iterable[list[Part]], between: Part = _NEW_LINE) -> list[Part]:
@@ -59,7 +86,7 @@ def _list_tools(tools: Any) -> list[Part]:
     return [Part("["), *_join([[Part(_json(tool), "tool", "tools")] for tool in tools], Part(", ")), Part("]")]
 
 
-def _list_message(number: int, message: Any) -> list[Part]:
+def _list_message(number: int, message: Any, marks: RequestMarks) -> list[Part]:
     where = f"message {number}"
     if not isinstance(message, dict):
         raise InputError(f"{where} is not an object", hint=_HINT)
@@ -70,7 +97,7 @@ def _list_message(number: int, message: Any) -> list[Part]:
     if isinstance(message.get("name"), str):
         sections.append([Part(f"name: {message['name']}")])
     if message.get("content") is not None:
-        content = _list_content(message["content"], where)
+        content = _list_content(message["content"], where, marks, number)
         if role in _RESULT_ROLES and len(content) == 1 and content[0].kind == "text":
             content = [Part(content[0].text, "result")]
         sections.append(content)
@@ -81,15 +108,21 @@ def _list_message(number: int, message: Any) -> list[Part]:
     return _join(sections)
 
 
-def _list_content(content: Any, where: str) -> list[Part]:
+def _list_content(content: Any, where: str, marks: RequestMarks, number: int = 0) -> list[Part]:
     if isinstance(content, str):
         return [Part(content)]
     if isinstance(content, list):
         found = list(_read_parts(content, where))
         if not any(part.marked for part in found):
             found = _assume_passages(found, where)
+        _check_groups(found, marks, number)
         return _join([part] for part in found)
     raise InputError(f"content of {where} is neither a string nor a list of parts", hint=_HINT)
+
+
+def _check_groups(found: list[Part], marks: RequestMarks, number: int) -> None:
+    """Raise where marks do not fit together: a server refuses such a request."""
+    find_groups(number, [PassageMark(part.group, part.score) if part.marked else None for part in found], marks.keep)
 
 
 def _assume_passages(found: list[Part], where: str) -> list[Part]:
@@ -112,9 +145,11 @@ def _read_parts(content: Iterable[Any], where: str) -> Iterable[Part]:
         elif part.get("type", "text") in _TEXT_PARTS:
             if not isinstance(part.get("text"), str):
                 raise InputError(f"content part {number} of {where} has no text", hint=_HINT)
-            mark = part.get("semblend")
-            group = mark.get("commutes") if isinstance(mark, dict) else None
-            yield Part(part["text"]) if group is None else Part(part["text"], "passage", f"{group}", marked=True)
+            mark = read_mark(part.get(MARK))
+            if mark is None:
+                yield Part(part["text"])
+            else:  # a group belongs to its message
+                yield Part(part["text"], "passage", f"{where}, {mark.group}", marked=True, score=mark.score)
         else:  # an image or a file: its tokens are unknown here, but equal parts must stay equal
             digest = hashlib.sha256(_json(part).encode("utf-8", "surrogatepass")).hexdigest()[:16]
             yield Part(f"<|{part.get('type')}:{digest}|>")

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from semblend.arrange.keep import FREE, Keep
+from semblend.arrange.marks import MARK, RequestMarks, read_request
 from semblend.errors import InputError, TokenError
 from semblend.prompt import TokenArray, as_token_array
 from semblend.text.block_traces import list_block_parts
@@ -45,7 +47,8 @@ _FIELDS_HINT = (
 class LoggedPrompt:
     """One prompt of a log: either ``text`` or ``token_ids`` is set, never both.
 
-    ``parts`` are the prompt in pieces. ``answer`` is what an engine wrote behind it, where the log has that.
+    ``parts`` are the prompt in pieces. ``answer`` is what an engine wrote behind it, where the log has that. ``keep``:
+    how far its passages may move. ``reuse``: False where the caller wanted none of it.
     """
 
     line: int
@@ -60,6 +63,8 @@ class LoggedPrompt:
     parts: tuple[Part, ...] = ()
     answer: str = ""
     is_chat: bool = False
+    keep: Keep = FREE
+    reuse: bool = True
 
     @property
     def answer_parts(self) -> tuple[Part, ...]:
@@ -165,6 +170,7 @@ class _LineReader:
         nested = next((record[name] for name in NESTED_FIELDS if isinstance(record.get(name), dict)), None)
         self.scopes: list[dict[str, Any]] = [record] if nested is None else [record, nested]
         self.tenant_field = tenant_field
+        self.marks = self._read_marks()
         self._is_chat = False
 
     def prompt(self, number: int) -> LoggedPrompt:
@@ -183,17 +189,21 @@ class _LineReader:
             parts=tuple(parts),
             answer=self._answer(),
             is_chat=self._is_chat,
+            keep=self.marks.keep,
+            reuse=self.marks.reuse,
         )
+
+    def _read_marks(self) -> RequestMarks:
+        """What the request says about its passages, as a server reads it."""
+        given = next((scope[MARK] for scope in self.scopes if scope.get(MARK) is not None), None)
+        try:
+            return read_request(given)
+        except InputError as error:
+            raise self._bad(MARK, error.message, error.hint or "") from None
 
     def _parts(self) -> Sequence[Part]:
         parts = self._content()
-        marks: dict[str, Any] = next(
-            (scope["semblend"] for scope in self.scopes if isinstance(scope.get("semblend"), dict)), {}
-        )
-        passages = marks.get("passages")
-        if isinstance(passages, list) and len(passages) > 1:
-            return mark_texts(parts, [one for one in passages if isinstance(one, str)])
-        return parts
+        return parts if self._is_chat or not self.marks.passages else mark_texts(parts, self.marks.passages)
 
     def _content(self) -> list[Part]:
         for scope in self.scopes:
@@ -248,9 +258,8 @@ class _LineReader:
     def _chat(self, name: str, scope: dict[str, Any], messages: Any) -> list[Part]:
         self._is_chat = True
         try:
-            return list_chat_parts(
-                messages, system=scope.get("system", scope.get("instructions")), tools=scope.get("tools")
-            )
+            system = scope.get("system", scope.get("instructions"))
+            return list_chat_parts(messages, system=system, tools=scope.get("tools"), marks=self.marks)
         except InputError as error:
             raise self._bad(name, error.message, error.hint) from None
 

@@ -1,7 +1,8 @@
 """The parts of a prompt: running text, tool definitions, passages, tool results. Joined they are the prompt.
 
-An estimate moves parts around and counts; nobody else needs them. Passages come from marks where a request has them,
-otherwise from the splitter below, which knows a few common ways to write a list of passages:
+An estimate moves parts around and counts; nobody else needs them. Passages come from marks where a request has them
+(`semblend.arrange.marks`, as for a server), otherwise from the splitter below, which knows a few common ways to write a
+list of passages:
 
 ============================================  ==================================================================
 written as                                    passage
@@ -23,6 +24,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from semblend.arrange.arranger import CHARS_PER_TOKEN
+from semblend.arrange.marks import LISTED, MOST_MARKED
 from semblend.prompt import TokenArray
 
 PartKind = Literal["text", "tool", "passage", "result"]
@@ -32,7 +35,6 @@ TURN = "turn"
 """Group of the text between two turns of a chat: turns stay parts of their own, because they come again as they are."""
 LEAST_PASSAGE_CHARS = 40
 LEAST_PARAGRAPH_CHARS = 200
-MOST_LISTED = 512
 _WORDS = "document|passage|source|context|doc|chunk|snippet|result|reference|article|example|evidence"
 _HEADER = re.compile(
     rf"^[ \t]*(?:#{{1,4}} |\*\*)?(?:(?:{_WORDS})[ \t]*[#(\[]{{0,2}}\d{{1,4}}[)\]]{{0,2}}|\[\d{{1,4}}\])"
@@ -47,15 +49,22 @@ _BLANK_LINE = re.compile(r"\n[ \t]*\n")
 class Part:
     """A piece of a prompt. Parts with equal ``text`` are equal.
 
-    ``group``: passages and tools of one group may change places. ``marked``: the caller said so; if not, we assume it.
-    ``token_ids`` are set where a log holds tokens or block ids; ``text`` is then only a name.
+    ``group``: passages and tools of one group may change places. ``marked``: the caller said so, with the ``score`` of
+    its mark; if not, we assume it. ``token_ids`` are set where a log holds tokens or block ids; ``text`` is then only a
+    name.
     """
 
     text: str
     kind: PartKind = "text"
     group: str = ""
     marked: bool = False
+    score: float | None = None
     token_ids: TokenArray | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def chars(self) -> int:
+        """Its length; that of tokens as if they were English."""
+        return len(self.text) if self.token_ids is None else len(self.token_ids) * CHARS_PER_TOKEN
 
 
 def join_parts(parts: Iterable[Part]) -> str:
@@ -106,12 +115,17 @@ def split_parts(parts: Sequence[Part], splitter: Splitter) -> tuple[Part, ...]:
 
 
 def _unmark(part: Part) -> Part:
-    return replace(part, kind="text", group="") if part.kind == "passage" and part.token_ids is None else part
+    if part.kind != "passage" or part.token_ids is not None:
+        return part
+    return replace(part, kind="text", group="", score=None)
 
 
 def mark_texts(parts: Sequence[Part], passages: Sequence[str]) -> tuple[Part, ...]:
-    """The parts with each of ``passages`` apart and marked, where it stands in a text; of many the first 512."""
-    passages = passages[:MOST_LISTED]
+    """The parts of a plain prompt with each of ``passages`` apart and marked, where it stands; of many the first.
+
+    A server takes a list of passages with chats only, so this is for people who annotate a log of plain prompts.
+    """
+    passages = passages[:MOST_MARKED]
     found: list[Part] = []
     for part in parts:
         if part.kind != "text" or part.token_ids is not None:
@@ -122,7 +136,7 @@ def mark_texts(parts: Sequence[Part], passages: Sequence[str]) -> tuple[Part, ..
             if start >= at:
                 spans.append((start, end, 0))
                 at = end
-        found.extend(replace(one, marked=one.kind == "passage") for one in _cut(part.text, spans, "passages"))
+        found.extend(replace(one, marked=one.kind == "passage") for one in _cut(part.text, spans, LISTED))
     return tuple(found)
 
 

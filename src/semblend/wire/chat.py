@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from semblend.arrange import PassageGroup
+from semblend.arrange.marks import find_listed_place, mark_listed
 from semblend.confirm.fields import JsonObject
 from semblend.wire.answer import Answer, Chunk, Head, Logprob, Spent
 from semblend.wire.body import InOrder, StrictBody, refuse, show
-from semblend.wire.errors import ApiError
 from semblend.wire.options import Count, Lacking, OpenAiBody, ReuseOptions, SemblendBody, TopLogprobs
-from semblend.wire.passages import LISTED, PartMark, find_groups
+from semblend.wire.passages import PartMark, find_marked_groups, refused_as
 from semblend.wire.sampling import Sampling
 
 MOST_MESSAGES = 4096
@@ -87,23 +87,15 @@ class ChatBody(OpenAiBody):
             if any(part.semblend is not None for part in message.parts)
         }
         ours = self.semblend or SemblendBody()
+        with refused_as("semblend.scores"):
+            marks = mark_listed(ours.passages, ours.scores)
         if ours.passages is None:
-            if ours.scores is not None:
-                raise ApiError(
-                    400, "semblend.scores has no passages", hint="send semblend.passages, or score the marks"
-                )
             return found
-        last = next((at for at in reversed(range(len(self.messages))) if self.messages[at].role == "user"), None)
-        if last is None:
-            hint = "they stand in front of the last user message: send one"
-            raise ApiError(400, "semblend.passages has no place here", hint=hint, param="semblend.passages")
-        scores: Sequence[float | None] = ours.scores if ours.scores is not None else [None] * len(ours.passages)
-        if len(scores) != len(ours.passages):
-            problem = f"semblend.scores has {len(scores)} entries for {len(ours.passages)} passages"
-            raise ApiError(400, problem, hint="one number for each", param="semblend.scores")
+        with refused_as("semblend.passages"):
+            last = find_listed_place([message.role for message in self.messages])
         listed = [
-            TextPart(text=text, semblend=PartMark(commutes=LISTED, score=score))
-            for text, score in zip(ours.passages, scores, strict=True)
+            TextPart(text=text, semblend=PartMark(commutes=mark.group, score=mark.score))
+            for text, mark in zip(ours.passages, marks, strict=True)
         ]
         return dict(sorted((found | {last: [*listed, *self.messages[last].parts]}).items()))
 
@@ -139,7 +131,7 @@ class ChatRequest:
             for at, message in enumerate(read.messages)
         )
         keep = read.reuse.keep
-        groups = (find_groups(at, [part.semblend for part in parts], keep) for at, parts in marked.items())
+        groups = (find_marked_groups(at, [part.semblend for part in parts], keep) for at, parts in marked.items())
         return cls(
             model=read.model or "",
             messages=tuple(messages),

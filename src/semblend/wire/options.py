@@ -18,11 +18,12 @@ from pydantic_core import CoreSchema, core_schema
 
 from semblend.arrange import Keep
 from semblend.arrange.keep import FREE
+from semblend.arrange.marks import MOST_MARKED
 from semblend.errors import InputError
 from semblend.quality import QUALITY_HINT, QUALITY_MODES, parse_quality
 from semblend.wire.body import ClosedBody, InOrder, Name, StrictBody, TokenId, Within, refuse, show
 from semblend.wire.errors import ApiError
-from semblend.wire.passages import MOST_PASSAGES, KeepBody, Score
+from semblend.wire.passages import KeepBody, Score
 from semblend.wire.sampling import LEAST_PENALTY, Sampling
 
 MOST_STOPS = 16
@@ -131,8 +132,8 @@ class SemblendBody(ClosedBody):
     )
     reuse: bool | None = None
     keep: KeepBody | None = None
-    passages: Annotated[list[str], Field(max_length=MOST_PASSAGES, fail_fast=True)] | None = None
-    scores: Annotated[list[Score], Field(max_length=MOST_PASSAGES, fail_fast=True)] | None = None
+    passages: Annotated[list[str], Field(max_length=MOST_MARKED, fail_fast=True)] | None = None
+    scores: Annotated[list[Score], Field(max_length=MOST_MARKED, fail_fast=True)] | None = None
 
     @field_validator("quality", mode="before")
     @classmethod

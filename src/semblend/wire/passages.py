@@ -5,23 +5,20 @@ Nothing moves without a mark, and nothing moves out of its message: what a syste
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated
 
 from pydantic import Field
 
 from semblend.arrange import Keep, PassageGroup
+from semblend.arrange.marks import LARGEST_SCORE, LONGEST_GROUP, MOST_MARKED, PassageMark, find_groups
+from semblend.errors import InputError
 from semblend.wire.body import ClosedBody, Within
 from semblend.wire.errors import ApiError
 
-MOST_PASSAGES = 1024
-LONGEST_GROUP = 64
-LISTED = "passages"
-"""The name of the group that ``semblend.passages`` makes."""
-
-Score = Annotated[float, Within(0, 1e9)]
-Places = Annotated[int, Within(0, MOST_PASSAGES)]
+Score = Annotated[float, Within(0, LARGEST_SCORE)]
+Places = Annotated[int, Within(0, MOST_MARKED)]
 
 
 class PartMark(ClosedBody):
@@ -29,6 +26,9 @@ class PartMark(ClosedBody):
 
     commutes: Annotated[str, Field(min_length=1, max_length=LONGEST_GROUP)]
     score: Score | None = None
+
+    def to_mark(self) -> PassageMark:
+        return PassageMark(self.commutes, self.score)
 
 
 class KeepBody(ClosedBody):
@@ -43,29 +43,16 @@ class KeepBody(ClosedBody):
         return Keep(self.first or 0, self.last or 0, self.within, self.displaced)
 
 
-def find_groups(message: int, marks: Sequence[PartMark | None], keep: Keep) -> list[PassageGroup]:
+def find_marked_groups(message: int, marks: Sequence[PartMark | None], keep: Keep) -> list[PassageGroup]:
     """The groups of one message, by the marks of its parts; `ApiError` 400 for marks that do not fit together."""
-    places: dict[str, list[int]] = defaultdict(list)
-    for place, mark in enumerate(marks):
-        if mark is not None:
-            places[mark.commutes].append(place)
-    return [
-        PassageGroup(message, name, tuple(found), _collect_scores(message, name, [marks[at] for at in found], keep))
-        for name, found in places.items()
-    ]
+    with refused_as(f"messages[{message}].content"):
+        return find_groups(message, [None if mark is None else mark.to_mark() for mark in marks], keep)
 
 
-def _collect_scores(message: int, name: str, marks: Iterable[PartMark | None], keep: Keep) -> tuple[float, ...] | None:
-    scores = [None if mark is None else mark.score for mark in marks]
-    known = tuple(score for score in scores if score is not None)
-    if known and len(known) < len(scores):
-        problem = f"has {len(known)} scores for {len(scores)} passages"
-        raise _refuse(message, name, problem, "score all of them, or none")
-    if keep.displaced is not None and not known:
-        raise _refuse(message, name, "has no scores, which semblend.keep.displaced needs", "score its passages")
-    return known or None
-
-
-def _refuse(message: int, name: str, what: str, hint: str) -> ApiError:
-    where = f"messages[{message}].content"
-    return ApiError(400, f"group {name!r} of {where} {what}", hint=hint, param=where)
+@contextmanager
+def refused_as(param: str) -> Iterator[None]:
+    """A mistake in marks, as an `ApiError` 400 that names the field."""
+    try:
+        yield
+    except InputError as error:
+        raise ApiError(400, error.message, hint=error.hint or "", param=param) from None

@@ -169,7 +169,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _estimate(log: PromptLog, args: argparse.Namespace) -> dict[str, Any]:
-    from semblend.arrange import Arranger
     from semblend.estimate.answer import LogFacts, build_answer
     from semblend.estimate.rates import find_rates
     from semblend.estimate.replay import Replay
@@ -188,8 +187,8 @@ def _estimate(log: PromptLog, args: argparse.Namespace) -> dict[str, Any]:
     progress = Progress(args.quiet)
     damage: list[str] = []
     prompts, fields = _learn(_sample(_read(log, args.skip_bad, damage), args.sample, args.limit))
-    arranger = Arranger(most_passages=max(1_000, options.cache_tokens // 50))
-    steps: list[Step] = [MoveFields(fields), SortTools(), DropRepeats(), ArrangePassages(arranger)]
+    arrange = ArrangePassages(options.cache_tokens)
+    steps: list[Step] = [MoveFields(fields), SortTools(), DropRepeats(), arrange]
     with Replay(steps, tokenizer, options) as replay:
         interrupted = not _replay(replay, prompts, progress, started)
         _tell_skipped(log, damage)

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
-from semblend.engine.server.config import CHARS_PER_TOKEN
+from semblend.arrange.arranger import CHARS_PER_TOKEN
 from semblend.engine.server.dashboard import LiveRequest
 from semblend.engine.server.merge import merge
 from semblend.engine.server.service import ParsedBody, Service

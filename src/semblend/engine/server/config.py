@@ -12,8 +12,6 @@ from semblend.errors import ConfigError
 
 GIB = 1 << 30
 MIB = 1 << 20
-CHARS_PER_TOKEN = 4
-"""A guess, good for English."""
 DTYPES = ("float32", "bfloat16", "float16")
 _MAY_BE_ZERO = (
     "drain_s",
@@ -117,7 +115,7 @@ class ServeConfig:
 
     def make_arranger(self) -> Arranger:
         """The memory of orders; it expects as much in the exact prefix cache as the pool holds."""
-        return Arranger(exact_size=self.pool_tokens * CHARS_PER_TOKEN, path=self.arrange_file or None)
+        return Arranger.for_cache(self.pool_tokens, path=self.arrange_file or None)
 
     def engine_config(self, *, quality: str) -> EngineConfig:
         """The engine's part. Requests are admitted once, at the gate: the engine takes every answer of those."""

@@ -124,12 +124,37 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
     if SPLIT:
         place += part.to(tl.int64) * rows * HEADS
-        tl.store(out + place[:, None] * HEAD_DIM + dim[None, :], mixed, mask=real)
-        tl.store(sums + place * 2, peak, mask=live)
-        tl.store(sums + place * 2 + 1, mass, mask=live)
+        some = begin < end  # of a part that no row of the tile reaches, nobody reads anything
+        tl.store(out + place[:, None] * HEAD_DIM + dim[None, :], mixed, mask=real & some)
+        tl.store(sums + place * 2, peak, mask=live & some)
+        tl.store(sums + place * 2 + 1, mass, mask=live & some)
     else:
         mixed = mixed / tl.where(mass > 0, mass, 1.0)[:, None]
         tl.store(out + place[:, None] * HEAD_DIM + dim[None, :], mixed.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["total"], do_not_specialize_on_alignment=["positions"])
+def _join_kernel(  # type: ignore[no-untyped-def]
+    mixed, sums, positions, out, total, part_tokens,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """Adds up what a row's parts have: each its unscaled sum of values, its highest score (base 2) and its mass."""
+    row = tl.program_id(0).to(tl.int64)
+    place, apart = row * HEADS + tl.program_id(1), tl.num_programs(0).to(tl.int64) * HEADS
+    used = tl.minimum(tl.load(positions + row), total - 1) // part_tokens + 1  # the others saw nothing of this row's
+    dim = tl.arange(0, DIMS)
+    peak = tl.load(sums + place * 2)
+    mass = tl.load(sums + place * 2 + 1)
+    found = tl.load(mixed + place * HEAD_DIM + dim, mask=dim < HEAD_DIM, other=0.0)
+    for part in range(1, used):
+        there = place + part * apart
+        theirs = tl.load(sums + there * 2)
+        higher = tl.maximum(peak, theirs)  # the first part always sees position 0, so it is finite
+        fade, share = tl.exp2(peak - higher), tl.exp2(theirs - higher)
+        mass = mass * fade + tl.load(sums + there * 2 + 1) * share
+        found = found * fade + tl.load(mixed + there * HEAD_DIM + dim, mask=dim < HEAD_DIM, other=0.0) * share
+        peak = higher
+    tl.store(out + place * HEAD_DIM + dim, (found / mass).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,7 +237,14 @@ def scattered_attention(
         num_warps=warps,
         num_stages=stages,
     )
-    return _join_parts(out, sums).to(q.dtype) if split else out[0]
+    if not split:
+        return out[0]
+    joined = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
+    dims = triton.next_power_of_2(head_dim)
+    _join_kernel[(rows, heads)](
+        out, sums, positions, joined, len(context), part_tokens, HEADS=heads, HEAD_DIM=head_dim, DIMS=dims, num_warps=1
+    )
+    return joined
 
 
 def _work_shape(head_dim: int, dtype: torch.dtype, queries: int, device: torch.device) -> tuple[int, int, int, int]:
@@ -246,10 +278,3 @@ def parts_of(programs: int, tokens: int, device: torch.device) -> int:
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     wanted = 1 if programs >= 2 * processors else -(-3 * processors // programs)
     return max(1, min(wanted, tokens // 1024))
-
-
-def _join_parts(mixed: Tensor, sums: Tensor) -> Tensor:
-    """Adds up the parts: each has its unscaled sum of values, its highest score (base 2) and its mass."""
-    peak, mass = sums[..., 0], sums[..., 1]
-    weight = torch.exp2(peak - peak.amax(0))  # a row's first part always sees position 0, so the highest is finite
-    return (mixed * weight[..., None]).sum(0) / (mass * weight).sum(0)[..., None]

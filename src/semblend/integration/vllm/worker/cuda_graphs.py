@@ -23,12 +23,15 @@ from semblend.materialize.contract import QUESTION_ROWS, Rows
 Run = Callable[[Rows, Tensor], Tensor]
 """Computes rows into hidden states; copies the last rows' queries of every layer into the second argument."""
 
-SIZES = {"kernel": (64, 128, 256, 384, 512), "groups": tuple(GROUP_ROWS * count for count in range(2, 11))}
-"""Rows, by how they attend. With more of them the work hides its launches."""
+SIZES = {"kernel": (64, 128, 256, 384, 448), "groups": tuple(GROUP_ROWS * count for count in range(4, 11))}
+"""Rows, by how they attend: with fewer than four groups FlashAttention leaves much of a GPU idle (448 rows among 24,576
+tokens: 23.6 ms with our kernel and 27.1 in groups; 512: 24.4 and 24.8; H200, the shape of Qwen2.5-7B). With more rows
+than these the work hides its launches."""
 
-MOST_KEYS = 4 << 20
-"""Rows times tokens of the context, for our kernel: 2,500 rows among 24,576 tokens took 171 ms in recorded passes of at
-most 512, and 82 in one pass in groups (H200, the shape of Qwen2.5-7B)."""
+RECORDED_PARTS = {64: 1024, 128: 2048}
+"""Tokens of a part of the context, for graphs of so many rows. A recorded pass does not know how long its prompt will
+be: cut by the longest one, the few parts that a short prompt reaches would leave a GPU idle (64 rows among 4,096
+tokens: 60 us a layer, and 39 so)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +57,9 @@ class RecordedPasses:
         self._graphs = {(size, how): self._record(runs[how], size) for size, how in sizes}
 
     def run(self, rows: Rows) -> Tensor | None:
-        """Hidden states, which the next run overwrites; None where the rows are too many, or see too much."""
+        """Hidden states, which the next run overwrites; None where the rows are too many."""
         count = len(rows)
-        size, how = choose_graph(count, rows.reach, self._grouped)
+        size, how = choose_graph(count, self._grouped)
         if not size or len(rows.context) > len(self._context):
             return None
         graph = self._graphs[size, how]
@@ -80,16 +83,11 @@ class RecordedPasses:
         return _Graph(recorded, hidden)
 
 
-def choose_graph(rows: int, reach: int, grouped: bool) -> tuple[int, str]:
-    """Size and kind of the graph for so many rows that see so many tokens; a size of 0 where there is none.
+def choose_graph(rows: int, grouped: bool) -> tuple[int, str]:
+    """Size and kind of the graph for so many rows; a size of 0 where there is none.
 
-    >>> choose_graph(60, 24_576, grouped=True)
-    (64, 'kernel')
-    >>> choose_graph(450, 24_576, grouped=True), choose_graph(450, 24_576, grouped=False)
-    ((512, 'groups'), (0, 'kernel'))
+    >>> choose_graph(60, grouped=True), choose_graph(450, grouped=True), choose_graph(450, grouped=False)
+    ((64, 'kernel'), (512, 'groups'), (0, 'kernel'))
     """
-    few = rows <= SIZES["kernel"][-1] and rows * reach <= MOST_KEYS
-    if not few and not grouped:
-        return 0, "kernel"
-    how = "kernel" if few else "groups"
+    how = "groups" if grouped and rows > SIZES["kernel"][-1] else "kernel"
     return next((size for size in SIZES[how] if rows <= size), 0), how

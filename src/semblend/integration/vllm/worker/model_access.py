@@ -21,7 +21,7 @@ from torch import Tensor
 
 from semblend.errors import SemBlendError
 from semblend.integration.vllm.worker.cache_layout import probe_layout
-from semblend.integration.vllm.worker.cuda_graphs import RecordedPasses
+from semblend.integration.vllm.worker.cuda_graphs import RECORDED_PARTS, RecordedPasses
 from semblend.integration.vllm.worker.grouped_attention import Attend, attend_in_recorded_groups, can_group_rows
 from semblend.integration.vllm.worker.pass_attention import (
     OURS,
@@ -147,7 +147,9 @@ class StockModel:
             return self._run_pass(rows, None, keep_queries)
 
         def run_kernel(rows: Rows, queries: Tensor) -> Tensor:
-            return run(rows, queries, attend_scattered(rows.positions, rows.context, views, layer.impl))
+            part = RECORDED_PARTS.get(len(rows))
+            parts = max(1, len(rows.context) // part) if part else None
+            return run(rows, queries, attend_scattered(rows.positions, rows.context, views, layer.impl, parts))
 
         def run_groups(rows: Rows, queries: Tensor) -> Tensor:
             return run(rows, queries, attend_in_recorded_groups(rows, views, layer.impl))

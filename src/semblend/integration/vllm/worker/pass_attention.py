@@ -45,10 +45,15 @@ def choose_attention(rows: Rows, layout: Layout, impl: Any, *, grouped: bool) ->
     return attend_scattered(rows.positions, rows.context, views, impl)
 
 
-def attend_scattered(positions: Tensor, context: Tensor, views: KvLayout, impl: Any) -> Attend:
-    """Our kernel for rows at these positions; it looks at them on the device, when it runs."""
+def attend_scattered(
+    positions: Tensor, context: Tensor, views: KvLayout, impl: Any, parts: int | None = None
+) -> Attend:
+    """Our kernel for rows at these positions; it looks at them on the device, when it runs.
+
+    ``parts``: into so many the context is cut, for programs side by side; chosen from the shapes unless given.
+    """
     attention = _kernel()
-    return lambda layer, q: attention(q, positions, context, views.k[layer], views.v[layer], impl.scale)
+    return lambda layer, q: attention(q, positions, context, views.k[layer], views.v[layer], impl.scale, parts=parts)
 
 
 def _kernel() -> Any:

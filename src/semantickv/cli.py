@@ -1,4 +1,4 @@
-"""The ``semantickv`` command: what a cache should keep. Everything it reports is simulated.
+"""The ``semantickv`` command: what a cache should keep (simulated), and where a request should go.
 
 Exit codes: 0 done, 1 a check failed, 2 usage, 130 interrupted. A command is a module of `semantickv.commands` with
 ``add(subparsers)`` and ``run(args) -> int``; it is imported only when it is asked for, or when help lists them all.
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from semblend.cli import commandline
 from semblend.cli.commandline import Parser
 
-COMMANDS = ("experiment", "replay", "advise", "collect", "workload", "segment", "policies", "check")
-DESCRIPTION = "What a cache should keep, and how much memory it needs (simulated)."
+COMMANDS = ("experiment", "replay", "advise", "collect", "proxy", "router", "workload", "segment", "policies", "check")
+DESCRIPTION = "What a cache should keep and how much memory it needs (simulated); where a request should go."
 
 
 def build_parser(words: Sequence[str] = ()) -> Parser:

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from semblend.errors import ConfigError
 
 VARIABLES = {
-    "SEMANTICKV_UPSTREAM_BASE_URL": "Server that `semantickv collect` forwards to; stands in for --upstream.",
-    "SEMANTICKV_TRACE_OUTPUT_DIR": "Folder for collected traces; stands in for --output-dir of `semantickv collect`.",
-    "SEMANTICKV_REDACT_TEXT": "false keeps the prompts' text in collected traces; true (default) keeps hashes only.",
-    "SEMANTICKV_PROXY_TIMEOUT_SECONDS": "How long `semantickv collect` waits for its upstream (default 600).",
-    "SEMANTICKV_HASH_KEY": "Secret that keys the hashes of collected traces, so that short texts cannot be guessed.",
+    "SEMANTICKV_UPSTREAM_BASE_URL": "Engine that `semantickv proxy` and `collect` forward to (--upstream).",
+    "SEMANTICKV_REPLICAS": "Engines that `semantickv router` chooses from, with commas between (--replicas).",
+    "SEMANTICKV_ROUTING_POLICY": "round_robin, least_loaded, prefix_hash, cache_aware or semantic_locality (default).",
+    "SEMANTICKV_ENGINE_REUSE": "What the engines can reuse: spans (default, engines with semblend in them) or prefix.",
+    "SEMANTICKV_SESSION_AFFINITY": "false lets the requests of one X-Session-ID go to any replica (default true).",
+    "SEMANTICKV_MAX_TRACKED_TOKENS": "Tokens that the router remembers of each replica (default 2000000).",
+    "SEMANTICKV_HEALTH_SECONDS": "Seconds between two health checks of a replica (default 5).",
+    "SEMANTICKV_TRACE": "false writes no traces in `semantickv proxy` and `router` (default true).",
+    "SEMANTICKV_TRACE_OUTPUT_DIR": "Folder for traces; stands in for --output-dir (default outputs/live_traces).",
+    "SEMANTICKV_TRACE_FILE_MB": "Size at which a trace is continued in another file; the last 16 stay (default 256).",
+    "SEMANTICKV_REDACT_TEXT": "false keeps the prompts' text in traces; true (default) keeps hashes only.",
+    "SEMANTICKV_PROXY_TIMEOUT_SECONDS": "How long to wait for an engine: to begin its answer, and between two pieces "
+    "of it (default 600).",
+    "SEMANTICKV_CONNECT_TIMEOUT_SECONDS": "How long to wait for a connection to an engine (default 5).",
+    "SEMANTICKV_MAX_REQUESTS": "Requests at once; more are answered 503 (default 4096).",
+    "SEMANTICKV_ADMIN_KEY": "Key for /metrics, /v1/replicas and /v1/traces/latest, sent as a bearer token. Without it "
+    "they answer only to the machine itself.",
+    "SEMANTICKV_SALT_SECRET": "Secret for cache salts: each API key gets a cache of its own in the engine, whatever "
+    "its clients send.",
+    "SEMANTICKV_HASH_KEY": "Secret that keys the hashes in traces, so that short texts cannot be guessed.",
 }
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -58,3 +74,60 @@ def read_number(name: str, default: float, environ: Mapping[str, str] | None = N
     if not 0 < value < float("inf"):
         raise ConfigError(f"{name}={text} is not a number above 0", hint="seconds, for example 600")
     return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeSettings:
+    """The settings of the proxy and of the router, read once.
+
+    >>> EdgeSettings.read({"SEMANTICKV_REPLICAS": "http://a:1, http://b:2"}).replicas
+    ('http://a:1', 'http://b:2')
+    """
+
+    upstream: str = ""
+    replicas: tuple[str, ...] = ()
+    policy: str = "semantic_locality"
+    engine_reuse: str = "spans"
+    session_affinity: bool = True
+    max_tracked_tokens: int = 2_000_000
+    health_s: float = 5.0
+    trace: bool = True
+    trace_dir: str = "outputs/live_traces"
+    trace_file_mb: float = 256.0
+    redact_text: bool = True
+    timeout_s: float = 600.0
+    connect_timeout_s: float = 5.0
+    max_requests: int = 4096
+    admin_key: str = field(default="", repr=False)
+    salt_secret: str = field(default="", repr=False)
+    hash_key: str = field(default="", repr=False)
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> EdgeSettings:
+        """Read all of them from the environment; `ConfigError` names the variable that is wrong."""
+
+        def text(name: str, default: str = "") -> str:
+            return read_variable(name, environ).strip() or default
+
+        def number(name: str, default: float) -> float:
+            return read_number(name, default, environ)
+
+        return cls(
+            upstream=text("SEMANTICKV_UPSTREAM_BASE_URL"),
+            replicas=tuple(one.strip() for one in text("SEMANTICKV_REPLICAS").split(",") if one.strip()),
+            policy=text("SEMANTICKV_ROUTING_POLICY", cls.policy),
+            engine_reuse=text("SEMANTICKV_ENGINE_REUSE", cls.engine_reuse),
+            session_affinity=read_flag("SEMANTICKV_SESSION_AFFINITY", True, environ),
+            max_tracked_tokens=int(number("SEMANTICKV_MAX_TRACKED_TOKENS", cls.max_tracked_tokens)),
+            health_s=number("SEMANTICKV_HEALTH_SECONDS", cls.health_s),
+            trace=read_flag("SEMANTICKV_TRACE", True, environ),
+            trace_dir=text("SEMANTICKV_TRACE_OUTPUT_DIR", cls.trace_dir),
+            trace_file_mb=number("SEMANTICKV_TRACE_FILE_MB", cls.trace_file_mb),
+            redact_text=read_flag("SEMANTICKV_REDACT_TEXT", True, environ),
+            timeout_s=number("SEMANTICKV_PROXY_TIMEOUT_SECONDS", cls.timeout_s),
+            connect_timeout_s=number("SEMANTICKV_CONNECT_TIMEOUT_SECONDS", cls.connect_timeout_s),
+            max_requests=int(number("SEMANTICKV_MAX_REQUESTS", cls.max_requests)),
+            admin_key=text("SEMANTICKV_ADMIN_KEY"),
+            salt_secret=text("SEMANTICKV_SALT_SECRET"),
+            hash_key=read_variable("SEMANTICKV_HASH_KEY", environ),
+        )

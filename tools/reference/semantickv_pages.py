@@ -14,7 +14,8 @@ from tools.reference import command_page
 
 PAGE = "semantickv-cli.md"
 INTRO = (
-    "Everything that these commands report is simulated. Standard output is data, standard error is talk. Exit "
+    "What these commands report of caches is simulated; `proxy` and `router` serve real traffic. Standard output is "
+    "data, standard error is talk. Exit "
     "codes: 0 done, 1 a check failed, 2 usage, 130 interrupted. A mistake is one line `error:` and one line "
     "`hint:`; `--debug` adds the traceback.",
 )

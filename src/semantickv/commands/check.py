@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from semantickv.workloads.families import generate_workload
 from semblend.cli.output import table
 
 ABOUT = "Check packages, policies and experiment configurations without running the experiments; exit 1 if one fails."
+
+APPLICATIONS = ("telemetry_proxy", "locality_router")
 
 
 def add(subparsers: Any) -> None:
@@ -33,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
         ("plots", lambda: _check_package("matplotlib")),
         ("YAML", lambda: _check_package("yaml")),
         ("compiled simulator", lambda: _check_package("numba")),
+        ("applications", _check_applications),
     ]
     rows, failed = [], 0
     for name, check in checks:
@@ -68,6 +72,18 @@ def _check_configurations(folder: Path) -> str:
     if not found:
         raise LookupError(f"no .yaml under {folder}")
     return ", ".join(load_experiment(path).experiment_id for path in found)
+
+
+def _check_applications() -> str:
+    """Import the ASGI applications; none of them reads a setting before it is started."""
+    for name in APPLICATIONS:
+        try:
+            application = import_module(f"semantickv.apps.{name}").app
+        except ImportError as error:
+            raise LookupError(f"{name}: {error}: pip install 'semblend-suite[edge]'") from None
+        if not callable(application):
+            raise TypeError(f"{name}.app is no application")
+    return ", ".join(APPLICATIONS)
 
 
 def _check_package(name: str) -> str:

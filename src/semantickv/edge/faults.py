@@ -19,6 +19,8 @@ class FaultKind(StrEnum):
     """The engine closed the connection before the first byte of its answer."""
     GARBAGE = "garbage"
     """The engine sent something that is not HTTP/1.1."""
+    BUSY = "busy"
+    """The engine answered 503, and another one may have room."""
     NO_ANSWER = "no_answer"
     """The engine took the request and sent no answer in time."""
     STALLED = "stalled"
@@ -33,8 +35,10 @@ class FaultKind(StrEnum):
 
 # Sent again to another engine, or on another connection. Not NO_ANSWER: the engine may still compute, and a second
 # copy of the same long prompt would add to the load that made the first one late.
-_RETRIED = frozenset({FaultKind.REFUSED, FaultKind.CONNECT_TIMEOUT, FaultKind.CLOSED_EARLY, FaultKind.GARBAGE})
-_OF_ENGINE = frozenset(FaultKind) - {FaultKind.CLIENT_LEFT, FaultKind.STOPPED}
+_RETRIED = frozenset(
+    {FaultKind.REFUSED, FaultKind.CONNECT_TIMEOUT, FaultKind.CLOSED_EARLY, FaultKind.GARBAGE, FaultKind.BUSY}
+)
+_OF_ENGINE = frozenset(FaultKind) - {FaultKind.BUSY, FaultKind.CLIENT_LEFT, FaultKind.STOPPED}
 
 
 @dataclass(frozen=True, slots=True)

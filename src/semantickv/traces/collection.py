@@ -46,19 +46,25 @@ class TraceWriter:
     """Appends lines to a file in order of arrival, from any thread.
 
     Requests end in another order than they arrive. A finished one waits until all before it are finished or given up.
+    With ``most_bytes``, a file that has grown so large is followed by another, and of these the last ``keep`` stay.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, *, most_bytes: int = 0, keep: int = 16) -> None:
+        self.path = self._first = Path(path)
         self.written = self.dropped = 0
+        self._most_bytes, self._keep = most_bytes, keep
+        self._older: list[Path] = []
         self._lock = threading.Lock()
         self._next_ticket = self._next_out = 0
         self._held: list[tuple[int, str]] = []
+        self._stream = self._open()
+
+    def _open(self) -> IO[str]:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._stream: IO[str] = self.path.open("a", encoding="utf-8")
+            return self.path.open("a", encoding="utf-8")
         except OSError as error:
-            raise InputError(f"cannot write {path}: {error.strerror}", hint="pass another --output-dir") from None
+            raise InputError(f"cannot write {self.path}: {error.strerror}", hint="pass another --output-dir") from None
 
     def take_ticket(self) -> int:
         """Take a place in the order of arrival; every ticket must be given back to `put`."""
@@ -86,7 +92,18 @@ class TraceWriter:
             if text:
                 self._stream.write(text + "\n")
                 self.written += 1
+                if self._most_bytes and self._stream.tell() >= self._most_bytes:
+                    self._begin_file()
         self._stream.flush()
+
+    def _begin_file(self) -> None:
+        """Close the file and begin the next; remove the oldest if there are too many."""
+        self._stream.close()
+        self._older.append(self.path)
+        self.path = self._first.with_name(f"{self._first.stem}.{self.written:09d}{self._first.suffix}")
+        self._stream = self._open()
+        while len(self._older) >= self._keep:
+            self._older.pop(0).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Write the lines that still wait and close the file."""
@@ -132,6 +149,25 @@ class Collector:
         return Recording(
             self, ticket, now, blocks, self._hash_name(session), self._hash_name(tenant), str(body.get("model", ""))
         )
+
+    def describe(
+        self,
+        ticket: int,
+        body: Mapping[str, Any],
+        *,
+        began_s: float,
+        ended_s: float,
+        first_s: float | None = None,
+        session: str = "",
+        tenant: str = "",
+        usage: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Json:
+        """Build the line of a request that is over; its times count from the beginning of the trace, in seconds."""
+        names = self._hash_name(session), self._hash_name(tenant)
+        blocks = self._cut_prompt(body)
+        recording = Recording(self, ticket, began_s, blocks, *names, str(body.get("model", "")), first_s, usage or {})
+        return recording.build_line(ended_s, metadata or {})
 
     def _cut_prompt(self, body: Mapping[str, Any]) -> tuple[TextBlock, ...]:
         """Cut the prompt of an OpenAI request into blocks, tool definitions first."""
@@ -225,7 +261,7 @@ class Recording:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.collector.writer.put(self.ticket, None if kind is not None else self._build_line())
+        self.collector.writer.put(self.ticket, None if kind is not None else self.build_line())
 
     def note_part(self, part: Any) -> None:
         """Note a part of a streamed answer: the first one with text or a tool call sets the time to first token."""
@@ -233,7 +269,7 @@ class Recording:
             if self.first_s is None and part:
                 self.first_s = self.collector.clock()
             return
-        if self.first_s is None and _says_something(part):
+        if self.first_s is None and has_content(part):
             self.first_s = self.collector.clock()
         self._note_usage(part)
 
@@ -248,10 +284,10 @@ class Recording:
         if isinstance(answer.get("usage"), Mapping):
             self.usage = answer["usage"]
 
-    def _build_line(self) -> Json:
-        """Build the line of this request."""
+    def build_line(self, ended: float | None = None, metadata: Mapping[str, Any] | None = None) -> Json:
+        """Build the line of this request, which ended now or at ``ended``."""
         collector = self.collector
-        ended = collector.clock()
+        ended = collector.clock() if ended is None else ended
         prompt, cached = self.usage.get("prompt_tokens"), None
         details = self.usage.get("prompt_tokens_details")
         if isinstance(details, Mapping) and isinstance(details.get("cached_tokens"), int):
@@ -270,7 +306,7 @@ class Recording:
             observed_total_latency_ms=round((ended - self.began) * 1000, 3),
             observed_prefix_hit_tokens=cached,
             observed_prefill_tokens=computed if computed is not None and computed >= 0 else None,
-            metadata=dict(collector.metadata) or None,
+            metadata={**collector.metadata, **(metadata or {})} or None,
         )
 
 
@@ -279,7 +315,7 @@ def _read_count(value: Any) -> int | None:
     return value if isinstance(value, int) and value >= 0 else None
 
 
-def _says_something(part: Mapping[str, Any]) -> bool:
+def has_content(part: Mapping[str, Any]) -> bool:
     """Whether a part of a streamed answer carries text or a tool call."""
     for choice in part.get("choices") or ():
         if not isinstance(choice, Mapping):

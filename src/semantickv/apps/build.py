@@ -1,0 +1,61 @@
+"""Builds the applications from settings."""
+
+from __future__ import annotations
+
+from semantickv.apps.gateway import Gateway
+from semantickv.edge.addresses import EngineAddress
+from semantickv.edge.pool import ConnectionPool
+from semantickv.routing.locality import ReplicaMemory
+from semantickv.routing.replica import Replica
+from semantickv.routing.router import EngineReuse, Router
+from semantickv.settings import EdgeSettings
+from semantickv.telemetry.trace_log import TraceLog, TraceOptions
+from semblend.errors import ConfigError
+
+
+def build_proxy(settings: EdgeSettings) -> Gateway:
+    """Build the telemetry proxy: one engine, no choice."""
+    if not settings.upstream:
+        raise ConfigError(
+            "the proxy has no engine to forward to", hint="set SEMANTICKV_UPSTREAM_BASE_URL or pass --upstream"
+        )
+    router = Router([_build_replica("engine", settings.upstream, settings)], "round_robin")
+    return Gateway(settings, router, _build_trace_log(settings, "proxy"))
+
+
+def build_router(settings: EdgeSettings) -> Gateway:
+    """Build the locality router over all replicas."""
+    if not settings.replicas:
+        raise ConfigError(
+            "the router has no replicas", hint="SEMANTICKV_REPLICAS=http://a:8101,http://b:8102, or --replicas"
+        )
+    try:
+        reuse = EngineReuse(settings.engine_reuse)
+    except ValueError:
+        words = ", ".join(one.value for one in EngineReuse)
+        raise ConfigError(
+            f"SEMANTICKV_ENGINE_REUSE={settings.engine_reuse} is unknown", hint=f"one of {words}"
+        ) from None
+    replicas = [_build_replica(f"r{at}", url, settings) for at, url in enumerate(settings.replicas)]
+    if len({replica.pool.address.url for replica in replicas}) < len(replicas):
+        raise ConfigError("a replica is named twice", hint="give every engine once")
+    router = Router(replicas, settings.policy, reuse=reuse, keep_sessions=settings.session_affinity)
+    return Gateway(settings, router, _build_trace_log(settings, "router"), shows_routes=True)
+
+
+def _build_replica(name: str, url: str, settings: EdgeSettings) -> Replica:
+    pool = ConnectionPool(EngineAddress.parse(url), connect_timeout_s=settings.connect_timeout_s)
+    return Replica(name, pool, ReplicaMemory(settings.max_tracked_tokens))
+
+
+def _build_trace_log(settings: EdgeSettings, name: str) -> TraceLog | None:
+    if not settings.trace:
+        return None
+    options = TraceOptions.in_folder(
+        settings.trace_dir,
+        name,
+        redact=settings.redact_text,
+        key=settings.hash_key,
+        file_bytes=int(settings.trace_file_mb * (1 << 20)),
+    )
+    return TraceLog(options)

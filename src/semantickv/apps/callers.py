@@ -1,0 +1,75 @@
+"""Who calls: the API key decides the namespace. X-Tenant-ID is a label and is believed by nobody."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import json
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from semantickv.edge.headers import RawHeaders, find_header
+
+LONGEST_LABEL = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """A caller as the edge knows it. ``namespace`` is a digest of the key; ``session`` and ``tenant`` are labels."""
+
+    namespace: bytes
+    session: str
+    tenant: str
+    request_id: str
+
+
+def identify_caller(headers: RawHeaders, secret: str = "") -> Caller:
+    """Identify the caller of a request; without a key all callers share one namespace.
+
+    >>> one = identify_caller([(b"authorization", b"Bearer a"), (b"x-tenant-id", b"t")])
+    >>> two = identify_caller([(b"authorization", b"Bearer b"), (b"x-tenant-id", b"t")])
+    >>> one.namespace == two.namespace
+    False
+    """
+    key = find_header(headers, b"authorization") or find_header(headers, b"x-api-key")
+    namespace = hashlib.blake2b(
+        key.encode("latin-1"), digest_size=16, key=secret.encode()[:64], person=b"semantickv.edge"
+    ).digest()
+    return Caller(
+        namespace,
+        _read_label(headers, b"x-session-id"),
+        _read_label(headers, b"x-tenant-id"),
+        _read_label(headers, b"x-request-id") or uuid.uuid4().hex,
+    )
+
+
+def make_salt(secret: str, namespace: bytes, given: Any) -> str:
+    """Make the cache salt of a request: from our secret, the caller's namespace and the salt that it sent itself."""
+    own = given if isinstance(given, str) else ""
+    message = namespace + own.encode("utf-8", "surrogatepass")
+    return hmac.new(secret.encode(), message, hashlib.sha256).hexdigest()[:32]
+
+
+def write_salted_body(fields: Mapping[str, Any], salt: str) -> bytes:
+    """Write the body again, with our salt in place of the caller's."""
+    return json.dumps({**fields, "cache_salt": salt}, separators=(",", ":")).encode()
+
+
+def is_operator(headers: RawHeaders, peer: str, admin_key: str) -> bool:
+    """Whether this is the operator: by its key or, where none is set, because it calls from this machine."""
+    if admin_key:
+        scheme, _, key = find_header(headers, b"authorization").partition(" ")
+        given = key.strip() if scheme.lower() == "bearer" else ""
+        return hmac.compare_digest(given.encode("latin-1"), admin_key.encode("utf-8"))
+    try:
+        return ipaddress.ip_address(peer).is_loopback
+    except ValueError:
+        return False
+
+
+def _read_label(headers: RawHeaders, name: bytes) -> str:
+    text = find_header(headers, name)
+    return text if len(text) <= LONGEST_LABEL and text.isprintable() else ""

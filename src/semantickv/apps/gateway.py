@@ -1,0 +1,365 @@
+"""What the proxy and the router share: one ASGI application that takes, places, forwards and records a request.
+
+::
+
+    receive ─▶ Intake ─▶ Caller, PromptView ─▶ Router.choose ─▶ open_answer ─▶ relay ─▶ send
+                                  ▲                   │ a fault before the first byte
+                                  └───────────────────┘
+    and in the end one ExchangeRecord ─▶ metrics, the caller's record, the trace
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from semantickv.apps.answers import NOT_FOUND, NOT_OPERATOR, send_bytes, send_error, send_json
+from semantickv.apps.callers import Caller, identify_caller, is_operator, make_salt, write_salted_body
+from semantickv.edge.faults import Fault, FaultKind
+from semantickv.edge.forward import ClientWatch, EngineAnswer, EngineTimeouts, OutgoingRequest, open_answer, relay
+from semantickv.edge.headers import select_request_headers
+from semantickv.edge.intake import Intake, IntakeLimits
+from semantickv.routing.fingerprint import cut_prompt
+from semantickv.routing.health import watch_health
+from semantickv.routing.prompt_view import UNREAD, PromptView, read_prompt
+from semantickv.routing.router import NoReplica, RouteDecision, Router, RouteRequest
+from semantickv.settings import EdgeSettings
+from semantickv.telemetry.answer_reader import AnswerReader
+from semantickv.telemetry.metrics import EdgeMetrics
+from semantickv.telemetry.record import EngineReceipt, ExchangeRecord, RecordStore
+from semantickv.telemetry.trace_log import TraceJob, TraceLog
+from semblend.wire.errors import ApiError
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+MOST_ATTEMPTS = 3
+CLIENT_LEFT_STATUS = 499
+PROMPT_PATHS = ("/v1/chat/completions", "/v1/completions")
+POST_PATHS = (*PROMPT_PATHS, "/v1/embeddings")
+STOPPED = Fault(FaultKind.STOPPED, "this server stops")
+_HIDDEN = (b"x-tenant-id", b"x-request-id")
+"""Headers of the client that the engine gets from us or not at all: an engine may trust this server's X-Tenant-ID."""
+
+
+@dataclass(slots=True)
+class EdgeCall:
+    """One request under way."""
+
+    caller: Caller
+    path: str
+    body: bytes
+    view: PromptView
+    route: RouteRequest
+    outgoing: OutgoingRequest
+    began: float
+    attempts: int = 0
+    status: int = 0
+    decision: RouteDecision | None = None
+    fault: Fault | None = None
+    first_byte: float | None = None
+    reader: AnswerReader | None = None
+    ticket: int | None = None
+
+
+@dataclass(slots=True)
+class Gateway:
+    """The application. ``shows_routes`` adds the headers that say where a request went and why."""
+
+    settings: EdgeSettings
+    router: Router
+    trace_log: TraceLog | None = None
+    shows_routes: bool = False
+    intake: Intake = field(init=False)
+    metrics: EdgeMetrics = field(init=False)
+    records: RecordStore = field(default_factory=RecordStore)
+    _timeouts: EngineTimeouts = field(init=False)
+    _health: asyncio.Task[None] | None = None
+    _started: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.intake = Intake(IntakeLimits(requests=self.settings.max_requests))
+        self.metrics = EdgeMetrics(self)
+        self._timeouts = EngineTimeouts(self.settings.timeout_s, self.settings.timeout_s)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif scope["type"] == "http":
+            if self._is_forwarded(scope["method"], scope["path"]):
+                await self._forward(scope, receive, send)
+            else:
+                await self._answer(scope, send)
+
+    # -- its own paths ---------------------------------------------------------------------------------------------
+
+    async def _answer(self, scope: Scope, send: Send) -> None:
+        """Answer what is asked of this server itself."""
+        path, headers = scope["path"], scope["headers"]
+        if scope["method"] != "GET":
+            await send_error(send, NOT_FOUND)
+        elif path == "/health":
+            able = sum(replica.can_serve for replica in self.router.replicas)
+            await send_json(send, {"status": "ok" if able else "no replica", "replicas_up": able}, 200 if able else 503)
+        elif path.startswith("/v1/requests/"):
+            caller = identify_caller(headers, self.settings.hash_key)
+            record = self.records.find(caller.namespace, path.removeprefix("/v1/requests/"))
+            await (send_error(send, NOT_FOUND) if record is None else send_json(send, record.to_dict()))
+        elif path not in ("/metrics", "/v1/traces/latest", "/v1/replicas"):
+            await send_error(send, NOT_FOUND)
+        elif not is_operator(headers, (scope.get("client") or ("", 0))[0], self.settings.admin_key):
+            await send_error(send, NOT_OPERATOR)
+        elif path == "/metrics":
+            await send_bytes(send, 200, self.metrics.write(), b"text/plain; version=0.0.4; charset=utf-8")
+        elif path == "/v1/replicas":
+            await send_json(send, self.describe_replicas())
+        else:
+            lines = ",".join(self.trace_log.latest) if self.trace_log else ""
+            await send_bytes(send, 200, f'{{"requests": [{lines}]}}'.encode(), b"application/json")
+
+    def describe_replicas(self) -> dict[str, Any]:
+        """Every replica with its load and its health, for the operator."""
+        return {
+            "policy": self.router.policy,
+            "engine_reuse": self.router.reuse.value,
+            "sessions": self.router.sessions,
+            "replicas": [
+                {
+                    "id": one.id,
+                    "url": one.pool.address.url,
+                    "up": one.is_up,
+                    "breaker": one.breaker.state.value,
+                    "running": one.running,
+                    "waiting_tokens": one.waiting_tokens,
+                    "served": one.served,
+                    "faults": dict(one.faults),
+                    "tracked_tokens": one.memory.tokens,
+                    "connections": {"open": one.pool.open, "idle": one.pool.idle},
+                }
+                for one in self.router.replicas
+            ],
+        }
+
+    def read_gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
+        """The numbers of this moment, for /metrics."""
+        replicas, log = self.router.replicas, self.trace_log
+        counts = {} if log is None else {"written": log.written, "unread": log.unread, "dropped": log.dropped}
+        return {
+            "semantickv_running": {(): self.intake.running},
+            "semantickv_refused_total": {(): self.intake.refused},
+            "semantickv_traces_total": {(name,): count for name, count in counts.items()},
+            "semantickv_replica_up": {(one.id,): float(one.can_serve) for one in replicas},
+            "semantickv_replica_running": {(one.id,): one.running for one in replicas},
+            "semantickv_replica_tracked_tokens": {(one.id,): one.memory.tokens for one in replicas},
+        }
+
+    # -- a request that is forwarded -------------------------------------------------------------------------------
+
+    @staticmethod
+    def _is_forwarded(method: str, path: str) -> bool:
+        if method == "POST":
+            return path in POST_PATHS
+        name = path.removeprefix("/v1/models/")
+        return method == "GET" and (path == "/v1/models" or (name != path and ".." not in name.split("/")))
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Take a request, serve it, and write down what became of it."""
+        began = time.perf_counter()
+        refused = self.intake.enter()
+        if refused is not None:
+            self.metrics.count_refusal(_name_path(scope["path"]), refused.status)
+            await send_error(send, refused)
+            return
+        body = b""
+        try:
+            found = await self.intake.read_body(scope["headers"], receive)
+            if isinstance(found, ApiError):
+                self.metrics.count_refusal(_name_path(scope["path"]), found.status)
+                await send_error(send, found)
+            elif isinstance(found, Fault):
+                self.metrics.count_refusal(_name_path(scope["path"]), CLIENT_LEFT_STATUS)
+            else:
+                body = found
+                call = self._open_call(scope, body, began)
+                watch = ClientWatch(receive)
+                try:
+                    await self._serve(call, send, watch)
+                finally:
+                    watch.stop()
+                    self._close_call(call)
+        finally:
+            self.intake.leave(body)
+
+    def _open_call(self, scope: Scope, body: bytes, began: float) -> EdgeCall:
+        """Read who calls and what the prompt is."""
+        path, settings = scope["path"], self.settings
+        caller = identify_caller(scope["headers"], settings.hash_key)
+        is_prompt = path in PROMPT_PATHS
+        view = read_prompt(body) if is_prompt else UNREAD
+        headers = select_request_headers(scope["headers"], _HIDDEN)
+        headers.append((b"x-request-id", caller.request_id.encode("latin-1")))
+        sent = body
+        if settings.salt_secret:
+            salt = make_salt(settings.salt_secret, caller.namespace, view.fields.get("cache_salt"))
+            headers.append((b"x-tenant-id", salt.encode()))
+            sent = write_salted_body(view.fields, salt) if view.fields else body
+        query = scope["query_string"].decode("latin-1")
+        target = scope.get("raw_path", path.encode()).decode("latin-1") + (f"?{query}" if query else "")
+        needs_pieces = is_prompt and len(self.router.replicas) > 1
+        pieces = cut_prompt(view.parts, caller.namespace + view.model.encode()[:32]) if needs_pieces else None
+        route = RouteRequest(caller.namespace, caller.session, *([] if pieces is None else [pieces]))
+        outgoing = OutgoingRequest(scope["method"], target, headers, sent)
+        ticket = self.trace_log.take_ticket() if self.trace_log is not None and is_prompt else None
+        return EdgeCall(caller, path, body, view, route, outgoing, began, ticket=ticket)
+
+    async def _serve(self, call: EdgeCall, send: Send, watch: ClientWatch) -> None:
+        """Send the request to one replica after another, until one has begun to answer or none is left."""
+        tried: list[Any] = []
+        while True:
+            decision = self.router.choose(call.route, tried)
+            if isinstance(decision, NoReplica):
+                break
+            call.attempts += 1
+            call.decision = decision
+            await self._try(call, decision, send, watch, tried)
+            tried.append(decision.replica)
+            if call.fault is None or not call.fault.may_retry or call.attempts >= MOST_ATTEMPTS or watch.has_left:
+                break
+        if call.status or watch.has_left:
+            return
+        error = call.fault.as_api_error() if call.fault is not None else _NO_REPLICA
+        call.status = error.status
+        await send_error(send, error, call.caller.request_id)
+
+    async def _try(
+        self, call: EdgeCall, decision: RouteDecision, send: Send, watch: ClientWatch, tried: list[Any]
+    ) -> None:
+        """Send the request to one replica and pass its answer on."""
+        self.router.start(decision, call.route)
+        call.fault = STOPPED  # stands if this task is cancelled
+        try:
+            answer = await open_answer(decision.replica.pool, call.outgoing, self._timeouts, watch)
+            if isinstance(answer, Fault):
+                call.fault = answer
+                return
+            try:
+                if answer.head.status == 503 and self._has_another(call, decision, tried):
+                    call.fault = Fault(FaultKind.BUSY)
+                    return
+                await self._pass_on(call, decision, answer, send, watch)
+            finally:
+                answer.close()
+        finally:
+            self.router.end(decision, call.fault, had_first_byte=call.first_byte is not None)
+
+    async def _pass_on(
+        self, call: EdgeCall, decision: RouteDecision, answer: EngineAnswer, send: Send, watch: ClientWatch
+    ) -> None:
+        call.first_byte, call.status = time.perf_counter(), answer.head.status
+        self.router.note_first_byte(decision)
+        call.reader = AnswerReader(answer.head.headers)
+        headers = [(b"x-request-id", call.caller.request_id.encode("latin-1"))]
+        if self.shows_routes:
+            headers += _write_route(decision, self.router.policy)
+        call.fault = await relay(answer, send, watch, headers=headers, observe=call.reader.observe)
+
+    def _has_another(self, call: EdgeCall, decision: RouteDecision, tried: list[Any]) -> bool:
+        if call.attempts >= MOST_ATTEMPTS:
+            return False
+        return isinstance(self.router.choose(call.route, [*tried, decision.replica]), RouteDecision)
+
+    def _close_call(self, call: EdgeCall) -> None:
+        """Write down what became of a request."""
+        ended, reader = time.perf_counter(), call.reader
+        receipt = EngineReceipt() if reader is None or call.fault is not None else reader.read_receipt()
+        decision, fault = call.decision, call.fault
+        left = fault is not None and fault.kind is FaultKind.CLIENT_LEFT
+        first_token = None if reader is None else reader.first_token_at
+        record = ExchangeRecord(
+            request_id=call.caller.request_id,
+            path=_name_path(call.path),
+            model=call.view.model[:128],
+            status=CLIENT_LEFT_STATUS if left or not call.status else call.status,
+            fault=None if fault is None else fault.kind.value,
+            attempts=call.attempts,
+            replica=None if decision is None else decision.replica.id,
+            route=None if decision is None else decision.outcome.value,
+            route_reason=None if decision is None else decision.reason.value,
+            route_score=None if decision is None else round(decision.score, 4),
+            sent_bytes=len(call.outgoing.body),
+            received_bytes=0 if reader is None else reader.received_bytes,
+            first_byte_ms=_to_ms(call.first_byte, call.began),
+            ttft_ms=_to_ms(first_token, call.began),
+            total_ms=round(1000 * (ended - call.began), 3),
+            receipt=receipt,
+        )
+        self.metrics.count(record)
+        self.records.add(call.caller.namespace, record)
+        if self.trace_log is not None and call.ticket is not None:
+            is_whole = fault is None and call.status < 400
+            self.trace_log.submit(call.ticket, self._describe(call, record, ended, first_token) if is_whole else None)
+
+    def _describe(self, call: EdgeCall, record: ExchangeRecord, ended: float, first_token: float | None) -> TraceJob:
+        """What the trace says of a request that was answered."""
+        receipt = record.receipt
+        usage: dict[str, Any] = {"prompt_tokens": receipt.prompt_tokens, "completion_tokens": receipt.output_tokens}
+        usage["prompt_tokens_details"] = {"cached_tokens": receipt.exact_tokens}
+        metadata = {"replica": record.replica, "route": record.route, "relocated_tokens": receipt.relocated_tokens}
+        start = self._started
+        return TraceJob(
+            body=call.body,
+            began_s=call.began - start,
+            ended_s=ended - start,
+            first_token_s=None if first_token is None else first_token - start,
+            session=call.caller.session,
+            tenant=call.caller.tenant,
+            usage=usage,
+            metadata={name: value for name, value in metadata.items() if value is not None},
+        )
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        """Start the health checks, and end them, the connections and the traces when the server ends."""
+        await receive()
+        if len(self.router.replicas) > 1:
+            self._health = asyncio.ensure_future(watch_health(self.router.replicas, self.settings.health_s))
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        if self._health is not None:
+            self._health.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._health
+        for replica in self.router.replicas:
+            replica.pool.close()
+        if self.trace_log is not None:
+            await asyncio.to_thread(self.trace_log.close)
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+_NO_REPLICA = ApiError(503, "no engine can serve", hint="try again in a moment", code="no_replica", retry_after_s=1)
+
+
+def _write_route(decision: RouteDecision, policy: str) -> list[tuple[bytes, bytes]]:
+    """The headers that say where a request went, and why. They speak of the caller's own prompts only."""
+    outcome, replica = decision.outcome.value.encode(), decision.replica.id.encode()
+    return [
+        (b"x-semantic-route", outcome),
+        (b"x-semantic-placement", outcome),
+        (b"x-semantic-score", f"{decision.score:.4f}".encode()),
+        (b"x-route-reason", f"{policy};{decision.reason.value}".encode()),
+        (b"x-replica-id", replica),
+        (b"x-semantickv-replica", replica),
+    ]
+
+
+def _name_path(path: str) -> str:
+    """The path as a label: few values, whatever clients ask for."""
+    return path if path in POST_PATHS else "/v1/models"
+
+
+def _to_ms(at: float | None, began: float) -> float | None:
+    return None if at is None else round(1000 * (at - began), 3)

@@ -1,0 +1,9 @@
+"""``uvicorn semantickv.apps.telemetry_proxy:app``: forwards to one engine and records; see docs/guides/proxy.md."""
+
+from __future__ import annotations
+
+from semantickv.apps.build import build_proxy
+from semantickv.apps.lazy import LazyApp
+from semantickv.settings import EdgeSettings
+
+app = LazyApp(lambda: build_proxy(EdgeSettings.read()))

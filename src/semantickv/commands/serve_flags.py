@@ -1,0 +1,30 @@
+"""The flags that the proxy and the router share."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from semantickv.settings import EdgeSettings
+
+
+def add_serve_flags(parser: argparse.ArgumentParser, *, port: int) -> None:
+    """Declare where to listen and what to write down."""
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=port, help="its port (default: %(default)s)")
+    parser.add_argument(
+        "--drain", type=int, default=30, metavar="SECONDS", help="time for running requests at the end (default: 30)"
+    )
+    parser.add_argument("--no-trace", action="store_true", help="write no traces")
+    parser.add_argument("--keep-text", action="store_true", help="write the prompts' text into the traces")
+    parser.add_argument("--output-dir", metavar="DIR", help="folder of the traces (default: outputs/live_traces)")
+
+
+def apply_trace_flags(settings: EdgeSettings, args: argparse.Namespace) -> EdgeSettings:
+    """Return the settings with what the flags change."""
+    return replace(
+        settings,
+        trace=settings.trace and not args.no_trace,
+        redact_text=settings.redact_text and not args.keep_text,
+        trace_dir=args.output_dir or settings.trace_dir,
+    )

@@ -1,0 +1,48 @@
+"""Asks every replica now and then whether it is well."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from semantickv.edge.faults import Fault
+from semantickv.edge.forward import ClientWatch, EngineTimeouts, OutgoingRequest, open_answer
+from semantickv.routing.replica import Replica
+
+PROBE = OutgoingRequest("GET", "/health", [], b"")
+PROBE_TIMEOUTS = EngineTimeouts(answer_s=2.0, silence_s=2.0)
+
+
+async def probe_replica(replica: Replica) -> bool:
+    """Ask one replica; any answer below 500 counts: an engine without /health is alive as well."""
+    watch = ClientWatch(_never)
+    try:
+        answer = await open_answer(replica.pool, PROBE, PROBE_TIMEOUTS, watch)
+        if isinstance(answer, Fault):
+            return False
+        try:
+            while piece := await answer.read():
+                if isinstance(piece, Fault):
+                    return False
+            return answer.head.status < 500
+        finally:
+            answer.close()
+    finally:
+        watch.stop()
+
+
+async def watch_health(
+    replicas: Sequence[Replica], every_s: float, sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep
+) -> None:
+    """Probe all replicas side by side, again and again, until cancelled."""
+    while True:
+        results = await asyncio.gather(*map(probe_replica, replicas))
+        for replica, is_well in zip(replicas, results, strict=True):
+            replica.note_probe(is_well)
+        await sleep(every_s)
+
+
+async def _never() -> Any:
+    """A client that never leaves."""
+    await asyncio.Event().wait()

@@ -1,0 +1,75 @@
+"""Which replica has seen which pieces of which prompts: a bounded guess at what stands in each engine's cache."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from semantickv.routing.fingerprint import PromptPieces
+
+TOKENS_PER_ENTRY = 4
+"""Pieces are 64 tokens long on average. The bound on their number holds where someone sends many that are shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """What a replica has of a prompt, in tokens: from its beginning, and anywhere (weighted by type, then rescaled)."""
+
+    prefix_tokens: int = 0
+    any_tokens: int = 0
+
+
+class ReplicaMemory:
+    """The pieces that one replica has seen, least recently seen first; at most ``most_tokens`` of them.
+
+    >>> from semantickv.routing.fingerprint import PromptPieces
+    >>> memory = ReplicaMemory(most_tokens=100)
+    >>> memory.note(PromptPieces((1, 2), (11, 12), (40, 40), (1.0, 1.0)))
+    >>> memory.match(PromptPieces((2, 3), (22, 23), (40, 40), (1.0, 1.0)))
+    Overlap(prefix_tokens=0, any_tokens=40)
+    """
+
+    def __init__(self, most_tokens: int) -> None:
+        self.most_tokens = most_tokens
+        self.tokens = 0
+        self._seen: OrderedDict[int, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def match(self, pieces: PromptPieces) -> Overlap:
+        """What of a prompt was seen here. Changes nothing."""
+        seen = self._seen
+        prefix = 0
+        for chain, tokens in zip(pieces.chains, pieces.tokens, strict=True):
+            if chain not in seen:
+                break
+            prefix += tokens
+        found = all_of_it = 0.0
+        for value, tokens, weight in zip(pieces.hashes, pieces.tokens, pieces.weights, strict=True):
+            worth = tokens * weight
+            all_of_it += worth
+            if value in seen:
+                found += worth
+        share = found / all_of_it if all_of_it else 0.0
+        return Overlap(prefix, round(share * pieces.total_tokens))
+
+    def note(self, pieces: PromptPieces) -> None:
+        """Remember a prompt. The end goes in first: like an engine, this forgets the ends of prompts first."""
+        seen = self._seen
+        for at in reversed(range(len(pieces.hashes))):
+            value, chain = pieces.hashes[at], pieces.chains[at]
+            if value in seen:
+                seen.move_to_end(value)
+            else:
+                seen[value] = pieces.tokens[at]
+                self.tokens += pieces.tokens[at]
+            seen[chain] = 0
+            seen.move_to_end(chain)
+        while seen and (self.tokens > self.most_tokens or len(seen) > self.most_tokens // TOKENS_PER_ENTRY):
+            self.tokens -= seen.popitem(last=False)[1]
+
+    def clear(self) -> None:
+        """Forget everything: the engine has restarted, or its cache was emptied."""
+        self._seen.clear()
+        self.tokens = 0

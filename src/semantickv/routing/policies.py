@@ -1,0 +1,68 @@
+"""Routing policies. A policy is a priority: a function of one replica's standing; the highest goes first.
+
+The two that follow caches count in tokens: what waits on a replica already, plus what it would have to compute of this
+prompt. So a replica with the prompt in its cache wins until as much work as the cache would save waits there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One replica, seen from one request. ``last_turn`` is the number of the request that it got last."""
+
+    running: int
+    last_turn: int
+    waiting_tokens: int
+    prompt_tokens: int
+    prefix_tokens: int
+    any_tokens: int
+    hash_rank: int
+
+    @property
+    def cost_after_prefix(self) -> int:
+        """Tokens to compute before this prompt's first one comes out, if only its beginning is reused."""
+        return self.waiting_tokens + max(0, self.prompt_tokens - self.prefix_tokens)
+
+    @property
+    def cost_after_any(self) -> int:
+        """The same, if equal passages are reused wherever they stand."""
+        return self.waiting_tokens + max(0, self.prompt_tokens - max(self.prefix_tokens, self.any_tokens))
+
+
+Priority = tuple[int, ...]
+RoutingPolicy = Callable[[Standing], Priority]
+
+
+def round_robin(standing: Standing) -> Priority:
+    """In turn."""
+    return (-standing.last_turn,)
+
+
+def least_loaded(standing: Standing) -> Priority:
+    """The replica with the least work."""
+    return (-standing.running, -standing.waiting_tokens, -standing.last_turn)
+
+
+def prefix_hash(standing: Standing) -> Priority:
+    """The replica that the hash of the prompt's beginning names (rendezvous hashing: few move when one goes)."""
+    return (standing.hash_rank,)
+
+
+def cache_aware(standing: Standing) -> Priority:
+    """The replica that has most of the prompt's beginning, weighed against its work."""
+    return (-standing.cost_after_prefix, -standing.last_turn)
+
+
+def semantic_locality(standing: Standing) -> Priority:
+    """The replica that has most of the prompt's passages, wherever they stand, weighed against its work."""
+    return (-standing.cost_after_any, standing.prefix_tokens, -standing.last_turn)
+
+
+POLICIES: Mapping[str, RoutingPolicy] = MappingProxyType(
+    {policy.__name__: policy for policy in (round_robin, least_loaded, prefix_hash, cache_aware, semantic_locality)}
+)

@@ -1,0 +1,104 @@
+"""What a router reads of an OpenAI request: model, stream, and the parts of the prompt with their types.
+
+A body that cannot be read is no error here. The engine will say what is wrong with it; until then it is routed by load.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from semblend.wire.errors import ApiError
+from semblend.wire.json_limits import JsonLimits, JsonMeter
+
+MOST_BYTES = 4 << 20
+"""Longer bodies are not parsed: that would hold up everyone else for 25 ms and more."""
+LONG_TEXT = 1024
+"""Characters from which a user's text counts as material rather than as a question."""
+_LIMITS = JsonLimits()
+_TYPES = {
+    "system": "system", "developer": "system", "assistant": "assistant", "tool": "tool_output",
+    "function": "tool_output",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """A piece of a prompt: its semantic type, and its text or token ids as bytes."""
+
+    type: str
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PromptView:
+    """A request as far as a router cares. ``fields`` is the parsed body; empty where it could not be read."""
+
+    fields: Mapping[str, Any]
+    parts: tuple[PromptPart, ...] = ()
+
+    @property
+    def model(self) -> str:
+        model = self.fields.get("model")
+        return model if isinstance(model, str) else ""
+
+    @property
+    def is_stream(self) -> bool:
+        return self.fields.get("stream") is True
+
+
+UNREAD = PromptView({})
+
+
+def read_prompt(body: bytes) -> PromptView:
+    """Read a request's body; `UNREAD` if it is not JSON that can be read in good time.
+
+    >>> read_prompt(b'{"model": "m", "messages": [{"role": "user", "content": "Hi"}]}').parts
+    (PromptPart(type='user', data=b'user\\nHi\\n'),)
+    """
+    if not body or len(body) > MOST_BYTES:
+        return UNREAD
+    try:
+        JsonMeter(_LIMITS).feed(body)
+        fields = json.loads(body)
+    except (ApiError, ValueError, RecursionError):
+        return UNREAD
+    if not isinstance(fields, dict):
+        return UNREAD
+    return PromptView(fields, tuple(_list_parts(fields)))
+
+
+def _list_parts(fields: Mapping[str, Any]) -> Iterator[PromptPart]:
+    """The parts of a prompt in order: tools, then messages; or the one text or list of ids."""
+    if isinstance(fields.get("messages"), list):
+        if fields.get("tools"):
+            yield PromptPart("template", json.dumps(fields["tools"]).encode())
+        for message in fields["messages"]:
+            if isinstance(message, dict):
+                yield _read_message(message)
+        return
+    prompt = fields.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        yield PromptPart("retrieved_context" if len(prompt) >= LONG_TEXT else "user", _encode(prompt))
+    elif isinstance(prompt, list) and all(type(one) is int and 0 <= one < 1 << 32 for one in prompt):
+        yield PromptPart("other", b"".join(one.to_bytes(4, "little") for one in prompt))
+
+
+def _read_message(message: Mapping[str, Any]) -> PromptPart:
+    role, content = str(message.get("role", "")), message.get("content")
+    if isinstance(content, list):
+        texts = [one.get("text") for one in content if isinstance(one, dict)]
+        content = "\n".join(text for text in texts if isinstance(text, str))
+    text = content if isinstance(content, str) else ""
+    if message.get("tool_calls"):
+        text += json.dumps(message["tool_calls"])
+    kind = _TYPES.get(role) or ("retrieved_context" if len(text) >= LONG_TEXT else "user")
+    return PromptPart(kind, _encode(f"{role}\n{text}\n"))
+
+
+def _encode(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")

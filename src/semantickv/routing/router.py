@@ -1,0 +1,227 @@
+"""Chooses a replica for a request: who can serve, the session's home, the policy, the load guard.
+
+A decision is a value with its reason. What the router remembers is bounded: pieces by tokens, sessions by number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from semantickv.edge.faults import Fault
+from semantickv.routing.fingerprint import NO_PIECES, PromptPieces
+from semantickv.routing.locality import Overlap
+from semantickv.routing.policies import POLICIES, Standing
+from semantickv.routing.replica import Replica
+from semblend.confirm.outcome import Outcome
+from semblend.errors import ConfigError
+
+MOST_SESSIONS = 100_000
+ANSWER_TOKENS = 256
+"""What a request costs a replica beside its prompt, in tokens of prefill: the tokens of its answer are dear."""
+FADING = 1 / 64
+"""Share of a replica's recent requests that fades with every request placed."""
+RECENT_SLACK = 4.0
+"""A replica may have so many recent requests more than the mean before that counts against it."""
+LEAST_OVERLAP_TOKENS = 64
+"""Less than this in common is chance: a greeting, a role name."""
+
+
+class EngineReuse(StrEnum):
+    """What the engines behind the router can reuse."""
+
+    PREFIX = "prefix"
+    """Equal beginnings only: stock vLLM, SGLang, TensorRT-LLM."""
+    SPANS = "spans"
+    """Equal passages anywhere: engines with semblend in them."""
+
+
+class RouteReason(StrEnum):
+    """Why a request went where it went."""
+
+    POLICY = "policy"
+    SESSION = "session"
+    ONLY_ONE = "only_one"
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """What is known about a request before it is placed. ``namespace`` keeps tenants apart."""
+
+    namespace: bytes = b""
+    session: str = ""
+    pieces: PromptPieces = NO_PIECES
+
+
+@dataclass(frozen=True, slots=True)
+class RouteDecision:
+    """A replica, and why. ``new_tokens`` is what it will have to compute of the prompt, as far as the router knows."""
+
+    replica: Replica
+    outcome: Outcome
+    reason: RouteReason
+    overlap: Overlap
+    prompt_tokens: int
+    new_tokens: int
+
+    @property
+    def score(self) -> float:
+        """Share of the prompt that the replica has seen, in [0, 1]."""
+        return (
+            max(self.overlap.prefix_tokens, self.overlap.any_tokens) / self.prompt_tokens if self.prompt_tokens else 0.0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NoReplica:
+    """Nobody can serve: all are down, or all have been tried."""
+
+    tried: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadGuard:
+    """A replica may have ``factor`` times the mean of the running requests, and ``slack`` more."""
+
+    factor: float = 1.25
+    slack: int = 2
+
+    def compute_limit(self, running: Sequence[int]) -> int:
+        """Most requests that a replica may have before this one is added."""
+        return math.ceil(self.factor * (sum(running) + 1) / len(running)) + self.slack
+
+
+class Router:
+    """For one event loop. Every `choose` that names a replica is followed by `start` and, in the end, by `end`."""
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        policy: str = "semantic_locality",
+        *,
+        reuse: EngineReuse = EngineReuse.SPANS,
+        keep_sessions: bool = True,
+        guard: LoadGuard | None = None,
+    ) -> None:
+        if not replicas:
+            raise ConfigError("there is no replica to route to", hint="SEMANTICKV_REPLICAS=http://a:8101,http://b:8102")
+        if policy not in POLICIES:
+            raise ConfigError(f"no routing policy {policy!r}", hint="one of " + ", ".join(POLICIES))
+        self.replicas = tuple(replicas)
+        self.policy = policy
+        self.reuse = reuse
+        self._keep_sessions = keep_sessions
+        self._guard = guard or LoadGuard()
+        self._turn = 0
+        self._homes: OrderedDict[tuple[bytes, str], Replica] = OrderedDict()
+
+    @property
+    def sessions(self) -> int:
+        return len(self._homes)
+
+    def choose(self, request: RouteRequest, tried: Collection[Replica] = ()) -> RouteDecision | NoReplica:
+        """Choose a replica that was not tried yet. Changes nothing."""
+        able = [replica for replica in self.replicas if replica not in tried and replica.can_serve]
+        if not able:
+            return NoReplica(len(tried))
+        if len(able) == 1:
+            return self._decide(able[0], RouteReason.ONLY_ONE, request, [self._match(able[0], request)])
+        limit = self._guard.compute_limit([replica.running for replica in able])
+        free = [replica for replica in able if replica.running < limit] or able
+        home = self._homes.get((request.namespace, request.session)) if request.session else None
+        overlaps = [self._match(replica, request) for replica in free]
+        if home in free:
+            return self._decide(home, RouteReason.SESSION, request, overlaps, overlaps[free.index(home)])
+        standings = self._describe(free, overlaps, request)
+        policy = POLICIES[self.policy]
+        best = max(range(len(free)), key=lambda at: policy(standings[at]))
+        return self._decide(free[best], RouteReason.POLICY, request, overlaps, overlaps[best])
+
+    def start(self, decision: RouteDecision, request: RouteRequest) -> None:
+        """Count a request to its replica, and remember its prompt there: the next one like it may come at once."""
+        replica = decision.replica
+        self._turn += 1
+        for one in self.replicas:
+            one.recent_requests -= one.recent_requests * FADING
+        replica.last_turn = self._turn
+        replica.running += 1
+        replica.waiting_tokens += decision.new_tokens
+        replica.recent_requests += 1
+        replica.breaker.note_start()
+        replica.memory.note(request.pieces)
+        if request.session and self._keep_sessions:
+            self._homes[request.namespace, request.session] = replica
+            self._homes.move_to_end((request.namespace, request.session))
+            if len(self._homes) > MOST_SESSIONS:
+                self._homes.popitem(last=False)
+
+    def note_first_byte(self, decision: RouteDecision) -> None:
+        """The prompt is computed: what is left is the answer."""
+        decision.replica.waiting_tokens -= decision.new_tokens
+
+    def end(self, decision: RouteDecision, fault: Fault | None, *, had_first_byte: bool) -> None:
+        """Take a request off its replica."""
+        replica = decision.replica
+        replica.running -= 1
+        if not had_first_byte:
+            replica.waiting_tokens -= decision.new_tokens
+        replica.note_end(fault)
+
+    def _match(self, replica: Replica, request: RouteRequest) -> Overlap:
+        """What a replica has of the prompt that its engine could reuse."""
+        if not request.pieces.hashes or self.policy in ("round_robin", "least_loaded", "prefix_hash"):
+            return Overlap()
+        overlap = replica.memory.match(request.pieces)
+        if self.reuse is EngineReuse.PREFIX or self.policy == "cache_aware":
+            return Overlap(overlap.prefix_tokens, overlap.prefix_tokens)
+        return overlap
+
+    def _describe(
+        self, replicas: Sequence[Replica], overlaps: Sequence[Overlap], request: RouteRequest
+    ) -> list[Standing]:
+        usual = sum(replica.recent_requests for replica in replicas) / len(replicas) + RECENT_SLACK
+        total = request.pieces.total_tokens
+        head = request.pieces.chains[min(3, len(request.pieces.chains) - 1)] if request.pieces.chains else 0
+        return [
+            Standing(
+                running=replica.running,
+                last_turn=replica.last_turn,
+                waiting_tokens=replica.waiting_tokens
+                + ANSWER_TOKENS * (replica.running + round(max(0.0, replica.recent_requests - usual))),
+                prompt_tokens=total,
+                prefix_tokens=overlap.prefix_tokens,
+                any_tokens=overlap.any_tokens,
+                hash_rank=_rank(head, replica.id) if self.policy == "prefix_hash" else 0,
+            )
+            for replica, overlap in zip(replicas, overlaps, strict=True)
+        ]
+
+    def _decide(
+        self,
+        replica: Replica,
+        reason: RouteReason,
+        request: RouteRequest,
+        overlaps: Sequence[Overlap],
+        own: Overlap | None = None,
+    ) -> RouteDecision:
+        overlap = own or overlaps[0]
+        total = request.pieces.total_tokens
+        known = max(overlap.prefix_tokens, overlap.any_tokens)
+        return RouteDecision(replica, _name_outcome(overlap), reason, overlap, total, max(0, total - known))
+
+
+def _name_outcome(overlap: Overlap) -> Outcome:
+    """Name a placement in the words that everyone uses; where a request ran says nothing about what it reused."""
+    if max(overlap.prefix_tokens, overlap.any_tokens) < LEAST_OVERLAP_TOKENS:
+        return Outcome.COLD_FALLBACK
+    if 2 * overlap.prefix_tokens >= overlap.any_tokens:
+        return Outcome.EXACT_PREFIX_ROUTE
+    return Outcome.SEMANTIC_PLACEMENT
+
+
+def _rank(head: int, replica_id: str) -> int:
+    return int.from_bytes(hashlib.blake2b(head.to_bytes(8, "little") + replica_id.encode(), digest_size=8).digest())

@@ -1,0 +1,109 @@
+"""Prometheus metrics of the edge, from one table; a registry of its own for every application."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from semantickv.telemetry.record import ExchangeRecord
+from semblend.confirm.metrics import MetricSpec
+from semblend.errors import MissingDependencyError
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+EDGE_METRICS: tuple[MetricSpec, ...] = (
+    MetricSpec("semantickv_requests_total", "counter", "Requests by path and status.", ("path", "status")),
+    MetricSpec("semantickv_faults_total", "counter", "Requests that ended with a fault, by kind.", ("kind",)),
+    MetricSpec("semantickv_retries_total", "counter", "Requests sent to another replica before their first byte."),
+    MetricSpec("semantickv_routes_total", "counter", "Placements by outcome and reason.", ("outcome", "reason")),
+    MetricSpec("semantickv_replica_requests_total", "counter", "Requests by the replica that served.", ("replica",)),
+    MetricSpec("semantickv_first_byte_seconds", "histogram", "Time to the answer's first byte.", buckets=SECONDS),
+    MetricSpec("semantickv_ttft_seconds", "histogram", "Time to the first token, of streams.", buckets=SECONDS),
+    MetricSpec("semantickv_request_seconds", "histogram", "Time to the end of the answer.", buckets=SECONDS),
+    MetricSpec(
+        "semantickv_tokens_total",
+        "counter",
+        "Prompt tokens by what engines reported: prompt, exact, external or relocated.",
+        ("kind",),
+    ),
+    MetricSpec("semantickv_running", "gauge", "Requests that hold a place."),
+    MetricSpec("semantickv_refused_total", "counter", "Requests refused because too many were running."),
+    MetricSpec("semantickv_traces_total", "counter", "Trace lines by what became of them.", ("result",)),
+    MetricSpec("semantickv_replica_up", "gauge", "1 where the router would send requests.", ("replica",)),
+    MetricSpec("semantickv_replica_running", "gauge", "Requests on a replica.", ("replica",)),
+    MetricSpec("semantickv_replica_tracked_tokens", "gauge", "Tokens remembered of a replica.", ("replica",)),
+)
+KNOWN_STATUS = frozenset({200, 400, 401, 403, 404, 408, 413, 422, 429, 499, 500, 502, 503, 504})
+
+
+class Gauges(Protocol):
+    """Where the numbers of this moment come from."""
+
+    def read_gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
+        """Values by name of the metric, then by labels."""
+
+
+class EdgeMetrics:
+    """Counts records. `write` gives the text for a scrape."""
+
+    def __init__(self, gauges: Gauges) -> None:
+        client = _import_client()
+        self._client = client
+        self._registry = client.CollectorRegistry(auto_describe=False)
+        self._gauges = gauges
+        self._of: dict[str, Any] = {}
+        for spec in EDGE_METRICS:
+            options = {"buckets": spec.buckets} if spec.kind == "histogram" else {}
+            kind = {"counter": client.Counter, "histogram": client.Histogram, "gauge": client.Gauge}[spec.kind]
+            self._of[spec.name] = kind(spec.name, spec.help, spec.labels, registry=self._registry, **options)
+        self._seen: dict[tuple[str, tuple[str, ...]], float] = {}
+
+    def count(self, record: ExchangeRecord) -> None:
+        """Count one record."""
+        of = self._of
+        status = str(record.status) if record.status in KNOWN_STATUS else f"{record.status // 100}xx"
+        of["semantickv_requests_total"].labels(record.path, status).inc()
+        if record.fault is not None:
+            of["semantickv_faults_total"].labels(record.fault).inc()
+        if record.attempts > 1:
+            of["semantickv_retries_total"].inc(record.attempts - 1)
+        if record.route is not None and record.replica is not None:
+            of["semantickv_routes_total"].labels(record.route, record.route_reason or "").inc()
+            of["semantickv_replica_requests_total"].labels(record.replica).inc()
+        if record.first_byte_ms is not None:
+            of["semantickv_first_byte_seconds"].observe(record.first_byte_ms / 1000)
+        if record.ttft_ms is not None:
+            of["semantickv_ttft_seconds"].observe(record.ttft_ms / 1000)
+        of["semantickv_request_seconds"].observe(record.total_ms / 1000)
+        receipt = record.receipt
+        for kind in ("prompt", "exact", "external", "relocated"):
+            tokens = getattr(receipt, f"{kind}_tokens")
+            if tokens:
+                of["semantickv_tokens_total"].labels(kind).inc(tokens)
+
+    def count_refusal(self, path: str, status: int) -> None:
+        """Count a request that was not forwarded."""
+        self._of["semantickv_requests_total"].labels(path, str(status)).inc()
+
+    def write(self) -> bytes:
+        """Write everything in Prometheus' text format."""
+        for name, values in self._gauges.read_gauges().items():
+            metric = self._of[name]
+            for labels, value in values.items():
+                one = metric.labels(*labels) if labels else metric
+                if name.endswith("_total"):  # kept by its owner: add what is new
+                    one.inc(value - self._seen.get((name, labels), 0.0))
+                    self._seen[name, labels] = value
+                else:
+                    one.set(value)
+        text: bytes = self._client.generate_latest(self._registry)
+        return text
+
+
+def _import_client() -> Any:
+    try:
+        import prometheus_client
+    except ImportError:
+        raise MissingDependencyError(
+            "/metrics needs prometheus_client", hint="pip install 'semblend-suite[edge]'"
+        ) from None
+    return prometheus_client

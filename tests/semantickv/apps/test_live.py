@@ -1,0 +1,159 @@
+"""The applications behind uvicorn on a real socket: real clients, real disconnects, a real end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from semantickv.apps.build import build_proxy, build_router
+from semantickv.apps.run_server import make_server
+from semantickv.edge.scripted_engine import Behaviour, ScriptedEngine, answer_json, die_after, hang, stream
+from semantickv.settings import EdgeSettings
+
+ROOT = Path(__file__).parents[3]
+CHAT = "/v1/chat/completions"
+BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+PATIENCE_S = 20
+
+
+class EngineThread:
+    """A scripted engine in an event loop of its own."""
+
+    def __init__(self, *plan: Behaviour, default: Behaviour | None = None) -> None:
+        self.engine = ScriptedEngine()
+        if default is not None:
+            self.engine.default = default
+        self.engine.plan(*plan)
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+
+    def run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE_S)
+
+    def __enter__(self) -> ScriptedEngine:
+        self.thread.start()
+        self.run(self.engine.start())
+        return self.engine
+
+    def __exit__(self, *_: object) -> None:
+        self.run(self.engine.stop())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(PATIENCE_S)
+        self.loop.close()
+
+
+@contextmanager
+def serve(app: Any, drain_s: int = 5):
+    """Serve an application in a thread; yield its address and the server."""
+    sock = socket.create_server(("127.0.0.1", 0))
+    server = make_server(app, "127.0.0.1", 0, drain_s=drain_s)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+    thread.start()
+    address = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    for _ in range(PATIENCE_S * 100):
+        if server.started:
+            break
+        threading.Event().wait(0.01)
+    try:
+        yield address, server
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE_S)
+        sock.close()
+    assert not thread.is_alive()
+
+
+def test_a_stream_over_real_sockets_is_byte_for_byte_the_engines():
+    pieces = [f"data: {n}\n\n".encode() * (n % 7 + 1) for n in range(50)]
+    with EngineThread(stream(*pieces)) as engine:
+        app = build_proxy(EdgeSettings(upstream=engine.url, trace=False))
+        with serve(app) as (url, _), httpx.stream("POST", url + CHAT, json=BODY, timeout=PATIENCE_S) as answer:
+            assert b"".join(answer.iter_raw()) == b"".join(pieces)
+            assert answer.headers["content-type"] == "text/event-stream"
+
+
+def test_a_client_that_hangs_up_stops_the_engine():
+    thread = EngineThread(hang(b"data: 1\n\n"))
+    with thread as engine:
+        app = build_proxy(EdgeSettings(upstream=engine.url, trace=False))
+        with serve(app) as (url, _):
+            with httpx.stream("POST", url + CHAT, json=BODY, timeout=PATIENCE_S) as answer:
+                next(answer.iter_raw())
+            thread.run(asyncio.wait_for(engine.left.wait(), PATIENCE_S))
+
+
+def test_a_client_sees_that_an_answer_was_cut():
+    with EngineThread(die_after(b"data: 1\n\n")) as engine:
+        app = build_proxy(EdgeSettings(upstream=engine.url, trace=False))
+        with serve(app) as (url, _), pytest.raises(httpx.RemoteProtocolError):
+            httpx.post(url + CHAT, json=BODY, timeout=PATIENCE_S)
+
+
+def test_requests_that_run_when_the_server_is_stopped_are_answered():
+    thread = EngineThread()
+    with thread as engine:
+        gate = asyncio.Event()
+        engine.plan(stream(b"data: 1\n\n", b"data: 2\n\n", gate=gate))
+        app = build_proxy(EdgeSettings(upstream=engine.url, trace=False))
+        with serve(app) as (url, server), httpx.stream("POST", url + CHAT, json=BODY, timeout=PATIENCE_S) as answer:
+            parts = answer.iter_raw()
+            got = next(parts)
+            server.should_exit = True
+            thread.loop.call_soon_threadsafe(gate.set)
+            assert got + b"".join(parts) == b"data: 1\n\ndata: 2\n\n"
+
+
+def test_the_router_serves_real_clients_and_its_headers_say_where():
+    with EngineThread(default=answer_json({"by": 0})) as one, EngineThread(default=answer_json({"by": 1})) as two:
+        app = build_router(EdgeSettings(replicas=(one.url, two.url), trace=False))
+        with serve(app) as (url, _), httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+            answers = [client.post(CHAT, json=BODY) for _ in range(4)]
+            assert all(f"r{answer.json()['by']}" == answer.headers["x-replica-id"] for answer in answers)
+            assert client.get("/v1/replicas").json()["replicas"][0]["up"]
+            assert "semantickv_requests_total" in client.get("/metrics").text
+
+
+@pytest.mark.slow
+def test_the_command_serves_traces_and_ends_with_a_signal(tmp_path):
+    with EngineThread() as engine, socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+        free.close()
+        command = [sys.executable, "-m", "semantickv", "proxy", "--port", str(port), "--output-dir", str(tmp_path)]
+        environ = {**os.environ, "SEMANTICKV_UPSTREAM_BASE_URL": engine.url}
+        with subprocess.Popen(command, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True) as process:
+            url = f"http://127.0.0.1:{port}"
+            for _ in range(PATIENCE_S * 20):
+                try:
+                    httpx.get(url + "/health", timeout=PATIENCE_S)
+                    break
+                except httpx.TransportError:
+                    threading.Event().wait(0.05)
+            assert httpx.post(url + CHAT, json=BODY, timeout=PATIENCE_S).json() == {"ok": True}
+            process.send_signal(signal.SIGTERM)
+            _, err = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode in (0, -signal.SIGTERM), err
+        assert "Traceback" not in err
+    lines = [json.loads(line) for path in tmp_path.iterdir() for line in path.read_text().splitlines()]
+    assert [line["blocks"][0]["semantic_type"] for line in lines] == ["user"]
+
+
+@pytest.mark.slow
+def test_an_application_without_its_settings_says_what_is_missing():
+    command = [sys.executable, "-m", "uvicorn", "semantickv.apps.locality_router:app", "--port", "0"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SEMANTICKV_")}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "SEMANTICKV_REPLICAS" in done.stderr
+    assert "Traceback" not in done.stderr

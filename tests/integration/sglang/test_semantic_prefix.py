@@ -16,7 +16,7 @@ from provider_behaviours import *  # noqa: F403  (the rules)
 from provider_behaviours import DONOR, OTHER, Recorder
 
 from semblend.integration.sglang.fake_radix import FakeKey, FakeMatchParams, FakeRadixCache, FakeRequest
-from semblend.integration.sglang.semantic_prefix import GuardedProvider, SemanticPrefixResult, count_hit
+from semblend.integration.sglang.semantic_prefix import MOST_WAITING, GuardedProvider, SemanticPrefixResult, count_hit
 
 
 class FakeSeam:
@@ -101,3 +101,55 @@ def test_a_result_of_an_older_sglang_is_counted_by_its_slots():
         device_indices = (1, 2, 3)
 
     assert count_hit(Old()) == 3
+
+
+class SlowToLearn(Recorder):
+    """Takes its time with every finished request, as one would that computes an embedding."""
+
+    def __init__(self, result=None) -> None:
+        super().__init__(result)
+        self.go = threading.Event()
+        self.threads: set[str] = set()
+
+    def on_prefix_miss(self, rid, token_ids):
+        self.threads.add(threading.current_thread().name)
+        return super().on_prefix_miss(rid, token_ids)
+
+    def on_request_cached(self, rid, token_ids):
+        self.threads.add(threading.current_thread().name)
+        self.go.wait(10)
+        super().on_request_cached(rid, token_ids)
+
+
+def test_nobody_waits_for_a_provider_that_is_slow_to_learn():
+    slow = SlowToLearn(SemanticPrefixResult(DONOR))
+    guarded = GuardedProvider(slow, deadline_ms=1)
+    for number in range(MOST_WAITING + 20):
+        guarded.on_request_cached(f"r{number}", DONOR)
+    assert not slow.named("cached"), "it is still at the first one, and this thread is not"
+    assert guarded.on_prefix_miss("a", OTHER) is None, "late: the request is computed"
+    slow.go.set()
+    guarded.on_shutdown()
+    assert len(slow.named("cached")) <= MOST_WAITING, "what waits for it has a bound"
+
+
+def test_a_provider_is_called_by_one_thread_and_in_order():
+    slow = SlowToLearn(SemanticPrefixResult(DONOR))
+    guarded = GuardedProvider(slow, deadline_ms=5000)
+    slow.go.set()
+    guarded.on_init()
+    guarded.on_request_cached("r", DONOR)
+    assert guarded.on_prefix_miss("a", OTHER) is not None
+    guarded.on_shutdown()
+    assert [call[0] for call in slow.calls] == ["init", "cached", "miss", "shutdown"]
+    assert len(slow.threads) == 1
+
+
+def test_a_request_that_was_late_and_never_begun_is_not_asked_for_later():
+    slow = SlowToLearn(SemanticPrefixResult(DONOR))
+    guarded = GuardedProvider(slow, deadline_ms=1)
+    guarded.on_request_cached("r", DONOR)
+    assert guarded.on_prefix_miss("a", OTHER) is None
+    slow.go.set()
+    guarded.on_shutdown()
+    assert not slow.named("miss")

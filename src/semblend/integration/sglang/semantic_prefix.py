@@ -28,6 +28,12 @@ __all__ = ["GuardedProvider", "SemanticPrefixProvider", "SemanticPrefixResult", 
 CLOSING = ("shutdown", "release_host_resources")
 """What SGLang calls when a cache goes."""
 
+MOST_WAITING = 64
+"""Finished requests that a provider may be behind; each holds its tokens."""
+
+CLOSE_S = 1.0
+"""How long a cache that goes waits for a provider that is at work."""
+
 log = logging.getLogger("sglang.semblend")
 
 
@@ -67,17 +73,19 @@ class SemanticPrefixProvider(ABC):
 class GuardedProvider(SemanticPrefixProvider):
     """A provider of somebody else that can neither raise into a scheduler step nor hold it up.
 
-    ``on_prefix_miss`` has ``deadline_ms``; what comes later is thrown away, and while it is still at work nothing else
-    is asked of it: such requests are computed.
+    All its methods are called by one thread of its own, one after the other. ``on_prefix_miss`` has ``deadline_ms``;
+    what comes later is thrown away, and while it is still at work nothing else is asked of it: such requests are
+    computed. Nobody waits for ``on_request_cached``; a provider that is `MOST_WAITING` requests behind is not told.
     """
 
     def __init__(self, provider: SemanticPrefixProvider, deadline_ms: float = 5.0) -> None:
         self._provider, self._deadline_s = provider, deadline_ms / 1e3
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="semantic-prefix")
         self._asked: Future[SemanticPrefixResult | None] | None = None
+        self._told: list[Future[None]] = []
 
     def on_init(self) -> None:
-        self._call("on_init")
+        self._thread.submit(self._call, "on_init").result()
 
     def on_prefix_miss(self, rid: str, token_ids: Sequence[int]) -> SemanticPrefixResult | None:
         if self._asked is not None and not self._asked.done():
@@ -86,6 +94,8 @@ class GuardedProvider(SemanticPrefixProvider):
             self._asked = self._thread.submit(self._provider.on_prefix_miss, rid, token_ids)
             found: Any = self._asked.result(timeout=self._deadline_s)
         except TooLate:
+            assert self._asked is not None, "somebody was asked"
+            self._asked.cancel()  # if it has not begun, it need not
             log.warning("the semantic provider was late for %s: it is computed", rid)
             return None
         except Exception as error:
@@ -97,11 +107,21 @@ class GuardedProvider(SemanticPrefixProvider):
         return None
 
     def on_request_cached(self, rid: str, token_ids: Sequence[int]) -> None:
-        self._call("on_request_cached", rid, token_ids)
+        self._told = [one for one in self._told if not one.done()]
+        if len(self._told) >= MOST_WAITING:
+            log.warning("the semantic provider is %d requests behind: it is not told of %s", len(self._told), rid)
+            return
+        self._told.append(self._thread.submit(self._call, "on_request_cached", rid, token_ids))
 
     def on_shutdown(self) -> None:
-        self._call("on_shutdown")
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for one in self._told:
+            one.cancel()
+        closed = self._thread.submit(self._call, "on_shutdown")
+        try:
+            closed.result(timeout=CLOSE_S)
+        except TooLate:
+            log.warning("the semantic provider is at work: it is told later that it goes")
+        self._thread.shutdown(wait=False)
 
     def _call(self, name: str, *args: Any) -> None:
         try:

@@ -76,8 +76,11 @@ def check(memory: SequenceMemory):
                 assert any(sent.name == node.ends and sent.keys == path for sent in through)
             stack.extend((child, (*path, key)) for key, child in node.children.items())
     assert sorted(ends) == sorted(sent.name for sent in sequences)
-    held = {sent.scope + key for sent in sequences for key in sent.keys}
-    assert set(memory._holders) == held
+    held: dict[bytes, dict[bytes, set]] = {}
+    for sent in sequences:
+        for key in sent.keys:
+            held.setdefault(sent.scope, {}).setdefault(key, set()).add(sent)
+    assert {scope: {key: set(by) for key, by in keys.items()} for scope, keys in memory._holders.items()} == held
 
 
 def test_forgetting_reaches_what_goes_on_behind_and_any_beginning_unless_one_is_named():

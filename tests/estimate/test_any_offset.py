@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_any_offset import PlainAnyOffset
 
 from semblend import Namespace, Prompt
 from semblend.estimate.any_offset import BALANCED_SHARE, AnyOffsetReplay, Mode, ReuseCount
@@ -114,3 +115,50 @@ def test_the_parts_of_a_prompt_add_up_and_something_is_always_computed(mode: Mod
         assert one.exact_tokens + one.moved_tokens + one.computed_tokens == len(ids)
         assert one.computed_tokens >= 1
         assert min(one.exact_tokens, one.moved_tokens) >= 0
+
+
+@st.composite
+def logs(draw: st.DrawFn) -> list[tuple[tuple[int, ...], tuple[int, ...], str, bool]]:
+    """Prompts of slices of three documents with new words between them, some of them again or longer."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    documents = [rng.integers(1000 * at, 1000 * at + 900, 150) for at in range(1, 4)]
+    found: list[tuple[tuple[int, ...], tuple[int, ...], str, bool]] = []
+    for _ in range(draw(st.integers(2, 10))):
+        kind = draw(st.sampled_from(["again", "longer", "longer", "new", "new", "new"])) if found else "new"
+        pieces = [rng.integers(10_000, 2**30, int(rng.integers(0, 24)))]
+        for _ in range(draw(st.integers(1, 3))):
+            document = documents[draw(st.integers(0, 2))]
+            pieces += [document[draw(st.sampled_from([0, 0, 16, 50])) :], rng.integers(10_000, 2**30, rng.integers(8))]
+        ids = tuple(np.concatenate(pieces).tolist())
+        if kind != "new":
+            before, answer, *_ = found[draw(st.integers(0, len(found) - 1))]
+            ids = before if kind == "again" else before + answer + ids
+        answer = tuple(rng.integers(10_000, 2**30, draw(st.sampled_from([0, 0, 40]))).tolist())
+        found.append(
+            (ids, answer, draw(st.sampled_from(["", "", "", "b"])), draw(st.sampled_from([True] * 7 + [False])))
+        )
+    return found
+
+
+@pytest.mark.parametrize("mode", ["fast", "balanced"])
+@settings(max_examples=25, deadline=None)
+@given(
+    log=logs(),
+    room=st.sampled_from([3, 12, 30, 100, 1000]),
+    block=st.sampled_from([4, 16]),
+    pass_tokens=st.sampled_from([0, 40, 150]),
+)
+def test_every_prompt_is_counted_as_the_plain_twin_counts_it(
+    mode: Mode, log: list[Any], room: int, block: int, pass_tokens: int
+) -> None:
+    hasher, plain = BlockHasher(block), PlainAnyOffset(mode, room=room, block=block, pass_tokens=pass_tokens)
+    reuse = AnyOffsetReplay(
+        mode, cache_tokens=room * block, donor_tokens=1_000_000, block_tokens=block, pass_tokens=pass_tokens
+    )
+    for ids, answer, tenant, wanted in log:
+        prompt = Prompt(ids, namespace=Namespace(tenant=tenant))
+        keys = hasher.hash(np.array(ids + answer, np.int32), prompt.namespace)
+        found = reuse.add(prompt, keys, (len(ids) - 1) // block, wanted=wanted)
+        expected = plain.add(ids, answer, tenant, wanted=wanted)
+        assert (found.exact_tokens, found.moved_tokens, found.computed_tokens) == expected
+    reuse.close()

@@ -15,7 +15,7 @@ from semblend.arrange.repeats import find_repeats
 from semblend.arrange.search import find_longest_path, order_rest
 from semblend.arrange.sequence_file import SequenceFile
 from semblend.errors import InputError
-from semblend.prompt import Namespace, Prompt
+from semblend.prompt import NO_NAMESPACE, Namespace, Prompt
 
 MOST_PASSAGES = 200_000
 CHARS_PER_TOKEN = 4
@@ -74,14 +74,14 @@ class Arranger:
         passages' relevance, for ``keep.displaced``.
         """
         _check(passages, keep, scores)
-        namespace = namespace or Namespace()
+        namespace = namespace or NO_NAMESPACE
         keys = tuple(map(_digest, passages))
         sizes = tuple(self._count(one) if isinstance(one, str) else len(one) for one in passages)
         scope = namespace.digest.encode()
         root = _digest(before, scope)
         with self._lock:
             order, exact = self._find_order(keys, sizes, scope, root, keep, scores)
-            seen = {key for key in keys if self._memory.is_held(scope, key)}
+            seen = self._memory.find_holders(scope).keys() & keys
         expected = Expected(
             exact=sum(sizes[index] for index in order[:exact]),
             elsewhere=sum(sizes[index] for index in order[exact:] if keys[index] in seen),
@@ -121,7 +121,7 @@ class Arranger:
         ``before`` narrows it to prompts with that text in front; None means any. ``kept`` says that so many passages
         at their beginning are still held.
         """
-        scope = (namespace or Namespace()).digest.encode()
+        scope = (namespace or NO_NAMESPACE).digest.encode()
         keys = tuple(map(_digest, passages))
         with self._lock:
             roots = {_digest(before, scope)} if before is not None else self._memory.find_roots(scope, keys)

@@ -58,6 +58,7 @@ class Room:
         self.first = min(keep.first, count)
         self.last = min(keep.last, count - self.first)
         self._within = count if within is None else within
+        self.is_free = self._within >= count and not self.first and not self.last
 
     def may_move(self, index: int, place: int) -> bool:
         """Whether a passage that is not fixed reaches a place that stands in front of it."""

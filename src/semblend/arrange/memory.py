@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
 
 _NEVER = -(1 << 62)
+_NOBODY: Mapping[bytes, dict[Sent, None]] = {}
 
 
 @dataclass(slots=True)
@@ -33,9 +33,9 @@ class Node:
     sent_at: int = _NEVER
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sent:
-    """A sequence that was sent: its owner, namespace, root, passages in order, and their sizes."""
+    """A sequence that was sent: its owner, namespace, root, passages in order, and their sizes. Equal by identity."""
 
     owner: bytes
     scope: bytes
@@ -62,7 +62,7 @@ class SequenceMemory:
         """Forget everything."""
         self._roots: dict[bytes, Node] = {}
         self._sent: OrderedDict[bytes, Sent] = OrderedDict()
-        self._holders: dict[bytes, OrderedDict[bytes, None]] = {}
+        self._holders: dict[bytes, dict[bytes, dict[Sent, None]]] = {}  # by namespace and passage; the latest last
         self._owners: dict[bytes, OrderedDict[bytes, None]] = {}
         self._held_by: dict[bytes, int] = {}
         self._largest: list[tuple[int, bytes]] = []  # a heap; entries that are no longer true are skipped
@@ -89,13 +89,9 @@ class SequenceMemory:
     def find_root(self, root: bytes) -> Node | None:
         return self._roots.get(root)
 
-    def find_holders(self, scope: bytes, key: bytes, most: int) -> list[Sent]:
-        """Sequences of a namespace that hold a passage, the latest first."""
-        return [self._sent[name] for name in islice(reversed(self._holders.get(scope + key, OrderedDict())), most)]
-
-    def is_held(self, scope: bytes, key: bytes) -> bool:
-        """Whether a sequence of the namespace holds the passage."""
-        return scope + key in self._holders
+    def find_holders(self, scope: bytes) -> Mapping[bytes, dict[Sent, None]]:
+        """For each passage of a namespace the sequences that hold it, the latest last."""
+        return self._holders.get(scope, _NOBODY)
 
     def add(self, sent: Sent) -> None:
         """Remember a sequence, or that it was sent once more; forgets others where there is no room."""
@@ -104,14 +100,16 @@ class SequenceMemory:
         name = sent.name
         if name in self._sent:
             self._sent.move_to_end(name)
-            self._owners[self._sent[name].owner].move_to_end(name)
+            sent = self._sent[name]
+            self._owners[sent.owner].move_to_end(name)
         else:
             self._insert(sent)
         self._touch(sent)
+        by_key = self._holders.setdefault(sent.scope, {})
         for key in sent.keys:
-            holders = self._holders.setdefault(sent.scope + key, OrderedDict())
-            holders[name] = None
-            holders.move_to_end(name)
+            holders = by_key.setdefault(key, {})
+            holders.pop(sent, None)
+            holders[sent] = None
         while self._held > self._most:
             self._remove(self._sent[next(iter(self._owners[self._find_largest()]))])
 
@@ -134,8 +132,8 @@ class SequenceMemory:
 
     def find_roots(self, scope: bytes, keys: tuple[bytes, ...]) -> set[bytes]:
         """Roots of a namespace under which a sequence begins with these passages."""
-        holders = self._holders.get(scope + keys[0], ()) if keys else ()
-        return {sent.root for name in holders if (sent := self._sent[name]).keys[: len(keys)] == keys}
+        holders = self.find_holders(scope).get(keys[0], {}) if keys else {}
+        return {sent.root for sent in holders if sent.keys[: len(keys)] == keys}
 
     def _find_largest(self) -> bytes:
         while True:
@@ -191,11 +189,14 @@ class SequenceMemory:
                 del node.children[key]
             node = child
         node.ends = None
+        by_key = self._holders[sent.scope]
         for key in set(sent.keys):
-            holders = self._holders[sent.scope + key]
-            holders.pop(sent.name, None)
+            holders = by_key[key]
+            holders.pop(sent, None)
             if not holders:
-                del self._holders[sent.scope + key]
+                del by_key[key]
+        if not by_key:
+            del self._holders[sent.scope]
 
 
 def _find_ends(node: Node) -> list[bytes]:

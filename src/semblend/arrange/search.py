@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import insort
+from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from semblend.arrange.keep import Room
 from semblend.arrange.memory import Node, Sent, SequenceMemory
@@ -13,6 +14,8 @@ MOST_LOOKS = 1_500
 """Branches that the search for the longest path looks at; behind that the best so far is taken."""
 MOST_HOLDERS = 16
 """Of the prompts that hold a passage so many are looked at, the latest first."""
+MOST_SOUGHT = 8
+"""So many passages are sought in a prompt one by one; for more of them the prompt is read through."""
 MOST_PAIRS = 300
 """Passages times the prompts that are looked at for each: with very many passages, fewer prompts for each."""
 
@@ -20,45 +23,41 @@ MOST_PAIRS = 300
 class _Walk:
     """Which passages stand on the path so far, with a way back."""
 
-    def __init__(self, keys: Sequence[bytes], sizes: Sequence[int], room: Room, oldest: int) -> None:
-        self._keys, self._sizes, self._room, self._oldest = keys, sizes, room, oldest
-        self._left: dict[bytes, list[int]] = defaultdict(list)  # by key; the first index is the last of the list
+    def __init__(self, keys: Sequence[bytes], sizes: Sequence[int], room: Room) -> None:
+        self._keys, self._sizes, self._room = keys, sizes, room
+        self.left: dict[bytes, list[int]] = {}  # by key; the first index is the last of the list
         for index in reversed(range(len(keys))):
-            self._left[keys[index]].append(index)
+            self.left.setdefault(keys[index], []).append(index)
         self.path: list[int] = []
         self.size = 0
         self._lowest = [room.first]
         self._taken = bytearray(len(keys) + 1)
 
-    def find_steps(self, node: Node) -> Iterator[tuple[bytes, Node]]:
-        """The node's children that a passage may take now."""
-        few, many = (node.children, self._left) if len(node.children) < len(self._left) else (self._left, node.children)
-        for key in few:
-            left = self._left.get(key) if key in many else None
-            if not left or not self._room.may_take(left[-1], len(self.path), self._lowest[-1]):
-                continue
-            child = node.children[key]
-            if child.sent_at >= self._oldest:
-                yield key, child
+    def may_take(self, index: int) -> bool:
+        """Whether a passage may stand behind the path."""
+        return self._room.may_take(index, len(self.path), self._lowest[-1])
 
     def step(self, key: bytes) -> None:
-        index = self._left[key].pop()
-        self._taken[index] = 1
-        lowest = self._lowest[-1]
-        while self._taken[lowest]:
-            lowest += 1
-        self._lowest.append(lowest)
+        index = self.left[key].pop()
+        if not self._room.is_free:
+            self._taken[index] = 1
+            lowest = self._lowest[-1]
+            while self._taken[lowest]:
+                lowest += 1
+            self._lowest.append(lowest)
         self.path.append(index)
         self.size += self._sizes[index]
 
     def step_back(self, depth: int) -> None:
         """To a path of ``depth`` passages."""
-        while len(self.path) > depth:
-            index = self.path.pop()
-            self._taken[index] = 0
-            self._left[self._keys[index]].append(index)
-            self._lowest.pop()
-            self.size -= self._sizes[index]
+        path, left, keys, sizes = self.path, self.left, self._keys, self._sizes
+        while len(path) > depth:
+            index = path.pop()
+            left[keys[index]].append(index)
+            self.size -= sizes[index]
+            if not self._room.is_free:
+                self._taken[index] = 0
+                self._lowest.pop()
 
 
 def find_longest_path(
@@ -73,20 +72,44 @@ def find_longest_path(
     most = looks = 0
     if root is None:
         return best
-    walk = _Walk(keys, sizes, room, oldest)
+    walk = _Walk(keys, sizes, room)
     stack: list[tuple[int, bytes, Node]] = [(0, b"", root)]  # depth, the step that leads there, the node
     while stack and looks < MOST_LOOKS:
         depth, key, node = stack.pop()
-        walk.step_back(max(depth - 1, 0))
+        if 0 < depth <= len(walk.path):
+            walk.step_back(depth - 1)
         if depth:
             walk.step(key)
         if walk.size > most:
-            best, most = list(walk.path), walk.size
+            best, most = walk.path.copy(), walk.size
         looks += 1 + min(len(node.children), len(keys))
-        # The most used child is looked at first: where the search is cut short, the beaten path was walked.
-        steps = sorted(walk.find_steps(node), key=lambda step: (step[1].uses, step[0]))
-        stack.extend((depth + 1, one, child) for one, child in steps)
+        steps = _find_steps(node.children, walk, room.is_free, oldest)
+        if len(steps) > 1:
+            # The most used child is looked at first: where the search is cut short, the beaten path was walked.
+            steps.sort(key=_get_rank)
+        depth += 1
+        for one, child in steps:
+            stack.append((depth, one, child))
     return best
+
+
+def _find_steps(children: dict[bytes, Node], walk: _Walk, is_free: bool, oldest: int) -> list[tuple[bytes, Node]]:
+    """The children that a passage may take now."""
+    steps, left = [], walk.left
+    if len(children) < len(left):
+        for key, child in children.items():
+            if (indices := left.get(key)) and child.sent_at >= oldest and (is_free or walk.may_take(indices[-1])):
+                steps.append((key, child))
+    else:
+        for key, indices in left.items():
+            found = children.get(key) if indices else None
+            if found is not None and found.sent_at >= oldest and (is_free or walk.may_take(indices[-1])):
+                steps.append((key, found))
+    return steps
+
+
+def _get_rank(step: tuple[bytes, Node]) -> tuple[int, bytes]:
+    return step[1].uses, step[0]
 
 
 def order_rest(
@@ -97,6 +120,9 @@ def order_rest(
     taken = set(order)
     left = [index for index in range(len(keys)) if index not in taken]
     rank = rank_by_donors([keys[index] for index in left], [sizes[index] for index in left], memory, scope)
+    if room.is_free:
+        worst = len(keys)
+        return order + sorted(left, key=lambda index: rank.get(keys[index], worst))
     movable = [index for index in left if room.first <= index < room.count - room.last]
     wanted: list[tuple[int, int]] = []  # a heap of (rank, index), of the passages that reach the place already
     reached = lowest = 0
@@ -132,29 +158,62 @@ def rank_by_donors(
     """Passage to its place behind the path: by the prompt that holds most of them, then by the next one."""
     size_of = dict(zip(keys, sizes, strict=True))
     most = max(1, min(MOST_HOLDERS, MOST_PAIRS // max(len(size_of), 1)))
-    held: dict[bytes, list[bytes]] = defaultdict(list)
-    donors: dict[bytes, Sent] = {}
+    holders = memory.find_holders(scope)
+    held: dict[Sent, list[bytes]] = {}  # what a prompt holds of the passages
+    sums: dict[Sent, int] = {}
     known = 0
-    for key in size_of:
-        found = memory.find_holders(scope, key, most)
-        known += bool(found)
-        for sent in found:
-            held[sent.name].append(key)
-            donors[sent.name] = sent
-    # Of equals the first: holders come with the latest first. What a prompt holds of the rest only shrinks, so one
-    # whose size is still true when it comes up is the largest.
-    heap = [(-sum(map(size_of.__getitem__, mine)), number, name) for number, (name, mine) in enumerate(held.items())]
-    heapq.heapify(heap)
+    for key, size in size_of.items():
+        sequences = holders.get(key)
+        if sequences is None:
+            continue
+        known += 1
+        for sent in islice(reversed(sequences), most):
+            if sent in held:
+                held[sent].append(key)
+                sums[sent] += size
+            else:
+                held[sent] = [key]
+                sums[sent] = size
+    return _rank_greedily(held, sums, size_of, known)
+
+
+def _rank_greedily(
+    held: Mapping[Sent, list[bytes]], sums: Mapping[Sent, int], size_of: Mapping[bytes, int], known: int
+) -> Mapping[bytes, int]:
+    """Passage to place: those of the prompt that holds most, in its order, then of that which holds most of the rest.
+
+    Of equals the first. What a prompt holds of the rest only shrinks, so one whose size is still true when it comes up
+    is the largest.
+    """
+    line: list[tuple[int, int, list[bytes], Sent]] = []  # the largest last; of equals the first last
+    covered: set[bytes] = set()
+    for number, (sent, mine) in enumerate(held.items()):
+        if len(mine) > 1:
+            covered.update(mine)
+        elif mine[0] in covered:  # a prompt in front of this one holds it too, and comes up no later
+            continue
+        else:
+            covered.add(mine[0])
+        line.append((sums[sent], -number, mine, sent))
+    line.sort()
     rank: dict[bytes, int] = {}
     while len(rank) < known:
-        size, number, name = heapq.heappop(heap)
-        new = {key for key in held[name] if key not in rank}
-        now = -sum(map(size_of.__getitem__, new))
-        if now > size:
+        _, number, mine, sent = line.pop()
+        new = [key for key in mine if key not in rank]
+        if len(new) < len(mine):
             if new:
-                heapq.heappush(heap, (now, number, name))
-            continue
-        for key in donors[name].keys:
-            if key in new and key not in rank:
+                insort(line, (sum(map(size_of.__getitem__, new)), number, new, sent))
+        elif len(new) == 1:
+            rank[new[0]] = len(rank)
+        else:
+            for key in _put_in_order(new, sent.keys):
                 rank[key] = len(rank)
     return rank
+
+
+def _put_in_order(few: list[bytes], keys: tuple[bytes, ...]) -> list[bytes]:
+    """Keys in the order in which they first stand in a sequence that holds them all."""
+    if len(few) <= MOST_SOUGHT:
+        return sorted(few, key=keys.index)
+    wanted = set(few)
+    return [key for key in dict.fromkeys(keys) if key in wanted]

@@ -12,7 +12,19 @@ from collections.abc import Sequence
 from semblend.cli import commandline
 from semblend.cli.commandline import Parser
 
-COMMANDS = ("experiment", "replay", "advise", "collect", "proxy", "router", "workload", "segment", "policies", "check")
+COMMANDS = (
+    "experiment",
+    "replay",
+    "advise",
+    "collect",
+    "proxy",
+    "router",
+    "api",
+    "workload",
+    "segment",
+    "policies",
+    "check",
+)
 DESCRIPTION = "What a cache should keep and how much memory it needs (simulated); where a request should go."
 
 

@@ -28,6 +28,8 @@ VARIABLES = {
     "they answer only to the machine itself.",
     "SEMANTICKV_SALT_SECRET": "Secret for cache salts: each API key gets a cache of its own in the engine, whatever "
     "its clients send.",
+    "SEMANTICKV_CACHE_POLICY": "Eviction policy of the cache that `semantickv api` simulates (default lru).",
+    "SEMANTICKV_CACHE_TOKENS": "Size of that cache in tokens (default 50000).",
     "SEMANTICKV_HASH_KEY": "Secret that keys the hashes in traces, so that short texts cannot be guessed.",
 }
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -130,4 +132,20 @@ class EdgeSettings:
             admin_key=text("SEMANTICKV_ADMIN_KEY"),
             salt_secret=text("SEMANTICKV_SALT_SECRET"),
             hash_key=read_variable("SEMANTICKV_HASH_KEY", environ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiSettings:
+    """The settings of the simulation API."""
+
+    policy: str = "lru"
+    capacity_tokens: int = 50_000
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> ApiSettings:
+        """Read them from the environment."""
+        return cls(
+            policy=read_variable("SEMANTICKV_CACHE_POLICY", environ).strip() or cls.policy,
+            capacity_tokens=int(read_number("SEMANTICKV_CACHE_TOKENS", cls.capacity_tokens, environ)),
         )

@@ -18,7 +18,7 @@ from semblend.cli.output import table
 
 ABOUT = "Check packages, policies and experiment configurations without running the experiments; exit 1 if one fails."
 
-APPLICATIONS = ("telemetry_proxy", "locality_router")
+APPLICATIONS = ("telemetry_proxy", "locality_router", "simulation_api")
 
 
 def add(subparsers: Any) -> None:

@@ -84,13 +84,13 @@ def simulate(
     chosen = find_policy(policy)
     if warm_up < 0:
         raise InputError("warm_up counts requests and can't be negative")
-    options = {**_build_default_options(capacity), **policy_options, "seed": seed}
+    options = {**build_default_options(capacity), **policy_options, "seed": seed}
     warm_up = min(warm_up, len(forest.trace))
     counts = _run(forest, chosen, capacity, engine, warm_up, options)
     return _build_result(forest, chosen, capacity, counts, warm_up)
 
 
-def _build_default_options(capacity: Capacity) -> dict[str, Any]:
+def build_default_options(capacity: Capacity) -> dict[str, Any]:
     """Build the options that depend on the capacity: TinyLFU forgets after ten times the capacity."""
     return {"window": max(10, 10 * capacity.size), "type_weights": TYPE_WEIGHTS, "unit": capacity.unit}
 

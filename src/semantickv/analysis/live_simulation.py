@@ -1,0 +1,126 @@
+"""A simulated cache that takes one request after another: what each would find, what is cached now, the sums so far.
+
+The latest requests are kept, and the cache is replayed over them with every new one. So a request's result is that of
+the batch simulator, and the memory is bounded; what came before the kept requests is forgotten, which the answer says.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from semantickv.analysis.latency import BOUNDS, LatencyModel
+from semantickv.simulator.capacity import Capacity
+from semantickv.simulator.forest import build_forest
+from semantickv.simulator.plain import PlainRun
+from semantickv.simulator.policies import POLICIES
+from semantickv.simulator.simulate import build_default_options
+from semantickv.traces.request import TraceRequest
+from semantickv.traces.segmentation import TextBlock
+from semantickv.traces.trace import Trace
+from semblend.errors import InputError
+
+MOST_REQUESTS = 256
+MOST_BLOCKS = 512
+LIVE_POLICIES = tuple(name for name in POLICIES if name not in BOUNDS)
+"""Those that know the future have none here."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRequest:
+    """What one request found in the simulated cache; nothing was measured."""
+
+    request_id: str
+    prompt_tokens: int
+    hit_tokens: int
+    hit_blocks: int
+    blocks: tuple[TextBlock, ...]
+    estimated_ttft_ms: float
+    replayed_requests: int
+
+
+class LiveSimulation:
+    """One policy over one cache, in prefix mode. Safe to use from several threads."""
+
+    def __init__(
+        self, policy: str, capacity_tokens: int, latency: LatencyModel | None = None, most: int = MOST_REQUESTS
+    ) -> None:
+        if policy not in LIVE_POLICIES:
+            raise InputError(f"no policy {policy!r}", hint="one of " + ", ".join(LIVE_POLICIES))
+        self.policy = policy
+        self.capacity = Capacity.tokens(capacity_tokens)
+        self.latency = latency or LatencyModel()
+        self._kept: deque[TraceRequest] = deque(maxlen=most)
+        self._lock = threading.Lock()
+        self._seen = self._hit_tokens = self._prompt_tokens = 0
+        self._ttft_ms = 0.0
+
+    def add(
+        self, blocks: Sequence[TextBlock], *, request_id: str, session: str = "", tenant: str = ""
+    ) -> SimulatedRequest:
+        """Simulate one more request."""
+        if not 0 < len(blocks) <= MOST_BLOCKS:
+            raise InputError(f"the prompt has {len(blocks)} blocks, not 1 to {MOST_BLOCKS}", hint="send less text")
+        with self._lock:
+            asked = TraceRequest(
+                request_id,
+                float(self._seen),
+                tuple(block.content_id for block in blocks),
+                tuple(block.tokens for block in blocks),
+                tuple(block.type for block in blocks),
+                tenant=tenant or "default",
+                session=session,
+            )
+            self._kept.append(asked)
+            run = self._replay()
+            hit_tokens, hit_blocks = int(run.counts.hit_tokens[-1]), int(run.counts.hit_blocks[-1])
+            ttft_ms = float(self.latency.estimate_ttft_ms(asked.tokens - hit_tokens))  # type: ignore[arg-type]
+            self._seen += 1
+            self._hit_tokens += hit_tokens
+            self._prompt_tokens += asked.tokens
+            self._ttft_ms += ttft_ms
+            return SimulatedRequest(
+                request_id, asked.tokens, hit_tokens, hit_blocks, tuple(blocks), ttft_ms, len(self._kept)
+            )
+
+    def describe_cache(self) -> dict[str, Any]:
+        """What is cached now."""
+        with self._lock:
+            blocks = list(self._replay().cache.blocks.values()) if self._kept else []
+        by_type: dict[str, int] = {}
+        for block in blocks:
+            by_type[block.type] = by_type.get(block.type, 0) + block.tokens
+        return {
+            "simulated": True,
+            "policy": self.policy,
+            "capacity_tokens": self.capacity.size,
+            "used_tokens": sum(block.tokens for block in blocks),
+            "blocks": len(blocks),
+            "tokens_by_type": by_type,
+        }
+
+    def summarize(self) -> dict[str, Any]:
+        """The sums since the start."""
+        seen = self._seen
+        return {
+            "simulated": True,
+            "policy": self.policy,
+            "requests": seen,
+            "prompt_tokens": self._prompt_tokens,
+            "tokens_saved": self._hit_tokens,
+            "token_hit_rate": self._hit_tokens / self._prompt_tokens if self._prompt_tokens else None,
+            "avg_ttft_ms": round(self._ttft_ms / seen, 3) if seen else None,
+        }
+
+    def _replay(self) -> PlainRun:
+        """Run the kept requests through a new cache."""
+        first = self._kept[0].arrival_s
+        kept = [replace(request, arrival_s=request.arrival_s - first) for request in self._kept]
+        forest = build_forest(Trace.from_requests(kept), "prefix")
+        options = {**build_default_options(self.capacity), "seed": 0}
+        run = PlainRun(forest, POLICIES[self.policy].plain(), self.capacity, 0, options)
+        run.run()
+        return run

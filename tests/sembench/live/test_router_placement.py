@@ -1,0 +1,54 @@
+"""From a router's headers to a gate: `sembench run-live-gateway` through `semantickv router` over two engines."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+httpx = pytest.importorskip("httpx", reason="live runs need httpx")
+
+from live_cases import manifest, run_gateway  # noqa: E402
+from lying_backend import LyingBackend  # noqa: E402
+
+from semantickv.apps.build import build_router  # noqa: E402
+from semantickv.apps.run_server import make_server  # noqa: E402
+from semantickv.settings import EdgeSettings  # noqa: E402
+from sembench.cli import main  # noqa: E402
+
+PATIENCE_S = 20
+
+
+@contextmanager
+def routing(*urls: str, policy: str):
+    """A router on a real socket."""
+    app = build_router(EdgeSettings(replicas=urls, policy=policy, trace=False))
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        server = make_server(app, "127.0.0.1", 0, drain_s=1)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+        thread.start()
+        for _ in range(PATIENCE_S * 100):
+            if server.started:
+                break
+            threading.Event().wait(0.01)
+        try:
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(PATIENCE_S)
+
+
+@pytest.mark.parametrize(("policy", "code"), [("semantic_locality", 0), ("round_robin", 1)])
+def test_the_gate_on_semantic_placement_passes_only_where_the_router_places(tmp_path, capsys, policy, code):
+    cases = manifest(tmp_path, positives=3, negatives=1)
+    with LyingBackend().serving() as one, LyingBackend().serving() as two:
+        with routing(one.url, two.url, policy=policy) as url:
+            result = run_gateway(url, tmp_path, cases=cases)
+        flags = ("--min-semantic-placement-rate", "0.7", "--max-negative-control-semantic-placement-rate", "0.0")
+        assert main(["assert-result-gates", "--result", str(tmp_path / "result.json"), *flags]) == code
+    placed = {record.item_id: record.route_outcome for record in result.requests}
+    wanted = "semantic_placement" if policy == "semantic_locality" else "cold_fallback"
+    assert {outcome for item, outcome in placed.items() if item.startswith("p")} == {wanted}
+    capsys.readouterr()

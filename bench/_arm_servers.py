@@ -1,7 +1,7 @@
 """Servers for a stream of prompts: the embedded one and vLLM, each stock and with reuse, and one client for both.
 
-A stock server reuses exact prefixes alone. Arms that use the same server have a ``cache_salt`` each, so they share
-neither blocks nor donors.
+A stock server reuses exact prefixes alone; so does a request without a quality to the other one. Arms that use the same
+server have a ``cache_salt`` each, so they share neither blocks nor donors.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class EmbeddedArms:
         folder.mkdir(parents=True, exist_ok=True)
         words = ["serve", "--model", model, "--port", "0", "--threads", "1", "--pool-tokens", str(pool_tokens)]
         words += ["--quality", "exact"] if stock else list(flags)
-        self._model, self._address, self._stock = model, "", stock
+        self._model, self._address = model, ""
         with (folder / "log.txt").open("a") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "semblend.cli.main", *words],
@@ -74,10 +74,8 @@ class EmbeddedArms:
 
     def ask(self, prompt: str, tokens: int, *, name: str, salt: str, quality: str = "") -> Reply:
         body = _make_body(self._model, prompt, tokens, salt)
-        if self._stock:
-            body["semblend"] = {"reuse": False}  # the exact prefix alone, and no donor is kept
-        elif quality:
-            body["semblend"] = {"quality": quality}
+        # Without reuse: the exact prefix alone, and no donor is kept.
+        body["semblend"] = {"quality": quality} if quality else {"reuse": False}
         return _stream(self._address, body, name, self.process.pid)
 
     def stop(self) -> None:
@@ -101,13 +99,13 @@ class VllmArms:
 
     def ask(self, prompt: str, tokens: int, *, name: str, salt: str, quality: str = "") -> Reply:
         body = _make_body("m", prompt, tokens, salt)
-        if quality:
-            body["kv_transfer_params"] = {"semblend": {"quality": quality}}
+        if not self._stock:
+            body["kv_transfer_params"] = {"semblend": {"quality": quality} if quality else {"opt_out": True}}
         reply = _stream(f"http://127.0.0.1:{self._server.port}", body, name, self._server.process.pid)
-        reply.receipt = self._count_stock(reply) if self._stock else self._find_receipt(name)
+        reply.receipt = self._find_receipt(name) if quality else self._count_exact(reply)
         return reply
 
-    def _count_stock(self, reply: Reply) -> dict[str, Any]:
+    def _count_exact(self, reply: Reply) -> dict[str, Any]:
         exact = (reply.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         return dict.fromkeys(KINDS, 0) | {"exact_tokens": exact, "prefill_tokens": reply.usage["prompt_tokens"] - exact}
 
@@ -125,8 +123,9 @@ class VllmArms:
 
 
 def _make_body(model: str, prompt: str, tokens: int, salt: str) -> dict[str, Any]:
-    return {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "cache_salt": salt,
+    body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0,
             "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
+    return body | ({"cache_salt": salt} if salt else {})
 
 
 def _stream(address: str, body: dict[str, Any], name: str, group: int) -> Reply:

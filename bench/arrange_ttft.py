@@ -4,10 +4,10 @@
     .ci/engines/vllm-cpu python bench/arrange_ttft.py --server vllm --model FOLDER --out arrange_ttft_vllm.json
 
 Questions come by Zipf's law, and BM25 finds the passages of each. Two servers run: a stock one that reuses exact
-prefixes alone, and one with reuse at any offset. They get one request at a time, in turn: each prompt goes through all
-arms before the next one. So whatever else the machine does hits all arms alike, and a run that is cut short is a
-comparison too. Arms have a salt each, and the same share of a server's KV pool. Passages are arranged on the client,
-which is told that share.
+prefixes alone, and one with reuse at any offset (with --one-server only this one; stock requests opt out). They get
+one request at a time, in turn: each prompt goes through all arms before the next one. So whatever else the machine does
+hits all arms alike, and a run that is cut short is a comparison too. Arms have a salt each, and the same share of a
+server's KV pool. Passages are arranged on the client, which is told that share.
 
 An answer is compared with that of a cold run of the same prompt, in the same order. A request to the stock server that
 hits nothing is a cold run; for the others of every --cold-every th prompt one is made at the end, under a salt that
@@ -115,6 +115,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--answer-tokens", type=int, default=8)
     add("--cold-every", type=int, default=3, metavar="N", help="cold runs for every Nth prompt")
     add("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    add("--one-server", action="store_true", help="less memory: stock arms opt out on the server with reuse")
     add("--pool-tokens", type=int, default=16_384, help="KV pool of each arm")
     add("--donor-bytes", type=int, default=2 << 30, help="host memory for donors")
     add("--budget-s", type=float, default=0.0, help="begin no prompt after so many seconds; 0: no limit")
@@ -149,16 +150,16 @@ def write_prompt(passages: Sequence[str], question: str) -> str:
 @contextmanager
 def start_servers(args: argparse.Namespace) -> Iterator[dict[bool, ArmServer]]:
     """The servers that the arms need, by whether they are stock; the stock one makes the cold runs too."""
-    needed = {True, *(ARMS[name].is_stock for name in args.arms)}
+    needed = {False} if args.one_server else {True, *(ARMS[name].is_stock for name in args.arms)}
     servers: dict[bool, ArmServer] = {}
     with tempfile.TemporaryDirectory(prefix="arrange-ttft-") as folder:
         try:
             for stock in sorted(needed):
-                count = sum(ARMS[name].is_stock == stock for name in args.arms)
+                count = sum(args.one_server or ARMS[name].is_stock == stock for name in args.arms)
                 servers[stock] = start_server(args, Path(folder, str(stock)), stock, max(1, count) * args.pool_tokens)
                 servers[stock].wait()
                 servers[stock].ask(INSTRUCTION + "warm up " * 200, 4, name=f"warm-up-{stock}", salt="warm up")
-            yield servers
+            yield {True: servers[False], **servers} if args.one_server else servers
         finally:
             for server in servers.values():
                 server.stop()

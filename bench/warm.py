@@ -2,17 +2,18 @@
 
     python bench/warm.py --out bench/results/warm.json
 
-`semblend warm` computes the passages of some questions into a donor directory. One stock server answers each question
-cold; one server with the directory answers it three times:
+`semblend warm` computes the passages of some questions into a donor directory. A server with that directory answers
+each question four times:
 
+    cold           without reuse, under a salt that nobody else has
     traffic        after somebody else's prompt with the same passages in the same order, under another instruction:
                    any other donor. Asker and donor have a salt of their own, so nothing of the directory is found
     warm, fast     the first request to the tenant of the directory, mode fast
     warm, balanced the same in mode balanced. Mode fast leaves no exact block behind its first reused token, so this is
                    a first request too; the exact tokens of the receipt show it
 
-Every question is a row of --rows, and a second run goes on from there. The questions go to the servers in turn, so that
-whatever else the machine does hits all arms alike. An answer is compared with the cold one.
+Every question is a row of --rows, and a second run goes on from there. Each question goes through all arms before the
+next one, so that whatever else the machine does hits all arms alike. An answer is compared with the cold one.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from semblend.demo.runner import word_f1
 
 OTHER_INSTRUCTION = "Here is what the archive holds. Read all of it, then write one sentence about it.\n\n"
 ARMS = ("cold", "traffic, fast", "warm, fast", "warm, balanced")
-POOL_TOKENS = 16_384
+POOL_TOKENS = 8_192
 
 
 def main() -> int:
@@ -67,8 +68,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--rows", default="", help="a second run goes on from them (default: beside --out)")
     add("--finished-only", action="store_true", help="measure nothing, print the rows")
     add("--source", default="hotpotqa_distractor", help="a file of rag/: questions with passages")
-    add("--questions", type=int, default=16)
-    add("--top", type=int, default=4, help="passages of a question")
+    add("--questions", type=int, default=10)
+    add("--top", type=int, default=3, help="passages of a question")
     add("--answer-tokens", type=int, default=16)
     add("--prompt-tokens", type=int, default=1024, help="of a donor that warm computes")
     args = parser.parse_args()
@@ -114,26 +115,23 @@ def ask_all(
     args: argparse.Namespace, cases: Sequence[tuple[str, list[str]]], folder: Path, donors: Path, rows: Rows
 ) -> None:
     flags = ["--quality", "balanced", "--donor-directory", str(donors)]
-    stock = EmbeddedArms(args.model, folder / "stock", stock=True, pool_tokens=POOL_TOKENS)
-    warm = EmbeddedArms(args.model, folder / "warm", stock=False, pool_tokens=POOL_TOKENS, flags=flags)
+    server = EmbeddedArms(args.model, folder / "server", stock=False, pool_tokens=POOL_TOKENS, flags=flags)
     try:
-        for server in (stock, warm):
-            server.wait()
-            server.ask("warm up " * 200, 4, name="warm-up", salt="warm up")
+        server.wait()
+        server.ask("warm up " * 200, 4, name="warm-up", salt="warm up")
         for number, (question, passages) in enumerate(cases):
             if rows.find(number=number):
                 continue
             prompt, tokens = write_prompt(passages, question), args.answer_tokens
             donor = OTHER_INSTRUCTION + "\n\n".join(passages) + "\n\nSentence:"
-            row = {"cold": stock.ask(prompt, tokens, name=f"cold-{number}", salt=f"cold-{number}")}
-            warm.ask(donor, 2, name=f"donor-{number}", salt=f"traffic-{number}", quality="exact")
+            row = {"cold": server.ask(prompt, tokens, name=f"cold-{number}", salt=f"cold-{number}")}
+            server.ask(donor, 2, name=f"donor-{number}", salt=f"traffic-{number}", quality="exact")
             for arm, salt in (("traffic, fast", f"traffic-{number}"), ("warm, fast", ""), ("warm, balanced", "")):
-                row[arm] = warm.ask(prompt, tokens, name=f"{arm}-{number}", salt=salt, quality=arm.partition(", ")[2])
+                row[arm] = server.ask(prompt, tokens, name=f"{arm}-{number}", salt=salt, quality=arm.partition(", ")[2])
             rows.add({"number": number, **{arm: reply.to_row() for arm, reply in row.items()}})
             progress(f"question {number + 1} of {len(cases)}")
     finally:
-        for server in (stock, warm):
-            server.stop()
+        server.stop()
 
 
 def tabulate(report: Report, rows: Rows, args: argparse.Namespace) -> None:

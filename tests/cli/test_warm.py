@@ -99,6 +99,19 @@ def test_mistakes_are_one_line_and_a_hint(corpus, words, capsys):
     assert "Traceback" not in told
 
 
+def test_a_second_warm_of_the_same_folder_is_refused_until_the_first_has_ended(corpus, tmp_path, capsys):
+    from semblend.cli.warm_targets import hold_folder
+
+    first = hold_folder(str(tmp_path / "donors"))
+    assert run_warm(corpus, "--donor-directory", str(tmp_path / "donors"), "--model", "no-such-model") != 0
+    told = capsys.readouterr().err
+    assert "another semblend warm" in told
+    assert "hint: wait until it has ended" in told
+    first.close()
+    assert run_warm(corpus, "--donor-directory", str(tmp_path / "donors"), "--model", "no-such-model") != 0
+    assert "no-such-model" in capsys.readouterr().err
+
+
 class Letters:
     """A tokenizer of the engine's kind: one token a character."""
 
@@ -175,10 +188,45 @@ def test_a_full_disk_is_told_with_a_hint_and_leaves_nothing_half_written(open_ta
     with pytest.raises(StoreError) as caught:
         warm_up(target, ["a long text that does not fit " * 8])
     assert "No space left" in caught.value.message
-    assert "run the same command again" in caught.value.hint
+    assert "the same command goes on where it stopped" in caught.value.hint
     monkeypatch.undo()
     target.close()
     assert not open_target().has("a long text that does not fit " * 8)
+
+
+def test_a_disk_without_room_for_a_donors_record_is_told_too(open_target, monkeypatch):
+    from semblend.materialize.donors.shared.private_folder import PrivateFolder
+
+    def no_space(*_):
+        raise OSError(28, "No space left on device")
+
+    target = open_target()
+    monkeypatch.setattr(PrivateFolder, "write", no_space)
+    with pytest.raises(StoreError, match="could not be written"):
+        warm_up(target, ["a long text that does not fit " * 8])
+    target.close()
+
+
+def test_a_donor_that_no_memory_holds_is_told(open_target, monkeypatch):
+    from semblend.errors import CapacityError
+    from semblend.materialize.donors.donor_kv import DonorKv
+
+    def no_tier(*_, **__):
+        raise CapacityError("it fits in no tier", hint="raise the donor budgets")
+
+    target = open_target()
+    monkeypatch.setattr(DonorKv, "capture", no_tier)
+    with pytest.raises(StoreError, match="could not be written"):
+        warm_up(target, ["a long text that does not fit " * 8])
+    target.close()
+
+
+def test_a_document_that_comes_twice_or_begins_another_is_no_failure(open_target, capsys):
+    text = "the quick brown fox jumps over the lazy dog " * 8
+    target = open_target()
+    warm_up(target, [text, text, text[:200]])
+    assert "3 prompts computed" in capsys.readouterr().out
+    target.close()
 
 
 def test_too_little_room_is_told_before_the_work(open_target, monkeypatch):

@@ -104,7 +104,7 @@ def _compute(prompts: Sequence[str], documents: int, target: Target, args: argpa
     if args.most_bytes and (estimate.nbytes or 0) > args.most_bytes:
         raise InputError(
             f"{estimate.nbytes:,} bytes are more than --most-bytes {args.most_bytes}",
-            hint="raise it, leave documents out, or halve the bytes with --donor-bits 8",
+            hint="raise it, leave documents out, or take fewer bytes with --donor-bits 8",
         )
     target.check_room(estimate)
     if args.dry_run:

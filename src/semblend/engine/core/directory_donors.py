@@ -87,6 +87,10 @@ class DirectoryDonors:
         if publication is not None and not self.publisher.submit(publication):
             self._shared.take_back(donor_id)
 
+    def has_published(self, donor_id: str) -> bool:
+        """Whether others will find a donor of this engine once the publisher has written its file."""
+        return not self._given_up and self._shared.has_published(donor_id)
+
     def forget_all(self, clear: Callable[[], int]) -> int:
         """Every donor goes from this engine: its own leave the directory, the neighbours' are not looked at again."""
         forgotten = 0

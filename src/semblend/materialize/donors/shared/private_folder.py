@@ -7,6 +7,7 @@ after a kill of the process the kernel still has it, after a power cut its check
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import stat
@@ -54,6 +55,14 @@ class PrivateFolder:
                 f"the donor directory {self.path} has mode {stat.S_IMODE(status.st_mode):04o}: others may read prompts",
                 hint=f"chmod 700 {self.path}",
             )
+
+    def hold(self) -> bool:
+        """Hold the folder until it is closed or the process ends; False where somebody else holds it."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     @property
     def changed_ns(self) -> int:

@@ -22,7 +22,7 @@ from semantickv.edge.faults import Fault, FaultKind
 from semantickv.edge.forward import ClientWatch, EngineAnswer, EngineTimeouts, OutgoingRequest, open_answer, relay
 from semantickv.edge.headers import select_request_headers
 from semantickv.edge.intake import Intake, IntakeLimits
-from semantickv.routing.fingerprint import cut_prompt
+from semantickv.routing.fingerprint import NO_PIECES, cut_prompt
 from semantickv.routing.health import watch_health
 from semantickv.routing.prompt_view import UNREAD, PromptView, read_prompt
 from semantickv.routing.router import NoReplica, RouteDecision, Router, RouteRequest
@@ -208,9 +208,10 @@ class Gateway:
             sent = write_salted_body(view.fields, salt) if view.fields else body
         query = scope["query_string"].decode("latin-1")
         target = scope.get("raw_path", path.encode()).decode("latin-1") + (f"?{query}" if query else "")
-        needs_pieces = is_prompt and len(self.router.replicas) > 1
-        pieces = cut_prompt(view.parts, caller.namespace + view.model.encode()[:32]) if needs_pieces else None
-        route = RouteRequest(caller.namespace, caller.session, *([] if pieces is None else [pieces]))
+        pieces = NO_PIECES
+        if is_prompt and self.router.needs_pieces:
+            pieces = cut_prompt(view.list_parts(), caller.namespace + view.model.encode("utf-8", "surrogatepass"))
+        route = RouteRequest(caller.namespace, caller.session, pieces)
         outgoing = OutgoingRequest(scope["method"], target, headers, sent)
         ticket = self.trace_log.take_ticket() if self.trace_log is not None and is_prompt else None
         return EdgeCall(caller, path, body, view, route, outgoing, began, ticket=ticket)

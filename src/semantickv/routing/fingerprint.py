@@ -8,6 +8,7 @@ only: these hashes never authorize reuse.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,8 +21,8 @@ from semantickv.simulator.policies.semantic import TYPE_WEIGHTS
 
 MOST_BYTES = 1 << 20
 """Of a prompt, so much is looked at: 250k tokens."""
-CUT_SHIFT = 24
-"""A cut where the upper 8 of 32 bits are 0: every 256 bytes on average, 64 tokens."""
+CUT_SHIFT = 23
+"""A cut where the upper 9 of 32 bits are 0: every 512 bytes on average, 128 tokens. Twice as fine costs 0.3 ms more."""
 LEAST_PIECE_BYTES = 32
 BYTES_PER_TOKEN = 4
 _MASK = (1 << 64) - 1
@@ -54,19 +55,27 @@ def cut_prompt(parts: Sequence[PromptPart], namespace: bytes) -> PromptPieces:
     data, ends, weights = _join_parts(parts)
     if not data:
         return NO_PIECES
-    cuts = np.union1d(_find_cuts(np.frombuffer(data, np.uint8)), np.asarray(ends, np.int64)).tolist()
-    part_of = np.searchsorted(np.asarray(ends), np.asarray(cuts), side="left").tolist()
-    hashes, chains, tokens, chain, start = [], [], [], 0, 0
-    new = hashlib.blake2b
-    for end in cuts:
-        digest = new(data[start:end], digest_size=8, key=namespace).digest()
-        value = int.from_bytes(digest, "little")
+    cuts = sorted({*_find_cuts(np.frombuffer(data, np.uint8)).tolist(), *ends})
+    part_of = [bisect_left(ends, cut) for cut in cuts]
+    # As a salt the namespace costs nothing; as a key it would add a block to each of some hundred hashes.
+    salt = hashlib.blake2b(namespace, digest_size=16).digest()
+    new, read = hashlib.blake2b, int.from_bytes
+    starts = [0, *cuts[:-1]]
+    hashes = [
+        read(new(data[start:end], digest_size=8, salt=salt).digest(), "little")
+        for start, end in zip(starts, cuts, strict=True)
+    ]
+    tokens = [max(1, (end - start) // BYTES_PER_TOKEN) for start, end in zip(starts, cuts, strict=True)]
+    return PromptPieces(tuple(hashes), _chain(hashes), tuple(tokens), tuple([weights[at] for at in part_of]))
+
+
+def _chain(hashes: Sequence[int]) -> tuple[int, ...]:
+    """The hash of everything up to the end of each piece."""
+    chains, chain = [], 0
+    for value in hashes:
         chain = ((chain ^ value) * 0x9E3779B97F4A7C15 + 1) & _MASK
-        hashes.append(value)
         chains.append(chain)
-        tokens.append(max(1, (end - start) // BYTES_PER_TOKEN))
-        start = end
-    return PromptPieces(tuple(hashes), tuple(chains), tuple(tokens), tuple(weights[at] for at in part_of))
+    return tuple(chains)
 
 
 def _join_parts(parts: Sequence[PromptPart]) -> tuple[bytes, list[int], list[float]]:
@@ -94,9 +103,12 @@ def _find_cuts(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
 
     The sum over 32 bytes is built by doubling: two bytes, four, eight, sixteen, thirty-two.
     """
-    rolling = _gear()[data]
+    rolling = _gear().take(data)
+    shifted = np.empty_like(rolling)
     for width in (1, 2, 4, 8, 16):
-        rolling[width:] += rolling[:-width] << np.uint32(width)
+        np.left_shift(rolling[:-width], np.uint32(width), out=shifted[width:])
+        rolling[width:] += shifted[width:]
     cuts = np.flatnonzero(rolling < np.uint32(1 << CUT_SHIFT)) + 1
-    far = np.diff(cuts, prepend=-LEAST_PIECE_BYTES) >= LEAST_PIECE_BYTES  # a run of one letter would cut everywhere
+    far = np.ones(len(cuts), bool)
+    np.greater_equal(cuts[1:] - cuts[:-1], LEAST_PIECE_BYTES, out=far[1:])  # a run of one letter would cut everywhere
     return cuts[far]

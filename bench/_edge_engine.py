@@ -1,0 +1,63 @@
+"""The engine of bench/edge.py: answers at once, as fast as one Python process can. Run: python _edge_engine.py PORT…"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+EVENT = b'data: {"id":"x","object":"text_completion","choices":[{"index":0,"text":" word"}]}\n\n'
+EVENTS = 16
+BODY = b'{"id":"x","object":"text_completion","choices":[{"index":0,"text":" word","finish_reason":"length"}]}'
+WHOLE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(BODY), BODY)
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+class Engine(asyncio.Protocol):
+    """Reads whole requests by their Content-Length; a stream is 16 events in packets of their own."""
+
+    def __init__(self) -> None:
+        self.held = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport: asyncio.Transport = transport  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        self.held += data
+        end = self.held.find(b"\r\n\r\n")
+        if end < 0:
+            return
+        head = bytes(self.held[:end]).lower()
+        at = head.find(b"content-length:")
+        length = int(head[at + 15 :].split(b"\r\n")[0]) if at >= 0 else 0
+        if len(self.held) < end + 4 + length:
+            return
+        # Where a router writes the body anew, blanks and the order of fields may change.
+        body = bytes(self.held[end + 4 :]).replace(b" ", b"")
+        self.held.clear()
+        if b'"stream":true' in body:
+            asyncio.get_running_loop().create_task(self._stream())
+        else:
+            self.transport.write(WHOLE)
+
+    async def _stream(self) -> None:
+        self.transport.write(HEAD)
+        for _ in range(EVENTS):
+            self.transport.write(b"%x\r\n%b\r\n" % (len(EVENT), EVENT))
+            await asyncio.sleep(0)
+        self.transport.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+async def main(ports: list[int]) -> None:
+    loop = asyncio.get_running_loop()
+    servers = [await loop.create_server(Engine, "127.0.0.1", port) for port in ports]
+    await asyncio.gather(*(server.serve_forever() for server in servers))
+
+
+if __name__ == "__main__":
+    try:
+        import uvloop
+
+        uvloop.install()
+    except ImportError:
+        pass
+    asyncio.run(main([int(word) for word in sys.argv[1:]]))

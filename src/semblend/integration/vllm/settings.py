@@ -45,7 +45,7 @@ class ConnectorSettings:
         True, "Requests with equal prompts share the blocks that were loaded for the first of them."
     )
     heal_prefixes: bool = setting(
-        False, "A prefix whose loads have together cost a prefill is computed exactly once, and found by the next ones."
+        True, "A prefix whose loads have together cost a prefill is computed exactly once, and found by the next ones."
     )
     thresholds: str = setting("", "File of quality thresholds (`semblend calibrate`); empty = by the model's name.")
     receipts: bool = setting(True, "Put the receipt into kv_transfer_params of the response.")

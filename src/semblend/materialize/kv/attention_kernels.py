@@ -124,10 +124,10 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
     if SPLIT:
         place += part.to(tl.int64) * rows * HEADS
-        some = begin < end  # of a part that no row of the tile reaches, nobody reads anything
-        tl.store(out + place[:, None] * HEAD_DIM + dim[None, :], mixed, mask=real & some)
-        tl.store(sums + place * 2, peak, mask=live & some)
-        tl.store(sums + place * 2 + 1, mass, mask=live & some)
+        reached = live & (limit >= begin)  # of other rows nobody reads anything
+        tl.store(out + place[:, None] * HEAD_DIM + dim[None, :], mixed, mask=real & reached[:, None])
+        tl.store(sums + place * 2, peak, mask=reached)
+        tl.store(sums + place * 2 + 1, mass, mask=reached)
     else:
         mixed = mixed / tl.where(mass > 0, mass, 1.0)[:, None]
         tl.store(out + place[:, None] * HEAD_DIM + dim[None, :], mixed.to(out.dtype.element_ty), mask=real)

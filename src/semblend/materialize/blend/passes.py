@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from semblend.materialize.blend.blend_state import BlendState, Refused
-from semblend.materialize.blend.pieces import Pace, Pieces
+from semblend.materialize.blend.pieces import Pace, PieceRate, Pieces, count_piece_rows
 from semblend.materialize.blend.quality import Pass, QualitySettings
 from semblend.materialize.blend.ranks import Ranks
 from semblend.materialize.contract import QUESTION_ROWS, Model, Observer, Rows, StopPass
@@ -26,9 +26,6 @@ from semblend.materialize.gate.canary import CANARY_TOLERANCE, canary_positions,
 from semblend.materialize.gate.risk import bound_risk, next_token_kl
 from semblend.plan.reuse_plan import DeclineReason
 from semblend.plan.selection import Positions
-
-LEAST_PIECE_ROWS = 128
-"""A piece is not smaller, and a multiple of it: the work of fewer rows would hide in what starting them costs."""
 
 
 class PassRunner:
@@ -41,7 +38,7 @@ class PassRunner:
         self.model, self.settings, self.ranks, self.pace = model, settings, ranks, pace
         self.prompts_checked = 0
         self._rows_per_ms = 0.0
-        self._piece_rate, self._piece_rows = 0.0, 0.0  # rows per millisecond, and rows, of the pieces done last
+        self._piece_rate = PieceRate()
 
     def compute(
         self, state: BlendState, name: str, rows: Positions, observer: Observer | None, *, check: bool = False
@@ -59,7 +56,7 @@ class PassRunner:
         canary = self._measure_canary(state).to(tail.device) if check else torch.zeros((), device=tail.device)
         error, finite = torch.stack((canary.float(), tail.isfinite().all().float())).tolist()
         ms = state.elapsed_ms - began
-        if not self._piece_rate:
+        if not self._piece_rate.rows_per_ms:
             self._note_rate(len(rows), started)
         # Small passes are slower a row than large ones: the best rate seen foretells a large one.
         self._rows_per_ms = max(self._rows_per_ms, len(rows) / max(ms, 1e-6))
@@ -156,17 +153,11 @@ class PassRunner:
         """Rows of a chunk: as many as a piece has time for, by the pieces done last; all ranks choose alike."""
         if not self.pace.piece_ms:
             return self.settings.chunk_tokens
-        rate = self.ranks.mean(self._piece_rate) * self.model.layout.layers / layers
-        rows = min(self.settings.chunk_tokens, int(rate * self.pace.piece_ms))
-        return max(1, rows // LEAST_PIECE_ROWS) * LEAST_PIECE_ROWS
+        rate = self.ranks.mean(self._piece_rate.rows_per_ms) * self.model.layout.layers / layers
+        return count_piece_rows(rate, self.pace.piece_ms, self.settings.chunk_tokens)
 
     def _note_rate(self, rows: float, started: float) -> None:
-        """So many rows through all layers are done; few of them, done slowly, say nothing about many."""
-        rate = rows / max((time.perf_counter() - started) * 1e3, 1e-6)
-        if rows < LEAST_PIECE_ROWS or (rate < self._piece_rate and rows < self._piece_rows / 2):
-            return
-        self._piece_rate = (self._piece_rate + rate) / 2 if self._piece_rate else rate
-        self._piece_rows = rows
+        self._piece_rate.note(rows, (time.perf_counter() - started) * 1e3)
 
     def _wait_for_device(self) -> None:
         if self.model.device.type == "cuda":

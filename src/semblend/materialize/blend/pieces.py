@@ -13,12 +13,46 @@ from typing import TypeVar
 Result = TypeVar("Result")
 Pieces = Generator[None, None, Result]
 
+LEAST_PIECE_ROWS = 128
+"""A piece is not smaller: the work of fewer rows would hide in what starting them costs."""
+
 
 @dataclass(slots=True)
 class Pace:
     """About how long a piece takes, in milliseconds; 0: all is done at once. An engine sets it as it has other work."""
 
     piece_ms: float = 0.0
+
+
+class PieceRate:
+    """How fast pieces are done, in rows through all layers a millisecond, by those done last.
+
+    >>> rate = PieceRate()
+    >>> rate.note(1024, ms=32.0)
+    >>> rate.note(130, ms=10.0)  # what was left of a repair: few rows, and slow ones
+    >>> rate.rows_per_ms, count_piece_rows(rate.rows_per_ms, ms=30.0, most=4096)
+    (32.0, 896)
+    """
+
+    def __init__(self) -> None:
+        self.rows_per_ms, self._rows = 0.0, 0.0
+
+    def note(self, rows: float, ms: float) -> None:
+        """So many rows are done. Few of them, done slowly, say nothing about many."""
+        rate = rows / max(ms, 1e-6)
+        if rows < LEAST_PIECE_ROWS or (rate < self.rows_per_ms and rows < self._rows / 2):
+            return
+        self.rows_per_ms = (self.rows_per_ms + rate) / 2 if self.rows_per_ms else rate
+        self._rows = rows
+
+
+def count_piece_rows(rows_per_ms: float, ms: float, most: int) -> int:
+    """Rows of a piece that may take so long: a multiple of `LEAST_PIECE_ROWS`, and that at least.
+
+    >>> count_piece_rows(0.0, ms=40.0, most=4096)
+    128
+    """
+    return max(1, min(most, int(rows_per_ms * ms)) // LEAST_PIECE_ROWS) * LEAST_PIECE_ROWS
 
 
 def finish(pieces: Pieces[Result]) -> Result:

@@ -234,3 +234,36 @@ def test_agents_that_repeat_themselves_gain_over_the_prefix_cache(
     rows = {row["name"]: row for row in answer["rows"]}
     assert rows["prefix"]["saved_share"] > 0.5
     assert rows["balanced"]["saved_tokens"] > 0
+
+
+def test_a_field_inside_a_tool_is_not_named_because_it_cannot_be_moved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tools in another order look like a name that changes in front of long equal text."""
+    tools = [{"name": name, "description": "Carries cars over the strait at noon. " * 20} for name in "abc"]
+    bodies = [
+        {
+            "tools": [tools[(at + turn) % 3] for turn in range(3)],
+            "messages": [{"role": "user", "content": f"Why {at}?"}],
+        }
+        for at in range(12)
+    ]
+    log = tmp_path / "tools.jsonl"
+    log.write_text("".join(json.dumps(body) + "\n" for body in bodies))
+    answer = run_json(str(log), "--more-memory", "none", capsys=capsys)
+    assert answer["fields"] == []
+    assert {row["name"]: row["saved_tokens"] for row in answer["rows"]}["tools"] > 0
+
+
+def test_a_log_of_tokens_is_not_called_an_approximation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ids.jsonl").write_text(json.dumps({"token_ids": list(range(200))}) + "\n")
+    answer = run_json(str(tmp_path / "ids.jsonl"), capsys=capsys)
+    assert (answer["tokens_are_approximate"], answer["tokenizer"]) == (False, "none, tokens as logged")
+
+
+def test_a_log_in_another_encoding_is_named_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "l.jsonl").write_bytes('{"prompt": "café"}\n'.encode("latin-1"))
+    assert main(["estimate", str(tmp_path / "l.jsonl")]) == 2
+    told = capsys.readouterr().err
+    assert "not UTF-8" in told
+    assert "iconv" in told

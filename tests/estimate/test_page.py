@@ -78,7 +78,7 @@ def test_the_page_shows_every_row_and_what_it_assumes() -> None:
         assert row["assumes"] in text
     for kind, one in answer["breaks"].items():
         assert kind in text
-        assert f"{one['prompts']:,} prompts" in text
+        assert f"{one['prompts']:,} prompt{'s' * (one['prompts'] != 1)}" in text
     assert "replayed, not measured" in text
     assert answer["rates"]["prefill_source"] in text
 

@@ -12,7 +12,6 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 
 _NEVER = -(1 << 62)
 _NOBODY: Mapping[bytes, dict[Sent, None]] = {}
@@ -33,20 +32,23 @@ class Node:
     sent_at: int = _NEVER
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Sent:
-    """A sequence that was sent: its owner, namespace, root, passages in order, and their sizes. Equal by identity."""
+    """A sequence that was sent: its owner, namespace, root, passages in order, and their sizes. Equal by identity.
+
+    ``name`` is sixteen bytes that stand for root and passages.
+    """
 
     owner: bytes
     scope: bytes
     root: bytes
     keys: tuple[bytes, ...]
     sizes: tuple[int, ...]
+    name: bytes = field(init=False)
 
-    @cached_property
-    def name(self) -> bytes:
-        """Sixteen bytes that stand for root and passages."""
-        return hashlib.blake2b(self.root + b"".join(self.keys), digest_size=16).digest()
+    def __post_init__(self) -> None:
+        name = hashlib.blake2b(self.root + b"".join(self.keys), digest_size=16).digest()
+        object.__setattr__(self, "name", name)
 
 
 class SequenceMemory:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from semblend.cli.output import table
-from semblend.estimate.words import format_price
+from semblend.estimate.words import format_number, format_price
 
 TENANTS_SHOWN = 10
 CAVEAT = (
@@ -28,7 +28,7 @@ def _describe(answer: dict[str, Any]) -> str:
     gigabytes = options["cache_tokens"] * rates["kv_bytes_per_token"] / 1e9
     return "\n".join(
         [
-            f"{total['prompts']:,} prompts, {total['prompt_tokens']:,} tokens "
+            f"{format_number(total['prompts'], 'prompt')}, {format_number(total['prompt_tokens'], 'token')} "
             f"(log format {answer['format']}, tokenizer {answer['tokenizer']}{about}{part}{stopped})",
             f"prefix cache: {options['cache_tokens']:,} tokens, {gigabytes:.1f} GB of {rates['model']} KV, "
             f"blocks of {options['block_tokens']}, LRU; donors: {options['donor_tokens']:,} tokens more",

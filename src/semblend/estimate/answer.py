@@ -37,13 +37,14 @@ _ASSUMES = {
         "beginning that such a cache has dropped by now."
     ),
     BALANCED: (
-        f"Donors have memory of their own. From one donor in order {BALANCED_SHARE:.0%} of the reused tokens are "
-        "computed again; other prompts are computed in full, as the quality gate mostly decides. Beginnings that are "
-        "loaded often are computed once for all (heal_prefixes)."
+        f"Donors have memory of their own. From one donor in order {100 * BALANCED_SHARE:.0f} % of the reused tokens "
+        "are computed again; other prompts are computed in full, as the quality gate mostly decides. Beginnings that "
+        "are loaded often are computed once for all (heal_prefixes)."
     ),
     FAST: "Instead of balanced: the first 16 tokens of each span are computed again, and no gate looks at the answer.",
 }
 _LABEL_CHARS = 32
+LOGGED = "none, tokens as logged"
 _MEMORY_ASSUMES = (
     "Everything above, with so many times the tokens of KV in the prefix cache and for donors. Passages are "
     "arranged for a cache of that size."
@@ -66,7 +67,8 @@ def build_answer(
     replay: Replay, rates: Rates, fields: Sequence[VolatileField], facts: LogFacts, seconds: float
 ) -> dict[str, Any]:
     """Everything that the table, the page and the JSON file show."""
-    tokenizer, redacted = replay.tokens.tokenizer.name, replay.options.redacted
+    tokenizer = replay.tokens.tokenizer.name if replay.tokens.texts_encoded else LOGGED
+    redacted = replay.options.redacted
     rows = build_rows(replay, rates, [_name_field(one, redacted) for one in fields])
     saved = sum(row["saved_tokens"] for row in rows)
     tenants = replay.groups.list_tenants()

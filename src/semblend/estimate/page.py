@@ -10,6 +10,7 @@ from semblend.arrange.arranger import CHARS_PER_TOKEN
 from semblend.estimate.charts import draw_memory, draw_steps
 from semblend.estimate.words import (
     format_count,
+    format_number,
     format_price,
     format_seconds,
     format_share,
@@ -80,7 +81,7 @@ def _write_subtitle(answer: Mapping[str, Any]) -> str:
     total = answer["total"]
     words = [
         str(answer["source"]).rsplit("/", 1)[-1],
-        f"{total['prompts']:,} prompts",
+        format_number(total["prompts"], "prompt"),
         f"{format_count(total['prompt_tokens'])} tokens",
         "" if answer["sample"] == 1 else f"a sample of {answer['sample']:.0%}",
         "" if answer["complete"] else "stopped before the end",
@@ -156,7 +157,7 @@ def _render_break(kind: str, one: Mapping[str, Any]) -> str:
     first, *rest = [_render_example(example) for example in one["examples"]]
     more = f"<details><summary>{len(rest)} more</summary>{''.join(rest)}</details>" if rest else ""
     return (
-        f'<section class="break"><h3>{escape(kind)}</h3><p class="soft">{one["prompts"]:,} prompts, '
+        f'<section class="break"><h3>{escape(kind)}</h3><p class="soft">{format_number(one["prompts"], "prompt")}, '
         f"{format_count(one['tokens'])} tokens</p>{first}{more}</section>"
     )
 
@@ -219,11 +220,7 @@ def _render_sources(answer: Mapping[str, Any]) -> str:
     rows = [
         ("log", f"{answer['source']}, format {answer['format']}, {answer['lines_skipped']:,} lines skipped"),
         ("tokenizer", f"{answer['tokenizer']}{about}"),
-        (
-            "prefix cache",
-            f"{options['cache_tokens']:,} tokens in blocks of {options['block_tokens']}; full, it forgets what was "
-            "used longest ago",
-        ),
+        ("prefix cache", f"{options['cache_tokens']:,} tokens in blocks of {options['block_tokens']}, LRU"),
         (
             "arranger",
             f"told that it holds {options['cache_tokens'] * CHARS_PER_TOKEN:,} characters (exact_size)",

@@ -15,7 +15,7 @@ from semblend.arrange.keep import FREE
 from semblend.arrange.marks import MOST_MARKED, PassageMark, find_groups
 from semblend.arrange.repeats import TEMPLATE_BY_START
 from semblend.arrange.volatile import WINDOW_CHARS, cut_fields
-from semblend.prompt import Namespace
+from semblend.prompt import NO_NAMESPACE, Namespace
 from semblend.text.parts import Part, join_parts
 
 Parts = tuple[Part, ...]
@@ -59,6 +59,10 @@ class MoveFields:
             moved += found
             at, chars = at + max(1, len(run)), chars + len(text or parts[at].text)
         return (*kept, *parts[at:], Part("\n" + "\n".join(moved))) if moved else parts
+
+    def moves(self, parts: Parts) -> bool:
+        """Whether a prompt has one of the fields at a place that it can leave."""
+        return self.apply(parts, NO_NAMESPACE) is not parts
 
     def _find_run(self, parts: Parts, at: int, chars: int) -> list[Part]:
         """Texts from here on, one behind the other, as far as fields are looked for."""

@@ -22,6 +22,7 @@ class PartTokens:
 
     def __init__(self, tokenizer: Tokenizer, most_tokens: int = MOST_CACHED_TOKENS) -> None:
         self.tokenizer = tokenizer
+        self.texts_encoded = 0
         self._known: OrderedDict[str, TokenArray] = OrderedDict()
         self._held = 0
         self._most = most_tokens
@@ -38,6 +39,7 @@ class PartTokens:
         if tokens is not None:
             self._known.move_to_end(text)
             return tokens
+        self.texts_encoded += 1
         tokens = self.tokenizer.encode(text)
         self._known[text] = tokens
         self._held += len(tokens)

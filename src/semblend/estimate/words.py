@@ -29,6 +29,14 @@ def format_count(tokens: int) -> str:
     return str(tokens)
 
 
+def format_number(number: int, noun: str) -> str:
+    """
+    >>> format_number(1, "prompt"), format_number(1234, "prompt")
+    ('1 prompt', '1,234 prompts')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def format_seconds(seconds: float) -> str:
     """Format a time; from ten minutes on in hours.
 
@@ -54,6 +62,8 @@ def write_headline(answer: Mapping[str, Any]) -> str:
     """Say what the cache does now, which two steps help most, and which ones hurt."""
     rows = answer["rows"]
     first, steps = rows[0], rows[1:]
+    if answer["total"]["prompts"] < 2:
+        return "One prompt has nothing to share with: replay a longer log."
     words = [f"As it is, an exact prefix cache holds {format_share(first['saved_share'])} of the prompt tokens."]
     best = sorted((row for row in steps if row["saved_share"] >= 0.005), key=lambda row: -row["saved_tokens"])[:2]
     if best:

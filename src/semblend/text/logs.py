@@ -156,9 +156,10 @@ class PromptLog:
             if isinstance(error, _BadLineError):
                 raise
             what = error.msg if isinstance(error, json.JSONDecodeError) else "unreadable text"
-            raise _BadLineError(
-                f"{where}: not JSON ({what})", hint="one JSON object a line; skip with --skip-bad"
-            ) from None
+            hint = "one JSON object a line; skip with --skip-bad"
+            if isinstance(error, UnicodeDecodeError):
+                what, hint = "the text is not UTF-8", "write the log anew with iconv -t UTF-8; skip with --skip-bad"
+            raise _BadLineError(f"{where}: not JSON ({what})", hint=hint) from None
 
 
 class _LineReader:

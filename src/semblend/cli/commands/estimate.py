@@ -245,6 +245,7 @@ def _sample(log: Iterable[LoggedPrompt], share: float, limit: int | None) -> Ite
 def _learn(prompts: Iterator[LoggedPrompt]) -> tuple[Iterator[LoggedPrompt], tuple[VolatileField, ...]]:
     """The same prompts, and the volatile fields of the first ones."""
     from semblend.arrange import find_volatile_fields
+    from semblend.estimate.steps import MoveFields
 
     first: list[LoggedPrompt] = []
     chars = 0
@@ -253,7 +254,9 @@ def _learn(prompts: Iterator[LoggedPrompt]) -> tuple[Iterator[LoggedPrompt], tup
         chars += len(logged.text or "")
         if len(first) >= LEARNED_PROMPTS or chars > LEARNED_CHARS:
             break
-    fields = find_volatile_fields([logged.text for logged in first if logged.text is not None])
+    found = find_volatile_fields([logged.text for logged in first if logged.text is not None])
+    # What stands in a tool or a passage stays there: only fields that can be moved are named.
+    fields = tuple(one for one in found if any(MoveFields((one,)).moves(logged.parts) for logged in first))
     return itertools.chain(first, prompts), fields
 
 

@@ -53,7 +53,7 @@ class SchedulerWorld:
         publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
         self.scheduler = Scheduler(args, PortArgs.init_new(args))
         self.cache = self.scheduler.tree_cache
-        self.desk = self.cache._desk
+        self.desk = getattr(self.cache, "_desk", None)  # None in a stock cache
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.answers: dict[str, Answer] = {}
         self.events: list[Any] = []

@@ -1,4 +1,4 @@
-"""What stock SGLang lacks on a CPU for which sgl-kernel has no build: two functions, in plain torch. For tests only.
+"""What stock SGLang lacks on a CPU for which sgl-kernel has no build: a few functions, in plain torch. For tests only.
 
 SGLang loads this as a plugin of its own (entry point ``sglang.srt.plugins``), in every process that it starts.
 """
@@ -11,10 +11,13 @@ from typing import Any
 
 
 def register() -> None:
-    """Leave out the binding of threads to cores, and offer the rotation that SGLang takes from vLLM otherwise."""
+    """Leave out what only an accelerator has, and offer the rotation that SGLang takes from vLLM otherwise."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.distributed.bootstrap._init_cpu_threads_env", _bind_nothing, HookType.REPLACE)
+    HookRegistry.register(
+        "sglang.srt.mem_cache.pool_host.common.alloc_with_host_register", _allocate_host_pool, HookType.REPLACE
+    )
     if "vllm" not in sys.modules:
         package, operations = types.ModuleType("vllm"), types.ModuleType("vllm._custom_ops")
         operations.rotary_embedding = _rotate_in_place  # type: ignore[attr-defined]
@@ -24,6 +27,25 @@ def register() -> None:
 
 def _bind_nothing(*, local_omp_cpuid: Any = None, dist_init_method: Any = None) -> None:
     """SGLang binds its threads by an operation of sgl-kernel."""
+
+
+def _allocate_host_pool(dims: Any, dtype: Any, device: str, pin_memory: bool, allocator: Any, **more: Any) -> Any:
+    """Memory of HiCache's host pool: nothing is locked into memory where no accelerator reads it.
+
+    SGLang imports the copies between the pools from sgl-kernel, and on a CPU not at all.
+    """
+    from sglang.srt.mem_cache.pool_host import mha
+
+    del pin_memory, more
+    mha.transfer_kv_direct = _copy_rows
+    return allocator.allocate(dims, dtype=dtype, device=device)
+
+
+def _copy_rows(src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, page_size: int) -> None:
+    """Copy the rows of tokens from one pool to the other, buffer by buffer."""
+    del page_size
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices] = source[src_indices]
 
 
 def _rotate_in_place(positions: Any, query: Any, key: Any, head_size: int, cos_sin_cache: Any, is_neox: bool) -> None:

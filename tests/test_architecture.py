@@ -108,6 +108,18 @@ def test_imports_point_down(module):
             assert layer_of(target) <= layer_of(module), f"semblend.{module}:{line} imports upwards: {name}"
 
 
+ENGINES = ("sglang", "vllm")
+
+
+@pytest.mark.parametrize("module", [name for name in SEMBLEND if name.startswith("integration.")])
+def test_an_engine_takes_nothing_from_another_engines_integration(module):
+    """What two engines need stands below them: in integration itself, or lower."""
+    own = module.split(".")[1]
+    for name, line in imports(SEMBLEND[module]):
+        others = [f"semblend.integration.{engine}" for engine in ENGINES if engine != own]
+        assert not any((name + ".").startswith(other + ".") for other in others), f"semblend.{module}:{line}: {name}"
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_point_down(package):
     above = PACKAGES[PACKAGES.index(package) + 1 :]

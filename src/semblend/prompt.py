@@ -61,6 +61,17 @@ def _digest(namespace: Namespace) -> str:
 NO_NAMESPACE = Namespace()
 
 
+def name_tenant(salt: str) -> str:
+    """16 hex digits that stand for a ``cache_salt`` where people look; empty for none.
+
+    >>> name_tenant("a secret of one tenant"), name_tenant("")
+    ('8c431e04ece16a66', '')
+    """
+    if not salt:
+        return ""
+    return hashlib.sha256(b"semblend.tenant.v1:" + salt.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """A prompt as the engine sees it: token ids, read-only, 32 bits each.

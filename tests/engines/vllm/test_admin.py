@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from semblend.integration.vllm.scheduler.admin_socket import ask
-from semblend.integration.vllm.scheduler.requests import name_tenant
+from semblend.prompt import name_tenant
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -15,7 +15,7 @@ from semblend.errors import SemBlendError
 from semblend.integration.vllm.scheduler import admin_socket
 from semblend.integration.vllm.scheduler.admin_desk import AdminDesk, DonorCommand
 from semblend.integration.vllm.scheduler.admin_socket import AdminSocket, ask, find_sockets
-from semblend.integration.vllm.scheduler.requests import name_tenant
+from semblend.prompt import name_tenant
 
 SALTS = {"a": "salt of a", "b": "salt of b", "": ""}
 

@@ -12,9 +12,9 @@ from semblend.integration.vllm.scheduler.requests import (
     RequestOptions,
     build_namespace,
     explain_decline,
-    name_tenant,
     read_options,
 )
+from semblend.prompt import name_tenant
 
 
 def hint(payload, action_type="semblend.reuse"):

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from semblend.errors import SemBlendError
+from semblend.integration.version_support import VersionEvidence
 from semblend.integration.vllm import refusals
 from semblend.integration.vllm.refusals import in_multi_connector, refusal
-from semblend.integration.vllm.versions import SUPPORTED, VersionEvidence, support
+from semblend.integration.vllm.versions import SUPPORTED, support
 from semblend.integration.vllm.worker.model_access import check_caches
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from semblend.integration.vllm.orders import Report
 from semblend.integration.vllm.scheduler.reset_watch import ResetWatch
-from semblend.integration.vllm.worker.weights_watch import STRETCH_NUMBERS, WeightsWatch
+from semblend.materialize.weights_watch import STRETCH_NUMBERS, WeightsWatch
 
 
 def network(seed: int = 1, *, layers: int = 4) -> torch.nn.Sequential:

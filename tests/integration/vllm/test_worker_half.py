@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from semblend.integration.version_support import VersionEvidence
 from semblend.integration.vllm.metrics import MetricsTally, merge, replay
 from semblend.integration.vllm.orders import Capture, Load, Orders
-from semblend.integration.vllm.versions import SUPPORTED, VersionEvidence, support
+from semblend.integration.vllm.versions import SUPPORTED, support
 from semblend.integration.vllm.worker.cache_layout import IndexedLayout, StridedLayout, probe_layout
 from semblend.integration.vllm.worker.worker_half import WorkerHalf
 from semblend.materialize.blend.quality import QualitySettings, Step

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make_command(args: argparse.Namespace) -> dict[str, Any]:
-    from semblend.integration.vllm.scheduler.requests import name_tenant
+    from semblend.prompt import name_tenant
 
     if args.tenant is not None and args.salt_file is not None:
         raise InputError("--tenant and --salt-file name the same thing", hint="give one of them")

@@ -21,7 +21,7 @@ from semblend.errors import ConfigError, SemBlendError
 from semblend.integration.sglang.plugin import BACKEND
 from semblend.integration.sglang.settings import SglangSettings, sglang_settings
 from semblend.integration.sglang.versions import support
-from semblend.integration.vllm.versions import VersionEvidence
+from semblend.integration.version_support import VersionEvidence
 
 FLAG = "--radix-cache-backend"
 

@@ -16,7 +16,7 @@ from semblend.config import read_sglang_variable, write_sglang_variable
 from semblend.errors import SemBlendError
 from semblend.integration.sglang.semantic_prefix import install_hooks
 from semblend.integration.sglang.versions import support
-from semblend.integration.vllm.versions import VersionEvidence
+from semblend.integration.version_support import VersionEvidence
 
 log = logging.getLogger("sglang.semblend")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from semblend.integration.sglang.model_access import read_rope_config
 from semblend.integration.sglang.versions import support
-from semblend.integration.vllm.versions import VersionEvidence
+from semblend.integration.version_support import VersionEvidence
 from semblend.materialize.kv.layout import DTYPES
 from semblend.materialize.kv.rope import refusal as rope_refusal
 

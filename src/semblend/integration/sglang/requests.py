@@ -10,8 +10,7 @@ import numpy as np
 
 from semblend.errors import InputError
 from semblend.integration.sglang.records import Waiting
-from semblend.integration.vllm.scheduler.requests import name_tenant
-from semblend.prompt import Namespace, Prompt
+from semblend.prompt import Namespace, Prompt, name_tenant
 from semblend.quality import parse_quality
 
 

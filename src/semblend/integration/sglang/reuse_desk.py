@@ -32,12 +32,12 @@ from semblend.errors import CapacityError, SemBlendError
 from semblend.facade import SemBlend
 from semblend.integration.sglang.records import LoadRecord, SlotPool, Waiting, choose_mode
 from semblend.integration.sglang.settings import SglangSettings
-from semblend.integration.vllm.worker.weights_watch import WeightsWatch
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.first_pass import first_rows, two_passes_cost_more
 from semblend.materialize.blend.quality import Blended, Placed, QualitySettings, Rejected
 from semblend.materialize.contract import Model
 from semblend.materialize.donors.donor_kv import DonorKv
+from semblend.materialize.weights_watch import WeightsWatch
 from semblend.plan.donor_cost import explain_lost_donor
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Prompt

@@ -18,9 +18,9 @@ from semblend.integration.sglang.refusals import refusal
 from semblend.integration.sglang.reuse_desk import ReuseDesk
 from semblend.integration.sglang.semantic_prefix import SemanticPrefixProvider
 from semblend.integration.sglang.settings import SglangSettings, sglang_settings
-from semblend.integration.vllm.worker.weights_watch import WeightsWatch
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.gate.thresholds import thresholds_for
+from semblend.materialize.weights_watch import WeightsWatch
 from semblend.prompt import Namespace
 
 NOT_SETTINGS = ("patch", "provider")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from semblend.integration.vllm.versions import Support, VersionEvidence
+from semblend.integration.version_support import Support, VersionEvidence
 
 SUPPORTED: tuple[Support, ...] = (
     Support(

@@ -11,8 +11,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from semblend.integration.version_support import VersionEvidence
 from semblend.integration.vllm.source_check import missing
-from semblend.integration.vllm.versions import VersionEvidence, support
+from semblend.integration.vllm.versions import support
 from semblend.integration.vllm.worker.model_access import read_rope_config
 from semblend.materialize.kv.rope import refusal as rope_refusal
 

@@ -11,6 +11,7 @@ from semblend.confirm.log_lines import format_line
 from semblend.confirm.sinks import CallbackSink
 from semblend.errors import SemBlendError, StoreError
 from semblend.facade import SemBlend
+from semblend.integration.version_support import VersionEvidence
 from semblend.integration.vllm.metrics import MetricsTally
 from semblend.integration.vllm.refusals import refusal
 from semblend.integration.vllm.scheduler.admin_desk import AdminDesk
@@ -18,9 +19,8 @@ from semblend.integration.vllm.scheduler.admin_socket import AdminSocket
 from semblend.integration.vllm.scheduler.records import EngineFacts
 from semblend.integration.vllm.scheduler.scheduler_half import SchedulerHalf
 from semblend.integration.vllm.settings import ConnectorSettings
-from semblend.integration.vllm.versions import VersionEvidence, is_known, support
+from semblend.integration.vllm.versions import is_known, support
 from semblend.integration.vllm.worker.model_access import StockModel, read_rope_config
-from semblend.integration.vllm.worker.weights_watch import WeightsWatch
 from semblend.integration.vllm.worker.worker_half import WorkerHalf
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.donors.shared.directory_kv import DirectoryKv
@@ -30,6 +30,7 @@ from semblend.materialize.donors.shared.signature import KvSignature
 from semblend.materialize.gate.canary import EIGHT_BIT_TOLERANCE
 from semblend.materialize.gate.thresholds import Thresholds, thresholds_for
 from semblend.materialize.kv.eight_bits import count_packed_bytes
+from semblend.materialize.weights_watch import WeightsWatch
 from semblend.prompt import Namespace
 
 log = logging.getLogger("vllm.semblend")

@@ -5,26 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
-
-
-class VersionEvidence(StrEnum):
-    """How a version was looked at."""
-
-    RUN = "run"
-    STATIC = "static"
-    NONE = "none"
-
-
-@dataclass(frozen=True, slots=True)
-class Support:
-    """One row of the table."""
-
-    version: str
-    evidence: VersionEvidence
-    note: str
-
+from semblend.integration.version_support import Support, VersionEvidence
 
 _SOURCES = "no split of hits by source"
 _CPU = "the reuse and safety tests on a CPU, model runner V1, float32"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from semblend.errors import InputError
 from semblend.integration.vllm.scheduler.records import EngineFacts, Record
 from semblend.integration.vllm.settings import ConnectorSettings
-from semblend.prompt import Namespace, Prompt
+from semblend.prompt import Namespace, Prompt, name_tenant
 from semblend.quality import choose_quality, parse_quality
 
 HINT_ACTION = "semblend.reuse"
@@ -104,14 +103,3 @@ def build_namespace(request: Any, engine: Namespace) -> Namespace:
     adapter = f"{lora.lora_name}:{lora.lora_int_id}:{lora.lora_path}" if lora else ""
     salt = request.cache_salt or ""
     return replace(engine, salt=salt, tenant=name_tenant(salt), adapter=adapter)
-
-
-def name_tenant(salt: str) -> str:
-    """16 hex digits that stand for a ``cache_salt`` where people look; empty for none.
-
-    >>> name_tenant("a secret of one tenant"), name_tenant("")
-    ('8c431e04ece16a66', '')
-    """
-    if not salt:
-        return ""
-    return hashlib.sha256(b"semblend.tenant.v1:" + salt.encode("utf-8", "surrogatepass")).hexdigest()[:16]

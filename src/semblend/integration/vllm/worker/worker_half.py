@@ -25,7 +25,6 @@ import torch
 from semblend.errors import CapacityError
 from semblend.integration.vllm.orders import Capture, Load, Loaded, Orders, Report
 from semblend.integration.vllm.worker.load_queue import LoadQueue, Outcome
-from semblend.integration.vllm.worker.weights_watch import WeightsWatch
 from semblend.materialize.blend.blender import STAGED_BYTES, Blender
 from semblend.materialize.blend.pieces import Pace, Pieces
 from semblend.materialize.blend.quality import Blended, Placed, QualitySettings, Rejected
@@ -37,6 +36,7 @@ from semblend.materialize.donors.shared.publisher import Publication, Publisher
 from semblend.materialize.kv.host_memory import Arrival
 from semblend.materialize.kv.moves import DonorTensors, Move
 from semblend.materialize.kv.splice import splice
+from semblend.materialize.weights_watch import WeightsWatch
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.quality import find_path
 

@@ -1,11 +1,11 @@
 """Notices that the model's weights are others than before: donors hold KV of the old ones.
 
-vLLM tells a connector nothing about ``update_weights``, ``reload_weights`` or a function that somebody runs in the
-worker. So a sample of every parameter is compared, bit by bit, before anything is computed on donor KV and before a
-donor is published: two stretches of 128 numbers each, all of them gathered by a few kernels. Torch's own counters of
-versions are no help: vLLM writes weights through ``.data``, which does not move them. An update that moves one number
-in a thousand somewhere in the model is missed with a chance below e^-10 for a model of 40 parameter tensors, and with
-less for larger ones.
+Engines tell a cache little or nothing about new weights: vLLM is silent about ``update_weights``, ``reload_weights``
+and a function that somebody runs in the worker. So a sample of every parameter is compared, bit by bit, before anything
+is computed on donor KV and before a donor is published: two stretches of 128 numbers each, all of them gathered by a
+few kernels. Torch's own counters of versions are no help: vLLM writes weights through ``.data``, which does not move
+them. An update that moves one number in a thousand somewhere in the model is missed with a chance below e^-10 for a
+model of 40 parameter tensors, and with less for larger ones.
 
 An update of a handful of numbers can be missed. Whoever makes one resets the prefix cache, which drops donors too.
 """

@@ -152,7 +152,10 @@ def test_heavy_dependencies_and_kernels_are_imported_late(module):
         "integration.vllm.multi_connector",
     ):  # vLLM imports them, nobody else
         at_home |= {"vllm"}
-    if module == "integration.sglang.radix_backend":  # SGLang's scheduler asks for it, nobody else
+    if module in (
+        "integration.sglang.radix_backend",
+        "integration.sglang.hicache.page_storage",
+    ):  # SGLang asks for them, nobody else
         at_home |= {"sglang"}
     if module in ("integration.langchain", "integration.llama_index"):  # whoever has that package imports them
         at_home |= {"langchain_core", "llama_index"}

@@ -32,13 +32,13 @@ def vllm_markdown() -> str:
         "|---|---|---|",
     ]
     settings = [setting for setting in fields(ConnectorSettings) if setting.name != "config"]
-    lines += [f"| `{one.name}` | {_show_default(one.default)} | {one.metadata['help']} |" for one in settings]
+    lines += [f"| `{one.name}` | {show_default(one.default)} | {one.metadata['help']} |" for one in settings]
     lines += ["", "## Models and features", "", "| what | served | why, or how it is known |", "|---|---|---|"]
     lines += [f"| {row.what} | {row.served} | {row.note} |" for row in FEATURES]
     return "\n".join(lines)
 
 
-def _show_default(value: object) -> str:
+def show_default(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int) and value and value % (1 << 30) == 0:

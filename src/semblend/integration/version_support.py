@@ -1,4 +1,4 @@
-"""How well a version of an engine is known: the row of each engine's table of versions."""
+"""Rows of the tables that every engine's integration has: its versions and features, and how each is known."""
 
 from __future__ import annotations
 
@@ -21,3 +21,21 @@ class Support:
     version: str
     evidence: VersionEvidence
     note: str
+
+
+class Served(StrEnum):
+    """How far."""
+
+    YES = "yes"
+    PER_REQUEST = "declined by request"
+    NO = "declined by engine"
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """One row. ``test``: where it is shown, a path in this repository."""
+
+    what: str
+    served: Served
+    note: str
+    test: str = ""

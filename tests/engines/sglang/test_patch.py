@@ -92,7 +92,9 @@ def test_an_unknown_version_is_not_patched(registry, monkeypatch):
     ("flag", "value", "says"),
     [
         ("tp_size", 2, "ranks"),
-        ("disable_overlap_schedule", False, "overlap"),
+        ("pp_size", 2, "pipeline"),
+        ("dp_size", 2, "data parallel"),
+        ("attn_cp_size", 2, "context parallel"),
         ("speculative_algorithm", "EAGLE", "draft"),
         ("enable_lora", True, "adapters"),
         ("lora_paths", ["a=b"], "adapters"),

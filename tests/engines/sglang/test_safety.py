@@ -86,6 +86,22 @@ def test_an_abort_in_the_middle_of_a_load_gives_its_slots_back(world, free):
     assert world.desk.donor_kv.holders == 0
 
 
+def test_an_abort_between_planning_and_allocation_leaves_nothing(world, free):
+    document = donate(world, 137)
+    held = world.count_free()
+    doomed = world.send(world.instruction(3) + document + world.question(), quality="fast")
+    (request,) = world.scheduler.waiting_queue
+    request.init_next_round_input(world.cache)
+    assert request.host_hit_length > 0, "it was planned"
+    assert doomed in world.desk._records
+    world.abort(doomed)
+    assert doomed not in world.desk._records
+    assert world.count_free() == held
+    world.flush()
+    assert world.count_free() == free
+    assert world.desk.donor_kv.holders == 0
+
+
 def test_an_aborted_request_that_runs_leaves_no_slot_and_no_claim(world, free):
     document = donate(world, 141)
     name = world.send(world.instruction(3) + document + world.question(), tokens=64, quality="fast")

@@ -1,4 +1,4 @@
-"""SGLang's HTTP server, started by our launcher in processes of its own: a document is moved there too."""
+"""SGLang's HTTP server with pages of 16 tokens, started by our launcher: a document is moved there too."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from http_server import Server
 
 DOCUMENT = " ".join(f"Item {n} costs {3 * n + 1} dollars and ships on day {n % 28}." for n in range(16))
 HEADS = ("You answer questions.\n", "Read the list of a small shop, then answer the question at its end.\n")
+PAGE = 16
 QUESTION = "\nQuestion: what does item 5 cost?\nAnswer:"
 
 
 def test_the_launcher_serves_http_and_moves_a_document(tmp_path):
-    server = Server(tmp_path / "server.log", "--semblend", "quality=fast")
+    server = Server(tmp_path / "server.log", "--semblend", "quality=fast", "--page-size", str(PAGE))
     try:
         cold = server.generate(HEADS[1] + DOCUMENT + QUESTION, custom_params={"semblend": {"opt_out": True}})
         server.post("/flush_cache")
         server.generate(HEADS[0] + DOCUMENT + QUESTION)
         moved = server.generate(HEADS[1] + DOCUMENT + QUESTION)
         facts = moved["meta_info"]
-        assert facts["cached_tokens"] == facts["prompt_tokens"] - 1
+        assert facts["cached_tokens"] == (facts["prompt_tokens"] - 1) // PAGE * PAGE
         assert facts["cached_tokens_details"]["host"] > 100, "what we provide is told apart from exact hits"
         assert moved["text"] == cold["text"]
         metrics = server.read_metrics()

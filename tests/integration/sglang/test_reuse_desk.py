@@ -227,3 +227,32 @@ def test_a_private_request_publishes_its_exact_hit_and_nothing_else(world):
     world.desk.offer(world.request("r", TARGET), 0)
     world.desk.keep_private("r")
     assert world.desk.find_exact_end("r") == 0
+
+
+@pytest.mark.parametrize("end", ["abort", "asked again"])
+def test_a_request_that_is_loaded_and_then_not_admitted_gives_its_slots_back(world, end):
+    """Between the load and the allocation of its row SGLang may still turn a request away."""
+    world.donate()
+    free = len(world.slots.free)
+    request = world.request("r", TARGET)
+    world.begin(request)
+    assert world.desk.work("r", busy=False) > 0
+    assert len(world.slots.free) < free
+    if end == "asked again":
+        assert world.desk.offer(request, 0) == 0
+    else:
+        world.desk.forget("r")
+    assert len(world.slots.free) == free
+    world.desk.forget("r")
+    assert len(world.slots.free) == free, "once"
+
+
+def test_slots_in_a_row_are_the_engines_to_free(world):
+    world.donate()
+    free = len(world.slots.free)
+    world.begin(world.request("r", TARGET))
+    world.desk.work("r", busy=False)
+    row = world.desk.find_tail("r")
+    world.desk.forget("r")
+    assert len(world.slots.free) == free - len(row)
+    world.slots.give_back(row)

@@ -8,5 +8,6 @@ requests         what a request asks of us, and whether we can serve it         
 model_access     the stock model and its KV pool, as our blender wants them
 refusals         why an engine is not served
 versions         which SGLang versions are known, and how well
+hicache          a storage backend for SGLang's own exact pages
 settings         SEMBLEND_* settings, and those that only an engine has
 """

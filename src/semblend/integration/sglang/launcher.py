@@ -1,6 +1,6 @@
 """`semblend-sglang`: SGLang's HTTP server with our cache. Every flag of SGLang passes through.
 
-semblend-sglang --model-path Qwen/Qwen2.5-7B-Instruct --disable-overlap-schedule
+semblend-sglang --model-path Qwen/Qwen2.5-7B-Instruct
 semblend-sglang --semblend quality=fast --semblend step_work_ms=20 --model-path …
 semblend-sglang --semblend-provider my_package.my_module:MyProvider --model-path …
 """

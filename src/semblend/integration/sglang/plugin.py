@@ -13,6 +13,7 @@ from typing import Any
 from semblend.config import read_sglang_variable
 
 BACKEND = "semblend"
+CACHE_FACTORY = "sglang.srt.mem_cache.registry.create_unified_radix_cache"
 
 log = logging.getLogger("sglang.semblend")
 
@@ -24,12 +25,22 @@ def register() -> None:
 
         if BACKEND not in registry.registered_radix_cache_backends():
             registry.register_radix_cache_backend(BACKEND, make_cache)
+            note_engines()
         if read_sglang_variable().get("patch") is True:  # `patch_radix_cache` in the process that started this one
             from semblend.integration.sglang.radix_patcher import patch_radix_cache
 
             patch_radix_cache()
     except Exception as error:
         log.warning("SemBlend is not registered in this SGLang: %s", error)
+
+
+def note_engines() -> None:
+    """Have SGLang tell us when it makes a radix cache: our HiCache storage has to see the engine's weights."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from semblend.integration.sglang.hicache.live_model import note_engine
+
+    HookRegistry.register(CACHE_FACTORY, note_engine, HookType.BEFORE)
 
 
 def make_cache(context: Any) -> Any:

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from torch import Tensor
 
 from semblend.integration.sglang.records import SlotPool
-from semblend.integration.sglang.requests import build_namespace, join_salts, read_request
+from semblend.integration.sglang.requests import build_namespace, join_salts, read_request, show_receipt
 from semblend.integration.sglang.reuse_desk import ReuseDesk
 from semblend.integration.sglang.semantic_prefix import GuardedProvider, SemanticPrefixProvider, copy_key
 from semblend.prompt import Namespace, Prompt
@@ -83,6 +83,7 @@ class SemBlendRadixCache(UnifiedRadixCache):
             tokens = np.array(answer.alternate_token_ids[:length], dtype=np.int64)
             root = self.root_node_handle(req.extra_key)
             slots = self.tree_core.collect_full_device_indices(found.last_device_node, root)
+            self._wait_for_step()
             desk.adopt(Prompt(tokens, namespace=build_namespace(join_salts(req), self._namespace)), slots[:length])
         finally:
             self.unlock(lock)
@@ -112,6 +113,7 @@ class SemBlendRadixCache(UnifiedRadixCache):
             lock = self.lock(req.last_node)
             return lambda: self.unlock(lock)
 
+        self._wait_for_step()
         desk.load(req.rid, lambda: self._path_slots(req), hold)
         loaded = desk.work(req.rid, busy=self._is_busy())
         return None if loaded is None else (loaded, req.last_node)
@@ -147,7 +149,9 @@ class SemBlendRadixCache(UnifiedRadixCache):
     def _note_prompt(self, desk: ReuseDesk, req: Any, up_to: int) -> None:
         length = len(req.origin_input_ids)
         if up_to >= length:
-            desk.note_prompt(req.rid, self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length].long())
+            self._wait_for_step()
+            row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length]
+            show_receipt(req, desk.note_prompt(req.rid, row.long()))
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
@@ -180,6 +184,16 @@ class SemBlendRadixCache(UnifiedRadixCache):
         evict_from_tree_cache(self, count)
         slots: Tensor | None = self.token_to_kv_pool_allocator.alloc(count)
         return slots
+
+    def _wait_for_step(self) -> None:
+        """Let the device finish what SGLang has launched.
+
+        With the overlap schedule SGLang plans a step while the last one still runs on another stream, and that one may
+        write slots that we read, or that were freed and are ours now. Such a step is not overlapped; others are.
+        """
+        device = torch.device(self.token_to_kv_pool_allocator.device)
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize()
 
     def _is_busy(self) -> bool:
         """Whether any request has a row: it runs, and would wait for a load."""

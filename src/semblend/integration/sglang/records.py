@@ -16,6 +16,12 @@ from semblend.plan.reuse_plan import Decline, ReusePlan
 from semblend.prompt import Prompt
 from semblend.quality import GATED_MODE, choose_quality, find_path
 
+SHORT_TAIL = 128
+"""Tokens behind the last span that we compute in mode fast too: a pass of ours runs in any case."""
+
+WAITS = ("match", "load")
+"""Hooks that are called while a request waits."""
+
 Outcome = Blended | Rejected | Decline
 
 
@@ -62,6 +68,7 @@ class LoadRecord:
     claim_end: int = 0
     ordered: ReusePlan | None = None
     slots: Tensor | None = None  # ours while it loads; the request's once SGLang has written them into its row
+    is_written: bool = False  # SGLang has asked for the slots, to write them into the request's row
     held: Callable[[], None] | None = None  # lets go of the exact prefix
     pieces: Pieces[Outcome] | None = None
     outcome: Outcome | None = None

@@ -63,11 +63,6 @@ def _refuse_ranks(args: Any) -> str | None:
 
 
 def _refuse_features(args: Any) -> str | None:
-    if not args.disable_overlap_schedule:
-        return (
-            "the overlap schedule computes a step while the next one is planned, and our passes would run beside it; "
-            "nobody has run that yet: add --disable-overlap-schedule"
-        )
     for name, why in (
         ("speculative_algorithm", "a draft model has KV of its own, which donors do not hold"),
         ("enable_lora", "a pass of ours would run with the adapters of SGLang's own batch"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from semblend.confirm.receipt import Receipt
 from semblend.errors import InputError
 from semblend.integration.sglang.records import Waiting
 from semblend.prompt import Namespace, Prompt, name_tenant
@@ -37,6 +38,15 @@ def read_request(req: Any, longest_prefix: int, engine: Namespace, *, require_ca
         restarted=len(req.output_ids) > 0,
         source=req,
     )
+
+
+def show_receipt(req: Any, receipt: Receipt | None) -> None:
+    """Have SGLang put the receipt, as a caller may see it, into ``meta_info["semblend"]`` of the answer.
+
+    SGLang takes a list with one entry for each token of the answer; ours comes with the first.
+    """
+    if receipt is not None:
+        req.customized_info = {**(req.customized_info or {}), "semblend": [receipt.to_caller_dict()]}
 
 
 def build_namespace(salt: str, engine: Namespace) -> Namespace:

@@ -27,10 +27,11 @@ from torch import Tensor
 
 from semblend.confirm import events
 from semblend.confirm.build_receipt import RequestFacts, build_receipt
+from semblend.confirm.receipt import Receipt
 from semblend.discover.donor import Eviction
 from semblend.errors import CapacityError, SemBlendError
 from semblend.facade import SemBlend
-from semblend.integration.sglang.records import LoadRecord, SlotPool, Waiting, choose_mode
+from semblend.integration.sglang.records import SHORT_TAIL, WAITS, LoadRecord, SlotPool, Waiting, choose_mode
 from semblend.integration.sglang.settings import SglangSettings
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.first_pass import first_rows, two_passes_cost_more
@@ -43,12 +44,6 @@ from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Prompt
 
 ENGINE = "sglang"
-SHORT_TAIL = 128
-"""Tokens behind the last span that we compute in mode fast too: a pass of ours runs in any case."""
-
-WAITS = ("match", "load")
-"""Hooks that are called while a request waits."""
-
 log = logging.getLogger("sglang.semblend")
 
 
@@ -102,7 +97,8 @@ class ReuseDesk:
             record = self._records[request.request_id] = LoadRecord(request, mode)
         elif record.is_loading and exact_tokens == record.exact_tokens:
             return record.claim_end - exact_tokens
-        elif record.outcome is not None:  # refused once; or released by a path that did not tell us
+        elif record.outcome is not None:  # refused once; or loaded, and then not admitted; or released untold
+            self._give_slots_back(record)
             return 0
         if exact_tokens >= len(request.prompt) - 1:
             return 0
@@ -197,7 +193,10 @@ class ReuseDesk:
     def find_tail(self, request_id: str) -> Tensor | None:
         """The slots behind the exact prefix that are loaded; None where there are none."""
         record = self._records.get(request_id)
-        return record.slots if record is not None and record.is_loaded else None
+        if record is None or not record.is_loaded:
+            return None
+        record.is_written = True
+        return record.slots
 
     def find_exact_end(self, request_id: str) -> int | None:
         """Up to where the KV of a request is exact; None where all of it is."""
@@ -208,24 +207,25 @@ class ReuseDesk:
             return None
         return record.outcome.exact_until
 
-    def note_prompt(self, request_id: str, slots: Tensor) -> None:
-        """The prompt is complete and lies in ``slots``: its exact part becomes a donor, and its receipt is written."""
+    def note_prompt(self, request_id: str, slots: Tensor) -> Receipt | None:
+        """The prompt is complete and lies in ``slots``: its exact part becomes a donor. Its receipt, the first time."""
         record = self._records.get(request_id)
         if record is None or record.receipt is not None or record.request.restarted:
-            return
+            return None
         exact_end = self.find_exact_end(request_id)
         length = len(record.request.prompt) if exact_end is None else min(exact_end, len(record.request.prompt))
         request = record.request
         wanted = self.settings.config.enabled and not request.declined and not request.opt_out
         if wanted and length - record.exact_tokens >= self.settings.donor_min_new_tokens:
             self._capture(record, slots[:length])
-        self._confirm(record)
+        return self._confirm(record)
 
     def forget(self, request_id: str) -> None:
         """The request is gone. Slots that a load still has go back; those in SGLang's row are SGLang's to free."""
         record = self._records.pop(request_id, None)
         if record is not None:
             self._stop_load(record)
+            self._give_slots_back(record)
             self.semblend.release(request_id)
 
     def give_up(self, request_id: str, where: str, error: BaseException) -> None:
@@ -244,8 +244,7 @@ class ReuseDesk:
 
     def stop_loads(self) -> bool:
         """Give up every load that waits, because SGLang needs its slots; whether there was one."""
-        stopped = [self._stop_load(record) for record in self._records.values()]
-        return any(stopped)
+        return sum(self._stop_load(record) for record in self._records.values()) > 0
 
     def reset(self) -> None:
         """Drop every donor and every load: SGLang has emptied its cache, or the model has other weights."""
@@ -318,7 +317,7 @@ class ReuseDesk:
 
     def _give_slots_back(self, record: LoadRecord) -> None:
         slots, record.slots = record.slots, None
-        if slots is not None:
+        if slots is not None and not record.is_written:  # those in its row are SGLang's to free
             self._pool.give_back(slots)
 
     def _note_refusal(self, record: LoadRecord) -> None:
@@ -362,7 +361,7 @@ class ReuseDesk:
         self._epoch += 1
         return donor_id
 
-    def _confirm(self, record: LoadRecord) -> None:
+    def _confirm(self, record: LoadRecord) -> Receipt:
         declined = record.outcome if isinstance(record.outcome, Decline) else None
         if isinstance(record.outcome, Rejected):
             declined = Decline(DeclineReason.QUALITY_RISK, "the gate wants the prompt computed in full")
@@ -384,6 +383,7 @@ class ReuseDesk:
         except SemBlendError as error:  # such as a request id that was used before: the answer goes on
             self.semblend.release(record.request.request_id)
             self._tell_error("confirm", str(error), record.request.request_id)
+        return record.receipt
 
     def _tell_error(self, where: str, message: str, request_id: str) -> None:
         if self.semblend.events:

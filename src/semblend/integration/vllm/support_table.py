@@ -2,27 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
-
-
-class Served(StrEnum):
-    """How far."""
-
-    YES = "yes"
-    PER_REQUEST = "declined by request"
-    NO = "declined by engine"
-
-
-@dataclass(frozen=True, slots=True)
-class Feature:
-    """One row. ``test``: where it is shown, a path in this repository."""
-
-    what: str
-    served: Served
-    note: str
-    test: str = ""
-
+from semblend.integration.version_support import Feature, Served
 
 _ENGINES = "tests/engines/vllm"
 _START = "tests/integration/vllm/test_start.py"

@@ -15,8 +15,9 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.distributed.bootstrap._init_cpu_threads_env", _bind_nothing, HookType.REPLACE)
+    HookRegistry.register("sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__", _lock_nothing, HookType.BEFORE)
     HookRegistry.register(
-        "sglang.srt.mem_cache.pool_host.common.alloc_with_host_register", _allocate_host_pool, HookType.REPLACE
+        "sglang.srt.mem_cache.pool_host.base.host_memory_budget_bytes", _count_free_memory, HookType.REPLACE
     )
     if "vllm" not in sys.modules:
         package, operations = types.ModuleType("vllm"), types.ModuleType("vllm._custom_ops")
@@ -29,16 +30,23 @@ def _bind_nothing(*, local_omp_cpuid: Any = None, dist_init_method: Any = None) 
     """SGLang binds its threads by an operation of sgl-kernel."""
 
 
-def _allocate_host_pool(dims: Any, dtype: Any, device: str, pin_memory: bool, allocator: Any, **more: Any) -> Any:
-    """Memory of HiCache's host pool: nothing is locked into memory where no accelerator reads it.
+def _lock_nothing(*args: Any, **named: Any) -> tuple[Any, Any]:
+    """HiCache's host pool: nothing is locked into memory where no accelerator reads it.
 
     SGLang imports the copies between the pools from sgl-kernel, and on a CPU not at all.
     """
     from sglang.srt.mem_cache.pool_host import mha
 
-    del pin_memory, more
     mha.transfer_kv_direct = _copy_rows
-    return allocator.allocate(dims, dtype=dtype, device=device)
+    return args, named | {"pin_memory": False}
+
+
+def _count_free_memory(requested_bytes: int) -> int:
+    """Bytes of memory that HiCache may take. SGLang leaves 10 GiB to others, which a machine for tests may not have."""
+    import psutil
+
+    del requested_bytes
+    return int(psutil.virtual_memory().available)
 
 
 def _copy_rows(src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, page_size: int) -> None:

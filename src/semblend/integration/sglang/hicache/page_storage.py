@@ -69,8 +69,7 @@ class SemBlendPages(HiCacheStorage):
     # -- what SGLang asks --------------------------------------------------------------------------------------------
 
     def exists(self, key: str) -> bool:
-        files = self._find_files()
-        return files is not None and files.holds(key)
+        return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """How many pages at the beginning are stored."""
@@ -83,35 +82,32 @@ class SemBlendPages(HiCacheStorage):
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Tensor | None:
         """Fill ``target_location`` with a page; None where it is not here, or damaged."""
         del target_sizes
-        files = self._find_files()
-        if files is None or target_location is None or not files.read_into(key, target_location):
-            return None
-        found: Tensor = target_location
-        return found
+        return self.batch_get([key], [target_location])[0]
 
     def batch_get(
         self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[Tensor | None]:
         """Pages as far as they are here without a gap: SGLang can use nothing behind one."""
         del target_sizes
+        files = self._find_files()
         pages: list[Tensor | None] = [None] * len(keys)
         for at, (key, target) in enumerate(zip(keys, target_locations or pages, strict=True)):
-            pages[at] = self.get(key, target)
-            if pages[at] is None:
+            if files is None or target is None or not files.read_into(key, target):
                 break
+            pages[at] = target
         return pages
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         del target_location, target_sizes
-        files = self._find_files()
-        return files is not None and files.write(key, value)
+        return self.batch_set([key], [value])
 
     def batch_set(
         self, keys: Sequence[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
         """Whether all were stored; SGLang stores nothing behind a page that was not."""
         del target_locations, target_sizes
-        return all(self.set(key, value) for key, value in zip(keys, values, strict=True))
+        files = self._find_files()
+        return files is not None and all(files.write(key, value) for key, value in zip(keys, values, strict=True))
 
     def clear(self) -> None:
         if self._files is not None:
@@ -123,10 +119,13 @@ class SemBlendPages(HiCacheStorage):
             files.close()
 
     def _find_files(self) -> PageFiles | None:
-        """The folder; None before it is open and for good after the weights have changed."""
+        """The folder; None before it is open, and for good after the weights have changed. Looks: once for each batch.
+
+        The folder is not closed then: another thread of SGLang may be reading from it.
+        """
         if self._files is not None and self._watch is not None and self._watch.have_changed():
             log.warning("SemBlend: the model has new weights; no HiCache page is stored or fetched until a restart")
-            self.close()
+            self._files = None
         return self._files
 
 

@@ -184,6 +184,10 @@ class Gateway:
             else:
                 body = found
                 call = self._open_call(scope, body, began)
+                if isinstance(call, ApiError):
+                    self.metrics.count_refusal(_name_path(scope["path"]), call.status)
+                    await send_error(send, call)
+                    return
                 watch = ClientWatch(receive)
                 try:
                     await self._serve(call, send, watch)
@@ -193,8 +197,8 @@ class Gateway:
         finally:
             self.intake.leave(body)
 
-    def _open_call(self, scope: Scope, body: bytes, began: float) -> EdgeCall:
-        """Read who calls and what the prompt is."""
+    def _open_call(self, scope: Scope, body: bytes, began: float) -> EdgeCall | ApiError:
+        """Read who calls and what the prompt is. With salts, a prompt that cannot be read is refused."""
         path, settings = scope["path"], self.settings
         caller = identify_caller(scope["headers"], settings.hash_key)
         is_prompt = path in PROMPT_PATHS
@@ -203,6 +207,8 @@ class Gateway:
         headers.append((b"x-request-id", caller.request_id.encode("latin-1")))
         sent = body
         if settings.salt_secret:
+            if is_prompt and not view.fields:
+                return _UNSALTED
             salt = make_salt(settings.salt_secret, caller.namespace, view.fields.get("cache_salt"))
             headers.append((b"x-tenant-id", salt.encode()))
             sent = write_salted_body(view.fields, salt) if view.fields else body
@@ -341,6 +347,12 @@ class Gateway:
         await send({"type": "lifespan.shutdown.complete"})
 
 
+_UNSALTED = ApiError(
+    400,
+    "the body cannot be read, and no salt can be set in it",
+    hint="send a JSON object below 4 MiB",
+    code="unreadable",
+)
 _NO_REPLICA = ApiError(503, "no engine can serve", hint="try again in a moment", code="no_replica", retry_after_s=1)
 
 

@@ -6,10 +6,14 @@ import logging
 from importlib.util import find_spec
 from typing import Any
 
+from semblend.cli.output import say
+from semblend.engine.server.edge.connections import plan_limit
 from semblend.errors import ConfigError, MissingDependencyError
 
 BACKLOG = 2048
 DRAIN_S = 30
+WANTED_DESCRIPTORS = 8192
+"""Two for each request at once: its client and its engine."""
 _UNFINISHED = "ASGI callable returned without completing response."
 
 
@@ -17,6 +21,9 @@ def run_server(app: Any, host: str, port: int, *, drain_s: int = DRAIN_S) -> int
     """Serve until SIGINT or SIGTERM: no new connections then, and ``drain_s`` seconds for the requests that run."""
     if not 0 <= port <= 65_535:
         raise ConfigError(f"no port {port}", hint="0 to 65535; 0 takes a free one")
+    room = plan_limit(WANTED_DESCRIPTORS)
+    if room < WANTED_DESCRIPTORS:
+        say(f"note: file descriptors for {room // 2} requests at once; raise the limit (ulimit -n) for more")
     server = make_server(app, host, port, drain_s=drain_s)
     try:
         server.run()

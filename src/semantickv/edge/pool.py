@@ -85,6 +85,6 @@ class ConnectionPool:
                 )
         except TimeoutError:
             return Fault(FaultKind.CONNECT_TIMEOUT, f"no connection in {self._connect_timeout_s:g} s")
-        except OSError as error:  # refused, unreachable, no such name, a certificate that is not trusted
-            return Fault(FaultKind.REFUSED, error.strerror or type(error).__name__)
+        except (OSError, UnicodeError) as error:  # refused, unreachable, no such name, a certificate without trust
+            return Fault(FaultKind.REFUSED, getattr(error, "strerror", None) or type(error).__name__)
         return connection

@@ -37,9 +37,9 @@ async def watch_health(
 ) -> None:
     """Probe all replicas side by side, again and again, until cancelled."""
     while True:
-        results = await asyncio.gather(*map(probe_replica, replicas))
-        for replica, is_well in zip(replicas, results, strict=True):
-            replica.note_probe(is_well)
+        results = await asyncio.gather(*map(probe_replica, replicas), return_exceptions=True)
+        for replica, result in zip(replicas, results, strict=True):
+            replica.note_probe(result is True)  # an error is no good sign either
         await sleep(every_s)
 
 

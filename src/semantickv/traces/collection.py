@@ -11,6 +11,7 @@ import hashlib
 import heapq
 import inspect
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -62,7 +63,7 @@ class TraceWriter:
     def _open(self) -> IO[str]:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            return self.path.open("a", encoding="utf-8")
+            return open(self.path, "a", encoding="utf-8", opener=_open_private)
         except OSError as error:
             raise InputError(f"cannot write {self.path}: {error.strerror}", hint="pass another --output-dir") from None
 
@@ -118,6 +119,11 @@ class TraceWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Open a file that only its owner may read."""
+    return os.open(path, flags, 0o600)
 
 
 @dataclass

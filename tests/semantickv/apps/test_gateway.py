@@ -245,6 +245,7 @@ def test_a_trace_holds_no_text_and_can_be_replayed(tmp_path):
             latest = json.loads((await ask(app, "GET", "/v1/traces/latest"))[1])["requests"]
             app.trace_log.close()
         text = (tmp_path / "t.jsonl").read_text()
+        assert (tmp_path / "t.jsonl").stat().st_mode & 0o077 == 0
         assert not any(word in text for word in ("Clause", "brief", "my-session", "my-tenant"))
         lines = [json.loads(line) for line in text.splitlines()]
         assert lines == latest
@@ -477,6 +478,30 @@ def test_salts_are_set_by_the_server_one_for_each_key():
             assert len(set(salts)) == 3
             assert "guess" not in salts
             assert [one.headers["x-tenant-id"] for one in engine.requests] == salts
+
+    run(test())
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b'{"prompt": "' + b"x" * (4 << 20) + b'"}', b'{"a": ' + b"[1]," * 9000])
+def test_a_body_in_which_no_salt_can_be_set_does_not_reach_the_engine(body):
+    async def test():
+        async with ScriptedEngine() as engine:
+            app = build_proxy(EdgeSettings(upstream=engine.url, trace=False, salt_secret="s"))
+            client, _ = await ask(app, "POST", CHAT, body=body)
+            assert client.status == 400
+            assert not engine.requests
+            assert app.intake.running == app.intake.held_bytes == 0
+
+    run(test())
+
+
+def test_a_second_salt_in_a_body_is_no_way_around_ours():
+    async def test():
+        async with ScriptedEngine() as engine:
+            app = build_proxy(EdgeSettings(upstream=engine.url, trace=False, salt_secret="s"))
+            await ask(app, "POST", CHAT, body=b'{"cache_salt": "a", "messages": [], "cache_salt": "b"}')
+            assert engine.requests[0].body.count(b"cache_salt") == 1
+            assert b'"b"' not in engine.requests[0].body
 
     run(test())
 

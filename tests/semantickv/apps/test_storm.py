@@ -121,5 +121,5 @@ def test_a_thousand_streams_are_held_at_once():
 
 
 @pytest.mark.slow
-def test_ten_thousand_clients_come_and_many_leave():
-    asyncio.run(asyncio.wait_for(storm(10_000, at_once=200), 500))
+def test_thousands_of_clients_come_and_many_leave():
+    asyncio.run(asyncio.wait_for(storm(3000, at_once=200), 300))

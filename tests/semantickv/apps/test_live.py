@@ -157,3 +157,29 @@ def test_an_application_without_its_settings_says_what_is_missing():
     assert done.returncode != 0
     assert "SEMANTICKV_REPLICAS" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_receipts_of_our_own_server_come_back_as_one_record():
+    from live_server import run_server
+
+    from semblend import SemBlend, SemBlendConfig
+    from semblend.engine.server.fake_engine import FakeEngine
+
+    document = " ".join(f"clause{n}" for n in range(400))
+
+    def ask(client: httpx.Client, name: str, text: str) -> dict[str, Any]:
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 2, "stream": name == "stream"}
+        body |= {"stream_options": {"include_usage": True}} if name == "stream" else {}
+        assert client.post(CHAT, json=body, headers={"X-Request-ID": name}).status_code == 200
+        return client.get(f"/v1/requests/{name}").json()["receipt"]
+
+    with SemBlend(SemBlendConfig(embedder="none")) as library, run_server(FakeEngine(library)) as live:
+        app = build_proxy(EdgeSettings(upstream=live.url, trace=False))
+        with serve(app) as (url, _), httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+            cold = ask(client, "cold", f"Read this. {document}")
+            moved = ask(client, "stream", f"Another instruction, somewhat longer. {document}")
+    assert cold["is_fallback"] is True
+    assert cold["relocated_tokens"] == 0
+    assert moved["outcome"] == "backend_materialized_reuse"
+    assert moved["relocated_tokens"] > 300
+    assert moved["prompt_tokens"] > 400

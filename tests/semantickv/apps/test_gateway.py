@@ -16,6 +16,7 @@ from semantickv.apps.build import build_proxy, build_router
 from semantickv.apps.gateway import Gateway
 from semantickv.edge.scripted_engine import ScriptedEngine, answer_json, die_after, hang, send_raw, stream
 from semantickv.settings import EdgeSettings
+from semantickv.telemetry.metrics import EDGE_METRICS
 from semantickv.telemetry.trace_log import TraceLog, TraceOptions
 from semblend.errors import ConfigError
 
@@ -533,3 +534,18 @@ def test_a_wrong_setting_is_an_error_with_a_hint(settings):
     with pytest.raises(ConfigError) as caught:
         build_router(settings)
     assert caught.value.hint
+
+
+def test_the_guide_lists_every_metric_and_every_header_that_clients_see():
+    guides = Path(__file__).parents[3] / "docs" / "guides"
+    proxy, router = ((guides / name).read_text("utf-8") for name in ("proxy.md", "router.md"))
+    assert all(f"| `{spec.name}` |" in proxy and spec.help in proxy for spec in EDGE_METRICS)
+
+    async def test():
+        async with fleet(2) as (app, _):
+            client, _ = await ask(app, "POST", CHAT, body=chat("Hi"))
+            ours = set(client.headers) - {"content-type", "content-length", "x-request-id"}
+            assert ours
+            assert all(f"`{name}`" in router for name in ours)
+
+    run(test())

@@ -38,12 +38,16 @@ def main() -> None:
     describe(report, streams)
     if "hits" in args.parts:
         compare_unbounded(report, streams)
+        report.write(args.out)  # after every part: a run that is cut short leaves what it has
     if "bounded" in args.parts:
         compare_bounded(report, streams)
+        report.write(args.out)
     if "optimum" in args.parts:
         compare_with_optimum(report, args.seed)
+        report.write(args.out)
     if "contextpilot" in args.parts and args.contextpilot:
         compare_with_contextpilot(report, streams, Path(args.contextpilot))
+        report.write(args.out)
     if "time" in args.parts:
         measure_time(report, args.seed)
     report.write(args.out)

@@ -210,10 +210,13 @@ def compute_cold(server: ArmServer, prompts: Sequence[Sent], rows: Rows, args: a
 
 def find_cold(rows: Rows, server: str, prompt: str) -> str | None:
     """The answer of a run of this prompt that computed all of it."""
-    for row in rows.find(server=server, prompt=prompt):
-        if row["arm"] == "cold" or (ARMS[row["arm"]].is_stock and row["exact_tokens"] == 0):
-            return str(row["answer"])
-    return None
+    found = (str(row["answer"]) for row in rows.find(server=server, prompt=prompt) if is_cold(row))
+    return next(found, None)
+
+
+def is_cold(row: dict[str, Any]) -> bool:
+    """Whether a run computed all of its prompt: a cold run, or one of the stock server that hit nothing."""
+    return row["arm"] == "cold" or (ARMS[row["arm"]].is_stock and row["exact_tokens"] == 0)
 
 
 def digest(text: str) -> str:
@@ -247,6 +250,9 @@ def tabulate(report: Report, rows: Rows, args: argparse.Namespace) -> None:
         "tokens from the receipts, of stock vLLM from its usage; computed: prefilled, or computed again for repair"
     )
     report.note(f"an answer is {args.answer_tokens} greedy tokens; it is changed when its text is not the cold one's")
+    report.note(
+        "answers: those whose prompt was also computed in full, by the stock arm of that order or by a cold run"
+    )
 
 
 def spread_times(some: list[dict[str, Any]], first: list[dict[str, Any]], seed: int) -> list[Any]:
@@ -283,8 +289,9 @@ def share_tokens(some: list[dict[str, Any]]) -> list[Any]:
 
 
 def compare_answers(some: list[dict[str, Any]], rows: Rows, server: str) -> list[Any]:
-    """Answers that have a cold one, how many differ from it, and their mean F1 against it."""
-    pairs = [(row["answer"], cold) for row in some if (cold := find_cold(rows, server, row["prompt"])) is not None]
+    """Answers that have a cold one, how many differ from it, and their mean F1 against it; cold runs are left out."""
+    others = [(row["answer"], find_cold(rows, server, row["prompt"])) for row in some if not is_cold(row)]
+    pairs = [(ours, cold) for ours, cold in others if cold is not None]
     if not pairs:
         return [0, None, None]
     changed = sum(ours != cold for ours, cold in pairs)

@@ -67,6 +67,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--model", default="smollm2-135m")
     add("--rows", default="", help="a second run goes on from them (default: beside --out)")
     add("--finished-only", action="store_true", help="measure nothing, print the rows")
+    add("--measured-on", default="", help="the machine, in words")
     add("--source", default="hotpotqa_distractor", help="a file of rag/: questions with passages")
     add("--questions", type=int, default=10)
     add("--top", type=int, default=3, help="passages of a question")

@@ -98,7 +98,8 @@ def test_changed_answers_are_counted_against_the_cold_run(tmp_path: Path) -> Non
     table = report.tables[1]
     at = [table["columns"].index(name) for name in ("answers", "changed", "F1 against cold")]
     found = {row[0]: [row[place] for place in at] for row in table["rows"]}
-    assert found == {"stock": [3, 0, 1.0], "any offset, fast": [3, 3, 0.0], "arranged": [3, 0, 1.0]}
+    # Every request of the stock server hit nothing: these are the cold runs, and are not compared with themselves.
+    assert found == {"stock": [0, None, None], "any offset, fast": [3, 3, 0.0], "arranged": [0, None, None]}
 
 
 def test_prompts_that_missed_an_arm_are_left_out_and_no_prompt_at_all_is_an_error(tmp_path: Path) -> None:

@@ -138,9 +138,9 @@ def open_target(tmp_path):
     })  # fmt: skip
     args = argparse.Namespace(donor_directory=str(tmp_path / "donors"), model="tiny", tenant="acme", donor_bits=16)
 
-    def make():
+    def make(bits=16):
         model = DecoderModel.random(spec)
-        kv = open_directory(args.donor_directory, model)
+        kv = open_directory(args.donor_directory, model, bits=bits)
         library = SemBlend(SemBlendConfig(embedder="none", metrics=False))
         config = EngineConfig(quality="fast", model_name="tiny")
         engine = assemble(model, pool_tokens=4096, config=config, semblend=library, directory=kv)
@@ -175,6 +175,17 @@ def test_a_donor_in_the_folder_is_not_computed_again_and_serves_the_first_questi
         prompt = Prompt(ids, namespace=Namespace(tenant=tenant, model="tiny"))
         (done,) = engine.generate([Request(f"ask-{tenant}", prompt, Sampling(max_tokens=1, temperature=0.0))])
         assert (done.receipt.reused_tokens > 100) == expected
+
+
+def test_a_donor_that_the_server_could_not_use_does_not_count_as_there(open_target):
+    text = "the quick brown fox jumps over the lazy dog " * 8
+    first = open_target()
+    warm_up(first, [text])
+    first.close()
+    other, same = open_target(bits=8), open_target()
+    assert (other.has(text), same.has(text)) == (False, True)
+    other.close()
+    same.close()
 
 
 def test_a_full_disk_is_told_with_a_hint_and_leaves_nothing_half_written(open_target, monkeypatch):

@@ -169,14 +169,16 @@ class DirectoryTarget:
         return done.receipt.exact_tokens if done.receipt is not None else 0
 
     def _read_digests(self) -> set[str]:
-        """Of the donors that are whole in the folder."""
+        """Of the donors that are whole in the folder, and of use to a server with this model, type and bits."""
         from semblend.materialize.donors.shared.directory_listing import DirectoryListing
         from semblend.materialize.donors.shared.donor_record import LARGEST_RECORD, DonorRecord, record_name
         from semblend.materialize.donors.shared.private_folder import PrivateFolder
 
+        directory = self._engine.reuse.directory
+        assert directory is not None, "it was opened with one"
         folder, found = PrivateFolder(self._args.donor_directory), set()
         try:
-            for key in DirectoryListing(folder).refresh().list_complete(1):
+            for key in filter(directory.kv.can_use, DirectoryListing(folder).refresh().list_complete(1)):
                 try:
                     record = DonorRecord.decode(folder.read(record_name(key), LARGEST_RECORD), key)
                 except (OSError, ValueError, KeyError, TypeError):

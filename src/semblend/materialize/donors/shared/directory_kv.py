@@ -95,6 +95,18 @@ class DirectoryKv:
         except OSError as error:  # no memory or descriptors here, or a disk that fails: no verdict over the donor
             raise StoreError(f"published donor {key} cannot be read: {error}", hint="it is left out") from None
 
+    def can_use(self, key: str) -> bool:
+        """Whether a donor's KV is of these weights, this type and these bits; its bytes are not verified."""
+        try:
+            descriptor = self._folder.open(kv_name(key, self.signature.rank, self.signature.ranks))
+            try:
+                self._check_fits(key, read_header(descriptor)["about"])
+            finally:
+                os.close(descriptor)
+        except (OSError, StoreError, ValueError, KeyError, TypeError):
+            return False
+        return True
+
     def verify_ahead(self, every_s: float = 1.0) -> None:
         """Verify donors of other writers as they come, in a daemon thread, until `close`."""
         if self._thread is None:

@@ -135,6 +135,22 @@ def test_the_rows_add_up_to_the_total_exactly(requests: list[Any], room: int, bl
     assert json.dumps(json.loads(json.dumps(answer))) == json.dumps(answer)
 
 
+@settings(max_examples=6, deadline=None)
+@given(st.lists(REQUESTS, min_size=2, max_size=8), st.sampled_from([4, 12, 30, 80]), st.sampled_from([100, 700]))
+def test_n_times_the_memory_is_what_a_replay_with_that_memory_counts(
+    requests: list[Any], room: int, donor_tokens: int
+) -> None:
+    """Also for the arranger, which is told the size of the larger cache."""
+    prompts = [make_prompt(at, ask(*one[:4]), one[4]) for at, one in enumerate(requests)]
+    asked = {"cache_tokens": 16 * room, "donor_tokens": donor_tokens, "factors": (2, 8)}
+    found, answer = replay(prompts, **asked)
+    rows = dict(found.list_computed())
+    for factor in (2, 8):
+        larger = {"cache_tokens": 16 * room * factor, "donor_tokens": donor_tokens * factor, "factors": ()}
+        assert rows[f"memory x{factor}"] == dict(replay(prompts, **larger)[0].list_computed())["fast"]
+    assert sum(row["saved_tokens"] for row in answer["rows"]) == answer["total"]["saved_tokens"]
+
+
 def test_more_memory_brings_back_what_was_evicted() -> None:
     prompts = [make_prompt(at, ask(1, [at % 5, (at + 1) % 5], [0, 1, 2], "Why?")) for at in range(20)]
     # Donors of the same size are off: they would give the evicted text back themselves.

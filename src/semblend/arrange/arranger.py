@@ -27,10 +27,11 @@ class Arranger:
     """Orders of passages by namespace. Thread-safe; `arrange` changes nothing.
 
     ``count`` gives the size of a text passage: what the longest path is long by. Characters do; a tokenizer is exact.
-    A passage that is a `Prompt` counts its tokens. ``most_passages``: of all remembered sequences together, about 400
-    bytes each; when they are full, the tenant that holds most gives up what it sent longest ago. ``exact_size``: how
-    much the engine's exact prefix cache holds, in the same unit; beginnings that were sent longer ago than that are
-    not expected there. None: it holds everything. ``path``: a file in which the memory survives a restart.
+    A passage that is a `Prompt` counts its tokens. ``most_passages``: of all remembered sequences together, 400 bytes
+    each where prompts share passages, 1,600 at worst; when they are full, the tenant that holds most gives up what it
+    sent longest ago. ``exact_size``: how much the engine's exact prefix cache holds, in the same unit; beginnings that
+    were sent longer ago than that are not expected there. None: it holds everything. ``path``: a file in which the
+    memory survives a restart.
     """
 
     def __init__(

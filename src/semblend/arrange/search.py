@@ -24,7 +24,7 @@ class _Walk:
     """Which passages stand on the path so far, with a way back."""
 
     def __init__(self, keys: Sequence[bytes], sizes: Sequence[int], room: Room) -> None:
-        self._keys, self._sizes, self._room = keys, sizes, room
+        self._keys, self._sizes, self._room, self._is_bounded = keys, sizes, room, not room.is_free
         self.left: dict[bytes, list[int]] = {}  # by key; the first index is the last of the list
         for index in reversed(range(len(keys))):
             self.left.setdefault(keys[index], []).append(index)
@@ -39,7 +39,7 @@ class _Walk:
 
     def step(self, key: bytes) -> None:
         index = self.left[key].pop()
-        if not self._room.is_free:
+        if self._is_bounded:
             self._taken[index] = 1
             lowest = self._lowest[-1]
             while self._taken[lowest]:
@@ -55,7 +55,7 @@ class _Walk:
             index = path.pop()
             left[keys[index]].append(index)
             self.size -= sizes[index]
-            if not self._room.is_free:
+            if self._is_bounded:
                 self._taken[index] = 0
                 self._lowest.pop()
 
@@ -72,7 +72,7 @@ def find_longest_path(
     most = looks = 0
     if root is None:
         return best
-    walk = _Walk(keys, sizes, room)
+    walk, count, is_free = _Walk(keys, sizes, room), len(keys), room.is_free
     stack: list[tuple[int, bytes, Node]] = [(0, b"", root)]  # depth, the step that leads there, the node
     while stack and looks < MOST_LOOKS:
         depth, key, node = stack.pop()
@@ -82,8 +82,11 @@ def find_longest_path(
             walk.step(key)
         if walk.size > most:
             best, most = walk.path.copy(), walk.size
-        looks += 1 + min(len(node.children), len(keys))
-        steps = _find_steps(node.children, walk, room.is_free, oldest)
+        children = node.children
+        looks += 1 + (len(children) if len(children) < count else count)
+        if not children:
+            continue
+        steps = _find_steps(children, walk, is_free, oldest)
         if len(steps) > 1:
             # The most used child is looked at first: where the search is cut short, the beaten path was walked.
             steps.sort(key=_get_rank)

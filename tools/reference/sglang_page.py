@@ -61,7 +61,7 @@ def sglang_markdown() -> str:
         "|---|---|",
         "| `meta_info.semblend` of an answer of `/generate` | the receipt, in a list of one |",
         "| `meta_info.cached_tokens_details` | `device`: SGLang's own hit; `host`: what we provided |",
-        '| `/metrics` with `--enable-metrics` | [metrics](metrics.md), label `engine="sglang"` |',
+        "| `/metrics` with `--enable-metrics` | [metrics](metrics.md) |",
         "| `SEMBLEND_EVENTS` | [events](events.md), each receipt in full |",
         "| the log, `sglang.semblend` | one line at start-up, one for each reuse "
         "(`sembench summarize-engine-events --engine sglang`) |",

@@ -51,7 +51,7 @@ SHOWN = {"cold": "stock", "exact": "stock, exact hit", "rerun": "stock, again", 
          "balanced": "ours, balanced"}  # fmt: skip
 FIELDS = ("outcome", "reason", "exact_tokens", "reused_tokens", "recomputed_tokens", "prefill_tokens")
 EVERY = 4
-ROOM = 16384
+ROOM = 8192
 """Tokens of the KV cache of each server."""
 
 
@@ -71,8 +71,7 @@ class SglangPair:
                  "--max-running-requests", "8", "--enable-cache-report"]  # fmt: skip
         self.stock = SglangServer(model, folder / "stock", flags)
         self.ours = SglangServer(model, folder / "ours", flags, {})
-        self.stock.wait()
-        self.ours.wait()
+        wait_for(self, self.stock, self.ours)
 
     def ask(self, arm: str, tokens: tuple[int, ...], count: int, name: str, salt: str, **asked: Any) -> dict[str, Any]:
         server = self.stock if arm in STOCK else self.ours
@@ -103,9 +102,8 @@ class VllmPair:
                  "--enforce-eager", "--max-num-seqs", "8", "--gpu-memory-utilization", "0.15",
                  "--kv-cache-memory-bytes", str(ROOM * 46080)]  # fmt: skip
         self.stock = TimedVllmServer(model, folder / "stock", flags)
-        self.stock.wait()
         self.ours = TimedVllmServer(model, folder / "ours", flags, {"donor_host_bytes": 4 << 30})
-        self.ours.wait()
+        wait_for(self, self.stock, self.ours)
 
     def ask(self, arm: str, tokens: tuple[int, ...], count: int, name: str, salt: str, **asked: Any) -> dict[str, Any]:
         server = self.stock if arm in STOCK else self.ours
@@ -118,6 +116,16 @@ class VllmPair:
     def stop(self) -> None:
         self.stock.stop()
         self.ours.stop()
+
+
+def wait_for(pair: Asks, *servers: SglangServer | VllmServer) -> None:
+    """Until both answer; one that does not come up takes the other with it."""
+    try:
+        for server in servers:
+            server.wait()
+    except BaseException:
+        pair.stop()
+        raise
 
 
 def pick(receipt: dict[str, Any]) -> dict[str, Any]:

@@ -188,3 +188,21 @@ def _with_short_steps(world):
     from dataclasses import replace
 
     return replace(world.desk.settings, step_work_ms=1e-6)
+
+
+def test_an_id_that_two_requests_have_at_once_mixes_nothing_up(world):
+    """SGLang refuses that in one tokenizer process; several do not know of each other."""
+    document, stranger = donate(world, 301), world.document(302)
+    target = world.instruction(4) + document + world.question()
+    other = world.instruction(6) + stranger + world.question()
+    cold = world.cold(other, tokens=8)
+    name = world.send(target, tokens=12, quality="fast")
+    while not any(event.request_id == name and "receipt" in event.fields for event in world.events):
+        world.step()
+    world._count -= 1
+    assert world.send(other, tokens=8, quality="fast") == name
+    world.settle()
+    assert world.exact_hit(target) < len(world.instruction(4)) + 40, "moved KV is not in the tree"
+    world.forget_prefixes()
+    (again,) = world.ask(other, tokens=8, quality="fast")
+    assert again.tokens == cold.tokens, "no donor has the tokens of one and the KV of the other"

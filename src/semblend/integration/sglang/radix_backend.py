@@ -68,7 +68,7 @@ class SemBlendRadixCache(UnifiedRadixCache):
         Whether the provider wants nothing of the request published.
         """
         req = params.req
-        if self._provider is None or not desk.is_new(req.rid):
+        if self._provider is None or desk.find_source(req.rid) is not None:
             return False
         answer = self._provider.on_prefix_miss(req.rid, list(req.origin_input_ids))
         if answer is None:
@@ -113,9 +113,13 @@ class SemBlendRadixCache(UnifiedRadixCache):
             lock = self.lock(req.last_node)
             return lambda: self.unlock(lock)
 
+        if desk.find_source(req.rid) is not req:
+            return 0, req.last_node
         self._wait_for_step()
         desk.load(req.rid, lambda: self._path_slots(req), hold)
         loaded = desk.work(req.rid, busy=self._is_busy())
+        if loaded:  # the request itself keeps it: what stands under its id may go before its row does
+            req.semblend_exact_end = desk.find_exact_end(req.rid)
         return None if loaded is None else (loaded, req.last_node)
 
     def load_back_is_cache_owned(self) -> bool:
@@ -123,13 +127,19 @@ class SemBlendRadixCache(UnifiedRadixCache):
         return bool(super().load_back_is_cache_owned()) if self._desk is None else False
 
     def release_aborted_request(self, request: Any) -> None:
-        self._guard("abort", request.rid, lambda desk: desk.forget(request.rid), None)
+        self._guard("abort", request.rid, lambda desk: self._forget_waiting(desk, request.rid), None)
         super().release_aborted_request(request)
+
+    def _forget_waiting(self, desk: ReuseDesk, request_id: str) -> None:
+        """A request that waits is gone. One that has a row is another one with this id, or `on_release` follows."""
+        source = desk.find_source(request_id)
+        if source is not None and not source.kv.holds_kv:
+            desk.forget(request_id)
 
     # -- a request that runs -----------------------------------------------------------------------------------------
 
     def prefix_device_indices(self, req: Any) -> Tensor:
-        tail = None if self._desk is None else self._desk.find_tail(req.rid)
+        tail = self._desk.find_tail(req.rid) if self._desk and self._desk.find_source(req.rid) is req else None
         if tail is None:
             slots: Tensor = super().prefix_device_indices(req)
             return slots
@@ -141,21 +151,32 @@ class SemBlendRadixCache(UnifiedRadixCache):
             super().checkpoint(req, up_to=up_to, **more)
             return
         self._guard("prompt", req.rid, lambda desk: self._note_prompt(desk, req, up_to), None)
-        exact_end = self._desk.find_exact_end(req.rid)
+        exact_end = self._find_exact_end(self._desk, req)
         super().checkpoint(req, up_to=up_to if exact_end is None else min(up_to, exact_end), **more)
         if self._provider is not None and exact_end is None and req.finished():
             self._provider.on_request_cached(req.rid, list(req.full_untruncated_fill_ids[:up_to]))
 
+    def _find_exact_end(self, desk: ReuseDesk, req: Any) -> int | None:
+        """Up to where the KV of a request is exact, by the request's own mark and by the desk; None for all of it."""
+        known = desk.find_exact_end(req.rid) if desk.find_source(req.rid) is req else None
+        ends = [end for end in (getattr(req, "semblend_exact_end", None), known) if end is not None]
+        return min(ends, default=None)
+
     def _note_prompt(self, desk: ReuseDesk, req: Any, up_to: int) -> None:
         length = len(req.origin_input_ids)
-        if up_to >= length:
+        if up_to >= length and desk.find_source(req.rid) is req:
             self._wait_for_step()
             row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length]
             show_receipt(req, desk.note_prompt(req.rid, row.long()))
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
-        self._guard("release", req.rid, lambda desk: desk.forget(req.rid), None)
+        req.semblend_exact_end = None  # a retracted request begins again
+        self._guard("release", req.rid, lambda desk: self._forget_released(desk, req), None)
+
+    def _forget_released(self, desk: ReuseDesk, req: Any) -> None:
+        if desk.find_source(req.rid) is req:
+            desk.forget(req.rid)
 
     # -- the cache as a whole ----------------------------------------------------------------------------------------
 

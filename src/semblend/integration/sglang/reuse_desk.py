@@ -8,8 +8,7 @@ SGLang runs scheduler and model in one process and one thread, so one object doe
     note_prompt  its prompt is complete: what is exact in it becomes a donor, and its receipt is written
     forget       it was released, or aborted while it waited
 
-Nothing approximate may enter the exact tree: `find_exact_end` says up to where a request's KV is what a cold prefill
-computes.
+Nothing approximate may enter the exact tree: `find_exact_end` says how much of a request is as a cold prefill has it.
 """
 
 from __future__ import annotations
@@ -89,6 +88,11 @@ class ReuseDesk:
         self.forget(request_id)
         return None
 
+    def find_source(self, request_id: str) -> Any:
+        """SGLang's request that stands under an id now, or None. Two requests may have one id at once."""
+        record = self._records.get(request_id)
+        return None if record is None else record.request.source
+
     def offer(self, request: Waiting, exact_tokens: int) -> int:
         """Tokens behind the ``exact_tokens`` of the exact tree that we shall provide; 0 for none."""
         record = self._records.get(request.request_id)
@@ -167,10 +171,6 @@ class ReuseDesk:
             record.slots = record.slots[:provided]
         return provided
 
-    def is_new(self, request_id: str) -> bool:
-        """Whether nothing was decided about this request yet."""
-        return request_id not in self._records
-
     def adopt(self, prompt: Prompt, slots: Tensor) -> bool:
         """Make a donor of KV that is exact and lies in ``slots``, as somebody else proposes; False where it is one."""
         known = (prompt.namespace.digest, hashlib.sha256(prompt.token_ids.tobytes()).digest())
@@ -234,9 +234,7 @@ class ReuseDesk:
         log.warning("SemBlend: %s failed for %s: %s", where, request_id, message, exc_info=error)
         self._tell_error(where, message, request_id)
         record = self._records.get(request_id)
-        if record is None:
-            return
-        if where in WAITS:  # SGLang has no row for it yet, so whatever slots it has are ours
+        if record is not None and where in WAITS:  # SGLang has no row for it yet, so whatever slots it has are ours
             self._stop_load(record)
             self._let_go(record)
             self._give_slots_back(record)

@@ -25,6 +25,11 @@ class LoadDesk:
         self._held: set[str] = set()
         self._cancels: list[str] = []
 
+    @property
+    def has_any(self) -> bool:
+        """Whether a load waits to be ordered."""
+        return bool(self._waiting)
+
     def add(self, record: Record, plan_tokens: int, spans: Iterable[Span]) -> None:
         """A request was given its blocks; ``spans`` carry the workers' generations."""
         assert record.block_ids is not None, "vLLM has just told them"

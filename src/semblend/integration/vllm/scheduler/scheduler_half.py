@@ -172,12 +172,14 @@ class SchedulerHalf:
         captures: list[Capture] = []
         served: list[str] = []
         computed_now: set[int] | None = set()
+        asks = self._loads.has_any  # else nobody wants to know what is computed now: a running request costs nothing
         for request_id, computed in iterate_scheduled(output, self._records):
-            record, end = self._records.get(request_id), computed + output.num_scheduled_tokens[request_id]
-            computed_now = add_computed(computed_now, record, computed, end, self.facts.block_tokens)
-            if record is None or record.served:
+            record = self._records.get(request_id)
+            if not asks and (record is None or record.served):
                 continue
-            if end >= len(record.prompt):
+            end = computed + output.num_scheduled_tokens[request_id]
+            computed_now = add_computed(computed_now, record, computed, end, self.facts.block_tokens)
+            if record is not None and not record.served and end >= len(record.prompt):
                 record.served = True
                 served.append(request_id)
                 if self._is_worth_keeping(record):

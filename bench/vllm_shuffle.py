@@ -35,7 +35,7 @@ def measure(args: argparse.Namespace) -> None:
     attempt = 1 + max((row["attempt"] for row in rows.find(kind=kind)), default=0)
     longest = args.in_a_query * args.document + HEAD + QUESTION + 64
     where = "stock" if kind == "stock" else args.donors
-    connector = {"heal_prefixes": True} if args.heal and kind != "stock" else {}
+    connector = {} if kind == "stock" else {"heal_prefixes": args.heal}
     engine = Engine(where, make_task(args, longest, connector=connector))
     asked = {} if kind == "stock" else {"quality": kind}
     corpus = [engine.tokens(args.document) for _ in range(args.documents)]

@@ -131,8 +131,8 @@ class RepairedDeviation(Observer):
     """How far rows' KV in the pool is from what a pass computes for them, mean of some layers.
 
     It looks at the pool before the pass and after it, so that a recorded pass serves it too; at all layers at once,
-    because a look at each is twelve launches, and took six milliseconds of a pass of fifteen (H200). Passes on to
-    ``inner`` what that wants to see, so that one pass serves both.
+    because a look at each is a dozen launches of its own. Passes on to ``inner`` what that wants to see, so that one
+    pass serves both.
     """
 
     def __init__(self, inner: Observer | None = None) -> None:

@@ -16,8 +16,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from semantickv.apps.answers import NOT_FOUND, NOT_OPERATOR, send_bytes, send_error, send_json
-from semantickv.apps.callers import Caller, identify_caller, is_operator, make_salt, write_salted_body
+from semantickv.apps.answers import send_error
+from semantickv.apps.callers import Caller, identify_caller, make_salt, write_salted_body
+from semantickv.apps.own_paths import OwnPaths
 from semantickv.edge.faults import Fault, FaultKind
 from semantickv.edge.forward import ClientWatch, EngineAnswer, EngineTimeouts, OutgoingRequest, open_answer, relay
 from semantickv.edge.headers import select_request_headers
@@ -75,6 +76,7 @@ class Gateway:
     shows_routes: bool = False
     intake: Intake = field(init=False)
     metrics: EdgeMetrics = field(init=False)
+    own_paths: OwnPaths = field(init=False)
     records: RecordStore = field(default_factory=RecordStore)
     _timeouts: EngineTimeouts = field(init=False)
     _health: asyncio.Task[None] | None = None
@@ -83,6 +85,7 @@ class Gateway:
     def __post_init__(self) -> None:
         self.intake = Intake(IntakeLimits(requests=self.settings.max_requests))
         self.metrics = EdgeMetrics(self)
+        self.own_paths = OwnPaths(self.settings, self.router, self.metrics, self.records, self._list_traces)
         self._timeouts = EngineTimeouts(self.settings.timeout_s, self.settings.timeout_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,56 +95,7 @@ class Gateway:
             if self._is_forwarded(scope["method"], scope["path"]):
                 await self._forward(scope, receive, send)
             else:
-                await self._answer(scope, send)
-
-    # -- its own paths ---------------------------------------------------------------------------------------------
-
-    async def _answer(self, scope: Scope, send: Send) -> None:
-        """Answer what is asked of this server itself."""
-        path, headers = scope["path"], scope["headers"]
-        if scope["method"] != "GET":
-            await send_error(send, NOT_FOUND)
-        elif path == "/health":
-            able = sum(replica.can_serve for replica in self.router.replicas)
-            await send_json(send, {"status": "ok" if able else "no replica", "replicas_up": able}, 200 if able else 503)
-        elif path.startswith("/v1/requests/"):
-            caller = identify_caller(headers, self.settings.hash_key)
-            record = self.records.find(caller.namespace, path.removeprefix("/v1/requests/"))
-            await (send_error(send, NOT_FOUND) if record is None else send_json(send, record.to_dict()))
-        elif path not in ("/metrics", "/v1/traces/latest", "/v1/replicas"):
-            await send_error(send, NOT_FOUND)
-        elif not is_operator(headers, (scope.get("client") or ("", 0))[0], self.settings.admin_key):
-            await send_error(send, NOT_OPERATOR)
-        elif path == "/metrics":
-            await send_bytes(send, 200, self.metrics.write(), b"text/plain; version=0.0.4; charset=utf-8")
-        elif path == "/v1/replicas":
-            await send_json(send, self.describe_replicas())
-        else:
-            lines = ",".join(self.trace_log.latest) if self.trace_log else ""
-            await send_bytes(send, 200, f'{{"requests": [{lines}]}}'.encode(), b"application/json")
-
-    def describe_replicas(self) -> dict[str, Any]:
-        """Every replica with its load and its health, for the operator."""
-        return {
-            "policy": self.router.policy,
-            "engine_reuse": self.router.reuse.value,
-            "sessions": self.router.sessions,
-            "replicas": [
-                {
-                    "id": one.id,
-                    "url": one.pool.address.url,
-                    "up": one.is_up,
-                    "breaker": one.breaker.state.value,
-                    "running": one.running,
-                    "waiting_tokens": one.waiting_tokens,
-                    "served": one.served,
-                    "faults": dict(one.faults),
-                    "tracked_tokens": one.memory.tokens,
-                    "connections": {"open": one.pool.open, "idle": one.pool.idle},
-                }
-                for one in self.router.replicas
-            ],
-        }
+                await self.own_paths.answer(scope, send)
 
     def read_gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
         """The numbers of this moment, for /metrics."""
@@ -155,6 +109,9 @@ class Gateway:
             "semantickv_replica_running": {(one.id,): one.running for one in replicas},
             "semantickv_replica_tracked_tokens": {(one.id,): one.memory.tokens for one in replicas},
         }
+
+    def _list_traces(self) -> list[str]:
+        return [] if self.trace_log is None else list(self.trace_log.latest)
 
     # -- a request that is forwarded -------------------------------------------------------------------------------
 

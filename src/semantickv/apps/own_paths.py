@@ -1,0 +1,82 @@
+"""The paths that the proxy and the router answer themselves: health, records, and what only the operator may see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from semantickv.apps.answers import NOT_FOUND, NOT_OPERATOR, send_bytes, send_error, send_json
+from semantickv.apps.callers import identify_caller, is_operator
+from semantickv.routing.router import Router
+from semantickv.settings import EdgeSettings
+from semantickv.telemetry.metrics import EdgeMetrics
+from semantickv.telemetry.record import RecordStore
+
+if TYPE_CHECKING:
+    from starlette.types import Scope, Send
+
+OPERATOR_PATHS = ("/metrics", "/v1/replicas", "/v1/traces/latest")
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPaths:
+    """Answers what is asked of this server itself. ``list_traces`` gives the latest trace lines."""
+
+    settings: EdgeSettings
+    router: Router
+    metrics: EdgeMetrics
+    records: RecordStore
+    list_traces: Callable[[], Sequence[str]]
+
+    async def answer(self, scope: Scope, send: Send) -> None:
+        """Answer a request that is not forwarded."""
+        path, headers = scope["path"], scope["headers"]
+        if scope["method"] != "GET":
+            await send_error(send, NOT_FOUND)
+        elif path == "/health":
+            able = sum(replica.can_serve for replica in self.router.replicas)
+            await send_json(send, {"status": "ok" if able else "no replica", "replicas_up": able}, 200 if able else 503)
+        elif path.startswith("/v1/requests/"):
+            caller = identify_caller(headers, self.settings.hash_key)
+            record = self.records.find(caller.namespace, path.removeprefix("/v1/requests/"))
+            await (send_error(send, NOT_FOUND) if record is None else send_json(send, record.to_dict()))
+        elif path not in OPERATOR_PATHS:
+            await send_error(send, NOT_FOUND)
+        elif not is_operator(headers, (scope.get("client") or ("", 0))[0], self.settings.admin_key):
+            await send_error(send, NOT_OPERATOR)
+        else:
+            await self._answer_operator(path, send)
+
+    async def _answer_operator(self, path: str, send: Send) -> None:
+        if path == "/metrics":
+            await send_bytes(send, 200, self.metrics.write(), b"text/plain; version=0.0.4; charset=utf-8")
+        elif path == "/v1/replicas":
+            await send_json(send, describe_replicas(self.router))
+        else:
+            lines = ",".join(self.list_traces())
+            await send_bytes(send, 200, f'{{"requests": [{lines}]}}'.encode(), b"application/json")
+
+
+def describe_replicas(router: Router) -> dict[str, Any]:
+    """Describe every replica with its load and its health, for the operator."""
+    return {
+        "policy": router.policy,
+        "engine_reuse": router.reuse.value,
+        "sessions": router.sessions,
+        "replicas": [
+            {
+                "id": one.id,
+                "url": one.pool.address.url,
+                "up": one.is_up,
+                "breaker": one.breaker.state.value,
+                "running": one.running,
+                "waiting_tokens": one.waiting_tokens,
+                "served": one.served,
+                "faults": dict(one.faults),
+                "tracked_tokens": one.memory.tokens,
+                "connections": {"open": one.pool.open, "idle": one.pool.idle},
+            }
+            for one in router.replicas
+        ],
+    }

@@ -47,7 +47,7 @@ LOADS = (
     Load("eight at once", 8, 0.0, rounds=2),
     Load("four a second at random moments", 32, 0.25, poisson=True),
     Load("four a second, 100 decode", 24, 0.25, decoders=100),
-    Load("nothing reusable, one a second", 16, 1.0, reusable=False),
+    Load("nothing reusable, one a second", 16, 1.0, reusable=False, rounds=2),
 )
 """In the order of the table. Arrivals at random moments are a Poisson process."""
 BY_VALUE = ("eight at once", "four a second", "nothing reusable, one a second", "one a second",

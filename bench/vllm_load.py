@@ -136,7 +136,7 @@ def main() -> int:
         "ITL: time between two tokens of a request that decodes, while arrivals are served",
         f"in time: an arrival's first token within {TTFT_GOAL_MS:.0f} ms (share of all), "
         f"a decode token within {ITL_GOAL_MS:.0f} ms of the one before it (tokens/s)",
-        "eight at once: two rounds; every other load: one; the times of a load are over its arrivals",
+        "eight at once and nothing reusable: two rounds; every other load: one; times are over all arrivals of a load",
     )
     return 1 if failed else 0
 

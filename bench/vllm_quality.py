@@ -26,6 +26,7 @@ import _report  # first: it holds the numeric libraries to one thread
 import numpy as np
 from _quality_cases import SCENARIOS, Case, cases
 from _quality_lab import next_line_similarity, word_f1
+from _vllm_runs import take_turn
 from _vllm_server import LINE, VllmServer
 from quality import kept_rows
 
@@ -119,7 +120,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     finished = {row["case"] for row in rows}
     made = cases(_report.data_dir(args), lambda text: engine.tokenizer.encode(text, add_special_tokens=False),
                  scenarios=args.scenarios, prompts=args.prompts, tokens=args.tokens, seed=args.seed)  # fmt: skip
-    with closing(engine), path.open("a", encoding="utf-8") as out:
+    with closing(engine), take_turn(args.turn), path.open("a", encoding="utf-8") as out:
         for case in made:
             if case.case_id in finished:
                 continue
@@ -191,6 +192,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.5, help="share of the device's memory that vLLM takes")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--kv-bytes", type=float, default=0, help="of a server; several can start at once then")
+    parser.add_argument("--turn", default="", help="a file: whoever names it asks alone")
     parser.add_argument("--http", action="store_true", help="ask a server in processes of its own, over HTTP")
     parser.add_argument("--budget-s", type=float, default=0.0, help="begin no case after this long; 0: no limit")
     parser.add_argument(

@@ -141,7 +141,7 @@ class PassRunner:
         """The rows as one pass takes them: in chunks, and run by run for a model that cannot take scattered rows."""
         end = 0
         while not end or end < len(rows):
-            start, end = end, end + self._choose_chunk_rows(layers)
+            start, end = end, end + self._choose_chunk_rows(layers, len(rows) - end)
             end = len(rows) if end + QUESTION_ROWS >= len(rows) else end
             chunk = rows[start:end]
             if self.model.capabilities.scattered_rows:
@@ -149,12 +149,12 @@ class PassRunner:
             else:
                 yield from np.split(chunk, np.flatnonzero(np.diff(chunk) != 1) + 1)
 
-    def _choose_chunk_rows(self, layers: int) -> int:
+    def _choose_chunk_rows(self, layers: int, left: int) -> int:
         """Rows of a chunk: as many as a piece has time for, by the pieces done last; all ranks choose alike."""
         if not self.pace.piece_ms:
             return self.settings.chunk_tokens
         rate = self.ranks.mean(self._piece_rate.rows_per_ms) * self.model.layout.layers / layers
-        return count_piece_rows(rate, self.pace.piece_ms, self.settings.chunk_tokens)
+        return count_piece_rows(rate, self.pace.piece_ms, self.settings.chunk_tokens, left)
 
     def _note_rate(self, rows: float, started: float) -> None:
         self._piece_rate.note(rows, (time.perf_counter() - started) * 1e3)

@@ -16,6 +16,9 @@ Pieces = Generator[None, None, Result]
 LEAST_PIECE_ROWS = 128
 """A piece is not smaller: the work of fewer rows would hide in what starting them costs."""
 
+LONGER_BY = 0.25
+"""The last rows of a pass may make its pieces so much longer than asked for."""
+
 
 @dataclass(slots=True)
 class Pace:
@@ -46,13 +49,22 @@ class PieceRate:
         self._rows = rows
 
 
-def count_piece_rows(rows_per_ms: float, ms: float, most: int) -> int:
+def count_piece_rows(rows_per_ms: float, ms: float, most: int, left: int | None = None) -> int:
     """Rows of a piece that may take so long: a multiple of `LEAST_PIECE_ROWS`, and that at least.
+
+    Where so many rows are ``left``, their pieces are equally long and may take up to a quarter longer, rather than
+    leaving a few rows: a piece costs some milliseconds however small it is, and a step of the engine behind it.
 
     >>> count_piece_rows(0.0, ms=40.0, most=4096)
     128
+    >>> count_piece_rows(29.0, ms=40.0, most=4096), count_piece_rows(29.0, ms=40.0, most=4096, left=2500)
+    (1152, 1280)
     """
-    return max(1, min(most, int(rows_per_ms * ms)) // LEAST_PIECE_ROWS) * LEAST_PIECE_ROWS
+    fit = max(1, min(most, int(rows_per_ms * ms)) // LEAST_PIECE_ROWS) * LEAST_PIECE_ROWS
+    if not rows_per_ms or not left:
+        return fit
+    pieces = max(1, int(left / fit + 1 - LONGER_BY))
+    return max(LEAST_PIECE_ROWS, min(most, -(-left // pieces // LEAST_PIECE_ROWS) * LEAST_PIECE_ROWS))
 
 
 def finish(pieces: Pieces[Result]) -> Result:

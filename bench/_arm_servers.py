@@ -7,8 +7,6 @@ server have a ``cache_salt`` each, so they share neither blocks nor donors.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 import urllib.request
@@ -17,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from _server_process import ServerProcess, find_port, read_cpu_ms
 from _vllm_server import VllmServer
 
 KINDS = ("exact_tokens", "reused_tokens", "recomputed_tokens", "prefill_tokens")
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(slots=True)
@@ -46,45 +44,30 @@ class ArmServer(Protocol):
     """Answers prompts of arms."""
 
     def wait(self) -> None: ...
-    def ask(self, prompt: str, tokens: int, *, name: str, salt: str, quality: str = "") -> Reply: ...
+    def ask(self, prompt: str | list[int], tokens: int, *, name: str, salt: str, quality: str = "") -> Reply: ...
     def stop(self) -> None: ...
 
 
-class EmbeddedArms:
+class EmbeddedArms(ServerProcess):
     """`semblend serve`; stock means quality exact, and no donors are kept."""
 
     def __init__(self, model: str, folder: Path, *, stock: bool, pool_tokens: int, flags: Sequence[str] = ()) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        words = ["serve", "--model", model, "--port", "0", "--threads", "1", "--pool-tokens", str(pool_tokens)]
-        words += ["--quality", "exact"] if stock else list(flags)
-        self._model, self._address = model, ""
-        with (folder / "log.txt").open("a") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "semblend.cli.main", *words],
-                stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
-            )  # fmt: skip
-        self._log = folder / "log.txt"
+        port = find_port()
+        command = [sys.executable, "-m", "semblend.cli.main", "serve", "--model", model, "--port", str(port)]
+        command += ["--threads", "1", "--pool-tokens", str(pool_tokens)]
+        command += ["--quality", "exact"] if stock else list(flags)
+        self._model, self._address = model, f"http://127.0.0.1:{port}"
+        super().__init__(command, folder / "log.txt")
 
     def wait(self) -> None:
-        """Until it says its address; raises with the end of its log if it ends instead."""
-        assert self.process.stdout is not None
-        self._address = self.process.stdout.readline().strip()
-        if not self._address:
-            raise RuntimeError("the server did not come up: " + self._log.read_text(errors="replace")[-3000:])
+        """Until it answers; raises with the end of its log if it ends instead."""
+        self.wait_until(lambda: urllib.request.urlopen(f"{self._address}/health", timeout=5).read())
 
-    def ask(self, prompt: str, tokens: int, *, name: str, salt: str, quality: str = "") -> Reply:
+    def ask(self, prompt: str | list[int], tokens: int, *, name: str, salt: str, quality: str = "") -> Reply:
         body = _make_body(self._model, prompt, tokens, salt)
         # Without reuse: the exact prefix alone, and no donor is kept.
         body["semblend"] = {"quality": quality} if quality else {"reuse": False}
         return _stream(self._address, body, name, self.process.pid)
-
-    def stop(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(60)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
 
 
 class VllmArms:
@@ -97,7 +80,7 @@ class VllmArms:
     def wait(self) -> None:
         self._server.wait()
 
-    def ask(self, prompt: str, tokens: int, *, name: str, salt: str, quality: str = "") -> Reply:
+    def ask(self, prompt: str | list[int], tokens: int, *, name: str, salt: str, quality: str = "") -> Reply:
         body = _make_body("m", prompt, tokens, salt)
         if not self._stock:
             body["kv_transfer_params"] = {"semblend": {"quality": quality} if quality else {"opt_out": True}}
@@ -122,7 +105,7 @@ class VllmArms:
         self._server.stop()
 
 
-def _make_body(model: str, prompt: str, tokens: int, salt: str) -> dict[str, Any]:
+def _make_body(model: str, prompt: str | list[int], tokens: int, salt: str) -> dict[str, Any]:
     body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0,
             "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
     return body | ({"cache_salt": salt} if salt else {})
@@ -146,17 +129,3 @@ def _stream(address: str, body: dict[str, Any], name: str, group: int) -> Reply:
             reply.receipt = chunk.get("semblend") or reply.receipt
     reply.cpu_all_ms = read_cpu_ms(group) - used
     return reply
-
-
-def read_cpu_ms(group: int) -> float:
-    """CPU time that all processes of a process group have used, in ms; the kernel counts in hundredths of a second."""
-    ticks = 0
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it has ended
-                continue
-            if int(fields[2]) == group:
-                ticks += int(fields[11]) + int(fields[12])
-    return ticks * 1e3 / TICKS

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from _server_process import ServerProcess, find_port
+
 CPU_FLAGS = (
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none", "--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup"),
 )
 """What stock SGLang needs on a CPU; see .ci/engines/sglang-cpu."""
-
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(slots=True)
@@ -42,38 +36,23 @@ class SglangAnswer:
         return int(self.facts.get("cached_tokens") or 0)
 
 
-class SglangServer:
+class SglangServer(ServerProcess):
     """One server; ``settings`` are those of our cache, None for stock SGLang. ``folder`` gets log and events."""
 
     def __init__(
         self, model: str, folder: Path, flags: Sequence[str] = (), settings: dict[str, Any] | None = None, **env: str
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
-        self.log, self.events = folder / "log.txt", folder / "events.jsonl"
+        self.port, self.events = find_port(), folder / "events.jsonl"
         launcher = [sys.executable, "-m", "sglang.launch_server"]
         if settings is not None:
             launcher = [str(Path(sys.executable).with_name("semblend-sglang"))]
             launcher += [word for name, value in settings.items() for word in ("--semblend", f"{name}={value}")]
         command = [*launcher, "--model-path", model, "--host", "127.0.0.1", "--port", str(self.port), *flags]
-        environment = os.environ | {"SEMBLEND_EVENTS": str(self.events), **env}
-        with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        super().__init__(command, folder / "log.txt", **{"SEMBLEND_EVENTS": str(self.events)} | env)
 
     def wait(self, seconds: float = 600) -> None:
         """Until it answers; raises with the end of its log if it does not."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and self.process.poll() is None:
-            try:
-                self.stream([1, 2, 3], 1, "first")
-                return
-            except (urllib.error.URLError, OSError):
-                time.sleep(1)
-        raise RuntimeError("the server did not come up: " + self.log.read_text(errors="replace")[-3000:])
+        self.wait_until(lambda: self.stream([1, 2, 3], 1, "first"), seconds)
 
     def call(self, path: str, body: dict[str, Any] | None = None, timeout: float = 300) -> bytes:
         """The bytes of an answer: POST with a body, GET without."""
@@ -96,7 +75,7 @@ class SglangServer:
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        answer, cpu, begun = SglangAnswer(request_id), read_cpu_ms(self.process.pid), time.perf_counter()
+        answer, cpu, begun = SglangAnswer(request_id), self.read_cpu_ms(), time.perf_counter()
         with urllib.request.urlopen(request, timeout=timeout) as lines:
             for line in lines:
                 data = line.decode().removeprefix("data: ").strip()
@@ -107,7 +86,7 @@ class SglangServer:
                     raise RuntimeError(f"SGLang answers {chunk['error']}")
                 if answer.ttft_ms is None:
                     answer.ttft_ms = (time.perf_counter() - begun) * 1e3
-                    answer.cpu_ms = read_cpu_ms(self.process.pid) - cpu
+                    answer.cpu_ms = self.read_cpu_ms() - cpu
                 answer.text, answer.facts = chunk["text"], chunk["meta_info"]
         return answer
 
@@ -116,20 +95,3 @@ class SglangServer:
         lines = self.events.read_text(encoding="utf-8").splitlines() if self.events.exists() else []
         found = [json.loads(line) for line in lines if request_id in line and '"receipt"' in line]
         return next((one["receipt"] for one in reversed(found) if one.get("request_id") == request_id), {})
-
-    def stop(self) -> None:
-        """End every process of the server."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(30)
-
-
-def read_cpu_ms(group: int) -> float:
-    """CPU time of all living processes of a process group."""
-    total = 0
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            if entry.name.isdecimal() and os.getpgid(int(entry.name)) == group:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                total += int(fields[11]) + int(fields[12])
-    return total * 1e3 / TICKS

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from _server_process import ServerProcess, find_port
 
 LINE = {
     "kv_connector": "SemBlendConnectorV1",
@@ -35,40 +33,26 @@ class Answer:
     cached_tokens: int | None = None
 
 
-class VllmServer:
+class VllmServer(ServerProcess):
     """One server; ``extra`` is the connector's configuration, None for stock vLLM. ``folder`` gets log and events."""
 
     def __init__(
         self, model: str, folder: Path, flags: Sequence[str] = (), extra: dict[str, Any] | None = None, **variables: str
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
-        self.log, self.events = folder / "log.txt", folder / "events.jsonl"
+        self.port, self.events = find_port(), folder / "events.jsonl"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
         command += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--enable-prompt-tokens-details", *flags]
         if extra is not None:
             extra = {"reset_drops_donors": False, **extra}  # `forget` says which of them go
             command += ["--kv-transfer-config", json.dumps(LINE | {"kv_connector_extra_config": extra})]
-        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}
-        environment |= {"SEMBLEND_EVENTS": str(self.events), **variables}
-        with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1", "SEMBLEND_EVENTS": str(self.events)}
+        super().__init__(command, folder / "log.txt", **own | variables)
 
     def wait(self, seconds: float = 600) -> None:
         """Until it answers; raises with the end of its log if it does not."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and self.process.poll() is None:
-            try:
-                self.post("/v1/completions", {"model": "m", "prompt": [1, 2, 3], "max_tokens": 1})
-                return
-            except (urllib.error.URLError, OSError):
-                time.sleep(1)
-        raise RuntimeError("the server did not come up: " + self.log.read_text(errors="replace")[-3000:])
+        first = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 1}
+        self.wait_until(lambda: self.post("/v1/completions", first), seconds)
 
     def post(self, path: str, body: dict[str, Any] | None = None, timeout: float = 300) -> Any:
         """The JSON of an answer; None for one without a body."""
@@ -125,15 +109,14 @@ class VllmServer:
 
     def kill(self) -> None:
         """kill -9 of every process of the server. Removes the shared memory that vLLM would have removed itself."""
-        mapped = {path for pid in self._list_processes() for path in _list_shared_memory(pid)}
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(30)
+        mapped = {path for pid in self.list_processes() for path in _list_shared_memory(pid)}
+        super().kill()
         for path in mapped:
             path.unlink(missing_ok=True)
 
     def kill_one(self, title: str) -> bool:
         """kill -9 of its first process with this title, such as VLLM::Worker; False where it has none."""
-        for pid in self._list_processes():
+        for pid in self.list_processes():
             try:
                 if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title.encode()):
                     os.kill(pid, signal.SIGKILL)
@@ -141,24 +124,6 @@ class VllmServer:
             except OSError:  # it has ended
                 continue
         return False
-
-    def _list_processes(self) -> list[int]:
-        """All processes of the server's group."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(ProcessLookupError):
-                if entry.name.isdecimal() and os.getpgid(int(entry.name)) == self.process.pid:
-                    found.append(int(entry.name))
-        return found
-
-    def stop(self) -> None:
-        """Ask it to end, and see that it does."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(30)
-            except subprocess.TimeoutExpired:
-                self.kill()
 
     def _make_request(self, path: str, body: dict[str, Any]) -> urllib.request.Request:
         address = f"http://127.0.0.1:{self.port}{path}"

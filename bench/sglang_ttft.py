@@ -39,7 +39,7 @@ from typing import Any, Protocol
 
 from _quality_cases import SCENARIOS, Case, cases
 from _quality_lab import word_f1
-from _sglang_server import CPU_FLAGS, SglangServer, read_cpu_ms
+from _sglang_server import CPU_FLAGS, SglangServer
 from _vllm_runs import Budget, Rows, write_report
 from _vllm_server import Answer, VllmServer
 
@@ -93,7 +93,7 @@ class TimedVllmServer(VllmServer):
         waited = answer.ttft_ms is None
         super()._read_chunk(chunk, answer, begun)
         if waited and answer.ttft_ms is not None:
-            self.first_cpu_ms = read_cpu_ms(self.process.pid)
+            self.first_cpu_ms = self.read_cpu_ms()
 
 
 class VllmPair:
@@ -108,7 +108,7 @@ class VllmPair:
     def ask(self, arm: str, tokens: tuple[int, ...], count: int, name: str, salt: str, **asked: Any) -> dict[str, Any]:
         server = self.stock if arm in STOCK else self.ours
         more = {"kv_transfer_params": {"semblend": asked}} if server is self.ours else {}
-        begun = read_cpu_ms(server.process.pid)
+        begun = server.read_cpu_ms()
         answer = server.stream(tokens, count, name, cache_salt=salt, **more)
         return {"ttft_ms": answer.ttft_ms, "cpu_ms": server.first_cpu_ms - begun, "text": answer.text,
                 "cached": answer.cached_tokens or 0, **pick(server.find_receipt(name))}  # fmt: skip

@@ -13,8 +13,9 @@ BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
 import arrange_ttft  # noqa: E402
-from _arm_servers import KINDS, Reply, read_cpu_ms  # noqa: E402
+from _arm_servers import KINDS, Reply  # noqa: E402
 from _report import Report  # noqa: E402
+from _server_process import read_cpu_ms  # noqa: E402
 from _streams import PromptStream  # noqa: E402
 from _vllm_runs import Rows  # noqa: E402
 

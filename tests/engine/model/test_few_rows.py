@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -25,23 +28,35 @@ from semblend.materialize.contract import Rows  # noqa: E402
 TOLERANCE = 2e-4
 
 
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 70,
+    "vocab_size": 101,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+FIRST_PASS = f"""
+import torch
+from semblend.engine.model.model import DecoderModel
+from semblend.engine.model.spec import ModelSpec
+
+torch.set_num_threads(1)
+decoder = DecoderModel.random(ModelSpec.from_hf_config({CONFIG!r}))
+decoder.logits(torch.zeros(1, decoder.spec.hidden))
+print(torch.get_num_threads())
+"""
+
+
 def spec_of(architecture: str, **changes: Any) -> ModelSpec:
-    config = {
-        "model_type": architecture,
-        "hidden_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 70,
-        "vocab_size": 101,
-        "max_position_embeddings": 1024,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-    }
-    return ModelSpec.from_hf_config({**config, **changes})
+    return ModelSpec.from_hf_config({**CONFIG, "model_type": architecture, **changes})
 
 
 @pytest.fixture(params=["llama", "qwen2", "qwen3"])
@@ -106,6 +121,12 @@ def test_a_row_is_the_same_to_the_bit_in_any_company_and_with_any_threads(positi
             assert torch.equal(alone[0], together[at])
     finally:
         torch.set_num_threads(before)
+
+
+def test_the_first_pass_of_a_process_leaves_torch_the_threads_that_it_was_given() -> None:
+    env = os.environ | {"NUMBA_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", FIRST_PASS], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1"]
 
 
 def test_nan_and_infinity_reach_the_logits_of_their_own_row_alone() -> None:

@@ -15,6 +15,8 @@ VARIABLES = {
     "SEMANTICKV_ENGINE_REUSE": "What the engines can reuse: spans (default, engines with semblend in them) or prefix.",
     "SEMANTICKV_SESSION_AFFINITY": "false lets the requests of one X-Session-ID go to any replica (default true).",
     "SEMANTICKV_MAX_TRACKED_TOKENS": "Tokens that the router remembers of each replica (default 2000000).",
+    "SEMANTICKV_KV_EVENTS": "Where the replicas publish KV events, in their order, with commas between: "
+    "tcp://host:5557, or tcp://host:5557|tcp://host:5558 with the address of the replay; empty for one that does not.",
     "SEMANTICKV_HEALTH_SECONDS": "Seconds between two health checks of a replica (default 5).",
     "SEMANTICKV_TRACE": "false writes no traces in `semantickv proxy` and `router` (default true).",
     "SEMANTICKV_TRACE_OUTPUT_DIR": "Folder for traces; stands in for --output-dir (default outputs/live_traces).",
@@ -92,6 +94,7 @@ class EdgeSettings:
     engine_reuse: str = "spans"
     session_affinity: bool = True
     max_tracked_tokens: int = 2_000_000
+    kv_events: tuple[str, ...] = ()
     health_s: float = 5.0
     trace: bool = True
     trace_dir: str = "outputs/live_traces"
@@ -121,6 +124,7 @@ class EdgeSettings:
             engine_reuse=text("SEMANTICKV_ENGINE_REUSE", cls.engine_reuse),
             session_affinity=read_flag("SEMANTICKV_SESSION_AFFINITY", True, environ),
             max_tracked_tokens=int(number("SEMANTICKV_MAX_TRACKED_TOKENS", cls.max_tracked_tokens)),
+            kv_events=tuple(one.strip() for one in text("SEMANTICKV_KV_EVENTS").split(",")),
             health_s=number("SEMANTICKV_HEALTH_SECONDS", cls.health_s),
             trace=read_flag("SEMANTICKV_TRACE", True, environ),
             trace_dir=text("SEMANTICKV_TRACE_OUTPUT_DIR", cls.trace_dir),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from semantickv.apps.gateway import Gateway
 from semantickv.edge.addresses import EngineAddress
 from semantickv.edge.pool import ConnectionPool
+from semantickv.engine_state.feed import EngineFeeds, ReplicaFeed
+from semantickv.engine_state.subscriber import EventSource
 from semantickv.routing.locality import ReplicaMemory
 from semantickv.routing.replica import Replica
 from semantickv.routing.router import EngineReuse, Router
@@ -40,7 +44,20 @@ def build_router(settings: EdgeSettings) -> Gateway:
     if len({replica.pool.address.url for replica in replicas}) < len(replicas):
         raise ConfigError("a replica is named twice", hint="give every engine once")
     router = Router(replicas, settings.policy, reuse=reuse, keep_sessions=settings.session_affinity)
-    return Gateway(settings, router, _build_trace_log(settings, "router"), shows_routes=True)
+    feeds = _build_feeds(replicas, settings)
+    return Gateway(settings, router, _build_trace_log(settings, "router"), shows_routes=True, feeds=feeds)
+
+
+def _build_feeds(replicas: Sequence[Replica], settings: EdgeSettings) -> EngineFeeds | None:
+    """The feeds of the replicas that publish KV events; None if no replica does."""
+    sources = [EventSource.parse(text) for text in settings.kv_events]
+    if len(sources) > len(replicas):
+        raise ConfigError(
+            f"SEMANTICKV_KV_EVENTS names {len(sources)} addresses for {len(replicas)} replicas",
+            hint="one for each replica, in their order",
+        )
+    feeds = [ReplicaFeed(one, source) for one, source in zip(replicas, sources, strict=False) if source.endpoint]
+    return EngineFeeds(feeds) if feeds else None
 
 
 def _build_replica(name: str, url: str, settings: EdgeSettings) -> Replica:

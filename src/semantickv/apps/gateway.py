@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,9 @@ from semantickv.apps.callers import Caller, identify_caller, make_salt, write_sa
 from semantickv.apps.own_paths import OwnPaths
 from semantickv.edge.faults import Fault, FaultKind
 from semantickv.edge.forward import ClientWatch, EngineAnswer, EngineTimeouts, OutgoingRequest, open_answer, relay
-from semantickv.edge.headers import select_request_headers
+from semantickv.edge.headers import find_header, select_request_headers
 from semantickv.edge.intake import Intake, IntakeLimits
+from semantickv.engine_state.feed import EngineFeeds, ServedPrompt
 from semantickv.routing.fingerprint import NO_PIECES, cut_prompt
 from semantickv.routing.health import watch_health
 from semantickv.routing.prompt_view import UNREAD, PromptView, read_prompt
@@ -64,6 +64,7 @@ class EdgeCall:
     first_byte: float | None = None
     reader: AnswerReader | None = None
     ticket: int | None = None
+    salt: str = ""
 
 
 @dataclass(slots=True)
@@ -74,18 +75,19 @@ class Gateway:
     router: Router
     trace_log: TraceLog | None = None
     shows_routes: bool = False
+    feeds: EngineFeeds | None = None
     intake: Intake = field(init=False)
     metrics: EdgeMetrics = field(init=False)
     own_paths: OwnPaths = field(init=False)
     records: RecordStore = field(default_factory=RecordStore)
     _timeouts: EngineTimeouts = field(init=False)
-    _health: asyncio.Task[None] | None = None
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
     _started: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
         self.intake = Intake(IntakeLimits(requests=self.settings.max_requests))
         self.metrics = EdgeMetrics(self)
-        self.own_paths = OwnPaths(self.settings, self.router, self.metrics, self.records, self._list_traces)
+        self.own_paths = OwnPaths(self.settings, self.router, self.metrics, self.records, self._list_traces, self.feeds)
         self._timeouts = EngineTimeouts(self.settings.timeout_s, self.settings.timeout_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -162,11 +164,11 @@ class Gateway:
         view = read_prompt(body) if is_prompt else UNREAD
         headers = select_request_headers(scope["headers"], _HIDDEN)
         headers.append((b"x-request-id", caller.request_id.encode("latin-1")))
-        sent = body
+        sent, salt = body, view.fields.get("cache_salt")
         if settings.salt_secret:
             if is_prompt and not view.fields:
                 return _UNSALTED
-            salt = make_salt(settings.salt_secret, caller.namespace, view.fields.get("cache_salt"))
+            salt = make_salt(settings.salt_secret, caller.namespace, salt)
             headers.append((b"x-tenant-id", salt.encode()))
             sent = write_salted_body(view.fields, salt) if view.fields else body
         query = scope["query_string"].decode("latin-1")
@@ -177,7 +179,8 @@ class Gateway:
         route = RouteRequest(caller.namespace, caller.session, pieces)
         outgoing = OutgoingRequest(scope["method"], target, headers, sent)
         ticket = self.trace_log.take_ticket() if self.trace_log is not None and is_prompt else None
-        return EdgeCall(caller, path, body, view, route, outgoing, began, ticket=ticket)
+        salt = salt if isinstance(salt, str) else ""
+        return EdgeCall(caller, path, body, view, route, outgoing, began, ticket=ticket, salt=salt)
 
     async def _serve(self, call: EdgeCall, send: Send, watch: ClientWatch) -> None:
         """Send the request to one replica after another, until one has begun to answer or none is left."""
@@ -262,9 +265,21 @@ class Gateway:
         )
         self.metrics.count(record)
         self.records.add(call.caller.namespace, record)
+        if fault is None and decision is not None and call.status == 200:
+            self._learn(call, decision, receipt)
         if self.trace_log is not None and call.ticket is not None:
             is_whole = fault is None and call.status < 400
             self.trace_log.submit(call.ticket, self._describe(call, record, ended, first_token) if is_whole else None)
+
+    def _learn(self, call: EdgeCall, decision: RouteDecision, receipt: EngineReceipt) -> None:
+        """Compare what the router expected with what the engine says, by its events or by its receipt."""
+        replica, pieces = decision.replica, call.route.pieces
+        if self.feeds is not None and replica.id in self.feeds.feeds:
+            key = find_header(call.outgoing.headers, b"authorization").encode("latin-1")
+            prompt = ServedPrompt(replica, pieces, call.view.fields, call.salt, key, receipt.prompt_tokens)
+            self.feeds.note_served(prompt)
+        elif receipt.reused_tokens is not None and receipt.rejected is None:
+            replica.memory.learn(decision.overlap.prefix_tokens, receipt.reused_tokens)
 
     def _describe(self, call: EdgeCall, record: ExchangeRecord, ended: float, first_token: float | None) -> TraceJob:
         """What the trace says of a request that was answered."""
@@ -290,13 +305,14 @@ class Gateway:
         """Start the health checks, and end them, the connections and the traces when the server ends."""
         await receive()
         if len(self.router.replicas) > 1:
-            self._health = asyncio.ensure_future(watch_health(self.router.replicas, self.settings.health_s))
+            self._tasks.append(asyncio.ensure_future(watch_health(self.router.replicas, self.settings.health_s)))
+        if self.feeds is not None:
+            self._tasks.append(asyncio.ensure_future(self.feeds.run()))
         await send({"type": "lifespan.startup.complete"})
         await receive()
-        if self._health is not None:
-            self._health.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._health
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for replica in self.router.replicas:
             replica.pool.close()
         if self.trace_log is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from semantickv.apps.answers import NOT_FOUND, NOT_OPERATOR, send_bytes, send_error, send_json
 from semantickv.apps.callers import identify_caller, is_operator
+from semantickv.engine_state.feed import EngineFeeds
 from semantickv.routing.router import Router
 from semantickv.settings import EdgeSettings
 from semantickv.telemetry.metrics import EdgeMetrics
@@ -28,6 +29,7 @@ class OwnPaths:
     metrics: EdgeMetrics
     records: RecordStore
     list_traces: Callable[[], Sequence[str]]
+    feeds: EngineFeeds | None = None
 
     async def answer(self, scope: Scope, send: Send) -> None:
         """Answer a request that is not forwarded."""
@@ -52,18 +54,20 @@ class OwnPaths:
         if path == "/metrics":
             await send_bytes(send, 200, self.metrics.write(), b"text/plain; version=0.0.4; charset=utf-8")
         elif path == "/v1/replicas":
-            await send_json(send, describe_replicas(self.router))
+            await send_json(send, describe_replicas(self.router, self.feeds))
         else:
             lines = ",".join(self.list_traces())
             await send_bytes(send, 200, f'{{"requests": [{lines}]}}'.encode(), b"application/json")
 
 
-def describe_replicas(router: Router) -> dict[str, Any]:
+def describe_replicas(router: Router, feeds: EngineFeeds | None = None) -> dict[str, Any]:
     """Describe every replica with its load and its health, for the operator."""
+    heard = {} if feeds is None else {name: feed.describe() for name, feed in feeds.feeds.items()}
     return {
         "policy": router.policy,
         "engine_reuse": router.reuse.value,
         "sessions": router.sessions,
+        "prompts": None if feeds is None else feeds.describe(),
         "replicas": [
             {
                 "id": one.id,
@@ -75,6 +79,7 @@ def describe_replicas(router: Router) -> dict[str, Any]:
                 "served": one.served,
                 "faults": dict(one.faults),
                 "tracked_tokens": one.memory.tokens,
+                "kv_events": heard.get(one.id),
                 "connections": {"open": one.pool.open, "idle": one.pool.idle},
             }
             for one in router.replicas

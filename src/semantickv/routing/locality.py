@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from semantickv.routing.fingerprint import PromptPieces
 
+LEAST_EVIDENCE_TOKENS = 256
+"""A receipt says something about evictions if so many tokens were expected."""
 TOKENS_PER_ENTRY = 4
 """Pieces are 64 tokens long on average. The bound on their number holds where someone sends many that are shorter."""
 
@@ -30,7 +32,7 @@ class ReplicaMemory:
     """
 
     def __init__(self, most_tokens: int) -> None:
-        self.most_tokens = most_tokens
+        self.most_tokens = self._limit = most_tokens
         self.tokens = 0
         self._seen: OrderedDict[int, int] = OrderedDict()
 
@@ -66,10 +68,44 @@ class ReplicaMemory:
                 self.tokens += pieces.tokens[at]
             seen[chain] = 0
             seen.move_to_end(chain)
-        while seen and (self.tokens > self.most_tokens or len(seen) > self.most_tokens // TOKENS_PER_ENTRY):
-            self.tokens -= seen.popitem(last=False)[1]
+        self._make_room()
+
+    def learn(self, expected_tokens: int, found_tokens: int) -> None:
+        """Compare what this memory expected of a prompt's beginning with what the engine reused of it.
+
+        An engine that has less has evicted earlier than this memory forgets: remember less of it from now on. The bound
+        settles where one guess in ten is wrong.
+        """
+        if expected_tokens < LEAST_EVIDENCE_TOKENS:
+            return
+        if 2 * found_tokens < expected_tokens:
+            self.most_tokens = max(self._limit // 64, self.most_tokens * 9 // 10)
+            self._make_room()
+        else:
+            self.most_tokens = min(self._limit, self.most_tokens + self.most_tokens // 90)
+
+    def add(self, key: int, tokens: int) -> None:
+        """Remember one piece or chain: the engine says that it holds it."""
+        seen = self._seen
+        if key in seen:
+            seen.move_to_end(key)
+            return
+        seen[key] = tokens
+        self.tokens += tokens
+        self._make_room()
+
+    def drop(self, key: int) -> bool:
+        """Forget one piece or chain: the engine has evicted it. False if it was not there."""
+        tokens = self._seen.pop(key, None)
+        self.tokens -= tokens or 0
+        return tokens is not None
 
     def clear(self) -> None:
         """Forget everything: the engine has restarted, or its cache was emptied."""
         self._seen.clear()
         self.tokens = 0
+
+    def _make_room(self) -> None:
+        seen = self._seen
+        while seen and (self.tokens > self.most_tokens or len(seen) > self.most_tokens // TOKENS_PER_ENTRY):
+            self.tokens -= seen.popitem(last=False)[1]

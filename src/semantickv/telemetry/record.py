@@ -30,6 +30,12 @@ class EngineReceipt:
     rejected: str | None = None
     is_fallback: bool | None = None
 
+    @property
+    def reused_tokens(self) -> int | None:
+        """Tokens of the prompt that the engine did not compute, of whatever kind; None where it did not say."""
+        known = [one for one in (self.exact_tokens, self.external_tokens, self.relocated_tokens) if one is not None]
+        return sum(known) if known else None
+
     @classmethod
     def read(cls, usage: Mapping[str, Any], receipt: Mapping[str, Any]) -> EngineReceipt:
         """Read OpenAI's usage and, where the engine is ours, the ``semblend`` object.

@@ -1,0 +1,190 @@
+"""Follows the caches of all replicas that publish KV events, beside the requests.
+
+A prompt that was served is tokenized once, by the engine that served it (``POST /tokenize``), and its pieces are linked
+to the blocks of its tokens on every replica. So an eviction reaches the memory of that replica, and a document that
+stands in some engine's cache already is known from its second request on, whoever sent the first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from semantickv.edge.faults import Fault
+from semantickv.edge.forward import ClientWatch, EngineTimeouts, OutgoingRequest, open_answer
+from semantickv.edge.headers import RawHeaders
+from semantickv.engine_state.blocks import EngineBlocks, list_marks, start_chain
+from semantickv.engine_state.events import BlockStored, KvEvent
+from semantickv.engine_state.held_prompts import HeldPrompts
+from semantickv.engine_state.subscriber import EventSource, EventSubscriber
+from semantickv.routing.fingerprint import PromptPieces
+from semantickv.routing.replica import Replica
+
+MOST_WAITING = 256
+"""Prompts that wait to be tokenized; beyond that new ones are left out and counted."""
+MOST_ANSWER_BYTES = 32 << 20
+MOST_REMEMBERED_TOKENS = 8_000_000
+SLICE_EVENTS = 64
+"""After so many events the loop may do something else: some 100 us."""
+SLICE_TOKENS = 4096
+TIMEOUTS = EngineTimeouts(answer_s=10.0, silence_s=10.0)
+_ASKED = ("model", "messages", "prompt", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt",
+          "continue_final_message", "add_special_tokens", "reasoning_effort", "tool_choice")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPrompt:
+    """A prompt that a replica has computed: what was asked, and what the engine said of its length."""
+
+    replica: Replica
+    pieces: PromptPieces
+    fields: Mapping[str, Any]
+    salt: str
+    authorization: bytes
+    prompt_tokens: int | None
+
+    @property
+    def id(self) -> int:
+        """The chain over all of it: equal prompts of one tenant and model have one id."""
+        return self.pieces.chains[-1]
+
+
+class ReplicaFeed:
+    """What one replica's events say. Takes them in small slices: a storm of events must not hold up a request."""
+
+    def __init__(self, replica: Replica, source: EventSource) -> None:
+        self.replica = replica
+        self.blocks = EngineBlocks()
+        self.held = HeldPrompts(self.blocks, replica.memory)
+        self.subscriber = EventSubscriber(source, self)
+
+    async def take(self, events: list[KvEvent]) -> None:
+        """Apply events in order."""
+        tokens = 0
+        for number, event in enumerate(events):
+            self.held.follow(self.blocks.apply(event))
+            tokens += len(event.token_ids) if isinstance(event, BlockStored) else 0
+            if number % SLICE_EVENTS == SLICE_EVENTS - 1 or tokens > SLICE_TOKENS:
+                tokens = 0
+                await asyncio.sleep(0)
+
+    def note_loss(self) -> None:
+        """Begin anew: blocks that were removed unseen must not count as held for ever."""
+        self.blocks.clear()
+        self.held.drop_links()
+
+    def describe(self) -> dict[str, Any]:
+        """Counts for the operator."""
+        one = self.subscriber
+        return {
+            "blocks": len(self.blocks), "block_size": self.blocks.block_size, "linked_prompts": len(self.held),
+            "evicted_pieces": self.held.forgotten, "orphans": self.blocks.orphans, "batches": one.batches,
+            "replayed": one.replayed, "bad": one.bad, "losses": one.losses, "restarts": one.restarts,
+        }  # fmt: skip
+
+
+class EngineFeeds:
+    """All feeds of a router. `note_served` never waits; `run` does the work until it is cancelled."""
+
+    def __init__(self, feeds: Iterable[ReplicaFeed]) -> None:
+        self.feeds = {feed.replica.id: feed for feed in feeds}
+        self.tokenized = self.skipped = self.failed = 0
+        self._waiting: asyncio.Queue[ServedPrompt] = asyncio.Queue(MOST_WAITING)
+        self._tokens: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+        self._remembered = 0
+
+    def note_served(self, prompt: ServedPrompt) -> None:
+        """Take a prompt that was answered whole. One that is linked already costs nothing."""
+        feed = self.feeds.get(prompt.replica.id)
+        if feed is None or not prompt.pieces.chains or feed.held.knows(prompt.id):
+            return
+        try:
+            self._waiting.put_nowait(prompt)
+        except asyncio.QueueFull:
+            self.skipped += 1
+
+    async def run(self) -> None:
+        """Listen to every engine, and tokenize what was served."""
+        async with asyncio.TaskGroup() as group:
+            for feed in self.feeds.values():
+                group.create_task(feed.subscriber.run())
+            group.create_task(self._tokenize_all())
+
+    async def _tokenize_all(self) -> None:
+        while True:
+            prompt = await self._waiting.get()
+            tokens = self._tokens.get(prompt.id) or await self._tokenize(prompt)
+            if tokens:
+                await self._link(prompt, tokens)
+
+    async def _tokenize(self, prompt: ServedPrompt) -> tuple[int, ...]:
+        """Ask the replica for the prompt's tokens; none if it does not say, or says another number than before."""
+        ids = prompt.fields.get("prompt")
+        tokens = tuple(ids) if isinstance(ids, list) and ids and type(ids[0]) is int else await ask_tokens(prompt)
+        if not tokens or (prompt.prompt_tokens is not None and prompt.prompt_tokens != len(tokens)):
+            self.failed += 1
+            return ()
+        self.tokenized += 1
+        self._tokens[prompt.id] = tokens
+        self._remembered += len(tokens)
+        while self._remembered > MOST_REMEMBERED_TOKENS:
+            self._remembered -= len(self._tokens.popitem(last=False)[1])
+        return tokens
+
+    async def _link(self, prompt: ServedPrompt, tokens: tuple[int, ...]) -> None:
+        """Link the prompt where it was served, and wherever its first block is held."""
+        for feed in self.feeds.values():
+            size = feed.blocks.block_size
+            if not size or feed.held.knows(prompt.id):
+                continue
+            marks: list[int] = []
+            chain = start_chain(prompt.salt)
+            width = max(size, SLICE_TOKENS // size * size)
+            for at in range(0, len(tokens), width):
+                marks += list_marks(tokens[at : at + width], size, marks[-1] if marks else chain)
+                await asyncio.sleep(0)
+                if feed.replica is not prompt.replica and not (marks and feed.blocks.holds(marks[0])):
+                    break  # nothing of it is there
+            else:
+                feed.held.link(prompt.id, prompt.pieces, marks, len(tokens))
+
+    def describe(self) -> dict[str, Any]:
+        """Counts for the operator."""
+        return {"tokenized": self.tokenized, "skipped": self.skipped, "failed": self.failed}
+
+
+async def ask_tokens(prompt: ServedPrompt) -> tuple[int, ...]:
+    """Ask an engine's ``/tokenize`` for the tokens of a prompt, as vLLM and SGLang have it; none after any fault."""
+    fields = {name: prompt.fields[name] for name in _ASKED if name in prompt.fields}
+    headers: RawHeaders = [(b"content-type", b"application/json")]
+    if prompt.authorization:
+        headers = [*headers, (b"authorization", prompt.authorization)]
+    request = OutgoingRequest("POST", "/tokenize", headers, json.dumps(fields).encode())
+    watch = ClientWatch(_never)
+    try:
+        answer = await open_answer(prompt.replica.pool, request, TIMEOUTS, watch)
+        if isinstance(answer, Fault):
+            return ()
+        pieces: list[bytes] = []
+        try:
+            while piece := await answer.read():
+                if isinstance(piece, Fault) or sum(map(len, pieces)) > MOST_ANSWER_BYTES:
+                    return ()
+                pieces.append(piece)
+        finally:
+            answer.close()
+        tokens = json.loads(b"".join(pieces))["tokens"] if answer.head.status == 200 else ()
+        return tuple(tokens) if all(type(one) is int for one in tokens) else ()
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ()
+    finally:
+        watch.stop()
+
+
+async def _never() -> Any:
+    """A client that never leaves."""
+    await asyncio.Event().wait()

@@ -8,24 +8,20 @@ only: these hashes never authorize reuse.
 from __future__ import annotations
 
 import hashlib
+import logging
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 
-import numpy as np
-import numpy.typing as npt
-
+from semantickv.routing.pieces import Cuts, cut_plainly
 from semantickv.routing.prompt_view import PromptPart
 from semantickv.simulator.policies.semantic import TYPE_WEIGHTS
 
 MOST_BYTES = 1 << 20
 """Of a prompt, so much is looked at: 250k tokens."""
-CUT_SHIFT = 23
-"""A cut where the upper 9 of 32 bits are 0: every 512 bytes on average, 128 tokens. Twice as fine costs 0.3 ms more."""
-LEAST_PIECE_BYTES = 32
 BYTES_PER_TOKEN = 4
-_MASK = (1 << 64) - 1
+log = logging.getLogger("semantickv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +37,14 @@ class PromptPieces:
     chains: tuple[int, ...]
     tokens: tuple[int, ...]
     weights: tuple[float, ...]
+    total_tokens: int = field(init=False)
+    worths: tuple[float, ...] = field(init=False)
+    """Tokens times weight, of each piece."""
 
-    @property
-    def total_tokens(self) -> int:
-        return sum(self.tokens)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total_tokens", sum(self.tokens))
+        worths = [tokens * weight for tokens, weight in zip(self.tokens, self.weights, strict=True)]
+        object.__setattr__(self, "worths", tuple(worths))
 
 
 NO_PIECES = PromptPieces((), (), (), ())
@@ -55,27 +55,23 @@ def cut_prompt(parts: Sequence[PromptPart], namespace: bytes) -> PromptPieces:
     data, ends, weights = _join_parts(parts)
     if not data:
         return NO_PIECES
-    cuts = sorted({*_find_cuts(np.frombuffer(data, np.uint8)).tolist(), *ends})
-    part_of = [bisect_left(ends, cut) for cut in cuts]
-    # As a salt the namespace costs nothing; as a key it would add a block to each of some hundred hashes.
-    salt = hashlib.blake2b(namespace, digest_size=16).digest()
-    new, read = hashlib.blake2b, int.from_bytes
-    starts = [0, *cuts[:-1]]
-    hashes = [
-        read(new(data[start:end], digest_size=8, salt=salt).digest(), "little")
-        for start, end in zip(starts, cuts, strict=True)
-    ]
-    tokens = [max(1, (end - start) // BYTES_PER_TOKEN) for start, end in zip(starts, cuts, strict=True)]
-    return PromptPieces(tuple(hashes), _chain(hashes), tuple(tokens), tuple([weights[at] for at in part_of]))
+    seed = int.from_bytes(hashlib.blake2b(namespace, digest_size=8).digest(), "little")
+    cuts, hashes, chains = load_cutter()(data, ends, seed)
+    tokens = [(end - start) // BYTES_PER_TOKEN or 1 for start, end in zip([0, *cuts[:-1]], cuts, strict=True)]
+    weight_of = weights * len(cuts) if len(ends) == 1 else [weights[bisect_left(ends, cut)] for cut in cuts]
+    return PromptPieces(tuple(hashes), tuple(chains), tuple(tokens), tuple(weight_of))
 
 
-def _chain(hashes: Sequence[int]) -> tuple[int, ...]:
-    """The hash of everything up to the end of each piece."""
-    chains, chain = [], 0
-    for value in hashes:
-        chain = ((chain ^ value) * 0x9E3779B97F4A7C15 + 1) & _MASK
-        chains.append(chain)
-    return tuple(chains)
+@cache
+def load_cutter() -> Callable[[bytes, Sequence[int], int], Cuts]:
+    """Load the compiled cutter, or the plain one where numba is absent or does not work: 40 times the time."""
+    try:
+        from semantickv.routing import kernels
+    except ImportError as error:
+        log.warning("numba cannot be loaded, prompts are cut by plain numpy: %s", error)
+        return cut_plainly
+    kernels.cut_compiled(b"warm up", [7], 0)
+    return kernels.cut_compiled
 
 
 def _join_parts(parts: Sequence[PromptPart]) -> tuple[bytes, list[int], list[float]]:
@@ -89,26 +85,3 @@ def _join_parts(parts: Sequence[PromptPart]) -> tuple[bytes, list[int], list[flo
             ends.append(length)
             weights.append(TYPE_WEIGHTS.get(part.type, TYPE_WEIGHTS["other"]))
     return b"".join(taken), ends, weights
-
-
-@cache
-def _gear() -> npt.NDArray[np.uint32]:
-    """One number for each byte, the same on every machine."""
-    digests = (hashlib.blake2b(bytes([byte]), digest_size=4, person=b"semantickv").digest() for byte in range(256))
-    return np.frombuffer(b"".join(digests), "<u4").astype(np.uint32)
-
-
-def _find_cuts(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Positions behind which to cut, ascending: those where the rolling hash of the last 32 bytes is rare.
-
-    The sum over 32 bytes is built by doubling: two bytes, four, eight, sixteen, thirty-two.
-    """
-    rolling = _gear().take(data)
-    shifted = np.empty_like(rolling)
-    for width in (1, 2, 4, 8, 16):
-        np.left_shift(rolling[:-width], np.uint32(width), out=shifted[width:])
-        rolling[width:] += shifted[width:]
-    cuts = np.flatnonzero(rolling < np.uint32(1 << CUT_SHIFT)) + 1
-    far = np.ones(len(cuts), bool)
-    np.greater_equal(cuts[1:] - cuts[:-1], LEAST_PIECE_BYTES, out=far[1:])  # a run of one letter would cut everywhere
-    return cuts[far]

@@ -42,19 +42,15 @@ class ReplicaMemory:
     def match(self, pieces: PromptPieces) -> Overlap:
         """What of a prompt was seen here. Changes nothing."""
         seen = self._seen
-        prefix = 0
-        for chain, tokens in zip(pieces.chains, pieces.tokens, strict=True):
+        count = 0
+        for chain in pieces.chains:
             if chain not in seen:
                 break
-            prefix += tokens
-        found = all_of_it = 0.0
-        for value, tokens, weight in zip(pieces.hashes, pieces.tokens, pieces.weights, strict=True):
-            worth = tokens * weight
-            all_of_it += worth
-            if value in seen:
-                found += worth
-        share = found / all_of_it if all_of_it else 0.0
-        return Overlap(prefix, round(share * pieces.total_tokens))
+            count += 1
+        found = sum([worth for value, worth in zip(pieces.hashes, pieces.worths, strict=True) if value in seen])
+        if not found:
+            return Overlap(sum(pieces.tokens[:count]), 0)
+        return Overlap(sum(pieces.tokens[:count]), round(found / sum(pieces.worths) * pieces.total_tokens))
 
     def note(self, pieces: PromptPieces) -> None:
         """Remember a prompt. The end goes in first: like an engine, this forgets the ends of prompts first."""

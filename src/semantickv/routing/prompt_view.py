@@ -6,9 +6,13 @@ A body that cannot be read is no error here. The engine will say what is wrong w
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
+import numpy as np
 
 from semblend.wire.errors import ApiError
 from semblend.wire.json_limits import JsonLimits, JsonMeter
@@ -19,8 +23,8 @@ LONG_TEXT = 1024
 """Characters from which a user's text counts as material rather than as a question."""
 PLAIN_MARKS = 4096
 """Commas and brackets up to which a body is parsed unmetered, in strings or not: less than 3 ms, however they nest."""
-_MARKS = (b",", b"[", b"{")
 _LIMITS = JsonLimits()
+_DECODER = msgspec.json.Decoder()
 _TYPES = {
     "system": "system", "developer": "system", "assistant": "assistant", "tool": "tool_output",
     "function": "tool_output",
@@ -67,14 +71,28 @@ def read_prompt(body: bytes) -> PromptView:
     if not body or len(body) > MOST_BYTES:
         return UNREAD
     try:
-        if sum(map(body.count, _MARKS)) > PLAIN_MARKS:
+        if _count_marks(body) > PLAIN_MARKS:
             JsonMeter(_LIMITS).feed(body)
-        fields = json.loads(body)
+        fields = _load_json(body)
     except (ApiError, ValueError, RecursionError):
         return UNREAD
     if not isinstance(fields, dict):
         return UNREAD
     return PromptView(fields)
+
+
+def _count_marks(body: bytes) -> int:
+    """Count commas and opening brackets, in strings or not; numpy takes a third of the time of ``bytes.count``."""
+    array = np.frombuffer(body, np.uint8)
+    return sum(int(np.count_nonzero(array == mark)) for mark in b",[{")
+
+
+def _load_json(body: bytes) -> Any:
+    """Parse JSON: with msgspec in a third of the time, as Python does where msgspec is stricter (NaN, half of a pair)."""
+    try:
+        return _DECODER.decode(body)
+    except ValueError:
+        return json.loads(body)
 
 
 def _list_parts(fields: Mapping[str, Any]) -> Iterator[PromptPart]:
@@ -91,8 +109,11 @@ def _list_parts(fields: Mapping[str, Any]) -> Iterator[PromptPart]:
         prompt = prompt[0]
     if isinstance(prompt, str):
         yield PromptPart("retrieved_context" if len(prompt) >= LONG_TEXT else "user", _encode(prompt))
-    elif isinstance(prompt, list) and all(type(one) is int and 0 <= one < 1 << 32 for one in prompt):
-        yield PromptPart("other", b"".join(one.to_bytes(4, "little") for one in prompt))
+    elif isinstance(prompt, list):
+        try:
+            yield PromptPart("other", array("I", prompt).tobytes())
+        except (TypeError, OverflowError):
+            return  # not token ids: the engine will say so
 
 
 def _read_message(message: Mapping[str, Any]) -> PromptPart:

@@ -88,7 +88,7 @@ def _count_marks(body: bytes) -> int:
 
 
 def _load_json(body: bytes) -> Any:
-    """Parse JSON: with msgspec in a third of the time, as Python does where msgspec is stricter (NaN, half of a pair)."""
+    """Parse JSON: with msgspec in a third of the time, as Python does where that is stricter (NaN, half a pair)."""
     try:
         return _DECODER.decode(body)
     except ValueError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from dataclasses import replace
 
@@ -14,10 +15,12 @@ from semantickv.edge.addresses import EngineAddress
 from semantickv.edge.faults import Fault, FaultKind
 from semantickv.edge.pool import ConnectionPool
 from semantickv.edge.scripted_engine import ScriptedEngine, answer_json
+from semantickv.routing import kernels
 from semantickv.routing.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, BreakerState, CircuitBreaker
 from semantickv.routing.fingerprint import NO_PIECES, PromptPieces, cut_prompt
 from semantickv.routing.health import watch_health
 from semantickv.routing.locality import ReplicaMemory
+from semantickv.routing.pieces import cut_plainly, hash_piece
 from semantickv.routing.policies import POLICIES, Standing
 from semantickv.routing.prompt_view import PromptPart, read_prompt
 from semantickv.routing.replica import PROBES_TO_CHANGE, Replica
@@ -67,6 +70,33 @@ def test_a_long_passage_is_recognised_wherever_it_stands(before, seed, after):
     memory = ReplicaMemory(1_000_000)
     memory.note(donor)
     assert memory.match(other).any_tokens >= 0.75 * sum(donor.tokens)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.binary(max_size=900), max_size=4), st.integers(0, 2**64 - 1), st.integers(1, 40))
+def test_the_compiled_cutter_and_its_plain_twin_agree(parts, seed, repeats):
+    data, ends = b"", []
+    for part in parts:
+        data += part * repeats
+        ends += [len(data)] if part else []
+    data, ends = data + b"end", [*ends, len(data) + 3]
+    assert kernels.cut_compiled(data, ends, seed) == cut_plainly(data, ends, seed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=64), st.binary(max_size=64), st.integers(0, 2**64 - 1))
+def test_pieces_that_differ_have_different_hashes_whatever_stands_at_their_ends(one, two, seed):
+    assert (hash_piece(one, seed) == hash_piece(two, seed)) == (one == two)
+
+
+@pytest.mark.parametrize("text", [b'{"a": NaN}', b'{"a": "\\ud800"}', b'{"a": 123456789012345678901234567890}'])
+def test_a_body_is_read_as_python_reads_it_where_the_fast_parser_is_stricter(text):
+    assert repr(read_prompt(text).fields) == repr(json.loads(text))
+
+
+def test_a_body_that_no_parser_reads_is_routed_by_load_alone():
+    for body in (b"", b"[1]", b"{", b"\xff", b"[" * 3000, b'{"prompt": [1, "a"]}', b'{"prompt": [-1]}'):
+        assert read_prompt(body).list_parts() == ()
 
 
 def test_texts_that_share_nothing_overlap_nowhere():

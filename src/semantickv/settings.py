@@ -17,6 +17,9 @@ VARIABLES = {
     "SEMANTICKV_MAX_TRACKED_TOKENS": "Tokens that the router remembers of each replica (default 2000000).",
     "SEMANTICKV_KV_EVENTS": "Where the replicas publish KV events, in their order, with commas between: "
     "tcp://host:5557, or tcp://host:5557|tcp://host:5558 with the address of the replay; empty for one that does not.",
+    "SEMANTICKV_REDIS_URL": "Redis through which several routers share what they know, for example "
+    "redis://127.0.0.1:6379/0. Needs SEMANTICKV_HASH_KEY, the same for all of them.",
+    "SEMANTICKV_REDIS_GROUP": "Name of the routers that share (default `default`); part of every key in Redis.",
     "SEMANTICKV_HEALTH_SECONDS": "Seconds between two health checks of a replica (default 5).",
     "SEMANTICKV_TRACE": "false writes no traces in `semantickv proxy` and `router` (default true).",
     "SEMANTICKV_TRACE_OUTPUT_DIR": "Folder for traces; stands in for --output-dir (default outputs/live_traces).",
@@ -95,6 +98,8 @@ class EdgeSettings:
     session_affinity: bool = True
     max_tracked_tokens: int = 2_000_000
     kv_events: tuple[str, ...] = ()
+    redis_url: str = field(default="", repr=False)
+    redis_group: str = "default"
     health_s: float = 5.0
     trace: bool = True
     trace_dir: str = "outputs/live_traces"
@@ -125,6 +130,8 @@ class EdgeSettings:
             session_affinity=read_flag("SEMANTICKV_SESSION_AFFINITY", True, environ),
             max_tracked_tokens=int(number("SEMANTICKV_MAX_TRACKED_TOKENS", cls.max_tracked_tokens)),
             kv_events=tuple(one.strip() for one in text("SEMANTICKV_KV_EVENTS").split(",")),
+            redis_url=text("SEMANTICKV_REDIS_URL"),
+            redis_group=text("SEMANTICKV_REDIS_GROUP", cls.redis_group),
             health_s=number("SEMANTICKV_HEALTH_SECONDS", cls.health_s),
             trace=read_flag("SEMANTICKV_TRACE", True, environ),
             trace_dir=text("SEMANTICKV_TRACE_OUTPUT_DIR", cls.trace_dir),

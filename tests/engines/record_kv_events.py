@@ -25,7 +25,8 @@ def post(url: str, body: Any) -> Any:
 
 def write_prompt(name: str, sentences: int) -> list[dict[str, str]]:
     """A chat about one made-up document; documents of different names share no sentence."""
-    text = " ".join(f"In {name} {n} the keeper of gate {n * 7 % 97} counted {n * 31 % 89} boats." for n in range(sentences))
+    numbers = range(sentences)
+    text = " ".join(f"In {name} {n} the keeper of gate {n * 7 % 97} counted {n * 31 % 89} boats." for n in numbers)
     return [{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": text + " How many boats?"}]
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from semantickv.apps.gateway import Gateway
 from semantickv.edge.addresses import EngineAddress
 from semantickv.edge.pool import ConnectionPool
 from semantickv.engine_state.feed import EngineFeeds, ReplicaFeed
 from semantickv.engine_state.subscriber import EventSource
+from semantickv.routing.health import probe_replica
 from semantickv.routing.locality import ReplicaMemory
 from semantickv.routing.replica import Replica
 from semantickv.routing.router import EngineReuse, Router
 from semantickv.settings import EdgeSettings
 from semantickv.telemetry.trace_log import TraceLog, TraceOptions
-from semblend.errors import ConfigError
+from semblend.errors import ConfigError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from semantickv.shared_state.redis_link import RedisLink
 
 
 def build_proxy(settings: EdgeSettings) -> Gateway:
@@ -44,8 +49,25 @@ def build_router(settings: EdgeSettings) -> Gateway:
     if len({replica.pool.address.url for replica in replicas}) < len(replicas):
         raise ConfigError("a replica is named twice", hint="give every engine once")
     router = Router(replicas, settings.policy, reuse=reuse, keep_sessions=settings.session_affinity)
-    feeds = _build_feeds(replicas, settings)
-    return Gateway(settings, router, _build_trace_log(settings, "router"), shows_routes=True, feeds=feeds)
+    feeds, link = _build_feeds(replicas, settings), _build_link(router, settings)
+    return Gateway(settings, router, _build_trace_log(settings, "router"), shows_routes=True, feeds=feeds, link=link)
+
+
+def _build_link(router: Router, settings: EdgeSettings) -> RedisLink | None:
+    """The link to other routers; None where no Redis is named."""
+    if not settings.redis_url:
+        return None
+    if not settings.hash_key:
+        raise ConfigError(
+            "SEMANTICKV_REDIS_URL without SEMANTICKV_HASH_KEY: hashes in Redis could be guessed",
+            hint="give all routers one secret in SEMANTICKV_HASH_KEY",
+        )
+    try:
+        from semantickv.shared_state.exchange import StateExchange
+        from semantickv.shared_state.redis_link import RedisLink
+    except ImportError:
+        raise MissingDependencyError("shared state needs msgspec", hint="pip install 'semblend-suite[edge]'") from None
+    return RedisLink(settings.redis_url, settings.redis_group, StateExchange(router, probe_replica))
 
 
 def _build_feeds(replicas: Sequence[Replica], settings: EdgeSettings) -> EngineFeeds | None:

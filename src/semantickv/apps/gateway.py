@@ -37,6 +37,8 @@ from semblend.wire.errors import ApiError
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
+    from semantickv.shared_state.redis_link import RedisLink
+
 MOST_ATTEMPTS = 3
 CLIENT_LEFT_STATUS = 499
 PROMPT_PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -76,6 +78,7 @@ class Gateway:
     trace_log: TraceLog | None = None
     shows_routes: bool = False
     feeds: EngineFeeds | None = None
+    link: RedisLink | None = None
     intake: Intake = field(init=False)
     metrics: EdgeMetrics = field(init=False)
     own_paths: OwnPaths = field(init=False)
@@ -87,7 +90,9 @@ class Gateway:
     def __post_init__(self) -> None:
         self.intake = Intake(IntakeLimits(requests=self.settings.max_requests))
         self.metrics = EdgeMetrics(self)
-        self.own_paths = OwnPaths(self.settings, self.router, self.metrics, self.records, self._list_traces, self.feeds)
+        self.own_paths = OwnPaths(
+            self.settings, self.router, self.metrics, self.records, self._list_traces, self.feeds, self.link
+        )
         self._timeouts = EngineTimeouts(self.settings.timeout_s, self.settings.timeout_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -206,6 +211,8 @@ class Gateway:
     ) -> None:
         """Send the request to one replica and pass its answer on."""
         self.router.start(decision, call.route)
+        if self.link is not None:
+            self.link.exchange.note_placed(decision, call.route)
         call.fault = STOPPED  # stands if this task is cancelled
         try:
             answer = await open_answer(decision.replica.pool, call.outgoing, self._timeouts, watch)
@@ -308,6 +315,8 @@ class Gateway:
             self._tasks.append(asyncio.ensure_future(watch_health(self.router.replicas, self.settings.health_s)))
         if self.feeds is not None:
             self._tasks.append(asyncio.ensure_future(self.feeds.run()))
+        if self.link is not None:
+            self._tasks.append(asyncio.ensure_future(self.link.run()))
         await send({"type": "lifespan.startup.complete"})
         await receive()
         for task in self._tasks:

@@ -17,6 +17,8 @@ from semantickv.telemetry.record import RecordStore
 if TYPE_CHECKING:
     from starlette.types import Scope, Send
 
+    from semantickv.shared_state.redis_link import RedisLink
+
 OPERATOR_PATHS = ("/metrics", "/v1/replicas", "/v1/traces/latest")
 
 
@@ -30,6 +32,7 @@ class OwnPaths:
     records: RecordStore
     list_traces: Callable[[], Sequence[str]]
     feeds: EngineFeeds | None = None
+    link: RedisLink | None = None
 
     async def answer(self, scope: Scope, send: Send) -> None:
         """Answer a request that is not forwarded."""
@@ -54,7 +57,8 @@ class OwnPaths:
         if path == "/metrics":
             await send_bytes(send, 200, self.metrics.write(), b"text/plain; version=0.0.4; charset=utf-8")
         elif path == "/v1/replicas":
-            await send_json(send, describe_replicas(self.router, self.feeds))
+            shared = None if self.link is None else self.link.describe()
+            await send_json(send, describe_replicas(self.router, self.feeds) | {"shared_state": shared})
         else:
             lines = ",".join(self.list_traces())
             await send_bytes(send, 200, f'{{"requests": [{lines}]}}'.encode(), b"application/json")
@@ -75,6 +79,7 @@ def describe_replicas(router: Router, feeds: EngineFeeds | None = None) -> dict[
                 "up": one.is_up,
                 "breaker": one.breaker.state.value,
                 "running": one.running,
+                "running_elsewhere": one.running_elsewhere,
                 "waiting_tokens": one.waiting_tokens,
                 "served": one.served,
                 "faults": dict(one.faults),

@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from semantickv.engine_state.subscriber import import_zmq
+
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -45,9 +47,7 @@ class ScriptedPublisher:
         return f"{self.endpoint}|{self.replay}" if self.replay else self.endpoint
 
     async def __aenter__(self) -> ScriptedPublisher:
-        import zmq
-        import zmq.asyncio
-
+        zmq = import_zmq()
         self._context = zmq.asyncio.Context()
         self._pub = self._context.socket(zmq.XPUB)  # tells of subscribers, so that a test can wait for one
         self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)

@@ -67,7 +67,7 @@ class EventSubscriber:
 
     async def run(self) -> None:
         """Connect, take what the engine still has in its buffer, then listen. ZMQ connects again by itself."""
-        zmq = _import_zmq()
+        zmq = import_zmq()
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.SUB)
         watch: asyncio.Task[None] | None = None
@@ -155,7 +155,7 @@ class EventSubscriber:
         found: list[tuple[int, bytes]] = []
         if not self.source.replay:
             return found
-        zmq = _import_zmq()
+        zmq = import_zmq()
         socket = context.socket(zmq.DEALER)
         try:
             socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
@@ -176,7 +176,8 @@ class EventSubscriber:
         return found
 
 
-def _import_zmq() -> Any:
+def import_zmq() -> Any:
+    """Import pyzmq with its sockets for asyncio; an error with a hint where it is not installed."""
     try:
         import zmq
         import zmq.asyncio

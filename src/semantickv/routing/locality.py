@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import islice
 
 from semantickv.routing.fingerprint import PromptPieces
 
@@ -95,6 +96,11 @@ class ReplicaMemory:
         tokens = self._seen.pop(key, None)
         self.tokens -= tokens or 0
         return tokens is not None
+
+    def list_recent(self, most: int) -> list[tuple[int, int]]:
+        """The most recent pieces and chains with their tokens, oldest first."""
+        skipped = max(0, len(self._seen) - most)
+        return list(islice(self._seen.items(), skipped, None))
 
     def clear(self) -> None:
         """Forget everything: the engine has restarted, or its cache was emptied."""

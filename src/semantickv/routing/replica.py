@@ -26,6 +26,10 @@ class Replica:
     running: int = 0
     waiting_tokens: int = 0
     """Tokens that running requests still have to compute, as the router estimates them."""
+    running_elsewhere: int = 0
+    """Requests that other routers have on this replica, as they last said."""
+    waiting_elsewhere: int = 0
+    """Tokens that those still have to compute."""
     recent_requests: float = 0.0
     """Requests of the recent past, fading with every request that the router places."""
     last_turn: int = 0
@@ -36,6 +40,11 @@ class Replica:
     @property
     def can_serve(self) -> bool:
         return self.is_up and self.breaker.may_pass
+
+    @property
+    def all_running(self) -> int:
+        """Requests on this replica, whoever sent them."""
+        return self.running + self.running_elsewhere
 
     def note_probe(self, is_well: bool) -> None:
         """Take the result of a health check. A replica that went down is taken to come back with an empty cache."""

@@ -117,7 +117,7 @@ class Router:
         self._keep_sessions = keep_sessions
         self._guard = guard or LoadGuard()
         self._turn = 0
-        self._homes: OrderedDict[tuple[bytes, str], Replica] = OrderedDict()
+        self._homes: OrderedDict[int, Replica] = OrderedDict()
 
     @property
     def needs_pieces(self) -> bool:
@@ -135,9 +135,9 @@ class Router:
             return NoReplica(len(tried))
         if len(able) == 1:
             return self._decide(able[0], RouteReason.ONLY_ONE, request, [self._match(able[0], request)])
-        limit = self._guard.compute_limit([replica.running for replica in able])
-        free = [replica for replica in able if replica.running < limit] or able
-        home = self._homes.get((request.namespace, request.session)) if request.session else None
+        limit = self._guard.compute_limit([replica.all_running for replica in able])
+        free = [replica for replica in able if replica.all_running < limit] or able
+        home = self._homes.get(self.find_home_key(request)) if request.session else None
         overlaps = [self._match(replica, request) for replica in free]
         if home in free:
             return self._decide(home, RouteReason.SESSION, request, overlaps, overlaps[free.index(home)])
@@ -158,11 +158,28 @@ class Router:
         replica.recent_requests += 1
         replica.breaker.note_start()
         replica.memory.note(request.pieces)
-        if request.session and self._keep_sessions:
-            self._homes[request.namespace, request.session] = replica
-            self._homes.move_to_end((request.namespace, request.session))
-            if len(self._homes) > MOST_SESSIONS:
-                self._homes.popitem(last=False)
+        self._set_home(self.find_home_key(request), replica)
+
+    def find_home_key(self, request: RouteRequest) -> int:
+        """The key of a request's session among all sessions of all tenants; 0 if it has none."""
+        if not request.session or not self._keep_sessions:
+            return 0
+        data = request.namespace + request.session.encode("utf-8", "surrogatepass")
+        return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()) or 1
+
+    def note_placed_elsewhere(self, replica: Replica, pieces: PromptPieces, home_key: int) -> None:
+        """Another router sent a prompt to a replica: it will have its KV, and the session, from now on."""
+        replica.memory.note(pieces)
+        replica.recent_requests += 1
+        self._set_home(home_key, replica)
+
+    def _set_home(self, key: int, replica: Replica) -> None:
+        if not key or not self._keep_sessions:
+            return
+        self._homes[key] = replica
+        self._homes.move_to_end(key)
+        if len(self._homes) > MOST_SESSIONS:
+            self._homes.popitem(last=False)
 
     def note_first_byte(self, decision: RouteDecision) -> None:
         """The prompt is computed: what is left is the answer."""
@@ -193,10 +210,11 @@ class Router:
         head = request.pieces.chains[min(3, len(request.pieces.chains) - 1)] if request.pieces.chains else 0
         return [
             Standing(
-                running=replica.running,
+                running=replica.all_running,
                 last_turn=replica.last_turn,
                 waiting_tokens=replica.waiting_tokens
-                + ANSWER_TOKENS * (replica.running + round(max(0.0, replica.recent_requests - usual))),
+                + replica.waiting_elsewhere
+                + ANSWER_TOKENS * (replica.all_running + round(max(0.0, replica.recent_requests - usual))),
                 prompt_tokens=total,
                 prefix_tokens=overlap.prefix_tokens,
                 any_tokens=overlap.any_tokens,

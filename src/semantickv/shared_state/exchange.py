@@ -1,0 +1,159 @@
+"""Turns what happens here into messages, and messages of other routers into what this router knows.
+
+Nothing here waits: `list_outgoing` and `take` are called by the link to Redis, the `note_…` methods by requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+from semantickv.routing.fingerprint import PromptPieces
+from semantickv.routing.replica import Replica
+from semantickv.routing.router import RouteDecision, Router, RouteRequest
+from semantickv.shared_state.messages import MOST_KEYS, Failing, Hello, Known, Load, Message, Placed, name_replica
+
+MOST_OUTGOING = 4096
+"""Messages that wait for Redis. When it is gone, the oldest make room; a `Hello` brings what was missed."""
+MOST_SNAPSHOT_KEYS = 64_000
+"""Of one replica, the most recent so many hashes are told to a router that comes; some 2 million tokens."""
+SNAPSHOT_PAUSE_S = 10.0
+LOAD_LIFE_S = 3.0
+"""The load that another router reported counts for so long."""
+
+
+class StateExchange:
+    """One router's side of the exchange. ``probe`` asks a replica whether it is well."""
+
+    def __init__(
+        self,
+        router: Router,
+        probe: Callable[[Replica], Awaitable[bool]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.router = router
+        self.taken = self.dropped = self.unknown = 0
+        self._probe = probe
+        self._clock = clock
+        self._names = {name_replica(one.pool.address.url): one for one in router.replicas}
+        self._name_of = {replica.id: name for name, replica in self._names.items()}
+        self._outgoing: deque[Message] = deque()
+        self._loads: dict[tuple[str, str], tuple[float, Load]] = {}
+        self._snapshot_at = float("-inf")
+        self._were_up = {one.id: one.can_serve for one in router.replicas}
+        self._probes: set[asyncio.Task[None]] = set()
+
+    # -- out ---------------------------------------------------------------------------------------------------------
+
+    def note_placed(self, decision: RouteDecision, request: RouteRequest) -> None:
+        """A request was sent to a replica."""
+        pieces = request.pieces
+        home = self.router.find_home_key(request)
+        if not pieces.hashes and not home:
+            return
+        most = MOST_KEYS
+        message = Placed(
+            self._name_of[decision.replica.id],
+            list(pieces.hashes[:most]), list(pieces.chains[:most]), list(pieces.tokens[:most]), home,
+        )  # fmt: skip
+        self._put(message)
+
+    def note_joined(self) -> None:
+        """Redis is there, for the first time or again: ask the others, and tell them."""
+        self._snapshot_at = float("-inf")
+        self._put(Hello())
+        self._put_snapshot()
+
+    def list_outgoing(self, most: int) -> list[Message]:
+        """Take the next messages that wait."""
+        return [self._outgoing.popleft() for _ in range(min(most, len(self._outgoing)))]
+
+    def list_loads(self) -> list[Message]:
+        """The load of this moment, and the replicas that have begun to fail since the last time."""
+        found: list[Message] = []
+        for one in self.router.replicas:
+            name = self._name_of[one.id]
+            found.append(Load(name, one.running, max(0, one.waiting_tokens)))
+            if self._were_up[one.id] and not one.can_serve:
+                found.append(Failing(name))
+            self._were_up[one.id] = one.can_serve
+        return found
+
+    def _put_snapshot(self) -> None:
+        if self._clock() - self._snapshot_at < SNAPSHOT_PAUSE_S:
+            return
+        self._snapshot_at = self._clock()
+        for one in self.router.replicas:
+            for keys, tokens in _split(one.memory.list_recent(MOST_SNAPSHOT_KEYS)):
+                self._put(Known(self._name_of[one.id], keys, tokens))
+
+    def _put(self, message: Message) -> None:
+        if len(self._outgoing) >= MOST_OUTGOING:
+            self._outgoing.popleft()
+            self.dropped += 1
+        self._outgoing.append(message)
+
+    # -- in ----------------------------------------------------------------------------------------------------------
+
+    def take(self, sender: str, messages: list[Message]) -> None:
+        """Take what another router says. Replicas that this router does not have are left out."""
+        for message in messages:
+            self.taken += 1
+            if isinstance(message, Hello):
+                self._put_snapshot()
+                continue
+            replica = self._names.get(message.replica)
+            if replica is None:
+                self.unknown += 1
+            elif isinstance(message, Placed):
+                pieces = PromptPieces(
+                    tuple(message.hashes), tuple(message.chains), tuple(message.tokens), (1.0,) * len(message.hashes)
+                )
+                self.router.note_placed_elsewhere(replica, pieces, message.home)
+            elif isinstance(message, Known):
+                for key, tokens in zip(message.keys, message.tokens, strict=True):
+                    replica.memory.add(key, tokens)
+            elif isinstance(message, Load):
+                self._loads[sender, replica.id] = (self._clock(), message)
+            elif replica.can_serve:
+                self._look_at(replica)
+        self.update_loads()
+
+    def update_loads(self) -> None:
+        """Add up what the others have on each replica; what is old no longer counts."""
+        now = self._clock()
+        self._loads = {key: entry for key, entry in self._loads.items() if now - entry[0] <= LOAD_LIFE_S}
+        for one in self.router.replicas:
+            loads = [load for (_, name), (_, load) in self._loads.items() if name == one.id]
+            one.running_elsewhere = sum(load.running for load in loads)
+            one.waiting_elsewhere = sum(load.waiting_tokens for load in loads)
+
+    def _look_at(self, replica: Replica) -> None:
+        """Another router says that a replica fails: one look of our own decides."""
+        if len(self._probes) >= len(self.router.replicas):
+            return
+        task = asyncio.ensure_future(self._check(replica))
+        self._probes.add(task)
+        task.add_done_callback(self._probes.discard)
+
+    async def _check(self, replica: Replica) -> None:
+        if not await self._probe(replica):
+            replica.note_probe(False)
+            replica.note_probe(False)  # the other router's word counts as the second sign
+
+    def describe(self) -> dict[str, Any]:
+        """Counts for the operator."""
+        senders = {sender for sender, _ in self._loads}
+        return {
+            "routers_seen": len(senders), "taken": self.taken, "unknown_replicas": self.unknown,
+            "waiting": len(self._outgoing), "dropped": self.dropped,
+        }  # fmt: skip
+
+
+def _split(entries: list[tuple[int, int]]) -> Iterator[tuple[list[int], list[int]]]:
+    for at in range(0, len(entries), MOST_KEYS):
+        part = entries[at : at + MOST_KEYS]
+        yield [key for key, _ in part], [tokens for _, tokens in part]

@@ -1,0 +1,150 @@
+"""The link to Redis: one stream that all routers of a group write to and read from.
+
+Every entry is bounded, the stream is bounded, and everything expires. An entry that is not ours, or is broken, is
+counted and left out. The link runs beside the requests; all that it can do to them is to bring no news.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Any
+
+from semantickv.shared_state.exchange import StateExchange
+from semantickv.shared_state.messages import MOST_BYTES, read_messages, write_messages
+from semblend.errors import ConfigError, MissingDependencyError
+
+FLUSH_S = 0.05
+LOAD_S = 0.5
+COMMAND_S = 2.0
+"""How long a command may take before the connection counts as broken."""
+BLOCK_MS = 1000
+MOST_ENTRIES = 4096
+"""Entries in the stream; a router that was away for longer gets a snapshot anyway."""
+MOST_MESSAGES = 64
+"""Messages in one entry."""
+LIFE_S = 3600
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
+
+
+class RedisLink:
+    """Runs until cancelled, and connects again for as long as it lives."""
+
+    def __init__(self, url: str, group: str, exchange: StateExchange) -> None:
+        self.exchange = exchange
+        self.is_connected = False
+        self.connections = self.failures = self.garbage = 0
+        self.sender = secrets.token_hex(8)
+        self._key = f"semantickv:{group}:deltas"
+        self._redis = _import_redis()
+        self._url = url
+        try:
+            self._redis.from_url(url)
+        except ValueError as error:
+            raise ConfigError(f"SEMANTICKV_REDIS_URL: {error}", hint="for example redis://127.0.0.1:6379/0") from None
+
+    async def run(self) -> None:
+        """Exchange news for as long as Redis is there; wait and try again when it is not."""
+        pause = FIRST_PAUSE_S
+        while True:
+            client = self._redis.from_url(
+                self._url, socket_timeout=COMMAND_S, socket_connect_timeout=COMMAND_S, retry=None, max_connections=4
+            )
+            try:
+                last = await self._find_end(client)
+                self.connections += 1
+                self.is_connected, pause = True, FIRST_PAUSE_S
+                self.exchange.note_joined()
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._write(client))
+                    group.create_task(self._read(client, last))
+            except asyncio.CancelledError:
+                raise
+            except Exception:  # a client library's errors come in many shapes, and none may end this task
+                self.failures += 1
+            finally:
+                self.is_connected = False
+                await _close(client)
+            self.exchange.update_loads()
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    async def _find_end(self, client: Any) -> str:
+        """The stream's last entry: what came before is in the snapshots that a `Hello` brings."""
+        found = await client.xrevrange(self._key, count=1)
+        return _decode(found[0][0]) if found else "0"
+
+    async def _write(self, client: Any) -> None:
+        """Send what waits, twenty times a second, and the load twice a second."""
+        turns = 0
+        while True:
+            if turns % round(LOAD_S / FLUSH_S) == 0:
+                self.exchange.update_loads()
+                await self._send(client, self.exchange.list_loads())
+            while messages := self.exchange.list_outgoing(MOST_MESSAGES):
+                await self._send(client, messages)
+            turns += 1
+            await asyncio.sleep(FLUSH_S)
+
+    async def _send(self, client: Any, messages: list[Any]) -> None:
+        data = write_messages(messages)
+        if len(data) > MOST_BYTES:
+            for half in (messages[: len(messages) // 2], messages[len(messages) // 2 :]):
+                if len(messages) > 1:
+                    await self._send(client, half)
+            return
+        pipe = client.pipeline(transaction=False)
+        pipe.xadd(self._key, {"from": self.sender, "news": data}, maxlen=MOST_ENTRIES, approximate=True)
+        pipe.expire(self._key, LIFE_S)
+        await pipe.execute()
+
+    async def _read(self, client: Any, last: str) -> None:
+        while True:
+            found = await client.xread({self._key: last}, count=64, block=BLOCK_MS)
+            for _, entries in found or ():
+                for name, fields in entries:
+                    last = _decode(name)
+                    self._take(fields)
+                    await asyncio.sleep(0)
+
+    def _take(self, fields: Any) -> None:
+        """Take one entry of the stream, from whoever wrote it."""
+        sender, data = (fields or {}).get(b"from"), (fields or {}).get(b"news")
+        if not isinstance(sender, bytes) or not isinstance(data, bytes):
+            self.garbage += 1
+        elif sender != self.sender.encode():
+            messages = read_messages(data)
+            if messages is None:
+                self.garbage += 1
+            else:
+                self.exchange.take(sender[:32].decode("latin-1"), messages)
+
+    def describe(self) -> dict[str, Any]:
+        """Counts for the operator."""
+        return {
+            "connected": self.is_connected, "connections": self.connections, "failures": self.failures,
+            "garbage": self.garbage, **self.exchange.describe(),
+        }  # fmt: skip
+
+
+def _decode(name: Any) -> str:
+    return name.decode("latin-1") if isinstance(name, bytes) else str(name)
+
+
+async def _close(client: Any) -> None:
+    try:
+        async with asyncio.timeout(COMMAND_S):
+            await client.aclose()
+    except Exception:  # it is broken already
+        pass
+
+
+def _import_redis() -> Any:
+    try:
+        import redis.asyncio
+    except ImportError:
+        raise MissingDependencyError(
+            "shared state needs the redis client", hint="pip install 'semblend-suite[edge]'"
+        ) from None
+    return redis.asyncio

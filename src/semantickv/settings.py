@@ -15,6 +15,7 @@ VARIABLES = {
     "SEMANTICKV_ENGINE_REUSE": "What the engines can reuse: spans (default, engines with semblend in them) or prefix.",
     "SEMANTICKV_SESSION_AFFINITY": "false lets the requests of one X-Session-ID go to any replica (default true).",
     "SEMANTICKV_MAX_TRACKED_TOKENS": "Tokens that the router remembers of each replica (default 2000000).",
+    "SEMANTICKV_ARRANGE": "false leaves marked passages to the engines (default true: the router orders them).",
     "SEMANTICKV_KV_EVENTS": "Where the replicas publish KV events, in their order, with commas between: "
     "tcp://host:5557, or tcp://host:5557|tcp://host:5558 with the address of the replay; empty for one that does not.",
     "SEMANTICKV_REDIS_URL": "Redis through which several routers share what they know, for example "
@@ -97,6 +98,7 @@ class EdgeSettings:
     engine_reuse: str = "spans"
     session_affinity: bool = True
     max_tracked_tokens: int = 2_000_000
+    arrange: bool = True
     kv_events: tuple[str, ...] = ()
     redis_url: str = field(default="", repr=False)
     redis_group: str = "default"
@@ -129,6 +131,7 @@ class EdgeSettings:
             engine_reuse=text("SEMANTICKV_ENGINE_REUSE", cls.engine_reuse),
             session_affinity=read_flag("SEMANTICKV_SESSION_AFFINITY", True, environ),
             max_tracked_tokens=int(number("SEMANTICKV_MAX_TRACKED_TOKENS", cls.max_tracked_tokens)),
+            arrange=read_flag("SEMANTICKV_ARRANGE", True, environ),
             kv_events=tuple(one.strip() for one in text("SEMANTICKV_KV_EVENTS").split(",")),
             redis_url=text("SEMANTICKV_REDIS_URL"),
             redis_group=text("SEMANTICKV_REDIS_GROUP", cls.redis_group),

@@ -16,6 +16,7 @@ from semantickv.routing.replica import Replica
 from semantickv.routing.router import EngineReuse, Router
 from semantickv.settings import EdgeSettings
 from semantickv.telemetry.trace_log import TraceLog, TraceOptions
+from semblend.arrange import Arranger
 from semblend.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ def build_router(settings: EdgeSettings) -> Gateway:
             f"SEMANTICKV_ENGINE_REUSE={settings.engine_reuse} is unknown", hint=f"one of {words}"
         ) from None
     replicas = [_build_replica(f"r{at}", url, settings) for at, url in enumerate(settings.replicas)]
+    for replica in replicas if settings.arrange else ():
+        replica.arranger = Arranger.for_cache(settings.max_tracked_tokens)
     if len({replica.pool.address.url for replica in replicas}) < len(replicas):
         raise ConfigError("a replica is named twice", hint="give every engine once")
     router = Router(replicas, settings.policy, reuse=reuse, keep_sessions=settings.session_affinity)

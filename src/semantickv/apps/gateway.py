@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from semantickv.apps.answers import send_error
@@ -23,15 +24,18 @@ from semantickv.edge.forward import ClientWatch, EngineAnswer, EngineTimeouts, O
 from semantickv.edge.headers import find_header, select_request_headers
 from semantickv.edge.intake import Intake, IntakeLimits
 from semantickv.engine_state.feed import EngineFeeds, ServedPrompt
-from semantickv.routing.fingerprint import NO_PIECES, cut_prompt
+from semantickv.routing.arranging import ArrangedRequest, MarkedRequest, read_marked, write_order
+from semantickv.routing.fingerprint import NO_PIECES, PromptPieces, cut_prompt
 from semantickv.routing.health import watch_health
-from semantickv.routing.prompt_view import UNREAD, PromptView, read_prompt
+from semantickv.routing.prompt_view import UNREAD, PromptPart, PromptView, read_prompt
 from semantickv.routing.router import NoReplica, RouteDecision, Router, RouteRequest
 from semantickv.settings import EdgeSettings
 from semantickv.telemetry.answer_reader import AnswerReader
 from semantickv.telemetry.metrics import EdgeMetrics
 from semantickv.telemetry.record import EngineReceipt, ExchangeRecord, RecordStore
 from semantickv.telemetry.trace_log import TraceJob, TraceLog
+from semblend.errors import InputError
+from semblend.prompt import Namespace
 from semblend.wire.errors import ApiError
 
 if TYPE_CHECKING:
@@ -67,6 +71,8 @@ class EdgeCall:
     reader: AnswerReader | None = None
     ticket: int | None = None
     salt: str = ""
+    marked: MarkedRequest | None = None
+    arranged: ArrangedRequest | None = None
 
 
 @dataclass(slots=True)
@@ -178,14 +184,22 @@ class Gateway:
             sent = write_salted_body(view.fields, salt) if view.fields else body
         query = scope["query_string"].decode("latin-1")
         target = scope.get("raw_path", path.encode()).decode("latin-1") + (f"?{query}" if query else "")
+        try:
+            marked = read_marked(view) if is_prompt and self.router.replicas[0].arranger is not None else None
+        except InputError as error:
+            return ApiError(400, error.message, hint=error.hint, param="semblend")
         pieces = NO_PIECES
         if is_prompt and self.router.needs_pieces:
-            pieces = cut_prompt(view.list_parts(), caller.namespace + view.model.encode("utf-8", "surrogatepass"))
-        route = RouteRequest(caller.namespace, caller.session, pieces)
+            pieces = self._cut(caller, view, view.list_parts() if marked is None else marked.list_parts())
+        route = RouteRequest(caller.namespace, caller.session, pieces, is_arranged=marked is not None)
         outgoing = OutgoingRequest(scope["method"], target, headers, sent)
         ticket = self.trace_log.take_ticket() if self.trace_log is not None and is_prompt else None
         salt = salt if isinstance(salt, str) else ""
-        return EdgeCall(caller, path, body, view, route, outgoing, began, ticket=ticket, salt=salt)
+        return EdgeCall(caller, path, body, view, route, outgoing, began, ticket=ticket, salt=salt, marked=marked)
+
+    @staticmethod
+    def _cut(caller: Caller, view: PromptView, parts: Sequence[PromptPart]) -> PromptPieces:
+        return cut_prompt(parts, caller.namespace + view.model.encode("utf-8", "surrogatepass"))
 
     async def _serve(self, call: EdgeCall, send: Send, watch: ClientWatch) -> None:
         """Send the request to one replica after another, until one has begun to answer or none is left."""
@@ -210,6 +224,8 @@ class Gateway:
         self, call: EdgeCall, decision: RouteDecision, send: Send, watch: ClientWatch, tried: list[Any]
     ) -> None:
         """Send the request to one replica and pass its answer on."""
+        if call.marked is not None:
+            self._arrange(call, call.marked, decision)
         self.router.start(decision, call.route)
         if self.link is not None:
             self.link.exchange.note_placed(decision, call.route)
@@ -229,15 +245,32 @@ class Gateway:
         finally:
             self.router.end(decision, call.fault, had_first_byte=call.first_byte is not None)
 
+    def _arrange(self, call: EdgeCall, marked: MarkedRequest, decision: RouteDecision) -> None:
+        """Put the marked passages in the order of the replica that was chosen."""
+        arranger = decision.replica.arranger
+        assert arranger is not None
+        namespace = Namespace(tenant=call.caller.namespace.hex(), model=call.view.model, salt=call.salt)
+        call.arranged = arranged = marked.arrange(arranger, namespace)
+        body = arranged.write_body(**({"cache_salt": call.salt} if call.salt else {}))
+        call.outgoing = replace(call.outgoing, body=body)
+        if call.route.pieces.hashes:
+            pieces = self._cut(call.caller, call.view, arranged.list_parts())
+            call.route = replace(call.route, pieces=pieces)
+
     async def _pass_on(
         self, call: EdgeCall, decision: RouteDecision, answer: EngineAnswer, send: Send, watch: ClientWatch
     ) -> None:
         call.first_byte, call.status = time.perf_counter(), answer.head.status
         self.router.note_first_byte(decision)
         call.reader = AnswerReader(answer.head.headers)
+        if call.arranged is not None and decision.replica.arranger is not None and call.status == 200:
+            for one in call.arranged.sent:
+                decision.replica.arranger.record(one)
         headers = [(b"x-request-id", call.caller.request_id.encode("latin-1"))]
         if self.shows_routes:
             headers += _write_route(decision, self.router.policy)
+        if call.arranged is not None and (order := write_order(call.arranged.groups)):
+            headers.append((b"x-semantic-order", order))
         call.fault = await relay(answer, send, watch, headers=headers, observe=call.reader.observe)
 
     def _has_another(self, call: EdgeCall, decision: RouteDecision, tried: list[Any]) -> bool:
@@ -269,6 +302,7 @@ class Gateway:
             ttft_ms=_to_ms(first_token, call.began),
             total_ms=round(1000 * (ended - call.began), 3),
             receipt=receipt,
+            arranged=() if call.arranged is None else tuple(one.to_dict() for one in call.arranged.groups),
         )
         self.metrics.count(record)
         self.records.add(call.caller.namespace, record)
@@ -283,7 +317,8 @@ class Gateway:
         replica, pieces = decision.replica, call.route.pieces
         if self.feeds is not None and replica.id in self.feeds.feeds:
             key = find_header(call.outgoing.headers, b"authorization").encode("latin-1")
-            prompt = ServedPrompt(replica, pieces, call.view.fields, call.salt, key, receipt.prompt_tokens)
+            fields = call.view.fields if call.arranged is None else call.arranged.fields
+            prompt = ServedPrompt(replica, pieces, fields, call.salt, key, receipt.prompt_tokens)
             self.feeds.note_served(prompt)
         elif receipt.reused_tokens is not None and receipt.rejected is None:
             replica.memory.learn(decision.overlap.prefix_tokens, receipt.reused_tokens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,9 @@ from semantickv.routing.replica import Replica
 
 MOST_WAITING = 256
 """Prompts that wait to be tokenized; beyond that new ones are left out and counted."""
+MOST_EARLY = 64
+"""Prompts of replicas that have published nothing yet."""
+EARLY_S = 0.2
 MOST_ANSWER_BYTES = 32 << 20
 MOST_REMEMBERED_TOKENS = 8_000_000
 SLICE_EVENTS = 64
@@ -66,7 +69,10 @@ class ReplicaFeed:
         """Apply events in order."""
         tokens = 0
         for number, event in enumerate(events):
-            self.held.follow(self.blocks.apply(event))
+            change = self.blocks.apply(event)
+            self.held.follow(change)
+            if change.is_cleared:
+                self.replica.forget_all()
             tokens += len(event.token_ids) if isinstance(event, BlockStored) else 0
             if number % SLICE_EVENTS == SLICE_EVENTS - 1 or tokens > SLICE_TOKENS:
                 tokens = 0
@@ -96,6 +102,7 @@ class EngineFeeds:
         self._waiting: asyncio.Queue[ServedPrompt] = asyncio.Queue(MOST_WAITING)
         self._tokens: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._remembered = 0
+        self._early: deque[ServedPrompt] = deque(maxlen=MOST_EARLY)
 
     def note_served(self, prompt: ServedPrompt) -> None:
         """Take a prompt that was answered whole. One that is linked already costs nothing."""
@@ -116,10 +123,25 @@ class EngineFeeds:
 
     async def _tokenize_all(self) -> None:
         while True:
-            prompt = await self._waiting.get()
+            prompt = await self._next_prompt()
             tokens = self._tokens.get(prompt.id) or await self._tokenize(prompt)
-            if tokens:
+            if tokens and self.feeds[prompt.replica.id].blocks.block_size:
                 await self._link(prompt, tokens)
+            elif tokens:
+                self._early.append(prompt)  # its events are still under way, and with them the size of a block
+
+    async def _next_prompt(self) -> ServedPrompt:
+        """Wait for a prompt: one whose replica has spoken meanwhile, or a new one."""
+        while True:
+            for prompt in self._early:
+                if self.feeds[prompt.replica.id].blocks.block_size:
+                    self._early.remove(prompt)
+                    return prompt
+            try:
+                async with asyncio.timeout(EARLY_S if self._early else None):
+                    return await self._waiting.get()
+            except TimeoutError:
+                continue
 
     async def _tokenize(self, prompt: ServedPrompt) -> tuple[int, ...]:
         """Ask the replica for the prompt's tokens; none if it does not say, or says another number than before."""

@@ -9,6 +9,7 @@ from semantickv.edge.faults import Fault
 from semantickv.edge.pool import ConnectionPool
 from semantickv.routing.breaker import CircuitBreaker
 from semantickv.routing.locality import ReplicaMemory
+from semblend.arrange import Arranger
 
 PROBES_TO_CHANGE = 2
 """Probes in a row that must fail before a replica counts as down."""
@@ -22,6 +23,8 @@ class Replica:
     pool: ConnectionPool
     memory: ReplicaMemory
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    arranger: Arranger | None = None
+    """In which orders passages were sent here; None where nothing is arranged."""
     is_up: bool = True
     running: int = 0
     waiting_tokens: int = 0
@@ -53,7 +56,13 @@ class Replica:
             self.is_up = True
         elif self._failed_probes >= PROBES_TO_CHANGE and self.is_up:
             self.is_up = False
-            self.memory.clear()
+            self.forget_all()
+
+    def forget_all(self) -> None:
+        """The engine's cache is empty."""
+        self.memory.clear()
+        if self.arranger is not None:
+            self.arranger.clear()
 
     def note_end(self, fault: Fault | None) -> None:
         """Take the end of a request."""

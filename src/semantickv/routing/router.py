@@ -55,6 +55,8 @@ class RouteRequest:
     namespace: bytes = b""
     session: str = ""
     pieces: PromptPieces = NO_PIECES
+    is_arranged: bool = False
+    """Its passages will be put in the replica's order: then they count wherever they stand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +200,7 @@ class Router:
         if not request.pieces.hashes or self.policy in ("round_robin", "least_loaded", "prefix_hash"):
             return Overlap()
         overlap = replica.memory.match(request.pieces)
-        if self.reuse is EngineReuse.PREFIX or self.policy == "cache_aware":
+        if (self.reuse is EngineReuse.PREFIX or self.policy == "cache_aware") and not request.is_arranged:
             return Overlap(overlap.prefix_tokens, overlap.prefix_tokens)
         return overlap
 

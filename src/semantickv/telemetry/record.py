@@ -79,6 +79,8 @@ class ExchangeRecord:
     ttft_ms: float | None
     total_ms: float
     receipt: EngineReceipt
+    arranged: tuple[dict[str, Any], ...] = ()
+    """The order of every group of marked passages, as it was sent."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

@@ -261,6 +261,20 @@ def test_a_document_that_stands_in_another_engine_is_known_after_one_request():
     run(test())
 
 
+def test_a_prompt_that_is_answered_before_its_events_come_is_linked_when_they_do():
+    async def test():
+        async with following() as (engine, feed, feeds):
+            serve(feeds, feed, cut("wxyz"))
+            await wait_until(lambda: feeds.tokenized == 1)
+            assert len(feed.held) == 0
+            await engine.publish(store(range(8), None, TOKENS, SIZE))
+            await wait_until(lambda: len(feed.held) == 1)
+            await engine.publish(remove([7]))
+            await wait_until(lambda: feed.held.forgotten)
+
+    run(test())
+
+
 def test_missed_batches_are_fetched_from_the_replay():
     async def test():
         async with following() as (engine, feed, _):

@@ -26,6 +26,7 @@ from semantickv.settings import EdgeSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 CHAT = "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
 
 
 def find_ports(count: int) -> list[int]:
@@ -108,12 +109,12 @@ def test_the_router_knows_what_vllm_holds_and_forgets_what_it_evicts(server):
             feed = app.feeds.feeds["r0"]
             spring = json.dumps(write_body("spring")).encode()
             pieces = cut_prompt(read_prompt(spring).list_parts(), b"any")
-            client, body = await ask(app, "POST", CHAT, body=spring)
+            client, body = await ask(app, "POST", CHAT, body=spring, headers=JSON)
             assert (client.headers["x-replica-id"], client.headers["x-semantic-route"]) == ("r0", "cold_fallback")
             await wait_until(lambda: len(feed.held) == 1)
             assert (app.feeds.tokenized, app.feeds.failed) == (1, 0)
             assert feed.blocks.block_size == 32
-            client, body = await ask(app, "POST", CHAT, body=spring)
+            client, body = await ask(app, "POST", CHAT, body=spring, headers=JSON)
             assert client.headers["x-semantic-route"] == "exact_prefix_route"
             cached = json.loads(body)["usage"]["prompt_tokens_details"]["cached_tokens"]
             assert cached >= 448
@@ -122,7 +123,7 @@ def test_the_router_knows_what_vllm_holds_and_forgets_what_it_evicts(server):
                 await asyncio.to_thread(server.post, CHAT, write_body(name))
             await wait_until(lambda: feed.held.forgotten > 0)
             score = float(client.headers["x-semantic-score"])
-            client, body = await ask(app, "POST", CHAT, body=spring)
+            client, body = await ask(app, "POST", CHAT, body=spring, headers=JSON)
             usage = json.loads(body)["usage"] if client.headers["x-replica-id"] == "r0" else None
             assert float(client.headers["x-semantic-score"]) < score
             if usage is not None:
@@ -146,13 +147,13 @@ def test_a_router_that_starts_later_learns_from_the_replay_and_a_reset_empties_e
             await wait_until(lambda: len(feed.blocks) >= 14)
             assert feed.subscriber.replayed > 0
             monday = json.dumps(write_body("monday")).encode()
-            client, body = await ask(app, "POST", CHAT, body=monday)
+            client, body = await ask(app, "POST", CHAT, body=monday, headers=JSON)
             assert json.loads(body)["usage"]["prompt_tokens_details"]["cached_tokens"] >= 448
             await wait_until(lambda: len(feed.held) == 1)
             await asyncio.to_thread(server.post, "/reset_prefix_cache", {})
             await asyncio.to_thread(server.post, CHAT, write_body("tuesday"))  # vLLM publishes with its next step
             await wait_until(lambda: feed.replica.memory.tokens == 0 or feed.held.forgotten)
-            client, _ = await ask(app, "POST", CHAT, body=monday)
+            client, _ = await ask(app, "POST", CHAT, body=monday, headers=JSON)
             assert client.headers["x-semantic-route"] == "cold_fallback"
             feeds.cancel()
             await asyncio.gather(feeds, return_exceptions=True)

@@ -14,6 +14,8 @@ VARIABLES = {
     "SEMANTICKV_ROUTING_POLICY": "round_robin, least_loaded, prefix_hash, cache_aware or semantic_locality (default).",
     "SEMANTICKV_ENGINE_REUSE": "What the engines can reuse: spans (default, engines with semblend in them) or prefix.",
     "SEMANTICKV_SESSION_AFFINITY": "false lets the requests of one X-Session-ID go to any replica (default true).",
+    "SEMANTICKV_SESSION_HINT": "How engines hear of a session: header (default: X-Session-ID, for vLLM) or body "
+    "(session_id as well, for SGLang; the body is written again then).",
     "SEMANTICKV_MAX_TRACKED_TOKENS": "Tokens that the router remembers of each replica (default 2000000).",
     "SEMANTICKV_ARRANGE": "false leaves marked passages to the engines (default true: the router orders them).",
     "SEMANTICKV_KV_EVENTS": "Where the replicas publish KV events, in their order, with commas between: "
@@ -66,6 +68,18 @@ def read_flag(name: str, default: bool, environ: Mapping[str, str] | None = None
     return value in _TRUE
 
 
+def read_choice(name: str, choices: tuple[str, ...], environ: Mapping[str, str] | None = None) -> str:
+    """Read a variable that is one of some words; the first is the default.
+
+    >>> read_choice("SEMANTICKV_SESSION_HINT", ("header", "body"), {})
+    'header'
+    """
+    value = read_variable(name, environ).strip() or choices[0]
+    if value not in choices:
+        raise ConfigError(f"{name}={value} is unknown", hint="one of " + ", ".join(choices))
+    return value
+
+
 def read_number(name: str, default: float, environ: Mapping[str, str] | None = None) -> float:
     """Read a variable that is a number above zero.
 
@@ -97,6 +111,7 @@ class EdgeSettings:
     policy: str = "semantic_locality"
     engine_reuse: str = "spans"
     session_affinity: bool = True
+    session_hint: str = "header"
     max_tracked_tokens: int = 2_000_000
     arrange: bool = True
     kv_events: tuple[str, ...] = ()
@@ -130,6 +145,7 @@ class EdgeSettings:
             policy=text("SEMANTICKV_ROUTING_POLICY", cls.policy),
             engine_reuse=text("SEMANTICKV_ENGINE_REUSE", cls.engine_reuse),
             session_affinity=read_flag("SEMANTICKV_SESSION_AFFINITY", True, environ),
+            session_hint=read_choice("SEMANTICKV_SESSION_HINT", ("header", "body"), environ),
             max_tracked_tokens=int(number("SEMANTICKV_MAX_TRACKED_TOKENS", cls.max_tracked_tokens)),
             arrange=read_flag("SEMANTICKV_ARRANGE", True, environ),
             kv_events=tuple(one.strip() for one in text("SEMANTICKV_KV_EVENTS").split(",")),

@@ -8,7 +8,7 @@ import ipaddress
 import json
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from semantickv.edge.headers import RawHeaders, find_header
@@ -24,6 +24,12 @@ class Caller:
     session: str
     tenant: str
     request_id: str
+
+    def with_session(self, given: Any) -> Caller:
+        """The same caller, with the session that the body names where no header does."""
+        if self.session or not isinstance(given, str) or not 0 < len(given) <= LONGEST_LABEL:
+            return self
+        return replace(self, session=given)
 
 
 def identify_caller(headers: RawHeaders, secret: str = "") -> Caller:
@@ -53,9 +59,9 @@ def make_salt(secret: str, namespace: bytes, given: Any) -> str:
     return hmac.new(secret.encode(), message, hashlib.sha256).hexdigest()[:32]
 
 
-def write_salted_body(fields: Mapping[str, Any], salt: str) -> bytes:
-    """Write the body again, with our salt in place of the caller's."""
-    return json.dumps({**fields, "cache_salt": salt}, separators=(",", ":")).encode()
+def write_fields(fields: Mapping[str, Any], added: Mapping[str, Any]) -> bytes:
+    """Write the body again, with fields of ours in place of the caller's."""
+    return json.dumps({**fields, **added}, separators=(",", ":")).encode()
 
 
 def is_operator(headers: RawHeaders, peer: str, admin_key: str) -> bool:

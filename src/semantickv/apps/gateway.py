@@ -12,30 +12,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from semantickv.apps.answers import send_error
-from semantickv.apps.callers import Caller, identify_caller, make_salt, write_salted_body
+from semantickv.apps.edge_call import PROMPT_PATHS, CallOpener, EdgeCall
 from semantickv.apps.own_paths import OwnPaths
 from semantickv.edge.faults import Fault, FaultKind
-from semantickv.edge.forward import ClientWatch, EngineAnswer, EngineTimeouts, OutgoingRequest, open_answer, relay
-from semantickv.edge.headers import find_header, select_request_headers
+from semantickv.edge.forward import ClientWatch, EngineAnswer, EngineTimeouts, open_answer, relay
+from semantickv.edge.headers import find_header
 from semantickv.edge.intake import Intake, IntakeLimits
 from semantickv.engine_state.feed import EngineFeeds, ServedPrompt
-from semantickv.routing.arranging import ArrangedRequest, MarkedRequest, read_marked, write_order
-from semantickv.routing.fingerprint import NO_PIECES, PromptPieces, cut_prompt
+from semantickv.routing.arranging import write_order
 from semantickv.routing.health import watch_health
-from semantickv.routing.prompt_view import UNREAD, PromptPart, PromptView, read_prompt
-from semantickv.routing.router import NoReplica, RouteDecision, Router, RouteRequest
+from semantickv.routing.router import NoReplica, RouteDecision, Router
 from semantickv.settings import EdgeSettings
 from semantickv.telemetry.answer_reader import AnswerReader
 from semantickv.telemetry.metrics import EdgeMetrics
 from semantickv.telemetry.record import EngineReceipt, ExchangeRecord, RecordStore
 from semantickv.telemetry.trace_log import TraceJob, TraceLog
-from semblend.errors import InputError
-from semblend.prompt import Namespace
 from semblend.wire.errors import ApiError
 
 if TYPE_CHECKING:
@@ -45,34 +40,8 @@ if TYPE_CHECKING:
 
 MOST_ATTEMPTS = 3
 CLIENT_LEFT_STATUS = 499
-PROMPT_PATHS = ("/v1/chat/completions", "/v1/completions")
 POST_PATHS = (*PROMPT_PATHS, "/v1/embeddings")
 STOPPED = Fault(FaultKind.STOPPED, "this server stops")
-_HIDDEN = (b"x-tenant-id", b"x-request-id")
-"""Headers of the client that the engine gets from us or not at all: an engine may trust this server's X-Tenant-ID."""
-
-
-@dataclass(slots=True)
-class EdgeCall:
-    """One request under way."""
-
-    caller: Caller
-    path: str
-    body: bytes
-    view: PromptView
-    route: RouteRequest
-    outgoing: OutgoingRequest
-    began: float
-    attempts: int = 0
-    status: int = 0
-    decision: RouteDecision | None = None
-    fault: Fault | None = None
-    first_byte: float | None = None
-    reader: AnswerReader | None = None
-    ticket: int | None = None
-    salt: str = ""
-    marked: MarkedRequest | None = None
-    arranged: ArrangedRequest | None = None
 
 
 @dataclass(slots=True)
@@ -88,6 +57,7 @@ class Gateway:
     intake: Intake = field(init=False)
     metrics: EdgeMetrics = field(init=False)
     own_paths: OwnPaths = field(init=False)
+    opener: CallOpener = field(init=False)
     records: RecordStore = field(default_factory=RecordStore)
     _timeouts: EngineTimeouts = field(init=False)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -96,6 +66,7 @@ class Gateway:
     def __post_init__(self) -> None:
         self.intake = Intake(IntakeLimits(requests=self.settings.max_requests))
         self.metrics = EdgeMetrics(self)
+        self.opener = CallOpener(self.settings, self.router)
         self.own_paths = OwnPaths(
             self.settings, self.router, self.metrics, self.records, self._list_traces, self.feeds, self.link
         )
@@ -153,11 +124,13 @@ class Gateway:
                 self.metrics.count_refusal(_name_path(scope["path"]), CLIENT_LEFT_STATUS)
             else:
                 body = found
-                call = self._open_call(scope, body, began)
+                call = self.opener.open(scope, body, began)
                 if isinstance(call, ApiError):
                     self.metrics.count_refusal(_name_path(scope["path"]), call.status)
                     await send_error(send, call)
                     return
+                if self.trace_log is not None and call.path in PROMPT_PATHS:
+                    call.ticket = self.trace_log.take_ticket()
                 watch = ClientWatch(receive)
                 try:
                     await self._serve(call, send, watch)
@@ -166,40 +139,6 @@ class Gateway:
                     self._close_call(call)
         finally:
             self.intake.leave(body)
-
-    def _open_call(self, scope: Scope, body: bytes, began: float) -> EdgeCall | ApiError:
-        """Read who calls and what the prompt is. With salts, a prompt that cannot be read is refused."""
-        path, settings = scope["path"], self.settings
-        caller = identify_caller(scope["headers"], settings.hash_key)
-        is_prompt = path in PROMPT_PATHS
-        view = read_prompt(body) if is_prompt else UNREAD
-        headers = select_request_headers(scope["headers"], _HIDDEN)
-        headers.append((b"x-request-id", caller.request_id.encode("latin-1")))
-        sent, salt = body, view.fields.get("cache_salt")
-        if settings.salt_secret:
-            if is_prompt and not view.fields:
-                return _UNSALTED
-            salt = make_salt(settings.salt_secret, caller.namespace, salt)
-            headers.append((b"x-tenant-id", salt.encode()))
-            sent = write_salted_body(view.fields, salt) if view.fields else body
-        query = scope["query_string"].decode("latin-1")
-        target = scope.get("raw_path", path.encode()).decode("latin-1") + (f"?{query}" if query else "")
-        try:
-            marked = read_marked(view) if is_prompt and self.router.replicas[0].arranger is not None else None
-        except InputError as error:
-            return ApiError(400, error.message, hint=error.hint, param="semblend")
-        pieces = NO_PIECES
-        if is_prompt and self.router.needs_pieces:
-            pieces = self._cut(caller, view, view.list_parts() if marked is None else marked.list_parts())
-        route = RouteRequest(caller.namespace, caller.session, pieces, is_arranged=marked is not None)
-        outgoing = OutgoingRequest(scope["method"], target, headers, sent)
-        ticket = self.trace_log.take_ticket() if self.trace_log is not None and is_prompt else None
-        salt = salt if isinstance(salt, str) else ""
-        return EdgeCall(caller, path, body, view, route, outgoing, began, ticket=ticket, salt=salt, marked=marked)
-
-    @staticmethod
-    def _cut(caller: Caller, view: PromptView, parts: Sequence[PromptPart]) -> PromptPieces:
-        return cut_prompt(parts, caller.namespace + view.model.encode("utf-8", "surrogatepass"))
 
     async def _serve(self, call: EdgeCall, send: Send, watch: ClientWatch) -> None:
         """Send the request to one replica after another, until one has begun to answer or none is left."""
@@ -225,7 +164,7 @@ class Gateway:
     ) -> None:
         """Send the request to one replica and pass its answer on."""
         if call.marked is not None:
-            self._arrange(call, call.marked, decision)
+            self.opener.arrange(call, call.marked, decision)
         self.router.start(decision, call.route)
         if self.link is not None:
             self.link.exchange.note_placed(decision, call.route)
@@ -244,18 +183,6 @@ class Gateway:
                 answer.close()
         finally:
             self.router.end(decision, call.fault, had_first_byte=call.first_byte is not None)
-
-    def _arrange(self, call: EdgeCall, marked: MarkedRequest, decision: RouteDecision) -> None:
-        """Put the marked passages in the order of the replica that was chosen."""
-        arranger = decision.replica.arranger
-        assert arranger is not None
-        namespace = Namespace(tenant=call.caller.namespace.hex(), model=call.view.model, salt=call.salt)
-        call.arranged = arranged = marked.arrange(arranger, namespace)
-        body = arranged.write_body(**({"cache_salt": call.salt} if call.salt else {}))
-        call.outgoing = replace(call.outgoing, body=body)
-        if call.route.pieces.hashes:
-            pieces = self._cut(call.caller, call.view, arranged.list_parts())
-            call.route = replace(call.route, pieces=pieces)
 
     async def _pass_on(
         self, call: EdgeCall, decision: RouteDecision, answer: EngineAnswer, send: Send, watch: ClientWatch
@@ -364,12 +291,6 @@ class Gateway:
         await send({"type": "lifespan.shutdown.complete"})
 
 
-_UNSALTED = ApiError(
-    400,
-    "the body cannot be read, and no salt can be set in it",
-    hint="send a JSON object below 4 MiB",
-    code="unreadable",
-)
 _NO_REPLICA = ApiError(503, "no engine can serve", hint="try again in a moment", code="no_replica", retry_after_s=1)
 
 

@@ -34,10 +34,6 @@ class ArrangedRequest:
         """The parts of the prompt in the order in which they are sent, one for each passage."""
         return tuple(list_passage_parts(self.fields["messages"]))
 
-    def write_body(self, **more: Any) -> bytes:
-        """The body with ``more`` fields."""
-        return json.dumps({**self.fields, **more}, separators=(",", ":")).encode()
-
 
 @dataclass(frozen=True, slots=True)
 class MarkedRequest:

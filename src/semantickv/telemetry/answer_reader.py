@@ -19,6 +19,7 @@ from semantickv.traces.collection import has_content
 TAIL_BYTES = 32 << 10
 MOST_WHOLE_BYTES = 1 << 20
 MOST_OPENING_BYTES = 64 << 10
+_TOLD = (b'"usage"', b'"semblend"', b'"sglext"')
 
 
 class AnswerReader:
@@ -55,8 +56,7 @@ class AnswerReader:
         for value in self._list_objects():
             if isinstance(value.get("usage"), Mapping):
                 usage = value["usage"]
-            if isinstance(value.get("semblend"), Mapping):
-                receipt = value["semblend"]
+            receipt = _find_receipt(value) or receipt
         return EngineReceipt.read(usage, receipt)
 
     def _list_objects(self) -> Iterator[Mapping[str, Any]]:
@@ -65,7 +65,7 @@ class AnswerReader:
             texts = [data] if self.received_bytes <= MOST_WHOLE_BYTES else []
         else:
             texts = [line[5:] for line in data.split(b"\n") if line.startswith(b"data:") and b'"' in line]
-            texts = [text for text in texts if b'"usage"' in text or b'"semblend"' in text]
+            texts = [text for text in texts if any(word in text for word in _TOLD)]
         for text in texts:
             value = _parse(text)
             if value is not None:
@@ -83,6 +83,21 @@ class AnswerReader:
                 return
         if len(self._opening) > MOST_OPENING_BYTES:
             self._is_opening, self._opening = False, b""
+
+
+def _find_receipt(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What an answer says of reuse: our server under ``semblend``, vLLM with our connector in ``kv_transfer_params``,
+    SGLang in ``sglext``, where device, host and storage are told apart."""
+    for holder in (value, value.get("kv_transfer_params")):
+        if isinstance(holder, Mapping) and isinstance(holder.get("semblend"), Mapping):
+            found: Mapping[str, Any] = holder["semblend"]
+            return found
+    extension = value.get("sglext")
+    details = extension.get("cached_tokens_details") if isinstance(extension, Mapping) else None
+    if not isinstance(details, Mapping):
+        return None
+    outside = [details.get(name) or 0 for name in ("host", "storage")]
+    return {"exact_tokens": details.get("device"), "external_tokens": sum(one for one in outside if type(one) is int)}
 
 
 def _parse(text: bytes) -> Mapping[str, Any] | None:

@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any
 
 from semblend.confirm.outcome import Outcome
 
 MOST_RECORDS = 10_000
+
+
+class ReuseKind(StrEnum):
+    """What an engine did with a prompt, in one word. Where several hold, the one furthest from a cold run."""
+
+    RELOCATED = "relocated"
+    EXACT_EXTERNAL = "exact_external"
+    EXACT_LOCAL = "exact_local"
+    REJECTED = "rejected"
+    FALLBACK = "fallback"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +40,19 @@ class EngineReceipt:
     outcome: str | None = None
     rejected: str | None = None
     is_fallback: bool | None = None
+
+    @property
+    def kind(self) -> ReuseKind | None:
+        """The receipt in one word; None where the engine said nothing."""
+        if self.relocated_tokens:
+            return ReuseKind.RELOCATED
+        if self.external_tokens:
+            return ReuseKind.EXACT_EXTERNAL
+        if self.exact_tokens:
+            return ReuseKind.EXACT_LOCAL
+        if self.rejected is not None:
+            return ReuseKind.REJECTED
+        return ReuseKind.FALLBACK if self.is_fallback or self.reused_tokens == 0 else None
 
     @property
     def reused_tokens(self) -> int | None:
@@ -84,7 +108,7 @@ class ExchangeRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return asdict(self)
+        return {**asdict(self), "reuse": self.receipt.kind}
 
 
 class RecordStore:

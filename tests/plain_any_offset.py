@@ -1,7 +1,8 @@
 """Reuse at any offset, replayed token by token: the plain twin of `semblend.estimate.any_offset`.
 
 Caches are lists of prefixes, the newest last. Every token of a prompt gets a label, and labels are counted. Donors are
-a list that forgets nothing; each prompt is looked up in a store that is filled anew.
+a list, the latest used last; each prompt is looked up in a store that is filled anew. Where there is no room for a
+donor, the tenant that holds most, the new donor counted, gives up the one that it used longest ago.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from semblend import Namespace, Prompt, ReusePlan, SemBlend, SemBlendConfig
 
 SHORTEST, SEAM = 32, 16
+WHOLE = 1 << 40
 Tokens = tuple[int, ...]
 
 
@@ -34,12 +36,23 @@ class BlockList:
 
 
 class PlainAnyOffset:
-    def __init__(self, mode: str, *, room: int, block: int, pass_tokens: int) -> None:
+    def __init__(
+        self,
+        mode: str,
+        *,
+        room: int,
+        block: int,
+        pass_tokens: int,
+        donor_tokens: int = WHOLE,
+        most_donors: int = WHOLE,
+    ) -> None:
         self.mode, self.block, self.pass_tokens = mode, block, pass_tokens
         self.cache, self.loaded = BlockList(room), BlockList(room)
         self.approximate: set[Any] = set()  # prompts whose blocks hold moved KV
         self.debts: Counter[Any] = Counter()
-        self.donors: list[Prompt] = []
+        self.donor_tokens, self.most_donors = donor_tokens, most_donors
+        self.donors: dict[str, Prompt] = {}  # the latest used last
+        self.kept = self.forgotten = 0
 
     def add(self, ids: Tokens, answer: Tokens, tenant: str, *, wanted: bool = True) -> tuple[int, int, int]:
         """Exact, moved and computed tokens of a prompt."""
@@ -67,7 +80,7 @@ class PlainAnyOffset:
         if again is None or self._heals(names, asked, exact, labels, again):
             self.cache.hold(names)
             if len(ids) - exact >= SHORTEST:
-                self.donors.append(Prompt(ids, namespace=Namespace(tenant=tenant)))
+                self._keep_donor(Prompt(ids, namespace=Namespace(tenant=tenant)))
             return exact, 0, len(ids) - exact
         self.cache.hold([("of one prompt", tenant, ids, name) for name in names])
         self.cache.hold(names[: labels.index("moved") // block])
@@ -81,11 +94,12 @@ class PlainAnyOffset:
 
     def _find_runs(self, ids: Tokens, tenant: str, exact: int) -> tuple[int, list[tuple[int, int, str, int]]]:
         with SemBlend(SemBlendConfig(embedder="none", metrics=False)) as store:
-            for number, donor in enumerate(self.donors):
-                store.register(donor, donor_id=str(number))
+            for name in sorted(self.donors, key=int):
+                store.register(self.donors[name], donor_id=name)
             plan = store.lookup(Prompt(ids, namespace=Namespace(tenant=tenant)))
         spans = plan.spans if isinstance(plan, ReusePlan) else ()
         last = len(ids) - 1  # an engine always computes the last token
+        before = exact
         for span in spans:
             if span.target_start == span.donor_start == 0:  # the same tokens from the first one on: exact
                 exact = max(exact, min(span.length, last))
@@ -96,7 +110,38 @@ class PlainAnyOffset:
                 runs.append(
                     (places[0], places[-1] + 1, span.donor_id, span.donor_start + places[0] - span.target_start)
                 )
+        if runs or exact > before:  # they were of use
+            for name in dict.fromkeys(span.donor_id for span in spans):
+                self.donors[name] = self.donors.pop(name)
         return exact, runs
+
+    def _keep_donor(self, new: Prompt) -> None:
+        left = dict(self.donors)
+        while len(left) + 1 > self.most_donors or sum(map(len, left.values())) + len(new) > self.donor_tokens:
+            leaver = self._choose_leaver(left, new)
+            if leaver is None:
+                return
+            del left[leaver]
+        self.forgotten += len(self.donors) - len(left)
+        self.kept += 1
+        self.donors = left | {str(self.kept): new}
+
+    def _choose_leaver(self, left: dict[str, Prompt], new: Prompt) -> str | None:
+        """Of the tenant that holds most, the new donor counted; nobody loses anything below a fair share to others."""
+        held: Counter[str] = Counter()
+        for donor in (*left.values(), new):
+            held[donor.namespace.tenant] += self._measure(donor)
+        present = {donor.namespace.tenant for donor in (*self.donors.values(), new)}
+        mine = new.namespace.tenant
+        for tenant in sorted(held, key=lambda tenant: (-held[tenant], tenant)):
+            for name, donor in left.items():
+                if donor.namespace.tenant == tenant and (tenant == mine or held[tenant] * len(present) > WHOLE):
+                    return name
+        return None
+
+    def _measure(self, donor: Prompt) -> int:
+        """The part of the store that a donor takes."""
+        return math.ceil(WHOLE * max(len(donor) / self.donor_tokens, 1 / self.most_donors))
 
     def _choose_again(self, runs: list[tuple[int, int, str, int]], labels: list[str], exact: int) -> int | None:
         """Moved tokens that are computed again; None for a prefill."""

@@ -117,18 +117,28 @@ def test_the_parts_of_a_prompt_add_up_and_something_is_always_computed(mode: Mod
         assert min(one.exact_tokens, one.moved_tokens) >= 0
 
 
+class Log(list[Any]):
+    """Prompts with answer, tenant and whether reuse is wanted; shown by their lengths, not by all of their tokens."""
+
+    def __repr__(self) -> str:
+        return str([(len(ids), ids[:3], len(answer), tenant, wanted) for ids, answer, tenant, wanted in self])
+
+
 @st.composite
-def logs(draw: st.DrawFn) -> list[tuple[tuple[int, ...], tuple[int, ...], str, bool]]:
-    """Prompts of slices of three documents with new words between them, some of them again or longer."""
+def logs(draw: st.DrawFn, longest: int = 8, scale: int = 1) -> Log:
+    """Prompts of slices of three documents with new words between them, some of them again or longer.
+
+    At most ``longest`` prompts, besides those of one beginning; documents are ``scale`` times as long.
+    """
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    documents = [rng.integers(1000 * at, 1000 * at + 900, 150) for at in range(1, 4)]
-    found: list[tuple[tuple[int, ...], tuple[int, ...], str, bool]] = []
+    documents = [rng.integers(1000 * at, 1000 * at + 900, 150 * scale) for at in range(1, 4)]
+    found = Log()
     if draw(st.booleans()):  # one beginning that is loaded again and again, until it heals
         begun = [*rng.integers(10_000, 2**30, 20), *documents[0], *rng.integers(10_000, 2**30, 200)]
         tails = [rng.integers(10_000, 2**30, length) for length in draw(st.lists(st.integers(1, 80), max_size=6))]
         begun_often = [documents[0], *(np.array([*begun, *tail]) for tail in tails)]
         found += [(tuple(ids.tolist()), (), "", True) for ids in begun_often]
-    for _ in range(draw(st.integers(2, 8))):
+    for _ in range(draw(st.integers(2, longest))):
         kind = draw(st.sampled_from(["again", "longer", "longer", "new", "new", "new"])) if found else "new"
         pieces = [rng.integers(10_000, 2**30, int(rng.integers(0, 24)))]
         for _ in range(draw(st.integers(1, 3))):
@@ -156,10 +166,24 @@ def logs(draw: st.DrawFn) -> list[tuple[tuple[int, ...], tuple[int, ...], str, b
 def test_every_prompt_is_counted_as_the_plain_twin_counts_it(
     mode: Mode, log: list[Any], room: int, block: int, pass_tokens: int
 ) -> None:
-    hasher, plain = BlockHasher(block), PlainAnyOffset(mode, room=room, block=block, pass_tokens=pass_tokens)
-    reuse = AnyOffsetReplay(
-        mode, cache_tokens=room * block, donor_tokens=1_000_000, block_tokens=block, pass_tokens=pass_tokens
-    )
+    compare(log, mode, room=room, block=block, pass_tokens=pass_tokens)
+
+
+def compare(
+    log: list[Any],
+    mode: Mode,
+    *,
+    room: int,
+    block: int,
+    pass_tokens: int,
+    donor_tokens: int = 1_000_000,
+    most_donors: int = 1 << 30,
+) -> PlainAnyOffset:
+    """Replay a log by both, prompt by prompt; the twin as it is then."""
+    bounds = {"pass_tokens": pass_tokens, "donor_tokens": donor_tokens}
+    plain = PlainAnyOffset(mode, room=room, block=block, most_donors=most_donors, **bounds)
+    hasher = BlockHasher(block)
+    reuse = AnyOffsetReplay(mode, cache_tokens=room * block, block_tokens=block, max_donors=most_donors, **bounds)
     for ids, answer, tenant, wanted in log:
         prompt = Prompt(ids, namespace=Namespace(tenant=tenant))
         keys = hasher.hash(np.array(ids + answer, np.int32), prompt.namespace)
@@ -167,3 +191,36 @@ def test_every_prompt_is_counted_as_the_plain_twin_counts_it(
         expected = plain.add(ids, answer, tenant, wanted=wanted)
         assert (found.exact_tokens, found.moved_tokens, found.computed_tokens) == expected
     reuse.close()
+    return plain
+
+
+@pytest.mark.parametrize("mode", ["fast", "balanced"])
+@settings(max_examples=20, deadline=None)
+@given(
+    log=logs(longest=12),
+    room=st.sampled_from([12, 100]),
+    most_donors=st.integers(1, 6),
+    pass_tokens=st.sampled_from([0, 40]),
+)
+def test_donors_that_are_evicted_by_number_are_those_that_the_plain_twin_forgets(
+    mode: Mode, log: list[Any], room: int, most_donors: int, pass_tokens: int
+) -> None:
+    compare(log, mode, room=room, block=16, pass_tokens=pass_tokens, most_donors=most_donors)
+
+
+@pytest.mark.parametrize("mode", ["fast", "balanced"])
+@settings(max_examples=10, deadline=None)
+@given(log=logs(longest=10, scale=8), donor_tokens=st.sampled_from([7_500, 9_000]))
+def test_donors_that_are_evicted_for_their_tokens_are_those_that_the_plain_twin_forgets(
+    mode: Mode, log: list[Any], donor_tokens: int
+) -> None:
+    compare(log, mode, room=15, block=64, pass_tokens=0, donor_tokens=donor_tokens)
+
+
+def test_the_tenant_that_holds_most_gives_up_the_donor_that_it_used_longest_ago() -> None:
+    first, second, third, fourth = (tuple(RANDOM.integers(1000, 2**30, 200).tolist()) for _ in range(4))
+    around = (*range(100, 120), *first)  # finds `first`, which is then the latest used
+    log: list[Any] = [(first, (), "a", True), (second, (), "a", True), (around, (), "a", True)]
+    log += [(third, (), "b", True), (fourth, (), "b", True)]
+    log += [((*range(7), *ids), (), tenant, True) for ids, tenant in ((first, "a"), (second, "a"), (third, "b"))]
+    assert compare(log, "fast", room=1000, block=16, pass_tokens=0, most_donors=2).forgotten > 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -63,6 +65,32 @@ def test_kv_that_does_not_fit_is_forgotten_by_the_library():
     donors._books.budget["host"] = 0  # type: ignore[attr-defined]
     answer(engine, "second", 2)
     assert {donor.donor_id for donor in library.donors()} <= {"first"}
+
+
+@pytest.mark.parametrize("room", [{}, {"donor_device_bytes": 1 << 30}])  # of a device that this engine does not use
+def test_without_a_byte_for_donors_none_is_kept_and_nothing_fails(
+    room: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    library = SemBlend(SemBlendConfig(embedder="none", metrics=False))
+    model = DecoderModel.random(ModelSpec.from_hf_config(TINY))
+    engine = assemble(
+        model, pool_tokens=2048, config=EngineConfig(quality="fast"), semblend=library, donor_host_bytes=0, **room
+    )
+    answer(engine, "first", 1)
+    answer(engine, "second", 2)
+    assert not library.donors()
+    assert kept(engine) == 0
+    assert not caplog.records
+
+
+def test_donors_that_fit_the_disk_alone_are_kept_there(tmp_path: Path) -> None:
+    library = SemBlend(SemBlendConfig(embedder="none", metrics=False))
+    model = DecoderModel.random(ModelSpec.from_hf_config(TINY))
+    engine = assemble(
+        model, pool_tokens=2048, semblend=library, donor_host_bytes=0, donor_disk_bytes=1 << 30, donor_dir=tmp_path
+    )
+    answer(engine, "first", 1)
+    assert kept(engine) == 1
 
 
 def drawn(seed: int, count: int) -> list[int]:

@@ -40,7 +40,8 @@ def assemble(
 ) -> Engine:
     """Pool, donors, blender and engine for a model.
 
-    A donor and its KV go together: whichever side lets go first, the other follows.
+    A donor and its KV go together: whichever side lets go first, the other follows. Without a byte for donors the
+    engine keeps none of its own; those of the directory still serve.
     """
     config = config or EngineConfig()
     library = semblend or SemBlend(SemBlendConfig())
@@ -66,6 +67,7 @@ def assemble(
             donor_kv.drop(eviction.donor.donor_id)
 
     library.on_evicted(on_forgotten)
+    config = replace(config, keep_donors=config.keep_donors and donor_kv.has_room_for(model.device))
     quality = quality or QualitySettings(mode=config.quality)
     if donor_bits == 8 and quality.canary_tolerance is None:
         quality = replace(quality, canary_tolerance=find_tolerance(model.dtype, donor_bits))

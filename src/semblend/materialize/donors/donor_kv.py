@@ -143,6 +143,11 @@ class DonorKv:
                 self._books.current[donor_id] = entry
                 return DonorHandle(donor_id, generation, slots.numel(), entry.nbytes, entry.tier, entry.arrives)
 
+    def has_room_for(self, device: torch.device) -> bool:
+        """Whether any budget takes KV of this device; with none, no donor is wanted, and `capture` would refuse all."""
+        tiers = TIERS if device.type == self._device_type else ("host", "disk")
+        return any(self._books.budget[tier] for tier in tiers)
+
     def reserve(self, device: torch.device) -> None:
         """Takes the budgets' memory at once; see `DonorMemory.reserve`."""
         self.memory.reserve(device, self._books.budget)

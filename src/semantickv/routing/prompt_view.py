@@ -39,11 +39,25 @@ class PromptPart:
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
 class PromptView:
-    """A request as far as a router cares. ``fields`` is the parsed body; empty where it could not be read."""
+    """A request as far as a router cares. Its body is parsed when somebody asks for the first time.
 
-    fields: Mapping[str, Any]
+    >>> read_prompt(b'{"model": "m", "messages": [{"role": "user", "content": "Hi"}]}').list_parts()
+    (PromptPart(type='user', data=b'user\\nHi\\n'),)
+    """
+
+    __slots__ = ("_body", "_fields")
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+        self._fields: Mapping[str, Any] | None = None
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The parsed body; empty where it is not a JSON object that can be read in good time."""
+        if self._fields is None:
+            self._fields = _read_fields(self._body)
+        return self._fields
 
     def list_parts(self) -> tuple[PromptPart, ...]:
         """The parts of the prompt in order."""
@@ -59,26 +73,24 @@ class PromptView:
         return self.fields.get("stream") is True
 
 
-UNREAD = PromptView({})
+UNREAD = PromptView(b"")
 
 
 def read_prompt(body: bytes) -> PromptView:
-    """Read a request's body; `UNREAD` if it is not JSON that can be read in good time.
+    """Return the view of a request's body."""
+    return PromptView(body)
 
-    >>> read_prompt(b'{"model": "m", "messages": [{"role": "user", "content": "Hi"}]}').list_parts()
-    (PromptPart(type='user', data=b'user\\nHi\\n'),)
-    """
+
+def _read_fields(body: bytes) -> Mapping[str, Any]:
     if not body or len(body) > MOST_BYTES:
-        return UNREAD
+        return {}
     try:
         if _count_marks(body) > PLAIN_MARKS:
             JsonMeter(_LIMITS).feed(body)
         fields = _load_json(body)
     except (ApiError, ValueError, RecursionError):
-        return UNREAD
-    if not isinstance(fields, dict):
-        return UNREAD
-    return PromptView(fields)
+        return {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def _count_marks(body: bytes) -> int:

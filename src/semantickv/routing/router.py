@@ -98,7 +98,7 @@ class LoadGuard:
 
 
 class Router:
-    """For one event loop. Every `choose` that names a replica is followed by `start` and, in the end, by `end`."""
+    """For one event loop. After a `choose` that names a replica come `start`, `remember` and, in the end, `end`."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Router:
 
     @property
     def needs_pieces(self) -> bool:
-        """Whether the policy looks at prompts at all; to cut one takes half a millisecond."""
+        """Whether the policy looks at prompts at all; to read and cut one of 8k tokens takes .1 ms."""
         return len(self.replicas) > 1 and self.policy not in ("round_robin", "least_loaded")
 
     @property
@@ -149,7 +149,7 @@ class Router:
         return self._decide(free[best], RouteReason.POLICY, request, overlaps, overlaps[best])
 
     def start(self, decision: RouteDecision, request: RouteRequest) -> None:
-        """Count a request to its replica, and remember its prompt there: the next one like it may come at once."""
+        """Count a request to its replica. `remember` its prompt there soon: the next one like it may come at once."""
         replica = decision.replica
         self._turn += 1
         for one in self.replicas:
@@ -159,7 +159,6 @@ class Router:
         replica.waiting_tokens += decision.new_tokens
         replica.recent_requests += 1
         replica.breaker.note_start()
-        replica.memory.note(request.pieces)
         self._set_home(self.find_home_key(request), replica)
 
     def find_home_key(self, request: RouteRequest) -> int:
@@ -182,6 +181,10 @@ class Router:
         self._homes.move_to_end(key)
         if len(self._homes) > MOST_SESSIONS:
             self._homes.popitem(last=False)
+
+    def remember(self, decision: RouteDecision, request: RouteRequest) -> None:
+        """Remember that the replica has seen this prompt."""
+        decision.replica.memory.note(request.pieces)
 
     def note_first_byte(self, decision: RouteDecision) -> None:
         """The prompt is computed: what is left is the answer."""

@@ -53,6 +53,7 @@ def place(router: Router, request: RouteRequest = RouteRequest(), *, end: bool =
     decision = router.choose(request)
     assert isinstance(decision, RouteDecision)
     router.start(decision, request)
+    router.remember(decision, request)
     if end:
         router.note_first_byte(decision)
         router.end(decision, None, had_first_byte=True)
@@ -299,6 +300,7 @@ def test_faults_of_the_client_do_not_open_a_breaker():
     for _ in range(10):
         decision = router.choose(RouteRequest())
         router.start(decision, RouteRequest())
+        router.remember(decision, RouteRequest())
         router.end(decision, Fault(FaultKind.CLIENT_LEFT), had_first_byte=False)
     assert router.replicas[0].can_serve
 
@@ -383,6 +385,7 @@ def test_nothing_is_left_on_a_replica_when_all_requests_have_ended():
         decision = router.choose(request)
         assert isinstance(decision, RouteDecision)
         router.start(decision, request)
+        router.remember(decision, request)
         has_begun = chance.random() < 0.7
         if has_begun:
             router.note_first_byte(decision)

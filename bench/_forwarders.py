@@ -1,4 +1,4 @@
-"""Proxies and routers as processes, ours and peers', for benchmarks of the serving edge: commands, ports, CPU, memory."""
+"""Proxies and routers as processes, ours and peers', for benchmarks of the edge: commands, ports, CPU, memory."""
 
 from __future__ import annotations
 

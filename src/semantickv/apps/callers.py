@@ -67,6 +67,18 @@ def write_fields(fields: Mapping[str, Any], added: Mapping[str, Any]) -> bytes:
     return json.dumps({**fields, **added}, separators=(",", ":")).encode()
 
 
+def add_fields(body: bytes, fields: Mapping[str, Any], added: Mapping[str, Any]) -> bytes:
+    """Add fields of ours to a body that was read as ``fields``; where it has none of them, its own bytes stay.
+
+    >>> add_fields(b'{"seed": 1e2}', {"seed": 100.0}, {"cache_salt": "s"})
+    b'{"seed": 1e2,"cache_salt":"s"}'
+    """
+    if not fields or fields.keys() & added.keys():
+        return write_fields(json.loads(body), added)
+    inside = body[: body.rindex(b"}")]
+    return b"%b,%b" % (inside, json.dumps(added, separators=(",", ":")).encode()[1:])
+
+
 def is_operator(headers: RawHeaders, peer: str, admin_key: str) -> bool:
     """Whether this is the operator: by its key or, where none is set, because it calls from this machine."""
     if admin_key:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from semantickv.apps.callers import Caller, identify_caller, make_salt, write_fields
+from semantickv.apps.callers import Caller, identify_caller, make_salt, write_fields, add_fields
 from semantickv.edge.faults import Fault
 from semantickv.edge.forward import OutgoingRequest
 from semantickv.edge.headers import find_header, select_request_headers
@@ -98,7 +98,7 @@ class CallOpener:
             pieces = _cut(caller, view, view.list_parts() if marked is None else marked.list_parts())
         query = scope["query_string"].decode("latin-1")
         target = scope.get("raw_path", path.encode()).decode("latin-1") + (f"?{query}" if query else "")
-        sent = write_fields(fields, added) if added and marked is None else body
+        sent = add_fields(body, fields, added) if added and marked is None else body
         route = RouteRequest(caller.namespace, caller.session, pieces, is_arranged=marked is not None)
         outgoing = OutgoingRequest(scope["method"], target, headers, sent)
         return EdgeCall(caller, path, body, view, route, outgoing, began, added=added, marked=marked)

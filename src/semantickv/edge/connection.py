@@ -91,6 +91,11 @@ class EngineConnection(asyncio.Protocol):
             return found
         return self._fault or b""
 
+    @property
+    def is_read(self) -> bool:
+        """Whether the answer has ended and all of it was read."""
+        return self._has_ended and not self._pieces
+
     def fail(self, fault: Fault) -> None:
         """End the exchange with a fault and close the connection, from the engine's side or from the client's."""
         if self._fault is None and not self._has_ended:

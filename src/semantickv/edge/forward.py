@@ -102,6 +102,11 @@ class EngineAnswer:
         """Wait for the next bytes; none at the end."""
         return await self._connection.read(self._silence_s)
 
+    @property
+    def is_read(self) -> bool:
+        """Whether nothing more will come."""
+        return self._connection.is_read
+
     def close(self) -> None:
         """Give the connection back. From here on it may serve another client: this one's watch must let go of it."""
         if not self._is_closed:
@@ -167,10 +172,10 @@ async def relay(
             return piece
         if watch.has_left:
             return CLIENT_LEFT
-        if not piece:
-            answer.close()  # before the last send: once it is out, the server reports the client as gone
-            await send({"type": "http.response.body", "body": b""})
-            return None
-        if observe is not None:
+        if observe is not None and piece:
             observe(piece)
+        if answer.is_read:
+            answer.close()  # before the last send: once it is out, the server reports the client as gone
+            await send({"type": "http.response.body", "body": piece})
+            return None
         await send({"type": "http.response.body", "body": piece, "more_body": True})

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 
+from semantickv.edge.parsing import load_json
 from semblend.wire.errors import ApiError
 from semblend.wire.json_limits import JsonLimits, JsonMeter
 
@@ -21,10 +21,11 @@ MOST_BYTES = 4 << 20
 """Longer bodies are not parsed: that would hold up everyone else for 25 ms and more."""
 LONG_TEXT = 1024
 """Characters from which a user's text counts as material rather than as a question."""
+PLAIN_BYTES = 64 << 10
+"""Bodies up to which nothing is counted: whatever they hold is parsed in 1.3 ms."""
 PLAIN_MARKS = 4096
 """Commas and brackets up to which a body is parsed unmetered, in strings or not: less than 3 ms, however they nest."""
 _LIMITS = JsonLimits()
-_DECODER = msgspec.json.Decoder()
 _TYPES = {
     "system": "system", "developer": "system", "assistant": "assistant", "tool": "tool_output",
     "function": "tool_output",
@@ -85,9 +86,9 @@ def _read_fields(body: bytes) -> Mapping[str, Any]:
     if not body or len(body) > MOST_BYTES:
         return {}
     try:
-        if _count_marks(body) > PLAIN_MARKS:
+        if len(body) > PLAIN_BYTES and _count_marks(body) > PLAIN_MARKS:
             JsonMeter(_LIMITS).feed(body)
-        fields = _load_json(body)
+        fields = load_json(body)
     except (ApiError, ValueError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}
@@ -97,14 +98,6 @@ def _count_marks(body: bytes) -> int:
     """Count commas and opening brackets, in strings or not; numpy takes a third of the time of ``bytes.count``."""
     array = np.frombuffer(body, np.uint8)
     return sum(int(np.count_nonzero(array == mark)) for mark in b",[{")
-
-
-def _load_json(body: bytes) -> Any:
-    """Parse JSON: with msgspec in a third of the time, as Python does where that is stricter (NaN, half a pair)."""
-    try:
-        return _DECODER.decode(body)
-    except ValueError:
-        return json.loads(body)
 
 
 def _list_parts(fields: Mapping[str, Any]) -> Iterator[PromptPart]:

@@ -6,13 +6,13 @@ must not cost 1,000 parses.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from semantickv.edge.headers import RawHeaders, find_header
+from semantickv.edge.parsing import load_json
 from semantickv.telemetry.record import EngineReceipt
 from semantickv.traces.collection import has_content
 
@@ -64,9 +64,10 @@ class AnswerReader:
         if not self._is_stream:
             texts = [data] if self.received_bytes <= MOST_WHOLE_BYTES else []
         else:
-            texts = [line[5:] for line in data.split(b"\n") if line.startswith(b"data:") and b'"' in line]
-            texts = [text for text in texts if any(word in text for word in _TOLD)]
+            texts = [line[5:] for line in data.split(b"\n") if line.startswith(b"data:")]
         for text in texts:
+            if not any(word in text for word in _TOLD):
+                continue
             value = _parse(text)
             if value is not None:
                 yield value
@@ -102,7 +103,7 @@ def _find_receipt(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _parse(text: bytes) -> Mapping[str, Any] | None:
     try:
-        value = json.loads(text)
+        value = load_json(text)
     except (ValueError, RecursionError):
         return None  # [DONE], or half an event
     return value if isinstance(value, Mapping) else None

@@ -90,7 +90,7 @@ def test_pieces_that_differ_have_different_hashes_whatever_stands_at_their_ends(
     assert (hash_piece(one, seed) == hash_piece(two, seed)) == (one == two)
 
 
-@pytest.mark.parametrize("text", [b'{"a": NaN}', b'{"a": "\\ud800"}', b'{"a": 123456789012345678901234567890}'])
+@pytest.mark.parametrize("text", [b'{"a": NaN}', b'{"a": "\\ud800"}'])
 def test_a_body_is_read_as_python_reads_it_where_the_fast_parser_is_stricter(text):
     assert repr(read_prompt(text).fields) == repr(json.loads(text))
 

@@ -8,6 +8,8 @@ import ipaddress
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from random import getrandbits
 from typing import Any
 
 from semantickv.edge.headers import RawHeaders, find_header

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from semantickv.apps.callers import Caller, identify_caller, make_salt, write_fields, add_fields
+from semantickv.apps.callers import Caller, add_fields, identify_caller, make_salt, write_fields
 from semantickv.edge.faults import Fault
 from semantickv.edge.forward import OutgoingRequest
 from semantickv.edge.headers import find_header, select_request_headers

@@ -63,7 +63,7 @@ def make_server(
         host=host,
         port=port,
         loop="uvloop" if find_spec("uvloop") else "asyncio",
-        http=partial(ClientConnection, books=Connections(connections), deadlines=deadlines),
+        http=partial(ClientConnection, books=Connections(connections), deadlines=deadlines),  # type: ignore[arg-type]
         timeout_keep_alive=int(deadlines.idle_s),
         ws="none",
         lifespan="on",

@@ -53,7 +53,7 @@ class JoiningTransport:
 
 
 class ClientConnection(HttpToolsProtocol):
-    """One connection. Every phase in which we wait for the client has an end, and ``books`` knows who may go for room."""
+    """One connection. Every phase in which we wait for the client has an end, and ``books`` knows who may go."""
 
     def __init__(self, *args: Any, books: Connections, deadlines: Deadlines, **known: Any) -> None:
         super().__init__(*args, **known)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from itertools import islice
+from itertools import compress, islice
 
 from semantickv.routing.fingerprint import PromptPieces
 

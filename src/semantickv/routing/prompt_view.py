@@ -49,9 +49,9 @@ class PromptView:
 
     __slots__ = ("_body", "_fields")
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, fields: Mapping[str, Any] | None = None, *, body: bytes = b"") -> None:
+        self._fields = fields
         self._body = body
-        self._fields: Mapping[str, Any] | None = None
 
     @property
     def fields(self) -> Mapping[str, Any]:
@@ -74,12 +74,12 @@ class PromptView:
         return self.fields.get("stream") is True
 
 
-UNREAD = PromptView(b"")
+UNREAD = PromptView({})
 
 
 def read_prompt(body: bytes) -> PromptView:
     """Return the view of a request's body."""
-    return PromptView(body)
+    return PromptView(body=body)
 
 
 def _read_fields(body: bytes) -> Mapping[str, Any]:

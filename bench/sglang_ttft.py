@@ -12,7 +12,7 @@ and each case asks them in turn:
     exact      stock, the same prompt once more: a prefix hit on all of it, the floor of this engine
     rerun      stock again under another salt, every fourth case: what is not equal here is the engine's own noise
     fast       ours, after the case's donors
-    balanced   ours, the same donors
+    balanced   ours, after the same donors under another salt
     miss       ours under a salt that nobody has used, every fourth case: all the work of looking, nothing found
 
 TTFT is wall time at the client. On a shared machine it tells little, so CPU time of the server until the first token
@@ -133,18 +133,17 @@ def pick(receipt: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_case(pair: Asks, case: Case, number: int, tokens: int) -> dict[str, Any]:
-    """All arms of one case. Mode balanced comes last: what it refuses is computed, and then all of it is exact."""
+    """All arms of one case, each with donors of its own."""
     name, checked = case.case_id.replace("/", "-"), number % EVERY == 0
     beginning = max(count_common(donor, case.tokens) for donor in case.donors)
     found: dict[str, Any] = {"tokens": len(case.tokens), "common_beginning": beginning, "number": number,
                              "spans": len(case.spans), "donors": len(case.donors)}  # fmt: skip
     found["cold"] = pair.ask("cold", case.tokens, tokens, f"{name}-cold", f"{name} cold")
     found["exact"] = pair.ask("exact", case.tokens, 1, f"{name}-exact", f"{name} cold")
-    found["donor"] = [
-        pair.ask("donor", donor, 1, f"{name}-donor-{at}", name, quality="exact") for at, donor in enumerate(case.donors)
-    ]
-    for mode in ("fast", "balanced"):
-        found[mode] = pair.ask(mode, case.tokens, tokens, f"{name}-{mode}", name, quality=mode)
+    for mode in ("fast", "balanced"):  # a salt each: the exact head of one answer would be a prefix hit of the other
+        for at, donor in enumerate(case.donors):
+            pair.ask("donor", donor, 1, f"{name}-{mode}-donor-{at}", f"{name} {mode}", quality="exact")
+        found[mode] = pair.ask(mode, case.tokens, tokens, f"{name}-{mode}", f"{name} {mode}", quality=mode)
     if checked:
         found["rerun"] = pair.ask("rerun", case.tokens, tokens, f"{name}-rerun", f"{name} rerun")
         found["miss"] = pair.ask("miss", case.tokens, tokens, f"{name}-miss", f"{name} miss")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 collect_ignore = ["cpu_shim"]  # installed into SGLang's environment; imported here it would change the tests' own
 
 MODEL = os.environ.get("SEMBLEND_TEST_SGLANG_MODEL", "")
+FLAGS = json.loads(os.environ.get("SEMBLEND_TEST_SGLANG_FLAGS", "{}"))
+"""More flags of the scheduler: a process has one, so other flags need another process."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,4 +35,4 @@ def engine() -> object:
     """SGLang's scheduler with the cache backend ``semblend``; see `scheduler_world`."""
     from scheduler_world import SchedulerWorld
 
-    return SchedulerWorld(MODEL)
+    return SchedulerWorld(MODEL, **FLAGS)

@@ -202,11 +202,11 @@ class SchedulerWorld:
         """Overwrite the KV of every donor with noise, as a broken machine would."""
         import torch
 
-        for donor_id, generation in list(self.desk._held.items()):
-            held = self.desk.donor_kv.acquire(donor_id, generation)
+        for donor_id, generation in list(self.desk.donors.generations.items()):
+            held = self.desk.donors.kv.acquire(donor_id, generation)
             held.k.copy_(torch.randn_like(held.k) * 3)
             held.v.copy_(torch.randn_like(held.v) * 3)
-            self.desk.donor_kv.release(held)
+            self.desk.donors.kv.release(held)
 
     def receipt(self, answer: Answer) -> Any:
         found = [event.fields.get("receipt") for event in self.events if event.request_id == answer.request_id]

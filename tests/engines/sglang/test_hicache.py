@@ -1,20 +1,37 @@
-"""HiCache with our storage, in SGLang's own server: stored, evicted, restarted, fetched; what is damaged is a miss."""
+"""HiCache with our storage: stored, evicted, restarted, fetched; what is damaged is a miss; documents move beside it.
+
+The first server is SGLang's own. The one that starts after it was killed has our cache too, and the same pages.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from http_server import STOCK, Server
+from http_server import LAUNCHER, STOCK, Server
+
+HERE = Path(__file__).parent
+IN_PROCESS = {
+    "enable_hierarchical_cache": True,
+    "hicache_ratio": 2.0,
+    "hicache_io_backend": "direct",
+    "hicache_mem_layout": "layer_first",
+    "hicache_write_policy": "write_through",
+}
 
 DOCUMENT = " ".join(f"Item {n} costs {3 * n + 1} dollars and ships on day {n % 28}." for n in range(20))
 PROMPT = "Read the list, then answer.\n" + DOCUMENT + "\nQuestion: what does item 5 cost?\nAnswer:"
+MOVED = "You run a small shop. Look at what you sell.\n" + DOCUMENT + "\nQuestion: what does item 7 cost?\nAnswer:"
 PAGE = 16
 
 
-def start(folder: Path, log: Path) -> Server:
+def start(folder: Path, log: Path, command: Sequence[str] = STOCK) -> Server:
     extra = {
         "backend_name": "semblend",
         "module_path": "semblend.integration.sglang.hicache.page_storage",
@@ -29,7 +46,8 @@ def start(folder: Path, log: Path) -> Server:
         *("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"),
         *("--hicache-write-policy", "write_through", "--hicache-storage-prefetch-policy", "wait_complete"),
         *("--hicache-storage-backend", "dynamic", "--hicache-storage-backend-extra-config", json.dumps(extra)),
-        command=STOCK,
+        command=command,
+        SEMBLEND_QUALITY="fast",
     )
 
 
@@ -65,7 +83,7 @@ def life(tmp_path_factory):
         first.stop()  # by SIGKILL
     found["logs"] = (base / "first.log").read_text()
     (folder / "0123.abcd.part").write_bytes(b"half a page")
-    second = start(folder, base / "second.log")
+    second = start(folder, base / "second.log", LAUNCHER)
     try:
         found["restarted"] = second.generate(PROMPT)
         second.post("/flush_cache")
@@ -78,6 +96,10 @@ def life(tmp_path_factory):
         wait_until_stored(folder, pages)
         second.post("/flush_cache")
         found["stored again"] = second.generate(PROMPT)
+        found["moved"] = second.generate(MOVED)
+        time.sleep(3)  # whatever would be stored of it
+        second.post("/flush_cache")  # donors go too
+        found["moved, flushed"] = second.generate(MOVED)
     finally:
         second.stop()
     found["second log"] = (base / "second.log").read_text()
@@ -113,3 +135,27 @@ def test_a_damaged_page_is_a_miss_and_is_stored_again(life):
 def test_pages_are_private_files(life):
     assert life["folder"].stat().st_mode & 0o077 == 0
     assert all(path.stat().st_mode & 0o077 == 0 for path in list_pages(life["folder"]))
+
+
+def test_a_document_is_moved_beside_hicache_and_its_moved_pages_are_never_stored(life):
+    assert "SemBlend serves this engine" in life["second log"]
+    (receipt,) = life["moved"]["meta_info"]["semblend"]
+    assert receipt["reused_tokens"] > 100
+    assert fetched_tokens(life["moved, flushed"]) <= receipt["exact_tokens"] + 64, "only its exact head"
+    (restarted,) = life["restarted"]["meta_info"]["semblend"]
+    assert restarted["reused_tokens"] == 0
+    assert restarted["exact_tokens"] == life["restarted"]["meta_info"]["cached_tokens"], "pages are exact"
+
+
+def test_every_rule_of_reuse_and_safety_holds_beside_hicache():
+    """In a process of its own: a scheduler with other flags."""
+    files = [HERE / name for name in ("beside_hicache.py", "test_reuse.py", "test_safety.py")]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-W", "ignore", "-p", "no:cacheprovider", *map(str, files)],
+        env=os.environ | {"SEMBLEND_TEST_SGLANG_FLAGS": json.dumps(IN_PROCESS)},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        cwd=HERE.parents[2],
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -83,7 +83,7 @@ def test_an_abort_in_the_middle_of_a_load_gives_its_slots_back(world, free):
         world.desk.settings = kept
     world.flush()
     assert world.count_free() == free
-    assert world.desk.donor_kv.holders == 0
+    assert world.desk.donors.kv.holders == 0
 
 
 def test_an_abort_between_planning_and_allocation_leaves_nothing(world, free):
@@ -99,7 +99,7 @@ def test_an_abort_between_planning_and_allocation_leaves_nothing(world, free):
     assert world.count_free() == held
     world.flush()
     assert world.count_free() == free
-    assert world.desk.donor_kv.holders == 0
+    assert world.desk.donors.kv.holders == 0
 
 
 def test_an_aborted_request_that_runs_leaves_no_slot_and_no_claim(world, free):
@@ -140,7 +140,7 @@ def test_poisoned_donor_kv_is_refused_and_its_donor_forgotten(world):
     assert answer.tokens == cold.tokens
     assert receipt.reused_tokens == 0
     assert receipt.reason is DeclineReason.VALIDATION_FAILED
-    assert len(world.desk.donor_kv) <= 1, "the poisoned donor is gone; the prompt that was computed may be one"
+    assert len(world.desk.donors.kv) <= 1, "the poisoned donor is gone; the prompt that was computed may be one"
 
 
 def test_a_donor_that_leaves_between_offer_and_load_costs_a_cold_prefill(world):
@@ -151,7 +151,7 @@ def test_a_donor_that_leaves_between_offer_and_load_costs_a_cold_prefill(world):
 
     def decide_and_lose(record):
         found = decide(record)
-        world.desk.donor_kv.drop_all()
+        world.desk.donors.kv.drop_all()
         return found
 
     world.desk._decide = decide_and_lose

@@ -215,5 +215,47 @@ def test_a_provider_that_fails_or_is_late_costs_an_answer_nothing(world):
     for provider, deadline_ms in ((Recorder(error=OSError("gone")), 5000), (Late(SemanticPrefixResult(prompt)), 1)):
         world.forget_prefixes()
         world.cache.set_semantic_provider(provider, deadline_ms=deadline_ms)
-        (answer,) = world.ask(prompt, opt_out=True)
+        (answer,) = world.ask(prompt, quality="exact")
         assert answer.tokens == cold.tokens
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [["a", "b"], [1.5, 2.5], [2**70], [-1] * 400, [10**9] * 400, [None], 7, None, "text", range(10**7), iter([1])],
+    ids=["text", "floats", "too large", "negative", "no token", "none", "a number", "nothing", "a string", "endless",
+         "a generator"],
+)  # fmt: skip
+def test_a_provider_that_proposes_nonsense_costs_neither_the_answer_nor_our_own_reuse(world, nonsense):
+    document = world.document(261, 64)
+    target = document + world.question("Name the third word.")
+    cold = world.cold(target)
+    world.ask(world.ids("An unusual opening. ") + document + world.question())
+    world.cache.set_semantic_provider(Recorder(SemanticPrefixResult(nonsense)), deadline_ms=5000)
+    (answer,) = world.ask(target, quality="fast")
+    assert answer.tokens == cold.tokens
+    assert world.receipt(answer).reused_tokens > 0, "the donors that we know ourselves are used all the same"
+
+
+def test_a_provider_that_answers_with_another_type_is_ignored(world):
+    class Other(Recorder):
+        def on_prefix_miss(self, rid, token_ids):
+            super().on_prefix_miss(rid, token_ids)
+            return {"alternate_token_ids": list(token_ids)}
+
+    provider, prompt = Other(), world.document(271)
+    cold = world.cold(prompt)
+    world.cache.set_semantic_provider(provider, deadline_ms=5000)
+    (answer,) = world.ask(prompt)
+    assert answer.tokens == cold.tokens
+    assert len(provider.named("miss")) == 1
+
+
+def test_a_provider_neither_sees_nor_learns_of_a_request_that_opts_out(world):
+    provider = Recorder()
+    world.cache.set_semantic_provider(provider, deadline_ms=5000)
+    world.ask(world.document(281), opt_out=True)
+    (told,) = world.ask(world.document(282))
+    end = time.monotonic() + 10
+    while not provider.named("cached") and time.monotonic() < end:
+        time.sleep(0.01)
+    assert {call[1] for call in provider.named("miss") + provider.named("cached")} == {told.request_id}

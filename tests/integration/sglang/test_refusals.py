@@ -94,9 +94,16 @@ def test_trees_of_another_kind_are_refused(flag):
     assert refusals._refuse_cache(make_context(**{flag: True}), SimpleNamespace())
 
 
-def test_hicache_beside_us_is_refused():
-    why = refusals._refuse_cache(make_context(enable_hierarchical_cache=True), SimpleNamespace())
-    assert "HiCache" in (why or "")
+def test_hicache_is_served_with_pages_in_host_memory_and_refused_without():
+    context = make_context(enable_hierarchical_cache=True)
+    assert refusals._refuse_cache(context, SimpleNamespace(hicache_host_memory_mode="cache")) is None
+    why = refusals._refuse_cache(context, SimpleNamespace(hicache_host_memory_mode="buffer_only"))
+    assert "buffer_only" in (why or "")
+
+
+@pytest.mark.parametrize("flag", ["enable_unified_cache_external_linker", "enable_lmcache", "enable_flexkv"])
+def test_external_caches_are_refused(flag):
+    assert flag in (refusals._refuse_cache(make_context(), SimpleNamespace(**{flag: True})) or "")
 
 
 @pytest.mark.parametrize("name", ["tp_size", "pp_size", "dp_size", "attn_cp_size", "dcp_size"])

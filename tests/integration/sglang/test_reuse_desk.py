@@ -10,10 +10,11 @@ import torch
 from semblend.config import SemBlendConfig
 from semblend.confirm.sinks import MemorySink
 from semblend.facade import SemBlend
-from semblend.integration.sglang.records import SlotPool, Waiting
-from semblend.integration.sglang.reuse_desk import ReuseDesk
+from semblend.integration.sglang.desk.records import SlotPool, Waiting
+from semblend.integration.sglang.desk.reuse_desk import ReuseDesk
 from semblend.integration.sglang.settings import SglangSettings
-from semblend.materialize.blend.quality import QualitySettings
+from semblend.materialize.blend.blender import Blender
+from semblend.materialize.blend.quality import QualitySettings, Rejected
 from semblend.materialize.contract import Rows
 from semblend.materialize.naive_engine import NaiveEngine
 from semblend.plan.reuse_plan import DeclineReason
@@ -153,7 +154,7 @@ def test_whatever_ends_a_load_gives_slots_prefix_and_donors_back(world, end):
     world.begin(world.request("r", TARGET))
     assert world.desk.work("r", busy=True) is None
     getattr(world.desk, end)(*(["r"] if end == "forget" else []))
-    assert (len(world.slots.free), world.held, world.desk.donor_kv.holders) == (free, 0, 0)
+    assert (len(world.slots.free), world.held, world.desk.donors.kv.holders) == (free, 0, 0)
 
 
 def test_a_failure_after_slots_were_taken_gives_them_back_and_is_not_tried_again(world):
@@ -218,8 +219,8 @@ def test_what_somebody_proposes_is_adopted_once(world):
     row = world.slots.take(len(DOCUMENT))
     world.engine.forward(Rows.of(DOCUMENT, list(range(len(DOCUMENT))), row))
     prompt = Prompt(DOCUMENT)
-    assert world.desk.adopt(prompt, row)
-    assert not world.desk.adopt(prompt, row)
+    assert world.desk.donors.adopt(prompt, row)
+    assert not world.desk.donors.adopt(prompt, row)
     assert world.begin(world.request("r", TARGET)) > 0
 
 
@@ -240,6 +241,8 @@ def test_a_request_that_is_loaded_and_then_not_admitted_gives_its_slots_back(wor
     assert len(world.slots.free) < free
     if end == "asked again":
         assert world.desk.offer(request, 0) == 0
+        world.desk.note_prompt("r", torch.zeros(len(TARGET), dtype=torch.int64))
+        assert world.receipts()[-1].reused_tokens == 0, "what was loaded and not used is no reuse"
     else:
         world.desk.forget("r")
     assert len(world.slots.free) == free
@@ -256,3 +259,49 @@ def test_slots_in_a_row_are_the_engines_to_free(world):
     world.desk.forget("r")
     assert len(world.slots.free) == free - len(row)
     world.slots.give_back(row)
+
+
+def test_while_the_engine_loads_its_own_pages_nothing_is_offered_and_the_request_becomes_a_donor(world):
+    world.donate()
+    free = len(world.slots.free)
+    request = world.request("r", TARGET)
+    world.begin(request)
+    world.desk.wait_for_pages(request, 40)
+    assert (len(world.slots.free), world.held) == (free, 0), "a load under way is given up"
+    row = world.slots.take(len(TARGET))
+    world.engine.forward(Rows.of(TARGET, list(range(len(TARGET))), row))
+    world.desk.note_prompt("r", row)
+    world.desk.forget("r")
+    receipt = world.receipts()[-1]
+    assert (receipt.exact_tokens, receipt.reused_tokens, receipt.prefill_tokens) == (40, 0, len(TARGET) - 40)
+    assert len(list(world.desk.semblend.donors())) == 2
+
+
+def test_a_request_whose_pages_have_arrived_is_offered_what_is_behind_them(world):
+    world.donate()
+    request = world.request("r", TARGET)
+    world.desk.wait_for_pages(request, 5)
+    assert world.desk.offer(request, 5) == len(TARGET) - 1 - 5
+
+
+def test_kinds_of_prompts_that_the_gate_refuses_are_no_longer_begun(world, monkeypatch):
+    """As in the other engines: the memory of the gate's verdicts saves passes in vain."""
+    world.donate()
+    rejected = Rejected(0, 0.5, 1, 0.0, 1.0, 1.0, work=0.7)
+    monkeypatch.setattr(Blender, "prepare_in_pieces", lambda *args, **more: give(rejected))
+    outcomes = []
+    for number in range(3):
+        request = world.request(f"r{number}", TARGET, mode="balanced")
+        offered = world.begin(request)
+        if offered:
+            assert world.desk.work(request.request_id, busy=False) == 0
+        world.desk.note_prompt(request.request_id, torch.zeros(len(TARGET), dtype=torch.int64))
+        world.desk.forget(request.request_id)
+        outcomes.append((bool(offered), world.receipts()[-1].reason))
+    assert outcomes == [(number == 0, DeclineReason.QUALITY_RISK) for number in range(3)]
+
+
+def give(value):
+    """A load that ends at once."""
+    return value
+    yield

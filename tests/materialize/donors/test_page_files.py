@@ -143,14 +143,33 @@ def test_what_a_dead_writer_left_unfinished_is_removed(tmp_path):
     assert new.exists(), "somebody may be writing it"
 
 
-def test_a_disk_that_is_full_costs_a_page_and_raises_nothing(tmp_path, monkeypatch):
+def test_a_disk_that_is_full_is_the_budget_from_then_on_and_raises_nothing(tmp_path, monkeypatch, caplog):
     files = PageFiles(tmp_path / "pages", IDENTITY, 10**6)
+    for number in range(10):
+        assert files.write(f"old {number}", make_page(number))
+        os.utime(files._folder.path / files._name(f"old {number}"), (number, number))
+    write, room = files._folder.write, files.stored_bytes
 
-    def fail(name, fill):
-        raise OSError(28, "No space left on device")
+    def write_if_there_is_room(name, fill):
+        held = sum(path.stat().st_size for path in files._folder.path.glob("*.page"))
+        if held + room // 10 > room:
+            raise OSError(28, "No space left on device")
+        return write(name, fill)
 
-    monkeypatch.setattr(files._folder, "write", fail)
+    monkeypatch.setattr(files._folder, "write", write_if_there_is_room)
+    stored = [files.write(f"new {number}", make_page(number)) for number in range(10)]
+    assert stored[0] is False, "the disk is full"
+    assert sum(stored) >= 5, "older pages make room for newer ones"
+    assert not files.holds("old 0")
+    assert len(caplog.records) == 1, "not a line for every page"
+
+
+def test_a_write_that_fails_for_another_reason_costs_one_page(tmp_path, monkeypatch):
+    files = PageFiles(tmp_path / "pages", IDENTITY, 10**6)
+    monkeypatch.setattr(files._folder, "write", lambda name, fill: (_ for _ in ()).throw(OSError(5, "broken")))
     assert not files.write("k", make_page(1))
+    monkeypatch.undo()
+    assert files.write("k", make_page(1))
 
 
 def test_clear_removes_the_pages_of_this_identity_only(tmp_path):

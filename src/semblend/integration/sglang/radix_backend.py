@@ -8,7 +8,7 @@ desk. A hook of ours that fails says so in the log and in an event, and answers 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,9 +18,9 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from torch import Tensor
 
-from semblend.integration.sglang.records import SlotPool
-from semblend.integration.sglang.requests import build_namespace, join_salts, read_request, show_receipt
-from semblend.integration.sglang.reuse_desk import ReuseDesk
+from semblend.integration.sglang.desk.records import SlotPool
+from semblend.integration.sglang.desk.requests import build_namespace, join_salts, read_request, show_receipt
+from semblend.integration.sglang.desk.reuse_desk import ReuseDesk
 from semblend.integration.sglang.semantic_prefix import GuardedProvider, SemanticPrefixProvider, copy_key
 from semblend.prompt import Namespace, Prompt
 
@@ -34,6 +34,7 @@ class SemBlendRadixCache(UnifiedRadixCache):
     _desk: ReuseDesk | None = None
     _namespace = Namespace()
     _provider: GuardedProvider | None = None
+    _last_load_is_ours = False
 
     def open_desk(self, make: Callable[[SlotPool], ReuseDesk], namespace: Namespace) -> None:
         """Serve requests from now on."""
@@ -44,8 +45,9 @@ class SemBlendRadixCache(UnifiedRadixCache):
 
     def match_prefix(self, params: MatchPrefixParams) -> Any:
         found = super().match_prefix(params)
-        if self._desk is None or params.req is None or found.host_hit_length or params.req.kv.holds_kv:
+        if self._desk is None or params.req is None or params.req.kv.holds_kv:
             return found
+        params.req.semblend_offered = 0
         return self._guard("match", params.req.rid, lambda desk: self._offer(desk, params, found), found)
 
     def set_semantic_provider(self, provider: SemanticPrefixProvider | None, *, deadline_ms: float = 5.0) -> None:
@@ -63,50 +65,90 @@ class SemBlendRadixCache(UnifiedRadixCache):
         return super().match_prefix(params)
 
     def _ask_provider(self, desk: ReuseDesk, params: MatchPrefixParams) -> bool:
-        """Make a donor of what a provider names, as far as the exact tree holds it: the lookup then finds equal runs.
-
-        Whether the provider wants nothing of the request published.
-        """
+        """Let a provider name a donor, once a request; whether it wants nothing of the request published."""
         req = params.req
-        if self._provider is None or desk.find_source(req.rid) is not None:
+        if self._provider is None or desk.find_source(req.rid) is not None or self.ongoing_load_back:
             return False
         answer = self._provider.on_prefix_miss(req.rid, list(req.origin_input_ids))
         if answer is None:
             return False
         log.info("semantic prefix for %s: source_id=%s", req.rid, answer.source_id)
-        found = self._match_prefix_exact(MatchPrefixParams(key=copy_key(params.key, answer.alternate_token_ids)))
+        try:
+            self._adopt(desk, params, answer.alternate_token_ids)
+        except Exception as error:  # what it says may be anything; our own search goes on
+            log.warning(
+                "the semantic provider's proposal for %s is of no use: %s: %s", req.rid, type(error).__name__, error
+            )
+        return bool(answer.skip_insert)
+
+    def _adopt(self, desk: ReuseDesk, params: MatchPrefixParams, alternate: Sequence[int]) -> None:
+        """Make a donor of other tokens, as far as the exact tree holds them: the lookup then finds equal runs."""
+        longest = int(self.req_to_token_pool.req_to_token.shape[1])  # no request has more
+        found = self._match_prefix_exact(MatchPrefixParams(key=copy_key(params.key, alternate[:longest])))
         length = int(found.device_prefix_len)
         if length < desk.settings.config.min_span_tokens:
-            return answer.skip_insert
+            return
         lock = self.lock(found.last_device_node)
         try:
-            tokens = np.array(answer.alternate_token_ids[:length], dtype=np.int64)
-            root = self.root_node_handle(req.extra_key)
+            root = self.root_node_handle(params.req.extra_key)
             slots = self.tree_core.collect_full_device_indices(found.last_device_node, root)
             self._wait_for_step()
-            desk.adopt(Prompt(tokens, namespace=build_namespace(join_salts(req), self._namespace)), slots[:length])
+            namespace = build_namespace(join_salts(params.req), self._namespace)
+            desk.donors.adopt(Prompt(np.array(alternate[:length], dtype=np.int64), namespace=namespace), slots[:length])
         finally:
             self.unlock(lock)
-        return answer.skip_insert
 
     def _offer(self, desk: ReuseDesk, params: MatchPrefixParams, found: Any) -> Any:
         salted = desk.settings.require_cache_salt
         request = desk.find_request(params.req.rid, params.req) or read_request(
             params.req, len(params.key), self._namespace, require_cache_salt=salted
         )
-        missed = not found.device_prefix_len and not request.declined
+        if found.host_hit_length:  # SGLang's own pages come first: they are exact
+            desk.wait_for_pages(request, int(found.device_prefix_len + found.host_hit_length))
+            return found
+        params.req.semblend_opted_out = request.opt_out
+        missed = not found.device_prefix_len and not request.declined and not request.opt_out
         private = missed and self._ask_provider(desk, params)
         offered = desk.offer(request, int(found.device_prefix_len))
         if private:
             desk.keep_private(params.req.rid)
+        params.req.semblend_offered = offered
         return found._replace(host_hit_length=offered) if offered > 0 else found
 
     def init_load_back(self, params: InitLoadBackParams) -> Any:
-        """Load what was offered: (tokens, node) when it is over, None while it goes on; then SGLang asks again."""
-        if self._desk is None:
-            return super().init_load_back(params)
-        cold = (0, params.req.last_node)
-        return self._guard("load", params.req.rid, lambda desk: self._load(desk, params.req), cold)
+        """Load what was offered: (tokens, node) when it is over, None while it goes on; then SGLang asks again.
+
+        A hit in HiCache's host memory is SGLang's own to load. A request has one or the other.
+        """
+        self._last_load_is_ours = self._desk is not None and getattr(params.req, "semblend_offered", 0) > 0
+        if self._last_load_is_ours:
+            cold = (0, params.req.last_node)
+            return self._guard("load", params.req.rid, lambda desk: self._load(desk, params.req), cold)
+        found = super().init_load_back(params)
+        if found is not None and not found[0]:  # SGLang computes what it had promised to load
+            self._guard("load", params.req.rid, lambda desk: self._note_not_loaded(desk, params.req), None)
+        return found
+
+    def _note_not_loaded(self, desk: ReuseDesk, req: Any) -> None:
+        request = desk.find_request(req.rid, req)
+        if request is not None:
+            desk.wait_for_pages(request, int(req.prefix_len))
+
+    def prefetch_from_storage(
+        self, request: Any, last_host_node_id: Any, new_input_tokens: Any, *more: Any,
+        matched_prefix_tokens: Any = None, **named: Any,
+    ) -> Any:  # fmt: skip
+        """Seek pages behind what the tree holds: SGLang takes what we have offered for a part of that."""
+        req = self._desk.find_source(request.rid) if self._desk is not None else None
+        offered = getattr(req, "semblend_offered", 0)
+        if offered and matched_prefix_tokens is not None and len(matched_prefix_tokens) >= offered:
+            held = len(matched_prefix_tokens) - offered
+            new_input_tokens = matched_prefix_tokens[held:] + new_input_tokens
+            matched_prefix_tokens = matched_prefix_tokens[:held]
+            req.storage_prefetch_last_match_len = held
+        return super().prefetch_from_storage(
+            request, last_host_node_id, new_input_tokens, *more, matched_prefix_tokens=matched_prefix_tokens, **named
+        )
 
     def _load(self, desk: ReuseDesk, req: Any) -> Any:
         def hold() -> Callable[[], None]:
@@ -115,6 +157,8 @@ class SemBlendRadixCache(UnifiedRadixCache):
 
         if desk.find_source(req.rid) is not req:
             return 0, req.last_node
+        if self.ongoing_load_back:  # slots of the exact prefix may be under way from HiCache's host memory
+            return None
         self._wait_for_step()
         desk.load(req.rid, lambda: self._path_slots(req), hold)
         loaded = desk.work(req.rid, busy=self._is_busy())
@@ -123,8 +167,8 @@ class SemBlendRadixCache(UnifiedRadixCache):
         return None if loaded is None else (loaded, req.last_node)
 
     def load_back_is_cache_owned(self) -> bool:
-        """What we load belongs to the request, never to the tree."""
-        return bool(super().load_back_is_cache_owned()) if self._desk is None else False
+        """What we load belongs to the request, never to the tree. SGLang asks after each load, for that one."""
+        return False if self._last_load_is_ours else bool(super().load_back_is_cache_owned())
 
     def release_aborted_request(self, request: Any) -> None:
         self._guard("abort", request.rid, lambda desk: self._forget_waiting(desk, request.rid), None)
@@ -153,7 +197,8 @@ class SemBlendRadixCache(UnifiedRadixCache):
         self._guard("prompt", req.rid, lambda desk: self._note_prompt(desk, req, up_to), None)
         exact_end = self._find_exact_end(self._desk, req)
         super().checkpoint(req, up_to=up_to if exact_end is None else min(up_to, exact_end), **more)
-        if self._provider is not None and exact_end is None and req.finished():
+        told = exact_end is None and not getattr(req, "semblend_opted_out", False)
+        if self._provider is not None and told and req.finished():
             self._provider.on_request_cached(req.rid, list(req.full_untruncated_fill_ids[:up_to]))
 
     def _find_exact_end(self, desk: ReuseDesk, req: Any) -> int | None:

@@ -44,14 +44,17 @@ def _refuse_cache(context: Any, args: Any) -> str | None:
         return "the radix cache is off (--disable-radix-cache)"
     if context.is_hybrid_swa or context.is_hybrid_ssm or context.is_dsa:
         return "the model does not have one kind of full attention in all layers"
-    if context.enable_hierarchical_cache or getattr(args, "enable_unified_cache_external_linker", False):
-        return "what HiCache and external caches load belongs to the tree, and what we load must not"
+    for name in ("enable_unified_cache_external_linker", "enable_lmcache", "enable_flexkv"):
+        if getattr(args, name, False):
+            return f"an external cache owns the loads of its requests, and would store moved KV as exact ({name})"
+    if context.enable_hierarchical_cache and getattr(args, "hicache_host_memory_mode", "cache") == "buffer_only":
+        return "HiCache without pages in host memory stages its loads itself (hicache_host_memory_mode buffer_only)"
     return None
 
 
 def _refuse_ranks(args: Any) -> str | None:
     for name, why in (
-        ("tp_size", "several ranks have to take the same decisions, which nobody has run yet"),
+        ("tp_size", "all ranks must admit the same requests in the same step, and our loads go by each rank's clock"),
         ("pp_size", "in a pipeline no rank has all layers, and a pass of ours needs them"),
         ("dp_size", "data parallel attention waits for every pass of all ranks"),
         ("attn_cp_size", "context parallel engines keep a prompt's KV on several ranks"),

@@ -23,12 +23,16 @@ class SglangSettings:
     step_work_ms: float = setting(
         40.0, "While other requests run, a scheduler step works so long on the load of the request that is next."
     )
+    provider_deadline_ms: float = setting(
+        5.0, "A semantic provider that has not answered by then is not waited for; the scheduler waits so long."
+    )
     require_cache_salt: bool = setting(
         False, "A request without a cache_salt or extra_key neither reuses nor becomes a donor."
     )
 
     def __post_init__(self) -> None:
-        for name in ("donor_host_bytes", "donor_device_bytes", "donor_min_new_tokens", "step_work_ms"):
+        numbers = ("donor_host_bytes", "donor_device_bytes", "donor_min_new_tokens", "step_work_ms")
+        for name in (*numbers, "provider_deadline_ms"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
                 raise ConfigError(f"{name}={value!r} is not a number of 0 or more", hint="see docs/guides/sglang.md")

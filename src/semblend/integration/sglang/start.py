@@ -12,10 +12,10 @@ from semblend.confirm.log_lines import format_line
 from semblend.confirm.sinks import CallbackSink
 from semblend.errors import ConfigError
 from semblend.facade import SemBlend
+from semblend.integration.sglang.desk.records import SlotPool
+from semblend.integration.sglang.desk.reuse_desk import ReuseDesk
 from semblend.integration.sglang.model_access import SglangModel, read_rope_config
-from semblend.integration.sglang.records import SlotPool
 from semblend.integration.sglang.refusals import refusal
-from semblend.integration.sglang.reuse_desk import ReuseDesk
 from semblend.integration.sglang.semantic_prefix import SemanticPrefixProvider
 from semblend.integration.sglang.settings import SglangSettings, sglang_settings
 from semblend.materialize.blend.quality import QualitySettings
@@ -44,7 +44,7 @@ def make_cache(context: Any) -> Any:
             settings = sglang_settings(own)
             cache.open_desk(lambda pool: make_desk(context, settings, pool, sglang.__version__), build_engine(context))
             if path := read_sglang_variable().get("provider"):
-                cache.set_semantic_provider(make_provider(str(path)))
+                cache.set_semantic_provider(make_provider(str(path)), deadline_ms=settings.provider_deadline_ms)
     except Exception as error:  # an engine that we cannot serve must start
         log.warning("SemBlend could not be started", exc_info=True)
         why = f"{type(error).__name__}: {error}"

@@ -6,7 +6,7 @@ from semblend.integration.version_support import Feature, Served
 
 _ENGINES = "tests/engines/sglang"
 _PATCH = f"{_ENGINES}/test_patch.py"
-_REFUSALS = "tests/integration/sglang/test_refusals.py"
+_REFUSED = f"{_ENGINES}/test_refused.py"
 
 FEATURES: tuple[Feature, ...] = (
     Feature(
@@ -28,20 +28,33 @@ FEATURES: tuple[Feature, ...] = (
         "on a GPU, where two streams would meet, it was never run",
         f"{_ENGINES}/test_differential.py",
     ),
-    Feature("tensor parallel", Served.NO, "several ranks have to take the same decisions; nobody has run it", _PATCH),
+    Feature(
+        "tensor parallel",
+        Served.NO,
+        "each rank has a scheduler of its own, and all must admit the same requests in the same step. When a load of "
+        "ours is over depends on a clock, and so do lookups that are late and donors that expire",
+        _REFUSED,
+    ),
     Feature("pipeline parallel", Served.NO, "no rank has all layers, and a pass of ours needs them", _PATCH),
     Feature("data parallel", Served.NO, "data parallel attention waits for every pass of all ranks", _PATCH),
     Feature("context parallel", Served.NO, "a prompt's KV is on several ranks", _PATCH),
     Feature(
-        "HiCache, external linkers, LMCache, FlexKV",
+        "HiCache",
+        Served.YES,
+        "its pages come first: a request that loads pages from host memory or storage moves no document in that step. "
+        "Not with hicache_host_memory_mode buffer_only. "
+        "Its pages can be kept by us: [guide](../guides/sglang.md#keep-sglangs-own-pages)",
+        f"{_ENGINES}/test_hicache.py",
+    ),
+    Feature(
+        "external linkers, LMCache, FlexKV",
         Served.NO,
-        "what they load belongs to the tree, and what we load must not. HiCache's exact pages can be kept by us: "
-        "[guide](../guides/sglang.md#keep-sglangs-own-pages)",
+        "they own the loads of their requests, and would store moved KV as exact",
         _PATCH,
     ),
-    Feature("MLA", Served.NO, "there is no key to rotate: a token has one compressed vector", _REFUSALS),
-    Feature("sliding windows, Mamba", Served.NO, "not every layer has a key and a value for every token", _REFUSALS),
-    Feature("quantised KV caches", Served.NO, "a moved key would be rounded again", _REFUSALS),
+    Feature("MLA", Served.NO, "there is no key to rotate: a token has one compressed vector", _REFUSED),
+    Feature("sliding windows, Mamba", Served.NO, "not every layer has a key and a value for every token", _REFUSED),
+    Feature("quantised KV caches", Served.NO, "a moved key would be rounded again", _REFUSED),
     Feature("speculative decoding", Served.NO, "a draft model has KV of its own, which donors do not hold", _PATCH),
     Feature("LoRA", Served.NO, "a pass of ours would run with the adapters of SGLang's own batch", _PATCH),
     Feature("disaggregation", Served.NO, "other engines would take approximate KV as exact", _PATCH),

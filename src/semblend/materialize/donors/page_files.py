@@ -9,11 +9,13 @@ half page; read only when header, key, identity and every checksum are right. A 
 
 The folder may be shared by several processes. Each counts what it has written and lists the folder when the budget
 seems to be used up; the least recently used files go first, whoever wrote them. Between two listings the folder can be
-larger than the budget by what the others have written.
+larger than the budget by what the others have written. A disk with less room than the budget becomes the budget: older
+pages then make room for newer ones.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -41,6 +43,9 @@ HEADER_BYTES = 512
 LOST_AFTER_S = 600.0
 """A file that is not whole after this time belongs to a process that died. If it does not, its page is not stored."""
 
+QUIET_S = 60.0
+"""Of warnings that each page of a long prompt would repeat, one comes in so many seconds."""
+
 log = logging.getLogger("semblend.pages")
 
 
@@ -54,6 +59,7 @@ class PageFiles:
         self._prefix = hashlib.sha256(b"semblend.pages.v1:" + packed).hexdigest()[:16] + "-"
         self._lock = threading.Lock()
         self._bytes = 0
+        self._quiet_until = 0.0
         self.damaged_files = 0
         self._make_room(0)
 
@@ -102,7 +108,7 @@ class PageFiles:
         try:
             size = self._folder.write(name, lambda out: write_donor_file(out, {"page": flat}, self._describe(key)))
         except OSError as error:
-            log.warning("a page could not be kept: %s", error)
+            self._note_failed_write(error)
             return False
         with self._lock:
             self._bytes += size
@@ -150,6 +156,15 @@ class PageFiles:
                     self._folder.remove(name)
                     held -= size
             self._bytes = held
+
+    def _note_failed_write(self, error: OSError) -> None:
+        """Say it, once a minute. A full disk becomes the budget: the next pages then push out older ones."""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            self._make_room(0)
+            self._most_bytes = min(self._most_bytes, max(self._bytes, 1))
+        if time.monotonic() >= self._quiet_until:
+            self._quiet_until = time.monotonic() + QUIET_S
+            log.warning("a page could not be kept (%s); the folder may hold %d bytes now", error, self._most_bytes)
 
     def _list_files(self) -> list[tuple[int, int, str]]:
         """(time of use, bytes, name) of every page, whoever's; what a dead writer left unfinished is removed."""

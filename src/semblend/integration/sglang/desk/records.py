@@ -19,6 +19,9 @@ from semblend.quality import GATED_MODE, choose_quality, find_path
 SHORT_TAIL = 128
 """Tokens behind the last span that we compute in mode fast too: a pass of ours runs in any case."""
 
+NEVER = -1
+"""The epoch of a decision that is taken again whenever somebody asks."""
+
 WAITS = ("match", "load")
 """Hooks that are called while a request waits."""
 
@@ -63,7 +66,7 @@ class LoadRecord:
     request: Waiting
     mode: str
     exact_tokens: int = 0
-    epoch: int = -1
+    epoch: int = NEVER
     decision: ReusePlan | Decline | None = None
     claim_end: int = 0
     ordered: ReusePlan | None = None
@@ -74,6 +77,8 @@ class LoadRecord:
     outcome: Outcome | None = None
     lookup_ms: float | None = None
     receipt: Receipt | None = None
+    judged: bool = False  # the memory of earlier loads was asked, and has said `in_vain`
+    in_vain: Decline | None = None
     private: bool = False  # nothing of it may be published, exact or not
 
     @property

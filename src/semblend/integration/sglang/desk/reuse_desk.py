@@ -13,7 +13,6 @@ Nothing approximate may enter the exact tree: `find_exact_end` says how much of 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -27,16 +26,24 @@ from torch import Tensor
 from semblend.confirm import events
 from semblend.confirm.build_receipt import RequestFacts, build_receipt
 from semblend.confirm.receipt import Receipt
-from semblend.discover.donor import Eviction
-from semblend.errors import CapacityError, SemBlendError
+from semblend.errors import SemBlendError
 from semblend.facade import SemBlend
-from semblend.integration.sglang.records import SHORT_TAIL, WAITS, LoadRecord, SlotPool, Waiting, choose_mode
+from semblend.integration.sglang.desk.kept_donors import KeptDonors
+from semblend.integration.sglang.desk.records import (
+    NEVER,
+    SHORT_TAIL,
+    WAITS,
+    LoadRecord,
+    SlotPool,
+    Waiting,
+    choose_mode,
+)
 from semblend.integration.sglang.settings import SglangSettings
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.first_pass import first_rows, two_passes_cost_more
 from semblend.materialize.blend.quality import Blended, Placed, QualitySettings, Rejected
 from semblend.materialize.contract import Model
-from semblend.materialize.donors.donor_kv import DonorKv
+from semblend.materialize.gate.outcome_memory import OutcomeMemory
 from semblend.materialize.weights_watch import WeightsWatch
 from semblend.plan.donor_cost import explain_lost_donor
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
@@ -62,21 +69,10 @@ class ReuseDesk:
     ) -> None:
         self.semblend, self.settings = semblend, settings
         self._model, self._pool, self._quality, self._version = model, pool, quality, engine_version
-        self.donor_kv = DonorKv(
-            settings.donor_device_bytes,
-            settings.donor_host_bytes,
-            on_evicted=self._note_lost,
-            device_type=model.device.type,
-            rope=model.rope,
-        )
+        self.donors, self._watch = KeptDonors(semblend, model, settings, ENGINE), watch
+        self._outcomes = OutcomeMemory(quality.thresholds.expected_costs, quality.thresholds)
         self._blenders: dict[str, Blender] = {}
         self._records: dict[str, LoadRecord] = {}
-        self._held: dict[str, int] = {}
-        self._adopted: dict[tuple[str, bytes], str] = {}
-        self._generations, self._epoch, self._watch = 0, 0, watch
-        for donor in semblend.donors():  # a store file brings back donors, not their KV
-            semblend.forget(donor.donor_id, reason="engine")
-        semblend.on_evicted(self._note_evicted)
 
     # -- a request that waits ----------------------------------------------------------------------------------------
 
@@ -102,18 +98,28 @@ class ReuseDesk:
         elif record.is_loading and exact_tokens == record.exact_tokens:
             return record.claim_end - exact_tokens
         elif record.outcome is not None:  # refused once; or loaded, and then not admitted; or released untold
-            self._give_slots_back(record)
+            self._take_back(record)
             return 0
         if exact_tokens >= len(request.prompt) - 1:
             return 0
-        if record.epoch != self._epoch or record.exact_tokens != exact_tokens:
+        if record.epoch != self.donors.epoch or record.exact_tokens != exact_tokens:
             self._stop_load(record)
-            record.exact_tokens, record.epoch = exact_tokens, self._epoch
+            record.exact_tokens, record.epoch = exact_tokens, self.donors.epoch
             record.decision = self._decide(record)
         if not isinstance(record.decision, ReusePlan):
             return 0
         record.claim_end = self._find_claim_end(record, record.decision)
         return max(0, record.claim_end - exact_tokens)
+
+    def wait_for_pages(self, request: Waiting, exact_tokens: int) -> None:
+        """SGLang itself has ``exact_tokens`` and must load some of them first: nothing is offered meanwhile."""
+        record = self._records.get(request.request_id)
+        if record is None:
+            record = self._records[request.request_id] = LoadRecord(request, choose_mode(request, self.settings.config))
+        self._stop_load(record)
+        self._take_back(record)
+        record.exact_tokens, record.epoch = exact_tokens, NEVER
+        record.decision = Decline(DeclineReason.UNSUPPORTED_MODE, "SGLang loads an exact prefix from its own pages")
 
     def load(self, request_id: str, exact_slots: Callable[[], Tensor], hold: Callable[[], Callable[[], None]]) -> None:
         """Begin the load of a request: take slots for it, and hold its exact prefix until the load is over."""
@@ -140,7 +146,7 @@ class ReuseDesk:
         context = torch.cat([exact_slots()[: record.exact_tokens], record.slots])[:plan_tokens]
         tokens = torch.from_numpy(record.request.prompt.token_ids[:plan_tokens].astype(np.int64))
         record.pieces = self._get_blender(record.path).prepare_in_pieces(
-            Placed(tokens, context), self._name_generations(record.ordered), mode=record.mode
+            Placed(tokens, context), self.donors.name_generations(record.ordered), mode=record.mode
         )
 
     def work(self, request_id: str, *, busy: bool) -> int | None:
@@ -170,17 +176,6 @@ class ReuseDesk:
             self._pool.give_back(record.slots[provided:])
             record.slots = record.slots[:provided]
         return provided
-
-    def adopt(self, prompt: Prompt, slots: Tensor) -> bool:
-        """Make a donor of KV that is exact and lies in ``slots``, as somebody else proposes; False where it is one."""
-        known = (prompt.namespace.digest, hashlib.sha256(prompt.token_ids.tobytes()).digest())
-        if self._adopted.get(known) in self._held:
-            return False
-        self._adopted = {key: donor for key, donor in self._adopted.items() if donor in self._held}
-        donor_id = self._make_donor(prompt, slots)
-        if donor_id is not None:
-            self._adopted[known] = donor_id
-        return donor_id is not None
 
     def keep_private(self, request_id: str) -> None:
         """Nothing of this request is to be published, though some of it is exact."""
@@ -247,11 +242,7 @@ class ReuseDesk:
     def reset(self) -> None:
         """Drop every donor and every load: SGLang has emptied its cache, or the model has other weights."""
         self.stop_loads()
-        self._epoch += 1
-        self.semblend.clear()
-        self.donor_kv.drop_all()
-        self._held.clear()
-        self._adopted.clear()
+        self.donors.drop_all()
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
@@ -267,9 +258,16 @@ class ReuseDesk:
             opt_out=request.opt_out or record.mode == "exact",
         )
         record.lookup_ms = (time.perf_counter() - started) * 1e3
-        if isinstance(found, ReusePlan) and (why := self._explain_not_worth_it(record, found)):
+        return found if isinstance(found, Decline) else self._decline_not_worth_it(record, found) or found
+
+    def _decline_not_worth_it(self, record: LoadRecord, plan: ReusePlan) -> Decline | None:
+        """Decline a plan that would cost more than it saves, before anything is claimed or computed."""
+        if why := self._explain_not_worth_it(record, plan):
             return Decline(DeclineReason.BELOW_BREAK_EVEN, why)
-        return found
+        if record.is_gated and not record.judged:  # once: the memory counts what it declines
+            record.judged = True
+            record.in_vain = self._outcomes.decline_in_vain(plan, record.request.prompt.namespace, record.mode)
+        return record.in_vain
 
     def _explain_not_worth_it(self, record: LoadRecord, plan: ReusePlan) -> str | None:
         if not plan.until(self._find_claim_end(record, plan)).spans:
@@ -286,15 +284,11 @@ class ReuseDesk:
         end = min(end, record.request.longest_prefix)
         return record.exact_tokens + self._pool.round_down(max(0, end - record.exact_tokens))
 
-    def _name_generations(self, plan: ReusePlan) -> ReusePlan:
-        spans = tuple(replace(span, generation=self._held.get(span.donor_id, -1)) for span in plan.spans)
-        return replace(plan, spans=spans)
-
     def _get_blender(self, mode: str) -> Blender:
         """In mode fast only the engine needs the end of the prompt; the gate of mode balanced looks at it."""
         if mode not in self._blenders:
             quality = replace(self._quality, question_tokens=1) if mode == "fast" else self._quality
-            self._blenders[mode] = Blender(self._model, self.donor_kv, quality)
+            self._blenders[mode] = Blender(self._model, self.donors.kv, quality)
         return self._blenders[mode]
 
     def _stop_load(self, record: LoadRecord) -> bool:
@@ -302,7 +296,7 @@ class ReuseDesk:
         if record.pieces is None:
             return False
         record.pieces.close()
-        record.pieces = None
+        record.pieces = record.ordered = None
         self._let_go(record)
         self._give_slots_back(record)
         self.semblend.release(record.request.request_id)
@@ -317,6 +311,12 @@ class ReuseDesk:
         slots, record.slots = record.slots, None
         if slots is not None and not record.is_written:  # those in its row are SGLang's to free
             self._pool.give_back(slots)
+
+    def _take_back(self, record: LoadRecord) -> None:
+        """A load that SGLang has not used: its slots go back, and no receipt may count it."""
+        if record.is_loaded and not record.is_written:
+            record.outcome = Decline(DeclineReason.CAPACITY, "SGLang did not admit the request with what was loaded")
+        self._give_slots_back(record)
 
     def _note_refusal(self, record: LoadRecord) -> None:
         """The load ended without KV to use. A donor whose KV is not what its tokens ask for goes."""
@@ -340,24 +340,7 @@ class ReuseDesk:
         prompt = record.request.prompt
         if len(slots) < len(prompt):
             prompt = Prompt(prompt.token_ids[: len(slots)], namespace=prompt.namespace)
-        self._make_donor(prompt, slots)
-
-    def _make_donor(self, prompt: Prompt, slots: Tensor) -> str | None:
-        """Copy KV and make it a donor. Its name is ours: a caller chooses request ids, and must not replace donors."""
-        self._generations += 1
-        donor_id = f"{ENGINE}-{self._generations}"
-        try:
-            handle = self.donor_kv.capture(donor_id, self._generations, self._model.layout, slots)
-            if handle.arrives is not None:
-                handle.arrives.wait()
-            self._held[donor_id] = self._generations
-            self.semblend.register(prompt, donor_id)
-        except CapacityError as error:
-            self._held.pop(donor_id, None)
-            log.debug("SemBlend keeps no donor of %d tokens: %s", len(prompt), error)
-            return None
-        self._epoch += 1
-        return donor_id
+        self.donors.keep(prompt, slots)
 
     def _confirm(self, record: LoadRecord) -> Receipt:
         declined = record.outcome if isinstance(record.outcome, Decline) else None
@@ -376,6 +359,7 @@ class ReuseDesk:
             lookup_ms=record.lookup_ms,
         )
         record.receipt = build_receipt(facts, work, declined)
+        self._learn(record)
         try:
             self.semblend.confirm(record.receipt)
         except SemBlendError as error:  # such as a request id that was used before: the answer goes on
@@ -383,16 +367,18 @@ class ReuseDesk:
             self._tell_error("confirm", str(error), record.request.request_id)
         return record.receipt
 
+    def _learn(self, record: LoadRecord) -> None:
+        """Tell the memory what a load that the gate looked at has cost."""
+        if record.is_gated and record.ordered is not None and isinstance(record.outcome, Blended | Rejected):
+            refused = isinstance(record.outcome, Rejected)  # SGLang's prefill comes on top
+            self._outcomes.learn(
+                record.ordered,
+                record.request.prompt.namespace,
+                record.mode,
+                work=record.outcome.work + refused,
+                declined=DeclineReason.QUALITY_RISK if refused else None,
+            )
+
     def _tell_error(self, where: str, message: str, request_id: str) -> None:
         if self.semblend.events:
             self.semblend.events.emit(events.error(where, message, request_id or None, engine=ENGINE))
-
-    def _note_lost(self, donor_id: str, generation: int, reason: str) -> None:
-        log.debug("donor %s left memory: %s", donor_id, reason)
-        if self._held.get(donor_id) == generation:
-            self.semblend.forget(donor_id, reason="engine")
-
-    def _note_evicted(self, eviction: Eviction) -> None:
-        self._held.pop(eviction.donor.donor_id, None)
-        self.donor_kv.drop(eviction.donor.donor_id)
-        self._epoch += 1

@@ -100,13 +100,17 @@ COLD = {"outcome": "cold_fallback", "exact_tokens": 0, "reused_tokens": 0}
 CACHED = {"usage": {"prompt_tokens": 900, "prompt_tokens_details": {"cached_tokens": 64}}}
 
 
+def details(**counts: int) -> dict[str, Any]:
+    return {"sglext": {"cached_tokens_details": counts}}
+
+
 @pytest.mark.parametrize(
     ("answer", "kind", "counts"),
     [
         ({"semblend": OURS}, "relocated", (16, None, 800)),
         ({"kv_transfer_params": {"semblend": OURS}}, "relocated", (16, None, 800)),
-        ({"sglext": {"cached_tokens_details": {"device": 3, "host": 6, "storage": 8}}}, "exact_external", (3, 14, None)),
-        ({"sglext": {"cached_tokens_details": {"device": 32, "host": 0}}}, "exact_local", (32, 0, None)),
+        (details(device=32, host=64, storage=8), "exact_external", (32, 72, None)),
+        (details(device=32, host=0), "exact_local", (32, 0, None)),
         (CACHED, "exact_local", (64, None, None)),
         ({"semblend": DECLINED}, "rejected", (0, None, 0)),
         ({"semblend": COLD}, "fallback", (0, None, 0)),

@@ -20,7 +20,8 @@ import zmq
 def post(url: str, body: Any) -> Any:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=300) as answer:
-        return json.loads(answer.read() or b"null")
+        content = answer.read()
+    return json.loads(content) if content.startswith(b"{") else None
 
 
 def write_prompt(name: str, sentences: int) -> list[dict[str, str]]:
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--events", required=True, help="tcp://host:port of the publisher")
     parser.add_argument("--engine", required=True, help="name and version, for the file")
     parser.add_argument("--sentences", type=int, default=20)
+    parser.add_argument("--more", nargs="*", default=(), help="more documents before the first comes again")
     parser.add_argument("--flush", default="", help="path that empties the engine's cache, asked at the end")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
@@ -44,7 +46,7 @@ def main() -> None:
     socket.setsockopt(zmq.SUBSCRIBE, b"")
     time.sleep(1)
     steps = []
-    for name in ("spring", "summer", "spring", "autumn", "winter", "spring", "FLUSH"):
+    for name in ("spring", "summer", "spring", "autumn", "winter", *options.more, "spring", "FLUSH"):
         if name == "FLUSH":
             if options.flush:
                 post(options.url + options.flush, {})

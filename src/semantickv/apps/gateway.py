@@ -29,6 +29,7 @@ from semantickv.routing.health import watch_health
 from semantickv.routing.router import NoReplica, RouteDecision, Router, RouteRequest
 from semantickv.settings import EdgeSettings
 from semantickv.telemetry.answer_reader import AnswerReader
+from semantickv.telemetry.fleet_book import FleetBook
 from semantickv.telemetry.metrics import EdgeMetrics
 from semantickv.telemetry.record import EngineReceipt, ExchangeRecord, RecordStore
 from semantickv.telemetry.trace_log import TraceJob, TraceLog
@@ -60,6 +61,7 @@ class Gateway:
     own_paths: OwnPaths = field(init=False)
     opener: CallOpener = field(init=False)
     records: RecordStore = field(default_factory=RecordStore)
+    fleet: FleetBook = field(default_factory=FleetBook)
     _timeouts: EngineTimeouts = field(init=False)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
     _started: float = field(default_factory=time.perf_counter)
@@ -69,7 +71,14 @@ class Gateway:
         self.metrics = EdgeMetrics(self)
         self.opener = CallOpener(self.settings, self.router)
         self.own_paths = OwnPaths(
-            self.settings, self.router, self.metrics, self.records, self._list_traces, self.feeds, self.link
+            self.settings,
+            self.router,
+            self.metrics,
+            self.records,
+            self._list_traces,
+            self.feeds,
+            self.link,
+            self.fleet if self.shows_routes else None,
         )
         self._timeouts = EngineTimeouts(self.settings.timeout_s, self.settings.timeout_s)
 
@@ -240,6 +249,8 @@ class Gateway:
         )
         self.metrics.count(record)
         self.records.add(call.caller.namespace, record)
+        if decision is not None and self.shows_routes:
+            self.fleet.note(record, decision, call.route.pieces)
         if fault is None and decision is not None and call.status == 200:
             self._learn(call, decision, receipt)
         if self.trace_log is not None and call.ticket is not None:

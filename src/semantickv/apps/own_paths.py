@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from semantickv.apps.answers import NOT_FOUND, NOT_OPERATOR, send_bytes, send_error, send_json
@@ -11,15 +11,19 @@ from semantickv.apps.callers import identify_caller, is_operator
 from semantickv.engine_state.feed import EngineFeeds
 from semantickv.routing.router import Router
 from semantickv.settings import EdgeSettings
+from semantickv.telemetry.fleet_book import FleetBook
 from semantickv.telemetry.metrics import EdgeMetrics
 from semantickv.telemetry.record import RecordStore
+from semblend.web.fleet import PAGE_FILES
+from semblend.web.page_headers import HEADERS
 
 if TYPE_CHECKING:
     from starlette.types import Scope, Send
 
     from semantickv.shared_state.redis_link import RedisLink
 
-OPERATOR_PATHS = ("/metrics", "/v1/replicas", "/v1/traces/latest")
+OPERATOR_PATHS = ("/metrics", "/v1/replicas", "/v1/fleet", "/v1/traces/latest")
+PAGE_HEADERS = tuple((name.lower().encode(), value.encode()) for name, value in HEADERS.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,7 @@ class OwnPaths:
     list_traces: Callable[[], Sequence[str]]
     feeds: EngineFeeds | None = None
     link: RedisLink | None = None
+    fleet: FleetBook | None = None
 
     async def answer(self, scope: Scope, send: Send) -> None:
         """Answer a request that is not forwarded."""
@@ -46,22 +51,45 @@ class OwnPaths:
             caller = identify_caller(headers, self.settings.hash_key)
             record = self.records.find(caller.namespace, path.removeprefix("/v1/requests/"))
             await (send_error(send, NOT_FOUND) if record is None else send_json(send, record.to_dict()))
-        elif path not in OPERATOR_PATHS:
+        elif path in PAGE_FILES and self.fleet is not None:
+            body, kind = PAGE_FILES[path]
+            await send_bytes(send, 200, body, kind.encode(), PAGE_HEADERS)
+        elif path not in OPERATOR_PATHS or (path == "/v1/fleet" and self.fleet is None):
             await send_error(send, NOT_FOUND)
         elif not is_operator(headers, (scope.get("client") or ("", 0))[0], self.settings.admin_key):
             await send_error(send, NOT_OPERATOR)
         else:
             await self._answer_operator(path, send)
 
+    def _describe(self) -> dict[str, Any]:
+        shared = None if self.link is None else self.link.describe()
+        return describe_replicas(self.router, self.feeds) | {"shared_state": shared}
+
     async def _answer_operator(self, path: str, send: Send) -> None:
         if path == "/metrics":
             await send_bytes(send, 200, self.metrics.write(), b"text/plain; version=0.0.4; charset=utf-8")
         elif path == "/v1/replicas":
-            shared = None if self.link is None else self.link.describe()
-            await send_json(send, describe_replicas(self.router, self.feeds) | {"shared_state": shared})
+            await send_json(send, self._describe())
+        elif path == "/v1/fleet" and self.fleet is not None:
+            await send_json(send, describe_fleet(self._describe(), self.fleet, self.router))
         else:
             lines = ",".join(self.list_traces())
             await send_bytes(send, 200, f'{{"requests": [{lines}]}}'.encode(), b"application/json")
+
+
+def describe_fleet(replicas: dict[str, Any], fleet: FleetBook, router: Router) -> dict[str, Any]:
+    """Describe everything that the fleet page shows."""
+    for one in replicas["replicas"]:
+        totals = fleet.totals.get(one["id"])
+        one["reported"] = None if totals is None else asdict(totals)
+    return {
+        **replicas,
+        "time_unix_s": fleet.clock(),
+        "outcomes": dict(fleet.outcomes),
+        "reuses": dict(fleet.reuses),
+        "documents": fleet.list_documents(router.replicas),
+        "decisions": fleet.list_decisions(),
+    }
 
 
 def describe_replicas(router: Router, feeds: EngineFeeds | None = None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from semantickv.edge.faults import Fault
@@ -69,6 +69,10 @@ class RouteDecision:
     overlap: Overlap
     prompt_tokens: int
     new_tokens: int
+    candidates: Sequence[Replica] = ()
+    """The replicas that were compared."""
+    standings: Sequence[Standing] = ()
+    """How each of them stood; empty where no policy was asked."""
 
     @property
     def score(self) -> float:
@@ -146,7 +150,8 @@ class Router:
         standings = self._describe(free, overlaps, request)
         policy = POLICIES[self.policy]
         best = max(range(len(free)), key=lambda at: policy(standings[at]))
-        return self._decide(free[best], RouteReason.POLICY, request, overlaps, overlaps[best])
+        decision = self._decide(free[best], RouteReason.POLICY, request, overlaps, overlaps[best])
+        return replace(decision, candidates=free, standings=standings)
 
     def start(self, decision: RouteDecision, request: RouteRequest) -> None:
         """Count a request to its replica. `remember` its prompt there soon: the next one like it may come at once."""

@@ -16,17 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asgi_client import ask
 
-from semantickv.apps.build import build_router
-from semantickv.edge.scripted_engine import ScriptedEngine
-from semantickv.routing.fingerprint import cut_prompt
-from semantickv.routing.prompt_view import read_prompt
-from semantickv.settings import EdgeSettings
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from following_router import check_it_forgets_what_is_evicted, check_it_learns_from_a_replay
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-CHAT = "/v1/chat/completions"
-JSON = {"Content-Type": "application/json"}
 
 
 def find_ports(count: int) -> list[int]:
@@ -88,74 +82,10 @@ def server(tmp_path_factory) -> Iterator[VllmServer]:
         running.process.wait(60)
 
 
-def write_body(name: str) -> dict[str, Any]:
-    text = " ".join(f"In {name} {n} the keeper of gate {n * 7 % 97} counted {n * 31 % 89} boats." for n in range(28))
-    messages = [{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": text}]
-    return {"model": "m", "messages": messages, "max_tokens": 2, "temperature": 0}
-
-
-async def wait_until(is_so: Any, seconds: float = 30) -> None:
-    async with asyncio.timeout(seconds):
-        while not is_so():
-            await asyncio.sleep(0.02)
-
-
 def test_the_router_knows_what_vllm_holds_and_forgets_what_it_evicts(server):
-    async def test() -> None:
-        async with ScriptedEngine() as other:
-            settings = EdgeSettings(replicas=(server.url, other.url), kv_events=(server.events,), trace=False)
-            app = build_router(settings)
-            feeds = asyncio.ensure_future(app.feeds.run())
-            feed = app.feeds.feeds["r0"]
-            spring = json.dumps(write_body("spring")).encode()
-            pieces = cut_prompt(read_prompt(spring).list_parts(), b"any")
-            client, body = await ask(app, "POST", CHAT, body=spring, headers=JSON)
-            assert (client.headers["x-replica-id"], client.headers["x-semantic-route"]) == ("r0", "cold_fallback")
-            await wait_until(lambda: len(feed.held) == 1)
-            assert (app.feeds.tokenized, app.feeds.failed) == (1, 0)
-            assert feed.blocks.block_size == 32
-            client, body = await ask(app, "POST", CHAT, body=spring, headers=JSON)
-            assert client.headers["x-semantic-route"] == "exact_prefix_route"
-            cached = json.loads(body)["usage"]["prompt_tokens_details"]["cached_tokens"]
-            assert cached >= 448
-            # Somebody else fills vLLM's cache, and nothing of it goes through this router.
-            for name in ("summer", "autumn", "winter"):
-                await asyncio.to_thread(server.post, CHAT, write_body(name))
-            await wait_until(lambda: feed.held.forgotten > 0)
-            score = float(client.headers["x-semantic-score"])
-            client, body = await ask(app, "POST", CHAT, body=spring, headers=JSON)
-            usage = json.loads(body)["usage"] if client.headers["x-replica-id"] == "r0" else None
-            assert float(client.headers["x-semantic-score"]) < score
-            if usage is not None:
-                held = usage["prompt_tokens_details"]["cached_tokens"] / usage["prompt_tokens"]
-                assert float(client.headers["x-semantic-score"]) <= held + 0.05  # a piece lost in part counts as lost
-            assert pieces.total_tokens > 256
-            feeds.cancel()
-            await asyncio.gather(feeds, return_exceptions=True)
-
-    asyncio.run(test())
+    fillers = ("summer", "autumn", "winter")
+    asyncio.run(check_it_forgets_what_is_evicted(server.url, server.events, server.post, fillers))
 
 
 def test_a_router_that_starts_later_learns_from_the_replay_and_a_reset_empties_everything(server):
-    async def test() -> None:
-        await asyncio.to_thread(server.post, CHAT, write_body("monday"))
-        async with ScriptedEngine() as other:
-            settings = EdgeSettings(replicas=(server.url, other.url), kv_events=(server.events,), trace=False)
-            app = build_router(settings)
-            feeds = asyncio.ensure_future(app.feeds.run())
-            feed = app.feeds.feeds["r0"]
-            await wait_until(lambda: len(feed.blocks) >= 14)
-            assert feed.subscriber.replayed > 0
-            monday = json.dumps(write_body("monday")).encode()
-            client, body = await ask(app, "POST", CHAT, body=monday, headers=JSON)
-            assert json.loads(body)["usage"]["prompt_tokens_details"]["cached_tokens"] >= 448
-            await wait_until(lambda: len(feed.held) == 1)
-            await asyncio.to_thread(server.post, "/reset_prefix_cache", {})
-            await asyncio.to_thread(server.post, CHAT, write_body("tuesday"))  # vLLM publishes with its next step
-            await wait_until(lambda: feed.replica.memory.tokens == 0 or feed.held.forgotten)
-            client, _ = await ask(app, "POST", CHAT, body=monday, headers=JSON)
-            assert client.headers["x-semantic-route"] == "cold_fallback"
-            feeds.cancel()
-            await asyncio.gather(feeds, return_exceptions=True)
-
-    asyncio.run(test())
+    asyncio.run(check_it_learns_from_a_replay(server.url, server.events, server.post, "/reset_prefix_cache"))

@@ -54,6 +54,7 @@ STATIC = Path(__file__).parents[2] / "web" / "dashboard"
 PAGES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/app.js": ("app.js", "text/javascript; charset=utf-8"),
+    "/dom.js": ("dom.js", "text/javascript; charset=utf-8"),
     "/app.css": ("app.css", "text/css; charset=utf-8"),
 }
 # The page loads nothing from elsewhere and runs no inline script; the browser holds it to that.

@@ -1,4 +1,5 @@
 // The dashboard. No framework and no build step: data comes from /api, text goes in as text nodes only.
+import { el, ms, number, percent, tokens, words } from "/dom.js";
 
 const KINDS = [["exact", "exact prefix"], ["reused", "relocated"], ["recomputed", "recomputed"], ["prefill", "prefilled"]];
 const WORDS = Object.fromEntries(KINDS);
@@ -24,30 +25,9 @@ const state = { sequence: 0, requests: new Map(), rows: new Map(), key: sessionS
 
 // ---- small helpers ---------------------------------------------------------------------------------------
 
-function el(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (name === "vars") for (const [key, one] of Object.entries(value)) node.style.setProperty(`--${key}`, one);
-    else if (value !== null && value !== false) node.setAttribute(name, value);
-  }
-  node.append(...children.filter((child) => child !== null && child !== undefined));
-  return node;
-}
-
-const number = (value) => Math.round(value).toLocaleString("en");
-const tokens = (count) => `${number(count)} token${count === 1 ? "" : "s"}`;
-const percent = (part, whole) => (whole ? Math.floor((100 * part) / whole) : 0);
 const paint = (kind) => `var(--${kind})`;
-const words = (name) => String(name ?? "").replaceAll("_", " ");
 const times = (ratio) => `${ratio < 10 ? ratio.toFixed(1) : Math.round(ratio)}×`;
 const median = (values) => (values.length ? values.toSorted((a, b) => a - b)[Math.floor(values.length / 2)] : null);
-
-function ms(value) {
-  if (value === null || value === undefined) return "–";
-  if (value >= 10000) return `${(value / 1000).toFixed(1)} s`;
-  return `${value < 10 ? value.toFixed(1) : number(value)} ms`;
-}
 
 async function call(path, init = {}) {
   const headers = { ...init.headers, ...(state.key ? { Authorization: `Bearer ${state.key}` } : {}) };

@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 from semblend._version import __version__
 from semblend.errors import CapacityError, InputError, SemBlendError
 from semblend.web.explorer.app import ExplorerApp, NotFoundError
+from semblend.web.page_headers import HEADERS
 
 LOG = logging.getLogger(__name__)
 MAX_BODY_BYTES = 4 * 1024 * 1024
@@ -29,13 +30,6 @@ STATIC = {
     "/app.js": ("app.js", "text/javascript; charset=utf-8"),
     "/strip.js": ("strip.js", "text/javascript; charset=utf-8"),
     "/app.css": ("app.css", "text/css; charset=utf-8"),
-}
-HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
 }
 DONOR_PREFIX = "/api/donors/"
 

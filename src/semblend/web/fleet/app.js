@@ -1,0 +1,155 @@
+// The fleet page. No framework and no build step: data comes from /v1/fleet, text goes in as text nodes only.
+import { el, ms, number, percent, tokens, words } from "/dom.js";
+
+const OUTCOMES = [["exact_prefix_route", "exact", "same beginning"], ["semantic_placement", "reused", "same passages"], ["cold_fallback", "prefill", "nothing known"]];
+const COLOURS = Object.fromEntries(OUTCOMES.map(([name, colour]) => [name, `var(--${colour})`]));
+const POLL_MS = 1500;
+const BACK_OFF_MS = 5000;
+
+const $ = (id) => document.getElementById(id);
+const state = { key: sessionStorage.getItem("semantickv-key") ?? "", open: new Set() };
+
+function put(id, ...children) {
+  $(id).replaceChildren(...children);
+}
+
+function row(name, value) {
+  return [el("dt", {}, name), el("dd", {}, value)];
+}
+
+// ---- the parts of the page -------------------------------------------------------------------------------
+
+function drawTotals(data) {
+  const counts = OUTCOMES.map(([name]) => data.outcomes[name] ?? 0);
+  const all = counts.reduce((sum, one) => sum + one, 0);
+  put("placed", all ? `${percent(counts[0] + counts[1], all)} %` : "–");
+  put("mix", ...OUTCOMES.map(([name], at) => el("i", { vars: { c: COLOURS[name], n: counts[at] || 0.0001 } })));
+  put("legend", ...OUTCOMES.map(([name, , label], at) =>
+    el("span", {}, el("i", { vars: { c: COLOURS[name] } }), label, el("b", {}, number(counts[at])))));
+  const told = data.replicas.map((one) => one.reported).filter(Boolean);
+  const prompt = told.reduce((sum, one) => sum + one.prompt_tokens, 0);
+  const reused = told.reduce((sum, one) => sum + one.reused_tokens, 0);
+  put("reused", prompt ? `${percent(reused, prompt)} %` : "–");
+  put("reused-note", prompt ? `${number(reused)} of ${tokens(prompt)}, as engines reported` : "no engine has reported");
+  const running = data.replicas.reduce((sum, one) => sum + one.running, 0);
+  const elsewhere = data.replicas.reduce((sum, one) => sum + one.running_elsewhere, 0);
+  put("running", number(running));
+  put("running-note", elsewhere ? `and ${number(elsewhere)} through other routers` : `${number(all)} placed since the start`);
+  const up = data.replicas.filter((one) => one.up).length;
+  put("up", String(up));
+  put("up-note", up === data.replicas.length ? "up" : `of ${data.replicas.length} up`);
+  put("policy", `${words(data.policy)}, engines reuse ${data.engine_reuse}`);
+}
+
+function drawReplica(one, busiest) {
+  const kind = !one.up || one.breaker === "open" ? "down" : one.breaker === "half_open" ? "trial" : "";
+  const reported = one.reported;
+  const faults = Object.entries(one.faults).map(([name, count]) => `${words(name)} ${count}`).join(", ");
+  return el("article", { class: `replica ${kind}` },
+    el("h3", {}, one.id, el("small", {}, one.url)),
+    el("div", { class: "track", role: "img", "aria-label": `${one.running} running` },
+      el("i", { vars: { c: "var(--accent)", w: busiest ? (one.running + one.running_elsewhere) / busiest : 0 } })),
+    el("dl", {},
+      ...row("running", one.running_elsewhere ? `${one.running} + ${one.running_elsewhere}` : String(one.running)),
+      ...row("tokens waiting", number(one.waiting_tokens)),
+      ...row("served", number(one.served)),
+      ...row("reused", reported ? `${percent(reported.reused_tokens, reported.prompt_tokens)} %` : "not reported"),
+      ...row("known", tokens(one.tracked_tokens)),
+      ...(one.kv_events ? row("blocks by events", number(one.kv_events.blocks)) : []),
+      ...(one.kv_events ? row("evictions heard", number(one.kv_events.evicted_pieces)) : []),
+      ...(one.breaker === "closed" ? [] : row("breaker", words(one.breaker))),
+      ...(faults ? row("faults", faults) : [])));
+}
+
+function drawDocuments(data) {
+  if (!data.documents.length) {
+    put("documents", el("p", { class: "none" }, "No document has come yet."));
+    return;
+  }
+  const ids = data.replicas.map((one) => one.id);
+  const head = el("tr", {}, el("th", {}, "document"), el("th", { class: "num" }, "tokens"), el("th", { class: "num" }, "requests"),
+    ...ids.map((id) => el("th", {}, id)));
+  const rows = data.documents.map((one) => el("tr", {}, el("td", {}, el("code", {}, one.id)),
+    el("td", { class: "num" }, number(one.tokens)), el("td", { class: "num" }, number(one.requests)),
+    ...ids.map((id) => el("td", { class: "held", vars: { w: one.held[id] } }, one.held[id] ? `${Math.round(100 * one.held[id])} %` : "–"))));
+  put("documents", el("table", { class: "where" }, el("thead", {}, head), el("tbody", {}, ...rows)));
+}
+
+/** Why a request went where it went, in one sentence. */
+function explain(one) {
+  const share = `${Math.round(100 * (one.score ?? 0))} %`;
+  if (one.reason === "session") return `its session lives on ${one.replica}, which has ${share} of the prompt`;
+  if (one.reason === "only_one") return `only ${one.replica} could serve`;
+  if (!one.prompt_tokens) return `${one.replica} was free; the prompt was not looked at`;
+  const others = one.compared.filter((other) => other.replica !== one.replica);
+  const best = others.reduce((most, other) => (other.known_tokens > (most?.known_tokens ?? 0) ? other : most), null);
+  if (!one.score && !best) return `nobody has seen it; ${one.replica} had least to do`;
+  if (best && best.known_tokens > one.prompt_tokens - one.new_tokens) return `${best.replica} has more of it, but is busier than that saves`;
+  return `${one.replica} has ${share} of it${best ? `, ${best.replica} ${percent(best.known_tokens, one.prompt_tokens)} %` : ", nobody else any"}`;
+}
+
+function drawDecision(one, now) {
+  const id = `${one.request_id}/${one.time_unix_s}`;
+  const age = Math.max(0, now - one.time_unix_s);
+  const details = el("details", { class: `decision ${one.status >= 400 ? "failed" : ""}`, open: state.open.has(id) ? "" : null },
+    el("summary", {},
+      el("span", { class: "when dim" }, age < 90 ? `${Math.round(age)} s ago` : `${Math.round(age / 60)} min ago`),
+      el("span", {}, `→ ${one.replica ?? "nobody"}`),
+      el("span", { class: "why" }, explain(one), one.arranged ? ", passages arranged" : ""),
+      el("span", { class: "word", vars: { c: COLOURS[one.route] ?? "var(--prefill)" } }, one.reuse ? words(one.reuse) : words(one.route)),
+      el("span", { class: "num" }, one.status >= 400 ? String(one.status) : ms(one.ttft_ms))),
+    el("div", { class: "detail" }, compare(one), el("small", {}, `${one.request_id} · ${one.model} · ${tokens(one.prompt_tokens)} (estimated), ${number(one.new_tokens)} new`)));
+  details.addEventListener("toggle", () => (details.open ? state.open.add(id) : state.open.delete(id)));
+  return details;
+}
+
+function compare(one) {
+  if (!one.compared.length) return null;
+  const head = el("tr", {}, ...["replica", "has of it", "tokens waiting", "running"].map((name, at) => el("th", { class: at ? "num" : "" }, name)));
+  const rows = one.compared.map((other) => el("tr", { class: other.replica === one.replica ? "chosen" : "" },
+    el("td", {}, other.replica), el("td", { class: "num" }, tokens(other.known_tokens)),
+    el("td", { class: "num" }, number(other.waiting_tokens)), el("td", { class: "num" }, number(other.running))));
+  return el("table", { class: "where" }, el("thead", {}, head), el("tbody", {}, ...rows));
+}
+
+function draw(data) {
+  drawTotals(data);
+  const busiest = Math.max(...data.replicas.map((one) => one.running + one.running_elsewhere));
+  put("replicas", ...data.replicas.map((one) => drawReplica(one, busiest)));
+  drawDocuments(data);
+  if (data.decisions.length) put("decisions", ...data.decisions.slice(0, 60).map((one) => drawDecision(one, data.time_unix_s)));
+  else put("decisions", el("p", { class: "none" }, "No request has come yet."));
+}
+
+// ---- the loop --------------------------------------------------------------------------------------------
+
+async function poll() {
+  let wait = POLL_MS;
+  try {
+    const answer = await fetch("/v1/fleet", { headers: state.key ? { Authorization: `Bearer ${state.key}` } : {} });
+    $("key-form").hidden = answer.status !== 403;
+    if (!answer.ok) throw new Error(answer.status === 403 ? "a key is needed" : `the router answered ${answer.status}`);
+    draw(await answer.json());
+    $("health").className = "health ok";
+    put("health", "live");
+  } catch (error) {
+    wait = BACK_OFF_MS;
+    $("health").className = "health bad";
+    put("health", error.message);
+  }
+  clearTimeout(state.timer);
+  state.timer = setTimeout(poll, wait);
+}
+
+$("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  state.key = $("key").value;
+  sessionStorage.setItem("semantickv-key", state.key);
+  poll();
+});
+$("theme").addEventListener("click", () => {
+  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  const now = document.documentElement.dataset.theme;
+  document.documentElement.dataset.theme = (now === "auto" ? dark : now === "dark") ? "light" : "dark";
+});
+poll();

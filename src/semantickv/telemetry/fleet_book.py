@@ -1,6 +1,6 @@
 """What the fleet page shows: the latest placements with their reasons, and the documents that come again.
 
-No text is kept. A document is known by the smallest hash among the pieces of a prompt: prompts that share a long
+No text is kept. A document is known by the smallest hash among the longer pieces of a prompt: prompts that share a long
 passage share it, whatever stands around that passage.
 """
 
@@ -21,6 +21,8 @@ MOST_DECISIONS = 200
 MOST_DOCUMENTS = 1000
 SHOWN_DOCUMENTS = 40
 LEAST_DOCUMENT_TOKENS = 128
+LONG_PIECE_TOKENS = 64
+"""A question is shorter: it must not give its name to the document."""
 
 
 @dataclass(slots=True)
@@ -84,7 +86,10 @@ class FleetBook:
         ]
 
     def _note_document(self, pieces: PromptPieces) -> None:
-        key = min(pieces.hashes)
+        long = [
+            value for value, tokens in zip(pieces.hashes, pieces.tokens, strict=True) if tokens >= LONG_PIECE_TOKENS
+        ]
+        key = min(long or pieces.hashes)
         known = self._documents.pop(key, None)
         self._documents[key] = _Document(pieces, 1 if known is None else known.requests + 1, self.clock())
         if len(self._documents) > MOST_DOCUMENTS:

@@ -134,7 +134,7 @@ def test_a_tenant_sees_its_own_figures_and_an_admin_everybodys(serve, tmp_path, 
 
 
 def test_the_page_loads_nothing_from_elsewhere_and_has_no_inline_script():
-    for name in ("index.html", "app.js", "app.css"):
+    for name in ("index.html", "app.js", "dom.js", "app.css"):
         text = (STATIC / name).read_text(encoding="utf-8")
         outside = set(re.findall(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]+", text)) - {"http://www.w3.org"}
         assert not outside, f"{name} points at {outside}"

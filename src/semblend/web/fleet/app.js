@@ -5,6 +5,7 @@ const OUTCOMES = [["exact_prefix_route", "exact", "same beginning"], ["semantic_
 const COLOURS = Object.fromEntries(OUTCOMES.map(([name, colour]) => [name, `var(--${colour})`]));
 const POLL_MS = 1500;
 const BACK_OFF_MS = 5000;
+const CLOSE = 0.05; // shares of a prompt that differ by less are alike
 
 const $ = (id) => document.getElementById(id);
 const state = { key: sessionStorage.getItem("semantickv-key") ?? "", open: new Set() };
@@ -22,14 +23,14 @@ function row(name, value) {
 function drawTotals(data) {
   const counts = OUTCOMES.map(([name]) => data.outcomes[name] ?? 0);
   const all = counts.reduce((sum, one) => sum + one, 0);
-  put("placed", all ? `${percent(counts[0] + counts[1], all)} %` : "–");
+  put("placed", all ? `${percent(counts[0] + counts[1], all)}\u00a0%` : "–");
   put("mix", ...OUTCOMES.map(([name], at) => el("i", { vars: { c: COLOURS[name], n: counts[at] || 0.0001 } })));
   put("legend", ...OUTCOMES.map(([name, , label], at) =>
     el("span", {}, el("i", { vars: { c: COLOURS[name] } }), label, el("b", {}, number(counts[at])))));
   const told = data.replicas.map((one) => one.reported).filter(Boolean);
   const prompt = told.reduce((sum, one) => sum + one.prompt_tokens, 0);
   const reused = told.reduce((sum, one) => sum + one.reused_tokens, 0);
-  put("reused", prompt ? `${percent(reused, prompt)} %` : "–");
+  put("reused", prompt ? `${percent(reused, prompt)}\u00a0%` : "–");
   put("reused-note", prompt ? `${number(reused)} of ${tokens(prompt)}, as engines reported` : "no engine has reported");
   const running = data.replicas.reduce((sum, one) => sum + one.running, 0);
   const elsewhere = data.replicas.reduce((sum, one) => sum + one.running_elsewhere, 0);
@@ -68,10 +69,10 @@ function drawDocuments(data) {
   }
   const ids = data.replicas.map((one) => one.id);
   const head = el("tr", {}, el("th", {}, "document"), el("th", { class: "num" }, "tokens"), el("th", { class: "num" }, "requests"),
-    ...ids.map((id) => el("th", {}, id)));
+    ...ids.map((id) => el("th", { class: "held" }, id)));
   const rows = data.documents.map((one) => el("tr", {}, el("td", {}, el("code", {}, one.id)),
     el("td", { class: "num" }, number(one.tokens)), el("td", { class: "num" }, number(one.requests)),
-    ...ids.map((id) => el("td", { class: "held", vars: { w: one.held[id] } }, one.held[id] ? `${Math.round(100 * one.held[id])} %` : "–"))));
+    ...ids.map((id) => el("td", { class: "held", vars: { w: one.held[id] } }, one.held[id] ? `${Math.round(100 * one.held[id])}\u00a0%` : "–"))));
   put("documents", el("table", { class: "where" }, el("thead", {}, head), el("tbody", {}, ...rows)));
 }
 
@@ -84,7 +85,9 @@ function explain(one) {
   const others = one.compared.filter((other) => other.replica !== one.replica);
   const best = others.reduce((most, other) => (other.known_tokens > (most?.known_tokens ?? 0) ? other : most), null);
   if (!one.score && !best) return `nobody has seen it; ${one.replica} had least to do`;
-  if (best && best.known_tokens > one.prompt_tokens - one.new_tokens) return `${best.replica} has more of it, but is busier than that saves`;
+  const known = one.prompt_tokens - one.new_tokens;
+  if (best && Math.abs(best.known_tokens - known) <= CLOSE * one.prompt_tokens) return `${one.replica} and ${best.replica} have ${share} of it; ${one.replica} had less to do`;
+  if (best && best.known_tokens > known) return `${best.replica} has more of it, but is busier than that saves`;
   return `${one.replica} has ${share} of it${best ? `, ${best.replica} ${percent(best.known_tokens, one.prompt_tokens)} %` : ", nobody else any"}`;
 }
 

@@ -1,0 +1,126 @@
+"""The fleet page: who may see it, what it shows, and that it shows no text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import pytest
+from asgi_client import ask
+
+from semantickv.apps.build import build_proxy, build_router
+from semantickv.edge.scripted_engine import ScriptedEngine, answer_json
+from semantickv.settings import EdgeSettings
+from semantickv.telemetry.fleet_book import MOST_DECISIONS, MOST_DOCUMENTS
+from semblend.web.fleet import PAGE_FILES
+
+CHAT = "/v1/chat/completions"
+REPORT = {"usage": {"prompt_tokens": 3000, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1000}}}
+
+
+def run(test: Any) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await test
+
+    asyncio.run(bounded())
+
+
+def write_chat(name: str, question: str) -> bytes:
+    text = " ".join(f"Clause {n} of {name}: pay {n * 37 % 1000} coins on day {n * 13 % 31}." for n in range(200))
+    messages = [{"role": "system", "content": text}, {"role": "user", "content": question}]
+    return json.dumps({"model": "m", "messages": messages}).encode()
+
+
+async def read_fleet(app: Any) -> dict[str, Any]:
+    client, body = await ask(app, "GET", "/v1/fleet")
+    assert client.status == 200
+    return json.loads(body)
+
+
+def test_it_shows_where_documents_live_and_why_requests_went_there():
+    async def test():
+        async with ScriptedEngine() as one, ScriptedEngine() as two:
+            one.default = two.default = answer_json(REPORT)
+            app = build_router(EdgeSettings(replicas=(one.url, two.url), trace=False))
+            for question in ("Who pays?", "When?"):
+                await ask(app, "POST", CHAT, body=write_chat("deed", question), headers={"X-Request-ID": question})
+            fleet = await read_fleet(app)
+            (document,) = fleet["documents"]
+            home = fleet["decisions"][0]["replica"]
+            assert (document["requests"], document["held"][home]) == (2, 1.0)
+            assert sum(document["held"].values()) == 1.0  # the other replica has nothing of it
+            latest, first = fleet["decisions"]
+            assert (latest["request_id"], latest["route"], latest["reason"]) == (
+                "When?",
+                "exact_prefix_route",
+                "policy",
+            )
+            assert (first["route"], first["new_tokens"]) == ("cold_fallback", first["prompt_tokens"])
+            known = {row["replica"]: row["known_tokens"] for row in latest["compared"]}
+            assert sorted(known.values())[0] == 0
+            assert known[home] > 2000
+            assert latest["reuse"] == "exact_local"
+            told = {row["id"]: row["reported"] for row in fleet["replicas"]}
+            assert told[home] == {"requests": 2, "prompt_tokens": 6000, "reused_tokens": 2000}
+            assert fleet["outcomes"] == {"cold_fallback": 1, "exact_prefix_route": 1}
+
+    run(test())
+
+
+def test_it_holds_no_text_and_is_bounded():
+    async def test():
+        async with ScriptedEngine() as one, ScriptedEngine() as two:
+            app = build_router(EdgeSettings(replicas=(one.url, two.url), trace=False))
+            for number in range(MOST_DECISIONS + 5):
+                await ask(app, "POST", CHAT, body=write_chat(f"deed {number}", "Hm?"))
+            _, body = await ask(app, "GET", "/v1/fleet")
+            assert b"Clause" not in body
+            assert b"coins" not in body
+            fleet = json.loads(body)
+            assert len(fleet["decisions"]) == MOST_DECISIONS
+            assert len(fleet["documents"]) == 40
+            assert len(app.fleet._documents) <= MOST_DOCUMENTS
+
+    run(test())
+
+
+def test_the_numbers_are_the_operators_and_the_page_asks_for_the_key():
+    async def test():
+        async with ScriptedEngine() as one, ScriptedEngine() as two:
+            app = build_router(EdgeSettings(replicas=(one.url, two.url), trace=False, admin_key="k"))
+            assert (await ask(app, "GET", "/v1/fleet"))[0].status == 403
+            assert (await ask(app, "GET", "/v1/fleet", headers={"Authorization": "Bearer k"}))[0].status == 200
+            for path in PAGE_FILES:
+                client, _ = await ask(app, "GET", path)
+                assert client.status == 200
+                assert "default-src 'none'" in client.headers["content-security-policy"]
+
+    run(test())
+
+
+@pytest.mark.parametrize("path", ["/fleet", "/v1/fleet"])
+def test_a_proxy_with_one_engine_has_no_fleet(path):
+    async def test():
+        async with ScriptedEngine() as engine:
+            app = build_proxy(EdgeSettings(upstream=engine.url, trace=False))
+            assert (await ask(app, "GET", path))[0].status == 404
+
+    run(test())
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_asks_only_for_what_is_there():
+    for path, (body, _) in PAGE_FILES.items():
+        text = body.decode()
+        outside = set(re.findall(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]+", text)) - {"http://www.w3.org"}
+        assert not outside, f"{path} points at {outside}"
+        assert "innerHTML" not in text
+    page, script = PAGE_FILES["/fleet"][0].decode(), PAGE_FILES["/fleet/app.js"][0].decode()
+    assert re.findall(r"<script[^>]*>", page) == ['<script src="/fleet/app.js" type="module">']
+    assert " style=" not in page
+    for name in re.findall(r'(?:\$|put)\("([a-z0-9-]+)"', script):
+        assert f'id="{name}"' in page, name
+    asked = set(re.findall(r'(?:src|href|from) ?=? ?"(/[a-z/.]+)"', page + script))
+    assert asked <= set(PAGE_FILES)

@@ -8,6 +8,7 @@ import random
 import signal
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ class ServerProcess:
     """A process group of its own with everything that the server starts; ``log`` gets what it prints."""
 
     def __init__(self, command: Sequence[str], log: Path, **variables: str) -> None:
+        _leave_in_order()
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
         with log.open("a") as out:
@@ -62,6 +64,18 @@ class ServerProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(seconds)
         self.kill()
+
+
+def _leave_in_order() -> None:
+    """Let SIGTERM end the benchmark as an exception does: its servers have groups of their own and would live on."""
+
+    def leave(number: int, frame: object) -> None:
+        del frame
+        raise SystemExit(128 + number)
+
+    alone = threading.current_thread() is threading.main_thread()
+    if alone and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, leave)
 
 
 def find_port() -> int:

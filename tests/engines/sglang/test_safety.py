@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from semblend.plan.reuse_plan import DeclineReason
@@ -181,6 +183,39 @@ def test_a_flush_of_the_cache_drops_donors(world):
     world.flush()
     (answer,) = world.ask(world.instruction(4) + document + world.question(), quality="fast")
     assert world.receipt(answer).reused_tokens == 0
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_storm_of_aborts_at_any_moment_leaves_no_slot_no_claim_and_right_answers(world, free, seed):
+    """Waiting, loading in pieces, in a batch, decoding: an abort comes whenever it comes."""
+    rng = random.Random(seed)
+    documents = [donate(world, 311), donate(world, 312)]
+    prompts = [world.instruction(n) + documents[n % 2] + world.question() for n in range(2, 6)]
+    alone = [world.ask(prompt, quality="fast")[0].tokens for prompt in prompts]
+    world.forget_prefixes()
+    world.desk.settings, kept = _with_short_steps(world), world.desk.settings
+    alive, aborted = {}, 0
+    try:
+        for _ in range(24):
+            number = rng.randrange(len(prompts))
+            alive[world.send(prompts[number], quality="fast")] = number
+            for _ in range(rng.randrange(4)):
+                world.step()
+            while alive and rng.random() < 0.6:
+                name = rng.choice(sorted(alive))
+                aborted += not world.answers[name].done
+                world.abort(name)
+                del alive[name]
+        while not all(world.answers[name].done for name in alive):
+            world.step()
+    finally:
+        world.desk.settings = kept
+    assert aborted >= 6, "it was a storm"
+    assert all(world.answers[name].tokens == alone[number] for name, number in alive.items())
+    world.flush()
+    assert world.count_free() == free
+    assert not world.desk._records
+    assert world.desk.donors.kv.holders == 0
 
 
 def _with_short_steps(world):

@@ -141,7 +141,7 @@ class SemBlendRadixCache(UnifiedRadixCache):
         """Seek pages behind what the tree holds: SGLang takes what we have offered for a part of that."""
         req = self._desk.find_source(request.rid) if self._desk is not None else None
         offered = getattr(req, "semblend_offered", 0)
-        if offered and matched_prefix_tokens is not None and len(matched_prefix_tokens) >= offered:
+        if req is not None and offered and matched_prefix_tokens is not None:
             held = len(matched_prefix_tokens) - offered
             new_input_tokens = matched_prefix_tokens[held:] + new_input_tokens
             matched_prefix_tokens = matched_prefix_tokens[:held]

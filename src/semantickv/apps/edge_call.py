@@ -16,6 +16,7 @@ from semantickv.routing.prompt_view import UNREAD, PromptPart, PromptView, read_
 from semantickv.routing.router import RouteDecision, Router, RouteRequest
 from semantickv.settings import EdgeSettings
 from semantickv.telemetry.answer_reader import AnswerReader
+from semantickv.telemetry.request_span import RequestSpan
 from semblend.errors import InputError
 from semblend.prompt import Namespace
 from semblend.wire.errors import ApiError
@@ -46,6 +47,7 @@ class EdgeCall:
     first_byte: float | None = None
     reader: AnswerReader | None = None
     ticket: int | None = None
+    span: RequestSpan | None = None
     added: dict[str, str] = field(default_factory=dict)
     """Fields that this server adds to the body: a salt, a session."""
     marked: MarkedRequest | None = None

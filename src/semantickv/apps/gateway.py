@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from semantickv.apps.answers import send_error
@@ -32,6 +32,7 @@ from semantickv.telemetry.answer_reader import AnswerReader
 from semantickv.telemetry.fleet_book import FleetBook
 from semantickv.telemetry.metrics import EdgeMetrics
 from semantickv.telemetry.record import EngineReceipt, ExchangeRecord, RecordStore
+from semantickv.telemetry.request_span import start_span
 from semantickv.telemetry.trace_log import TraceJob, TraceLog
 from semblend.wire.errors import ApiError
 
@@ -141,6 +142,9 @@ class Gateway:
                     return
                 if self.trace_log is not None and call.path in PROMPT_PATHS:
                     call.ticket = self.trace_log.take_ticket()
+                call.span = start_span(scope["method"], _name_path(call.path), scope["headers"])
+                if call.span is not None:
+                    call.outgoing = replace(call.outgoing, headers=call.span.replace_context(call.outgoing.headers))
                 watch = ClientWatch(receive)
                 try:
                     await self._serve(call, send, watch)
@@ -249,6 +253,8 @@ class Gateway:
         )
         self.metrics.count(record)
         self.records.add(call.caller.namespace, record)
+        if call.span is not None:
+            call.span.end(record)
         if decision is not None and self.shows_routes:
             self.fleet.note(record, decision, call.route.pieces)
         if fault is None and decision is not None and call.status == 200:

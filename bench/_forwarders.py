@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,10 +98,12 @@ def find_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def running(name: str, command: Sequence[str], port: int, log: Path) -> Iterator[Running]:
+def running(
+    name: str, command: Sequence[str], port: int, log: Path, settings: Mapping[str, str] | None = None
+) -> Iterator[Running]:
     """Run a server until the block ends; wait until it listens."""
     with log.open("ab") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=ENVIRON)
+        process = subprocess.Popen(command, stdout=file, stderr=file, env={**ENVIRON, **(settings or {})})
     try:
         wait_until_open(port, process)
         yield Running(name, port, process.pid)

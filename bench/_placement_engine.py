@@ -97,7 +97,7 @@ class Connection(asyncio.Protocol):
         if not head.startswith(b"post /v1/"):
             self.answer({"object": "list", "data": [{"id": "m", "object": "model"}], "status": "ok"})
             return
-        text = "".join(message["content"] for message in json.loads(body)["messages"]).encode()
+        text = "\n\n".join(message["content"] for message in json.loads(body)["messages"]).encode()
         counts, wait_s = self.engine.take(text)
         usage = {"prompt_tokens": counts["tokens"], "completion_tokens": 1, "total_tokens": counts["tokens"] + 1}
         usage["prompt_tokens_details"] = {"cached_tokens": counts["tokens"] - counts["computed"]}

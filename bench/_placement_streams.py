@@ -6,11 +6,12 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from _documents import Document, chats, leval, qmsum, rag
+from _documents import Document, leval, qmsum, rag, read_jsonl
 from _streams import retrieve
 
 DOCUMENT_BYTES = 12_000
 """Of a document so much is shown: 3k tokens."""
+MOST_CHAT_BYTES = 16_000
 RULE = "You answer questions about a document. Answer in one sentence, and only with what the document says."
 ROLES = (
     "legal", "medical", "financial", "technical", "historical", "journalistic", "scientific", "educational",
@@ -20,10 +21,9 @@ ROLES = (
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: what the system says, what the user says, and the numbers of the documents in it."""
+    """One request: its messages as role and text, and the numbers of the documents in it."""
 
-    system: str
-    user: str
+    messages: tuple[tuple[str, str], ...]
     documents: tuple[int, ...]
 
 
@@ -64,7 +64,7 @@ def _ask(
         number = chance.choices(range(len(documents)), weights)[0]
         one = documents[number]
         user = f"{one.text[:DOCUMENT_BYTES]}\n\nQuestion: {chance.choice(one.questions)}"
-        sessions.append((Ask(chance.choice(systems), user, (number,)),))
+        sessions.append((Ask((("system", chance.choice(systems)), ("user", user)), (number,)),))
     return tuple(sessions)
 
 
@@ -77,12 +77,18 @@ def _write_role(role: str) -> str:
 
 
 def _chat(data: Path, count: int, chance: random.Random) -> tuple[tuple[Ask, ...], ...]:
-    known = [one for one in chats(data) if len(one.prompts) >= 3]
-    chance.shuffle(known)
+    rows = list(read_jsonl(data / "chat" / "sharegpt_multiturn.jsonl.gz"))
+    chance.shuffle(rows)
     sessions: list[tuple[Ask, ...]] = []
-    for number, one in enumerate(known):
-        turns = [prompt for prompt in one.prompts[:8] if len(prompt) <= 16_000]
-        sessions.append(tuple(Ask("You are a helpful assistant.", prompt, (number,)) for prompt in turns))
+    for number, row in enumerate(rows):
+        shown: list[tuple[str, str]] = [("system", "You are a helpful assistant.")]
+        turns = []
+        for turn in row["conversations"]:
+            shown.append((turn["role"], turn["content"]))
+            if turn["role"] == "user" and sum(len(text) for _, text in shown) <= MOST_CHAT_BYTES:
+                turns.append(Ask(tuple(shown), (number,)))
+        if len(turns) >= 3:
+            sessions.append(tuple(turns[:8]))
         if sum(map(len, sessions)) >= count:
             break
     return tuple(sessions)
@@ -95,5 +101,6 @@ def _retrieve(data: Path, count: int, seed: int) -> tuple[tuple[Ask, ...], ...]:
     sessions = []
     for passages, question in zip(stream.prompts, stream.questions, strict=True):
         text = "\n\n".join(stream.texts[number] for number in passages)
-        sessions.append((Ask(RULE, f"{text}\n\nQuestion: {question}", passages),))
+        messages = (("system", RULE), ("user", f"{text}\n\nQuestion: {question}"))
+        sessions.append((Ask(messages, passages),))
     return tuple(sessions)

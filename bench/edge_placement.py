@@ -89,7 +89,7 @@ async def send_stream(port: int, stream: Stream) -> tuple[list[Answered], int]:
 
 
 def write_request(ask: Ask) -> bytes:
-    messages = [{"role": "system", "content": ask.system}, {"role": "user", "content": ask.user}]
+    messages = [{"role": role, "content": text} for role, text in ask.messages]
     body = json.dumps({"model": "m", "messages": messages, "max_tokens": 1}).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     return f"{head}Authorization: Bearer k\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
@@ -153,7 +153,7 @@ def run_one(router: Forwarder | None, stream: Stream, seed: int, args: argparse.
             port, name = find_ports(1)[0], router.name
             command = router.fill(port, [f"http://127.0.0.1:{one}" for one in ports], folder)
             stack.enter_context(running(name, command, port, folder / "router.log", {"SEMANTICKV_ENGINE_REUSE": reuse}))
-        warm = Stream("warm-up", False, tuple((Ask("", f"warm-up {number}", ()),) for number in range(8)))
+        warm = Stream("warm-up", False, tuple((Ask((("user", f"warm-up {number}"),), ()),) for number in range(8)))
         deadline = time.monotonic() + 60
         while asyncio.run(send_stream(port, warm))[1] and time.monotonic() < deadline:
             time.sleep(0.5)
@@ -226,9 +226,9 @@ def main() -> int:
     _report.add_common_arguments(parser, "edge_placement")
     parser.add_argument("--peers-bin", metavar="DIR", help="folder with vllm-router, smg and sglang-router")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=300, help="of each stream")
+    parser.add_argument("--requests", type=int, default=200, help="of each stream")
     parser.add_argument("--cache-tokens", type=int, default=40_000, help="of each engine")
-    parser.add_argument("--us-per-token", type=float, default=10.0, help="to compute one, on one engine")
+    parser.add_argument("--us-per-token", type=float, default=50.0, help="to compute one, on one engine")
     args = parser.parse_args()
     if args.quick:
         args.seeds, args.requests = 1, 60

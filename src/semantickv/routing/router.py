@@ -25,8 +25,10 @@ ANSWER_TOKENS = 256
 """What a request costs a replica beside its prompt, in tokens of prefill: the tokens of its answer are dear."""
 FADING = 1 / 64
 """Share of a replica's recent requests that fades with every request placed."""
-RECENT_SLACK = 4.0
-"""A replica may have so many recent requests more than the mean before that counts against it."""
+NEW_SHARE = 0.5
+"""A prompt of which no replica has so much is new: it goes where little was sent of late."""
+RECENT_TOKENS = 512
+"""What a recent request weighs against a replica when a new prompt is placed."""
 LEAST_OVERLAP_TOKENS = 64
 """Less than this in common is chance: a greeting, a role name."""
 
@@ -93,8 +95,8 @@ class NoReplica:
 class LoadGuard:
     """A replica may have ``factor`` times the mean of the running requests, and ``slack`` more."""
 
-    factor: float = 1.25
-    slack: int = 2
+    factor: float = 1.5
+    slack: int = 6
 
     def compute_limit(self, running: Sequence[int]) -> int:
         """Most requests that a replica may have before this one is added."""
@@ -215,8 +217,10 @@ class Router:
     def _describe(
         self, replicas: Sequence[Replica], overlaps: Sequence[Overlap], request: RouteRequest
     ) -> list[Standing]:
-        usual = sum(replica.recent_requests for replica in replicas) / len(replicas) + RECENT_SLACK
         total = request.pieces.total_tokens
+        most = max(max(overlap.prefix_tokens, overlap.any_tokens) for overlap in overlaps)
+        least = min(replica.recent_requests for replica in replicas)
+        recent_tokens = RECENT_TOKENS if most < NEW_SHARE * total else 0
         head = request.pieces.chains[min(3, len(request.pieces.chains) - 1)] if request.pieces.chains else 0
         return [
             Standing(
@@ -224,7 +228,8 @@ class Router:
                 last_turn=replica.last_turn,
                 waiting_tokens=replica.waiting_tokens
                 + replica.waiting_elsewhere
-                + ANSWER_TOKENS * (replica.all_running + round(max(0.0, replica.recent_requests - usual))),
+                + ANSWER_TOKENS * replica.all_running
+                + round(recent_tokens * (replica.recent_requests - least)),
                 prompt_tokens=total,
                 prefix_tokens=overlap.prefix_tokens,
                 any_tokens=overlap.any_tokens,

@@ -205,13 +205,21 @@ def test_one_document_for_all_does_not_put_everything_on_one_replica(count, requ
     assert max(running) <= LoadGuard().compute_limit(running) + 1
 
 
-def test_a_hot_document_gets_a_second_copy_before_its_replica_has_twice_the_mean():
+def test_a_document_stays_on_one_replica_while_nobody_waits_there():
     router = make_router(4)
     request = RouteRequest(pieces=cut(make_text(1)))
-    for _ in range(400):
-        place(router, request)
-    served = [replica.served for replica in router.replicas]
-    assert max(served) < 2 * sum(served) / len(served)
+    assert len({place(router, request).replica for _ in range(100)}) == 1
+
+
+def test_new_documents_go_where_little_was_sent_of_late():
+    router = make_router(4)
+    hot = RouteRequest(pieces=cut(make_text(0)))
+    home = place(router, hot).replica
+    for seed in range(1, 31):
+        assert place(router, hot).replica is home
+        assert place(router, RouteRequest(pieces=cut(make_text(seed)))).replica is not home
+    served = [replica.served for replica in router.replicas if replica is not home]
+    assert max(served) - min(served) <= 1
 
 
 def test_a_policy_is_a_pure_function_of_a_standing():

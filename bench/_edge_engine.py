@@ -7,6 +7,7 @@ import sys
 
 EVENT = b'data: {"id":"x","object":"text_completion","choices":[{"index":0,"text":" word"}]}\n\n'
 EVENTS = 16
+HELD_STREAMS = 1000
 BODY = b'{"id":"x","object":"text_completion","choices":[{"index":0,"text":" word","finish_reason":"length"}]}'
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(BODY), BODY)
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -14,6 +15,9 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding
 
 class Engine(asyncio.Protocol):
     """Reads whole requests by their Content-Length; a stream is 16 events in packets of their own."""
+
+    holding = 0
+    released: asyncio.Event
 
     def __init__(self) -> None:
         self.held = bytearray()
@@ -34,10 +38,25 @@ class Engine(asyncio.Protocol):
         # Where a router writes the body anew, blanks and the order of fields may change.
         body = bytes(self.held[end + 4 :]).replace(b" ", b"")
         self.held.clear()
-        if b'"stream":true' in body:
+        if b'"hold":true' in body:
+            asyncio.get_running_loop().create_task(self._hold())
+        elif b'"stream":true' in body:
             asyncio.get_running_loop().create_task(self._stream())
         else:
             self.transport.write(WHOLE)
+
+    async def _hold(self) -> None:
+        """Begin a stream, and end it when a thousand of them have begun, or after a minute."""
+        self.transport.write(HEAD + b"%x\r\n%b\r\n" % (len(EVENT), EVENT))
+        Engine.holding += 1
+        if Engine.holding >= HELD_STREAMS:
+            Engine.released.set()
+        try:
+            await asyncio.wait_for(Engine.released.wait(), 60)
+        except TimeoutError:
+            self.transport.abort()
+            return
+        self.transport.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
 
     async def _stream(self) -> None:
         self.transport.write(HEAD)
@@ -49,6 +68,7 @@ class Engine(asyncio.Protocol):
 
 async def main(ports: list[int]) -> None:
     loop = asyncio.get_running_loop()
+    Engine.released = asyncio.Event()
     servers = [await loop.create_server(Engine, "127.0.0.1", port) for port in ports]
     await asyncio.gather(*(server.serve_forever() for server in servers))
 

@@ -8,6 +8,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+from semantickv.apps.tls import TlsFiles
 from semblend.cli.output import say
 from semblend.engine.server.edge.connections import Connections, Deadlines, plan_limit
 from semblend.errors import ConfigError, MissingDependencyError
@@ -20,14 +21,16 @@ DEADLINES = Deadlines(header_s=10.0, idle_s=75.0, write_s=60.0)
 _UNFINISHED = "ASGI callable returned without completing response."
 
 
-def run_server(app: Any, host: str, port: int, *, drain_s: int = DRAIN_S) -> int:
+def run_server(app: Any, host: str, port: int, *, drain_s: int = DRAIN_S, tls: TlsFiles | None = None) -> int:
     """Serve until SIGINT or SIGTERM: no new connections then, and ``drain_s`` seconds for the requests that run."""
     if not 0 <= port <= 65_535:
         raise ConfigError(f"no port {port}", hint="0 to 65535; 0 takes a free one")
+    if tls is not None:
+        tls.check()
     room = plan_limit(WANTED_DESCRIPTORS)
     if room < WANTED_DESCRIPTORS:
         say(f"note: file descriptors for {room // 2} requests at once; raise the limit (ulimit -n) for more")
-    server = make_server(app, host, port, drain_s=drain_s, connections=room // 2)
+    server = make_server(app, host, port, drain_s=drain_s, connections=room // 2, tls=tls)
     # What is loaded by now stays for good: a collection that walks through it holds up every stream for some 50 ms.
     gc.collect()
     gc.freeze()
@@ -46,6 +49,7 @@ def make_server(
     drain_s: int = DRAIN_S,
     connections: int = WANTED_DESCRIPTORS // 2,
     deadlines: Deadlines = DEADLINES,
+    tls: TlsFiles | None = None,
 ) -> Any:
     """Make the uvicorn server of an application: the fast parser and the fast loop, and nobody's word about addresses.
 
@@ -74,6 +78,8 @@ def make_server(
         server_header=False,
         date_header=False,  # the engine's own headers go through
         timeout_graceful_shutdown=drain_s,
+        ssl_certfile=tls.certificate if tls else None,
+        ssl_keyfile=tls.key if tls else None,
     )
     return uvicorn.Server(config)
 

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from semantickv.commands.serve_flags import add_serve_flags, apply_trace_flags
+from semantickv.commands.serve_flags import add_serve_flags, apply_trace_flags, read_tls
 from semantickv.settings import EdgeSettings
 from semblend.cli.output import say
 
@@ -30,5 +30,7 @@ def run(args: argparse.Namespace) -> int:
     settings = apply_trace_flags(EdgeSettings.read(), args)
     settings = replace(settings, upstream=args.upstream or settings.upstream)
     app = build_proxy(settings)
-    say(f"proxy on http://{args.host}:{args.port}, forwarding to {settings.upstream}; stop with Ctrl-C")
-    return run_server(app, args.host, args.port, drain_s=args.drain)
+    tls = read_tls(args)
+    scheme = "https" if tls else "http"
+    say(f"proxy on {scheme}://{args.host}:{args.port}, forwarding to {settings.upstream}; stop with Ctrl-C")
+    return run_server(app, args.host, args.port, drain_s=args.drain, tls=tls)

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from semantickv.commands.serve_flags import add_serve_flags, apply_trace_flags
+from semantickv.commands.serve_flags import add_serve_flags, apply_trace_flags, read_tls
 from semantickv.settings import EdgeSettings
 from semblend.cli.output import say
 from semblend.errors import InputError
@@ -41,8 +41,10 @@ def run(args: argparse.Namespace) -> int:
     named = tuple(one.strip() for one in (args.replicas or "").split(",") if one.strip())
     settings = replace(settings, replicas=named or settings.replicas, policy=args.policy or settings.policy)
     app = build_router(settings)
-    say(f"router on http://{args.host}:{args.port}, {settings.policy} over {len(settings.replicas)} replicas")
-    return run_server(app, args.host, args.port, drain_s=args.drain)
+    tls = read_tls(args)
+    where = f"{'https' if tls else 'http'}://{args.host}:{args.port}"
+    say(f"router on {where}, {settings.policy} over {len(settings.replicas)} replicas")
+    return run_server(app, args.host, args.port, drain_s=args.drain, tls=tls)
 
 
 def _run_demo(args: argparse.Namespace) -> int:

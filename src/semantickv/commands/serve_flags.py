@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
+from semantickv.apps.tls import TlsFiles
 from semantickv.settings import EdgeSettings
+from semblend.errors import InputError
 
 
 def add_serve_flags(parser: argparse.ArgumentParser, *, port: int) -> None:
@@ -15,9 +17,18 @@ def add_serve_flags(parser: argparse.ArgumentParser, *, port: int) -> None:
     parser.add_argument(
         "--drain", type=int, default=30, metavar="SECONDS", help="time for running requests at the end (default: 30)"
     )
+    parser.add_argument("--tls-cert", metavar="FILE", help="certificate (PEM, with its chain): serve HTTPS")
+    parser.add_argument("--tls-key", metavar="FILE", help="its private key (default: in the certificate's file)")
     parser.add_argument("--no-trace", action="store_true", help="write no traces")
     parser.add_argument("--keep-text", action="store_true", help="write the prompts' text into the traces")
     parser.add_argument("--output-dir", metavar="DIR", help="folder of the traces (default: outputs/live_traces)")
+
+
+def read_tls(args: argparse.Namespace) -> TlsFiles | None:
+    """The files for HTTPS, or None where the flags name none."""
+    if args.tls_key and not args.tls_cert:
+        raise InputError("--tls-key without --tls-cert", hint="name the certificate too")
+    return TlsFiles(args.tls_cert, args.tls_key) if args.tls_cert else None
 
 
 def apply_trace_flags(settings: EdgeSettings, args: argparse.Namespace) -> EdgeSettings:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -126,6 +127,7 @@ class ScriptedEngine:
 
     host: str = "127.0.0.1"
     port: int = 0
+    tls: ssl.SSLContext | None = None
     default: Behaviour = field(default_factory=lambda: answer_json({"ok": True}))
     requests: list[SeenRequest] = field(default_factory=list)
     connections: int = 0
@@ -139,7 +141,7 @@ class ScriptedEngine:
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http{'s' if self.tls else ''}://{self.host}:{self.port}"
 
     def plan(self, *behaviours: Behaviour) -> None:
         """Add what the engine does with its next requests."""
@@ -154,7 +156,7 @@ class ScriptedEngine:
 
     async def start(self) -> None:
         """Listen; after `stop`, on the same port again."""
-        self._server = await asyncio.start_server(self._serve, self.host, self.port)
+        self._server = await asyncio.start_server(self._serve, self.host, self.port, ssl=self.tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:

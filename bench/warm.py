@@ -3,14 +3,16 @@
     python bench/warm.py --out bench/results/warm.json
 
 `semblend warm` computes the passages of some questions into a donor directory. A server with that directory answers
-each question four times:
+each question in every arm:
 
     cold           without reuse, under a salt that nobody else has
     traffic        after somebody else's prompt with the same passages in the same order, under another instruction:
                    any other donor. Asker and donor have a salt of their own, so nothing of the directory is found
-    warm, fast     the first request to the tenant of the directory, mode fast
-    warm, balanced the same in mode balanced. Mode fast leaves no exact block behind its first reused token, so this is
-                   a first request too; the exact tokens of the receipt show it
+    warm           the first request to the tenant of the directory
+
+Traffic and warm come in mode fast, then in balanced. Mode fast leaves no exact block behind its first reused token, so
+the second is a first request too; the exact tokens of the receipt show it. Prompts are texts, so warm gets --format
+text; bench/warm_donors.py has the same comparison for chat.
 
 Every question is a row of --rows, and a second run goes on from there. Each question goes through all arms before the
 next one, so that whatever else the machine does hits all arms alike. An answer is compared with the cold one.
@@ -40,7 +42,7 @@ from arrange_ttft import share_tokens, spread_times, write_prompt
 from semblend.demo.runner import word_f1
 
 OTHER_INSTRUCTION = "Here is what the archive holds. Read all of it, then write one sentence about it.\n\n"
-ARMS = ("cold", "traffic, fast", "warm, fast", "warm, balanced")
+ARMS = ("cold", "traffic, fast", "warm, fast", "traffic, balanced", "warm, balanced")
 POOL_TOKENS = 8_192
 
 
@@ -69,7 +71,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--finished-only", action="store_true", help="measure nothing, print the rows")
     add("--measured-on", default="", help="the machine, in words")
     add("--source", default="hotpotqa_distractor", help="a file of rag/: questions with passages")
-    add("--questions", type=int, default=10)
+    add("--questions", type=int, default=20)
     add("--top", type=int, default=3, help="passages of a question")
     add("--answer-tokens", type=int, default=16)
     add("--prompt-tokens", type=int, default=1024, help="of a donor that warm computes")
@@ -102,7 +104,8 @@ def run_warm(
     numbers = iter(range(len(texts)))
     log.write_text("\n".join(json.dumps({"passages": [str(next(numbers)) for _ in found]}) for _, found in cases))
     words = ["warm", "--corpus", str(corpus), "--log", str(log), "--model", args.model, "--threads", "1",
-             "--donor-directory", str(donors), "--prompt-tokens", str(args.prompt_tokens)]  # fmt: skip
+             "--format", "text", "--donor-directory", str(donors),
+             "--prompt-tokens", str(args.prompt_tokens)]  # fmt: skip
     begun = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "semblend.cli.main", *words], check=True, stdout=subprocess.PIPE, text=True
@@ -127,8 +130,10 @@ def ask_all(
             donor = OTHER_INSTRUCTION + "\n\n".join(passages) + "\n\nSentence:"
             row = {"cold": server.ask(prompt, tokens, name=f"cold-{number}", salt=f"cold-{number}")}
             server.ask(donor, 2, name=f"donor-{number}", salt=f"traffic-{number}", quality="exact")
-            for arm, salt in (("traffic, fast", f"traffic-{number}"), ("warm, fast", ""), ("warm, balanced", "")):
-                row[arm] = server.ask(prompt, tokens, name=f"{arm}-{number}", salt=salt, quality=arm.partition(", ")[2])
+            for arm in ARMS[1:]:
+                donors_of, _, quality = arm.partition(", ")
+                salt = "" if donors_of == "warm" else f"traffic-{number}"
+                row[arm] = server.ask(prompt, tokens, name=f"{arm}-{number}", salt=salt, quality=quality)
             rows.add({"number": number, **{arm: reply.to_row() for arm, reply in row.items()}})
             progress(f"question {number + 1} of {len(cases)}")
     finally:

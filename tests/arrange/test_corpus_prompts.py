@@ -22,3 +22,12 @@ def test_every_document_stands_in_one_prompt_and_no_prompt_is_too_large(sizes, d
 def test_what_is_retrieved_together_most_often_stands_together_in_that_order():
     retrievals = [[5, 1], [3, 2], [2, 3], [2, 3], [1, 4]]
     assert group_documents([1] * 6, retrievals, 2)[0] == (3, 2)
+
+
+def test_documents_that_nothing_says_are_asked_for_together_stand_alone():
+    assert group_documents([1] * 5, [[1, 3]], 100) == [(1, 3), (0,), (2,), (4,)]
+    assert group_documents([1] * 3, [], 100) == [(0,), (1,), (2,)]
+
+
+def test_two_groups_never_share_a_prompt_and_a_large_one_is_cut():
+    assert group_documents([4] * 5, [[0, 1], [2, 3, 4]], 8) == [(0, 1), (2, 3), (4,)]

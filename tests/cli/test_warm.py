@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -54,14 +55,20 @@ def corpus(tmp_path):
 
 
 def run_warm(corpus, *words):
-    return main(["warm", "--corpus", str(corpus), "--prompt-tokens", "80", *words])
+    return main(["warm", "--corpus", str(corpus), "--prompt-tokens", "120", *words])
+
+
+def find_documents(server):
+    """Numbers of the documents in what the server was asked, prompt by prompt."""
+    texts = [body["messages"][0]["content"] if "messages" in body else body["prompt"] for body, _ in server.asked]
+    return [re.findall(r"document (\d)", text) for text in texts]
 
 
 def test_a_server_gets_every_document_once_for_one_token_with_the_key(server, corpus, tmp_path, capsys):
     key = tmp_path / "key"
     key.write_text("sk-1\n")
     assert run_warm(corpus, "--url", server.url, "--model", "m", "--api-key-file", str(key)) == 0
-    assert [body["prompt"].split()[1] for body, _ in server.asked] == ["0", "1", "2", "3", "4"]
+    assert find_documents(server) == [["0"], ["1"], ["2"], ["3"], ["4"]]
     assert all((body["max_tokens"], body["model"], sent) == (1, "m", "Bearer sk-1") for body, sent in server.asked)
     assert capsys.readouterr().out == "5 prompts computed, 55 tokens\n"
 
@@ -78,15 +85,24 @@ def test_after_a_failure_it_goes_on_where_it_stopped(server, corpus, tmp_path):
     assert run_warm(corpus, "--url", server.url, "--state", str(state)) != 0
     assert len(server.asked) == 2
     assert run_warm(corpus, "--url", server.url, "--state", str(state)) == 0
-    assert sorted(body["prompt"].split()[1] for body, _ in server.asked) == ["0", "1", "2", "3", "4"]
+    assert sorted(find_documents(server)) == [["0"], ["1"], ["2"], ["3"], ["4"]]
 
 
-def test_a_log_says_what_stands_together(server, corpus, tmp_path):
+def test_what_a_log_names_together_stands_in_one_prompt_and_every_other_document_alone(server, corpus, tmp_path):
     log = tmp_path / "log.jsonl"
     log.write_text('{"passages": ["3.txt", "1.txt"]}\n')
-    main(["warm", "--corpus", str(corpus), "--prompt-tokens", "120", "--log", str(log), "--url", server.url])
-    first = server.asked[0][0]["prompt"]
-    assert first.index("document 3") < first.index("document 1")
+    main(["warm", "--corpus", str(corpus), "--prompt-tokens", "2000", "--log", str(log), "--url", server.url])
+    assert find_documents(server) == [["3", "1"], ["0"], ["2"], ["4"]]
+
+
+def test_documents_stand_in_a_users_message_behind_an_instruction_as_users_send_them(server, corpus, tmp_path):
+    run_warm(corpus, "--url", server.url)
+    assert [message["role"] for message in server.asked[0][0]["messages"]] == ["user"]
+    assert server.asked[0][0]["messages"][0]["content"].startswith(warm.BEFORE + "document 0")
+    own = tmp_path / "before.txt"
+    own.write_text("Answer from the handbook.\n")
+    run_warm(corpus, "--url", server.url, "--before", str(own), "--format", "text")
+    assert server.asked[-1][0]["prompt"].startswith("Answer from the handbook.\ndocument 4")
 
 
 @pytest.mark.parametrize(
@@ -119,6 +135,9 @@ class Letters:
         del control, add_special
         return [ord(letter) % 500 for letter in text]
 
+    def encode_chat(self, messages):
+        return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages) + "<model>")
+
 
 @pytest.fixture
 def open_target(tmp_path):
@@ -138,14 +157,14 @@ def open_target(tmp_path):
     })  # fmt: skip
     args = argparse.Namespace(donor_directory=str(tmp_path / "donors"), model="tiny", tenant="acme", donor_bits=16)
 
-    def make(bits=16):
+    def make(bits=16, in_chat=False):
         model = DecoderModel.random(spec)
         kv = open_directory(args.donor_directory, model, bits=bits)
         library = SemBlend(SemBlendConfig(embedder="none", metrics=False))
         config = EngineConfig(quality="fast", model_name="tiny")
         engine = assemble(model, pool_tokens=4096, config=config, semblend=library, directory=kv)
         share_donors(engine, kv, args.donor_directory, 1 << 40, every_s=0.0)
-        return DirectoryTarget(engine, Letters(), args, 256.0)
+        return DirectoryTarget(engine, Letters(), args, 256.0, in_chat=in_chat)
 
     return make
 
@@ -175,6 +194,25 @@ def test_a_donor_in_the_folder_is_not_computed_again_and_serves_the_first_questi
         prompt = Prompt(ids, namespace=Namespace(tenant=tenant, model="tiny"))
         (done,) = engine.generate([Request(f"ask-{tenant}", prompt, Sampling(max_tokens=1, temperature=0.0))])
         assert (done.receipt.reused_tokens > 100) == expected
+
+
+def test_a_donor_in_chat_is_found_by_the_first_message_that_holds_the_document(open_target):
+    from semblend import Namespace, Prompt
+    from semblend.wire.request import Request
+    from semblend.wire.sampling import Sampling
+
+    text = "the quick brown fox " * 12
+    target = open_target(in_chat=True)
+    assert target.count_prompt_tokens(text) == target.count_tokens("<user>" + text + "<model>")
+    warm_up(target, [warm.BEFORE + text])
+    target.close()
+    ids = Letters().encode_chat([{"role": "user", "content": "Use this: " + text}])
+    asked = Request("ask", Prompt(ids, namespace=Namespace(tenant="acme", model="tiny")), Sampling(max_tokens=1))
+    (done,) = open_target()._engine.generate([asked])
+    assert done.receipt.reused_tokens > 100
+    again = open_target()
+    assert not again.has(warm.BEFORE + text)  # as text it is another prompt
+    again.close()
 
 
 def test_a_donor_that_the_server_could_not_use_does_not_count_as_there(open_target):

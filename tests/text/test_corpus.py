@@ -62,3 +62,25 @@ def test_pieces_are_small_enough_and_together_they_are_the_text(text, most):
     pieces = split_text(text, len, most)
     assert "".join(pieces) == text
     assert all(len(piece) <= most for piece in pieces)
+
+
+def test_a_long_text_is_counted_about_once():
+    counted = []
+
+    def count(text):
+        counted.append(len(text))
+        return len(text.split())
+
+    text = "some words and a few more of them, " * 20_000
+    pieces = split_text(text, count, 500)
+    assert "".join(pieces) == text
+    assert max(len(piece.split()) for piece in pieces) <= 500
+    assert sum(counted) < 1.5 * len(text)
+
+
+def test_a_file_that_is_not_text_is_named_with_a_hint(tmp_path):
+    (tmp_path / "a.txt").write_text("fine")
+    (tmp_path / "photo.txt").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
+    with pytest.raises(InputError, match=r"photo\.txt is not text") as caught:
+        read_corpus(tmp_path)
+    assert "leave it out" in caught.value.hint

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from semblend.arrange.arranger import Arranger
 
@@ -12,10 +12,11 @@ def group_documents(sizes: Sequence[int], retrievals: Iterable[Sequence[int]], m
     """Prompts of at most ``most_size``, by the documents' numbers; each document stands in one of them.
 
     Retrievals are arranged one after the other, as `Arranger` would have sent them, and the orders that came up most
-    often make the first prompts. Documents that no retrieval names follow in their own order.
+    often make the first prompts. Documents that no retrieval names stand alone: KV behind a stranger's document has
+    seen what the question does not hold, and answers from it are further from cold (docs/research/arrange.md).
 
     >>> group_documents([1, 1, 1, 1], [[2, 0], [0, 2], [3, 2]], 2)
-    [(2, 0), (3, 1)]
+    [(2, 0), (3,), (1,)]
     """
     arranger = Arranger(count=lambda name: sizes[int(name)])
     often: Counter[tuple[int, ...]] = Counter()
@@ -24,28 +25,23 @@ def group_documents(sizes: Sequence[int], retrievals: Iterable[Sequence[int]], m
         arranger.record(found)
         often[tuple(retrieved[index] for index in found.order)] += 1
     placed: set[int] = set()
-    line: list[tuple[int, ...]] = []
+    prompts: list[tuple[int, ...]] = []
     for order, _ in often.most_common():
         new = tuple(dict.fromkeys(number for number in order if number not in placed))
         placed.update(new)
-        line.append(new)
-    line += [(number,) for number in range(len(sizes)) if number not in placed]
-    return _fill(line, sizes, most_size)
+        prompts += _cut(new, sizes, most_size)
+    return [*prompts, *((number,) for number in range(len(sizes)) if number not in placed)]
 
 
-def _fill(line: Iterable[tuple[int, ...]], sizes: Sequence[int], most_size: int) -> list[tuple[int, ...]]:
-    """Put groups one behind the other until a prompt is full; a group is cut only where it does not fit one prompt."""
-    prompts: list[tuple[int, ...]] = []
-    prompt: list[int] = []
+def _cut(group: Sequence[int], sizes: Sequence[int], most_size: int) -> Iterator[tuple[int, ...]]:
+    """A group in parts that fit a prompt; a document larger than that is a part of its own."""
+    part: list[int] = []
     size = 0
-    for group in line:
-        if prompt and size + sum(sizes[number] for number in group) > most_size:
-            prompts.append(tuple(prompt))
-            prompt, size = [], 0
-        for number in group:
-            if prompt and size + sizes[number] > most_size:
-                prompts.append(tuple(prompt))
-                prompt, size = [], 0
-            prompt.append(number)
-            size += sizes[number]
-    return [*prompts, tuple(prompt)] if prompt else prompts
+    for number in group:
+        if part and size + sizes[number] > most_size:
+            yield tuple(part)
+            part, size = [], 0
+        part.append(number)
+        size += sizes[number]
+    if part:
+        yield tuple(part)

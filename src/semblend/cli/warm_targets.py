@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from semblend.prompt import Prompt
 
 REQUEST_TIMEOUT_S = 600.0
+TEMPLATE_TOKENS = 32
+"""What a chat template adds to a message, about: most say who the assistant is."""
 TRIES = 5
 """How often a server that is busy (429, 503) is asked for one prompt."""
 
@@ -61,6 +63,9 @@ class Target(Protocol):
     """Counts, computes and remembers prompts."""
 
     def count_tokens(self, text: str) -> int: ...
+    def count_prompt_tokens(self, text: str) -> int:
+        """Tokens of a prompt that holds this text, with what a chat template adds."""
+
     def has(self, prompt: str) -> bool: ...
     def estimate(self, tokens: int) -> Estimate: ...
     def check_room(self, estimate: Estimate) -> None: ...
@@ -81,14 +86,20 @@ class DirectoryTarget:
         args: argparse.Namespace,
         token_bytes: float,
         held: PrivateFolder | None = None,
+        *,
+        in_chat: bool = False,
     ) -> None:
+        """``in_chat``: documents are computed as a user's message in the model's chat template."""
         self._engine, self._tokenizer, self._args, self._token_bytes = engine, tokenizer, args, token_bytes
-        self._held = held
+        self._held, self._in_chat = held, in_chat
         self._there = self._read_digests()
         self._number = 0
 
     def count_tokens(self, text: str) -> int:
         return len(self._tokenizer.encode(text, control=False, add_special=False))
+
+    def count_prompt_tokens(self, text: str) -> int:
+        return len(self._encode(text))
 
     def has(self, prompt: str) -> bool:
         from semblend.materialize.donors.shared.donor_record import digest_tokens
@@ -152,7 +163,13 @@ class DirectoryTarget:
 
         kv_dtype = str(self._engine.pool.dtype).removeprefix("torch.")
         namespace = Namespace(tenant=self._args.tenant, model=self._args.model, kv_dtype=kv_dtype)
-        return Prompt(self._tokenizer.encode(prompt, control=False), namespace=namespace)
+        return Prompt(self._encode(prompt), namespace=namespace)
+
+    def _encode(self, prompt: str) -> list[int]:
+        """As the server encodes a message with this text, or the text."""
+        if self._in_chat:
+            return self._tokenizer.encode_chat([{"role": "user", "content": prompt}])
+        return self._tokenizer.encode(prompt, control=False)
 
     def _answer(self, name: str, tokens: list[int], *, keep: bool) -> int:
         """Compute a prompt; returns how many of its tokens an earlier one has left in the prefix cache."""
@@ -229,34 +246,42 @@ def open_directory_target(args: argparse.Namespace) -> DirectoryTarget:
         )
         launch = Launch(config)
         model, tokenizer = launch.load()
+        in_chat = args.format == "chat" or (not args.format and tokenizer.has_chat_template)
+        if in_chat and not tokenizer.has_chat_template:
+            raise ConfigError(f"{args.model} has no chat template", hint="--format text")
         engine = launch.assemble(model, tokenizer, load_config(quality="exact", store=""))
     except BaseException:
         folder.close()
         raise
     assert isinstance(engine.reuse.donor_kv, DonorKv), "it was assembled with one"
-    return DirectoryTarget(engine, tokenizer, args, count_token_bytes(engine.reuse.donor_kv, engine), folder)
+    token_bytes = count_token_bytes(engine.reuse.donor_kv, engine)
+    return DirectoryTarget(engine, tokenizer, args, token_bytes, folder, in_chat=in_chat)
 
 
 class ServerTarget:
     """A server with an OpenAI API: each prompt is sent once, for one token."""
 
-    def __init__(self, url: str, model: str, key: str, state: str) -> None:
+    def __init__(self, url: str, model: str, key: str, state: str, *, in_chat: bool = True) -> None:
+        self._in_chat = in_chat
         self._url, self._model, self._key, self._state = url.rstrip("/"), model, key, state
         self._sent = self._read_state()
 
     @classmethod
-    def open(cls, url: str, model: str, *, key_file: str, state: str) -> ServerTarget:
+    def open(cls, url: str, model: str, *, key_file: str, state: str, in_chat: bool) -> ServerTarget:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--url {url} is no address", hint="like http://127.0.0.1:8000")
         try:
             key = Path(key_file).read_text(encoding="utf-8").strip() if key_file else ""
         except OSError as error:
             raise InputError(f"cannot read {key_file}: {error.strerror}", hint="check its permissions") from None
-        return cls(url, model, key, state)
+        return cls(url, model, key, state, in_chat=in_chat)
 
     def count_tokens(self, text: str) -> int:
         """Tokens, about: the server alone knows its tokenizer."""
         return -(-len(text) // 4)
+
+    def count_prompt_tokens(self, text: str) -> int:
+        return self.count_tokens(text) + (TEMPLATE_TOKENS if self._in_chat else 0)
 
     def has(self, prompt: str) -> bool:
         return self._digest(prompt) in self._sent
@@ -269,8 +294,12 @@ class ServerTarget:
         """The server keeps within its own budgets."""
 
     def compute(self, prompt: str) -> int:
-        body = {"model": self._model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
-        usage = self._post("/v1/completions", body).get("usage") or {}
+        body: dict[str, Any] = {"model": self._model, "max_tokens": 1, "temperature": 0}
+        if self._in_chat:
+            reply = self._post("/v1/chat/completions", body | {"messages": [{"role": "user", "content": prompt}]})
+        else:
+            reply = self._post("/v1/completions", body | {"prompt": prompt})
+        usage = reply.get("usage") or {}
         self._remember(prompt)
         return int(usage.get("prompt_tokens") or self.count_tokens(prompt))
 
@@ -292,7 +321,8 @@ class ServerTarget:
                 told = error.read(2000).decode("utf-8", "replace")
                 if error.code not in (429, 503) or attempt == TRIES - 1:
                     raise InputError(
-                        f"the server answered {error.code}: {told[:300]}", hint="check --model, the key and the context"
+                        f"the server answered {error.code}: {told[:300]}",
+                        hint="check --model, the key, the context, and --format",
                     ) from None
                 asked_for = error.headers.get("Retry-After") or ""
                 time.sleep(min(30.0, float(asked_for) if asked_for.isdecimal() else 2.0**attempt))
@@ -301,7 +331,8 @@ class ServerTarget:
         raise AssertionError("the last try returns or raises")
 
     def _digest(self, prompt: str) -> str:
-        return hashlib.sha256(json.dumps([self._url, self._model, self._key, prompt]).encode()).hexdigest()[:32]
+        asked = [self._url, self._model, self._key, prompt, self._in_chat]
+        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:32]
 
     def _read_state(self) -> set[str]:
         if not self._state or not os.path.exists(self._state):

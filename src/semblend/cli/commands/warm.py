@@ -1,5 +1,8 @@
 """Compute the KV of documents before anybody asks, so that the first question about them already finds it.
 
+Documents that a log says are retrieved together are computed in one prompt, the others alone: behind a short
+instruction and in the model's chat template, as users send them.
+
 With --donor-directory the embedded engine computes and writes donors into the folder that `semblend serve
 --donor-directory` reads. With --url the documents are sent to a running server (vLLM with SemBlend, or semblend serve),
 which keeps them as it keeps any prompt; vLLM shares them through its own donor_directory. Run it again to go on.
@@ -19,6 +22,10 @@ from semblend.errors import ConfigError, InputError
 from semblend.text.corpus import read_corpus, read_retrievals, split_text
 
 SEPARATOR = "\n\n"
+BEFORE = "Read the documents below. You will be asked about them.\n\n"
+"""In front of documents where --before says nothing else. KV of documents at the beginning of a prompt, or behind a
+first token, a blank line or a title alone, is further from cold than that of a donor from traffic; behind a sentence
+that asks for something it is not (docs/research/arrange.md)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key-file", default="", metavar="FILE", help="with --url: a file that holds the key, and nothing else")
     add("--state", default="", metavar="FILE", help="with --url: keep here what was sent, and go on from there")
     add("--tenant", default="", help="whose donors they are (default: the nameless tenant; with --url the key says)")
-    add("--before", default="", metavar="FILE", help="text that stands in front of the passages in your prompts")
+    add("--before", default="", metavar="FILE", help="text in front of the documents, best as in your own prompts")
+    kinds = "how your clients send prompts: as messages, or as text (default: chat where the model has a template)"
+    add("--format", default="", choices=["chat", "text"], help=kinds)
     add("--prompt-tokens", type=int, default=2048, metavar="N", help="tokens computed as one donor (default: 2048)")
     add("--most-bytes", type=int, default=0, metavar="N", help="stop before it starts if it needs more (default: no)")
     add("--donor-bits", type=int, default=16, choices=[16, 8], help="as the server's --donor-bits (default: 16)")
@@ -51,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     before = _read_before(args.before)
     target = _open_target(args)
     try:
-        room = args.prompt_tokens - target.count_tokens(before)
+        room = args.prompt_tokens - target.count_prompt_tokens(before)
         if room < 32:
             raise InputError("--before leaves no room for documents", hint="raise --prompt-tokens")
         prompts = _write_prompts([document.text for document in documents], retrievals, before, target, room)
@@ -62,14 +71,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _open_target(args: argparse.Namespace) -> Target:
     if args.url:
-        return ServerTarget.open(args.url, args.model, key_file=args.api_key_file, state=args.state)
+        in_chat = args.format != "text"
+        return ServerTarget.open(args.url, args.model, key_file=args.api_key_file, state=args.state, in_chat=in_chat)
     with engine_imports():
         return open_directory_target(args)
 
 
 def _read_before(path: str) -> str:
     if not path:
-        return ""
+        return BEFORE
     try:
         with open(path, encoding="utf-8") as file:
             return file.read()
@@ -80,7 +90,7 @@ def _read_before(path: str) -> str:
 def _write_prompts(
     texts: Sequence[str], retrievals: Sequence[Sequence[int]], before: str, target: Target, room: int
 ) -> list[str]:
-    """The prompts to compute: documents that fit together in one, long ones in pieces."""
+    """The prompts to compute: documents that are retrieved together in one, long ones in pieces."""
     whole, pieces = [], []
     sizes = [target.count_tokens(text + SEPARATOR) for text in texts]
     for number, size in enumerate(sizes):

@@ -14,6 +14,7 @@ import _report  # first: it holds the numeric libraries to one thread
 
 # isort: split
 import argparse
+import itertools
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -243,25 +244,25 @@ def find_plan(tokens: Sequence[int], donors: Sequence[Sequence[int]]) -> ReusePl
 
 
 def tabulate(report: Report, rows: Rows, args: argparse.Namespace) -> None:
-    for mode in ("fast", "balanced"):
-        lines = []
-        for kind in args.kinds:
-            some = rows.find(kind=kind, mode=mode, chat=args.chat, source=args.source)
-            if not some:
-                continue
-            kls = sorted(row["kl"] for row in some)
-            lines.append([
-                kind, len(some), statistics.fmean(row["found"] for row in some),
-                statistics.fmean(row["flops"] for row in some), statistics.fmean(kls), statistics.median(kls),
-                _report.percentile(kls, 90), sum(row["changed"] for row in some),
-                statistics.fmean(row["f1"] for row in some), sum(row["decision"] in (None, "prefill") for row in some),
-            ])  # fmt: skip
-        report.table(
-            f"Mode {mode}, {'chat' if args.chat else 'plain'} prompts, {args.top} passages of {args.source}",
-            ["donor", "n", "found", "FLOPs", "KL mean", "KL p50", "KL p90", "changed", "F1 against cold", "prefilled"],
-            lines,
-        )
+    """One table for each form of prompts and mode that there are rows of."""
+    for form, mode in itertools.product((True, False), ("fast", "balanced")):
+        found = {kind: rows.find(kind=kind, mode=mode, chat=form, source=args.source) for kind in DONORS}
+        lines = [[kind, len(some), *summarize(some)] for kind, some in found.items() if some]
+        if lines:
+            columns = ["donor", "n", "found", "FLOPs", "KL mean", "KL p50", "KL p90", "changed", "F1 against cold",
+                       "prefilled"]  # fmt: skip
+            report.table(f"Mode {mode}, prompts as {'messages' if form else 'text'}", columns, lines)
+    report.note(f"{args.top} passages of {args.source}; four instructions in front of them in turn, one a question")
     report.note(f"an answer is {args.answer_tokens} greedy tokens; KL: nats a token, teacher-forced on the cold answer")
+    report.note("rows with fewer n are of the first questions alone")
+
+
+def summarize(some: Sequence[dict[str, Any]]) -> list[Any]:
+    kls = sorted(row["kl"] for row in some)
+    found, flops, f1 = (statistics.fmean(row[name] for row in some) for name in ("found", "flops", "f1"))
+    middle = [statistics.fmean(kls), statistics.median(kls), _report.percentile(kls, 90)]
+    refused = sum(row["decision"] in (None, "prefill") for row in some)
+    return [found, flops, *middle, sum(row["changed"] for row in some), f1, refused]
 
 
 if __name__ == "__main__":

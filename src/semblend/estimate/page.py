@@ -26,6 +26,7 @@ _STYLE = """
 .curve-before{stroke:var(--rule);stroke-width:2}.curve-after{stroke:var(--eligible);stroke-width:2}
 circle.curve-before{fill:var(--rule);stroke:none}circle.curve-after{fill:var(--eligible);stroke:none}
 .steps td:first-child{white-space:normal;min-width:13rem}
+@media (max-width:640px){.steps td:first-child{min-width:7rem}.steps th,.steps td{padding-right:.45rem}}
 .steps tr.sum td{font-weight:650;border-top:2px solid var(--rule)}
 .break{background:var(--card);border:1px solid var(--faint);border-radius:8px;padding:.7rem .9rem;margin:.75rem 0}
 .break h3{font-size:1rem;margin:0}.break p{margin:.2rem 0}

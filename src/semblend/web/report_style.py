@@ -44,7 +44,7 @@ details{margin:.4rem 0}summary{cursor:pointer;color:var(--soft);font-size:.9rem}
 summary:focus-visible,a:focus-visible{outline:2px solid var(--cold);outline-offset:2px}
 .answer{white-space:pre-wrap;max-width:34rem;font-size:.85rem}
 .missing{border-left:3px solid var(--faint);padding-left:.8rem;color:var(--soft)}
-@media (max-width:640px){td.key{max-width:9.5rem}
+@media (max-width:640px){td.key{max-width:9.5rem}th,td{padding-right:.55rem}table{font-size:.82rem}
 main{padding:1.25rem 1rem 3rem}.wide{display:none}.narrow{display:block}h1{font-size:1.45rem}
 .tiles{grid-template-columns:1fr 1fr;gap:.5rem}.tile b{font-size:1.25rem}}
 @media print{:root{color-scheme:light;--paper:#fff;--card:#fff;--ink:#000;--soft:#444;--faint:#ccc;--rule:#888;

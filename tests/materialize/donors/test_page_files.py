@@ -164,6 +164,17 @@ def test_a_disk_that_is_full_is_the_budget_from_then_on_and_raises_nothing(tmp_p
     assert len(caplog.records) == 1, "not a line for every page"
 
 
+@pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
+def test_what_is_no_file_is_no_page_and_holds_nobody_up(tmp_path, kind):
+    files, page = PageFiles(tmp_path / "pages", IDENTITY, 10**6), make_page(1)
+    place = files._folder.path / files._name("k")
+    {"fifo": os.mkfifo, "link": lambda path: path.symlink_to("/etc/passwd"), "folder": os.mkdir}[kind](place)
+    assert not files.holds("k")
+    assert not files.read_into("k", torch.zeros_like(page))
+    stored = files.write("k", page)
+    assert stored == files.read_into("k", torch.zeros_like(page)) == (kind != "folder"), "a folder cannot be replaced"
+
+
 def test_a_write_that_fails_for_another_reason_costs_one_page(tmp_path, monkeypatch):
     files = PageFiles(tmp_path / "pages", IDENTITY, 10**6)
     monkeypatch.setattr(files._folder, "write", lambda name, fill: (_ for _ in ()).throw(OSError(5, "broken")))

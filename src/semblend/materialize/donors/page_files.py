@@ -20,6 +20,7 @@ import hashlib
 import json
 import logging
 import os
+import stat
 import threading
 import time
 from collections.abc import Mapping
@@ -66,10 +67,9 @@ class PageFiles:
     def holds(self, key: str) -> bool:
         """Whether there is a file of this page; whether it is intact is seen when it is read."""
         try:
-            self._folder.stat(self._name(key))
+            return stat.S_ISREG(self._folder.stat(self._name(key)).st_mode)
         except OSError:
             return False
-        return True
 
     def read_into(self, key: str, target: Tensor) -> bool:
         """Copy a page to ``target``, which must have as many bytes; False where it is not here, or damaged."""

@@ -103,10 +103,10 @@ class SemBlendRadixCache(UnifiedRadixCache):
         request = desk.find_request(params.req.rid, params.req) or read_request(
             params.req, len(params.key), self._namespace, require_cache_salt=salted
         )
+        params.req.semblend_opted_out = request.opt_out
         if found.host_hit_length:  # SGLang's own pages come first: they are exact
             desk.wait_for_pages(request, int(found.device_prefix_len + found.host_hit_length))
             return found
-        params.req.semblend_opted_out = request.opt_out
         missed = not found.device_prefix_len and not request.declined and not request.opt_out
         private = missed and self._ask_provider(desk, params)
         offered = desk.offer(request, int(found.device_prefix_len))

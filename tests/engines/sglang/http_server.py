@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,6 +80,18 @@ class Server:
         except ValueError:
             found = {"text": content.decode()}
         return found
+
+    def flush(self) -> None:
+        """Empty the cache; SGLang refuses for a moment after an answer, while it puts the request away."""
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                self.post("/flush_cache")
+                return
+            except urllib.error.HTTPError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
 
     def read_metrics(self) -> str:
         found: bytes = urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30).read()

@@ -76,7 +76,7 @@ def life(tmp_path_factory):
         found["cold"] = first.generate(PROMPT)
         pages = found["cold"]["meta_info"]["prompt_tokens"] // PAGE
         wait_until_stored(folder, pages)
-        first.post("/flush_cache")
+        first.flush()
         found["evicted"] = first.generate(PROMPT)
         found["other salt"] = first.generate(PROMPT, salt="ben")
     finally:
@@ -86,7 +86,7 @@ def life(tmp_path_factory):
     second = start(folder, base / "second.log", LAUNCHER)
     try:
         found["restarted"] = second.generate(PROMPT)
-        second.post("/flush_cache")
+        second.flush()
         found["stored pages"] = len(list_pages(folder))
         for path in list_pages(folder):
             content = bytearray(path.read_bytes())
@@ -94,11 +94,11 @@ def life(tmp_path_factory):
             path.write_bytes(bytes(content))
         found["damaged"] = second.generate(PROMPT)
         wait_until_stored(folder, pages)
-        second.post("/flush_cache")
+        second.flush()
         found["stored again"] = second.generate(PROMPT)
         found["moved"] = second.generate(MOVED)
         time.sleep(3)  # whatever would be stored of it
-        second.post("/flush_cache")  # donors go too
+        second.flush()  # donors go too
         found["moved, flushed"] = second.generate(MOVED)
     finally:
         second.stop()

@@ -32,7 +32,7 @@ def life(tmp_path_factory):
     try:
         # A request that opts out is not told to a provider, who would propose it otherwise: it shares everything.
         found = {"cold": server.generate(ASKED + DOCUMENT + QUESTION, custom_params={"semblend": {"opt_out": True}})}
-        server.post("/flush_cache")
+        server.flush()
         found["known"] = server.generate(KNOWN + DOCUMENT + QUESTION)
         found["asked"] = server.generate(ASKED + DOCUMENT + QUESTION)
         found["other salt"] = server.generate(ASKED + DOCUMENT + QUESTION, salt="ben")

@@ -14,7 +14,7 @@ def test_the_launcher_serves_http_and_moves_a_document(tmp_path):
     server = Server(tmp_path / "server.log", "--semblend", "quality=fast", "--page-size", str(PAGE))
     try:
         cold = server.generate(HEADS[1] + DOCUMENT + QUESTION, custom_params={"semblend": {"opt_out": True}})
-        server.post("/flush_cache")
+        server.flush()
         server.generate(HEADS[0] + DOCUMENT + QUESTION)
         moved = server.generate(HEADS[1] + DOCUMENT + QUESTION)
         facts = moved["meta_info"]

@@ -147,9 +147,9 @@ def test_a_document_is_moved_beside_hicache_and_its_moved_pages_are_never_stored
     assert restarted["exact_tokens"] == life["restarted"]["meta_info"]["cached_tokens"], "pages are exact"
 
 
-def test_every_rule_of_reuse_and_safety_holds_beside_hicache():
+def test_every_rule_of_safety_holds_beside_hicache():
     """In a process of its own: a scheduler with other flags."""
-    files = [HERE / name for name in ("beside_hicache.py", "test_reuse.py", "test_safety.py")]
+    files = [HERE / name for name in ("beside_hicache.py", "test_safety.py")]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-W", "ignore", "-p", "no:cacheprovider", *map(str, files)],
         env=os.environ | {"SEMBLEND_TEST_SGLANG_FLAGS": json.dumps(IN_PROCESS)},

@@ -185,7 +185,7 @@ def test_a_flush_of_the_cache_drops_donors(world):
     assert world.receipt(answer).reused_tokens == 0
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1])
 def test_a_storm_of_aborts_at_any_moment_leaves_no_slot_no_claim_and_right_answers(world, free, seed):
     """Waiting, loading in pieces, in a batch, decoding: an abort comes whenever it comes."""
     rng = random.Random(seed)

@@ -47,7 +47,7 @@ def read_rows(paths: Iterable[str | Path]) -> list[Row]:
     """The last row of each key; a line cut off by a kill is left out."""
     rows: dict[str, Row] = {}
     for path in map(Path, paths):
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        for line in _report.read_lines(path):
             try:
                 row = json.loads(line)
             except json.JSONDecodeError:
@@ -62,7 +62,7 @@ class RowFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
+        if self.path.exists() and not (self.path.read_bytes() or b"\n").endswith(b"\n"):
             with self.path.open("ab") as out:
                 out.write(b"\n")  # a kill cut the last line off: let it spoil no other
         self.rows = read_rows([self.path])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from html import escape
 from typing import Any
 
@@ -19,7 +20,9 @@ def draw_load(result: dict[str, Any]) -> str:
     table = result["tables"][0]
     at = {name: table["columns"].index(name) for name in table["columns"]}
     rows = [row for row in table["rows"] if row[at["load"]] in LOADS]
-    engines = list(dict.fromkeys(row[at["engine"]] for row in rows))
+    measured = Counter(row[at["engine"]] for row in rows)
+    engines = [name for name, count in measured.items() if count == len(LOADS)]  # the others have no second bar
+    rows = [row for row in rows if row[at["engine"]] in engines]
     parts, y = [], TOP
     for load in LOADS:
         parts.append(

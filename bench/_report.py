@@ -12,6 +12,7 @@ that setting only once, when they are loaded.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import platform
@@ -141,6 +142,14 @@ def data_dir(args: argparse.Namespace) -> Path:
 def fail(message: str, *, hint: str) -> NoReturn:
     print(f"error: {message} (hint: {hint})", file=sys.stderr)
     raise SystemExit(2)
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a file, packed or not; none where there is no file."""
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8").splitlines()
 
 
 def progress(text: str) -> None:

@@ -16,7 +16,6 @@ Rows go to --jsonl as they come; a second run skips the cases that are there; --
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -40,18 +39,11 @@ def default_model() -> str:
     return str(found[0]) if found else ""
 
 
-def _lines(path: Path) -> list[str]:
-    if not path.exists():
-        return []
-    data = path.read_bytes()
-    return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8").splitlines()
-
-
 def kept_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """The last row of every case, recipe and model; a line cut off by a kill is left out."""
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     for path in paths:
-        for line in _lines(path):
+        for line in _report.read_lines(path):
             try:
                 row = json.loads(line)
             except json.JSONDecodeError:

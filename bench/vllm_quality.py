@@ -145,13 +145,31 @@ def interval(by_cluster: dict[str, list[float]], draws: int = 2000) -> tuple[flo
 
 
 def show(report: _report.Report, rows: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    """A table for each model, and what a reader must know."""
+    served = [row for row in rows if row["outcome"] != "exact_prefix_route"]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        report.table(
+            f"{model}: greedy answers through vLLM against vLLM's cold answer",
+            ["setting", "arm", "n", "documents", "F1", "low", "high", "minus embedded", "low", "high",
+             "task minus cold", "share computed", "with reuse"],
+            tabulate([row for row in served if row["model"] == model],
+                     [row for row in theirs if row["model"].lower().startswith(model.lower())]),
+        )  # fmt: skip
+    if left_out := len(rows) - len(served):
+        report.note(f"{left_out} answers came from vLLM's own prefix cache, which it had not emptied: left out")
+    report.note("minus embedded: F1 here minus the embedded engine's on the same prompt, paired; 95 % intervals")
+    report.note("cold is asked twice: what is not 1 there is vLLM's own noise")
+    report.note("share computed: tokens of the prompt that no donor provides in the end; repeated passes count once")
+
+
+def tabulate(rows: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> list[list[Any]]:
+    """A line for each setting and arm of one model; ``theirs`` are the embedded engine's rows."""
     known = {(row["case"], row["recipe"]): row for row in theirs}
     ours = {(row["case"], row["recipe"]): row for row in rows}
     table = []
-    served = [row for row in rows if row["outcome"] != "exact_prefix_route"]
     for scenario in sorted({row["scenario"] for row in rows}):
         for arm in ARMS:
-            picked = [row for row in served if row["scenario"] == scenario and row["recipe"] == arm]
+            picked = [row for row in rows if row["scenario"] == scenario and row["recipe"] == arm]
             if not picked:
                 continue
             f1, gap = defaultdict(list), defaultdict(list)
@@ -168,17 +186,7 @@ def show(report: _report.Report, rows: list[dict[str, Any]], theirs: list[dict[s
                  sum(tasks) / len(tasks) if tasks else None,
                  sum(spent) / sum(row["tokens"] for row in picked), sum(bool(row["reused_tokens"]) for row in picked)]
             )  # fmt: skip
-    report.table(
-        "Greedy answers through vLLM against vLLM's cold answer",
-        ["setting", "arm", "n", "documents", "F1", "low", "high", "minus embedded", "low", "high", "task minus cold",
-         "share computed", "with reuse"],
-        table,
-    )  # fmt: skip
-    if left_out := len(rows) - len(served):
-        report.note(f"{left_out} answers came from vLLM's own prefix cache, which it had not emptied: left out")
-    report.note("minus embedded: F1 here minus the embedded engine's on the same prompt, paired; 95 % intervals")
-    report.note("cold is asked twice: what is not 1 there is vLLM's own noise")
-    report.note("share computed: tokens of the prompt that no donor provides in the end; repeated passes count once")
+    return table
 
 
 def main() -> None:

@@ -134,8 +134,8 @@ class World:
         report.captured = {(c.donor_id, c.generation) for c in orders.captures}
         self.half.reported(report)
 
-    def donor(self, name="donor", lead=40, **rest):
-        request = FakeRequest(name, [*range(lead), *DOCUMENT], **rest)
+    def donor(self, name="donor", document=DOCUMENT, *, lead=40, **rest):
+        request = FakeRequest(name, [*range(lead), *document], **rest)
         _, orders = self.admit(request)
         self.served(orders)
         self.half.finished(name)
@@ -279,6 +279,24 @@ def test_a_waiting_request_looks_again_when_a_new_donor_is_there(world):
     assert world.half.count_matched(waiting, 0) == 0
     world.donor()
     assert world.half.count_matched(waiting, 0) == 226
+
+
+def test_mode_fast_leaves_a_span_behind_a_long_gap_to_vllm(world):
+    world.donor()
+    far = [*range(3000, 3000 + 40 * BLOCK)]
+    world.donor("other", document := [*range(7000, 7100)])
+    target = FakeRequest("target", [7, *DOCUMENT, *far, *document, 8, 9])
+    claimed, orders = world.admit(target)
+    assert claimed == 1 + len(DOCUMENT)
+    assert [span.donor_id for span in orders.loads[0].spans] == ["donor"]
+
+
+def test_what_a_pass_costs_on_this_machine_is_told_by_the_workers_and_declines_small_reuses(world):
+    world.donor()
+    world.half.reported(Report(pass_rows=600))
+    claimed, _ = world.admit(FakeRequest("target", [7, *DOCUMENT, 8, 9]))
+    assert claimed == 0
+    assert world.half._records["target"].decision.reason is DeclineReason.BELOW_BREAK_EVEN
 
 
 def test_a_preempted_request_starts_over_without_donors_under_its_own_hashes(world):
@@ -478,6 +496,27 @@ def test_a_request_that_was_not_captured_frees_nothing_that_is_read(world):
     world.served(orders)
     world.half.finished("short")
     assert world.step().freed == []
+
+
+def test_a_request_that_decodes_is_closed_and_its_block_table_goes_on(world):
+    request = FakeRequest("decodes", [*range(40), *DOCUMENT])
+    _, orders = world.admit(request)
+    world.served(orders)
+    record = world.half._records["decodes"]
+    held = len(record.block_ids)
+    world.step(cached=[("decodes", 240, 1, (900,))])
+    world.step(cached=[("decodes", 241, 1, ())])
+    assert "decodes" not in world.half._records.open
+    assert record.block_ids[held:] == [900]
+
+
+def test_a_closed_request_that_is_preempted_is_opened_again(world):
+    request = FakeRequest("decodes", [*range(40), *DOCUMENT])
+    _, orders = world.admit(request)
+    world.served(orders)
+    assert world.step(preempted=["decodes"]).freed == ["decodes"]
+    world.half.count_matched(request, 0)
+    assert world.half._records["decodes"].restarted
 
 
 def test_a_preempted_donor_gives_its_blocks_away_too(world):

@@ -61,21 +61,22 @@ def test_a_capture_does_not_make_the_host_wait(pool):
     kv.close()
 
 
-def test_a_recorded_pass_computes_its_rows_and_writes_nothing_for_the_padding():
+@pytest.mark.parametrize("how", sorted(SIZES))
+def test_a_recorded_pass_computes_its_rows_and_writes_nothing_for_the_padding(how):
     """The "model" doubles tokens, adds positions, and writes hidden states to slots."""
-    device = torch.device("cuda")
-    cache = torch.zeros(512, device=device)
+    device, most = torch.device("cuda"), SIZES["groups"][-1]
+    cache = torch.zeros(most + 1, device=device)
 
     def run(rows, asked):
         hidden = rows.tokens.float() * 2 + rows.positions + rows.context[rows.positions]
-        kept = torch.where(rows.slots >= 0, rows.slots, len(cache) - 1)
+        kept = torch.where(rows.slots >= 0, rows.slots, most)
         cache.scatter_(0, kept, torch.where(rows.slots >= 0, hidden, cache[-1]))
         asked[0].copy_(hidden[-asked.shape[1] :, None, None].expand_as(asked[0]))
         return hidden[:, None]
 
-    graphs = RecordedPasses(run, 300, (1, 1, 2), like=cache)
-    context = torch.arange(300, device=device)
-    for count in (1, SIZES[0], SIZES[0] + 1, SIZES[-1]):
+    graphs = RecordedPasses(dict.fromkeys({"kernel", how}, run), most, (1, 1, 2), like=cache)
+    context = torch.arange(most, device=device)
+    for count in (1, SIZES[how][0], SIZES[how][0] + 1, SIZES[how][-1]):
         at = torch.arange(count)
         hidden = graphs.run(Rows.of(at + 5, at, context))
         expected = (at + 5) * 2.0 + at + at
@@ -84,4 +85,5 @@ def test_a_recorded_pass_computes_its_rows_and_writes_nothing_for_the_padding():
         assert float(cache[-1]) == 0.0
         last = min(count, graphs.queries.shape[1])
         assert torch.equal(graphs.queries[0, -last:, 0, 0].cpu(), expected[-last:])
-    assert graphs.run(Rows.of(torch.arange(SIZES[-1] + 1), torch.arange(SIZES[-1] + 1), context)) is None
+    too_many = torch.arange(SIZES[how][-1] + 1)
+    assert graphs.run(Rows.of(too_many, too_many, context)) is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -72,9 +72,6 @@ class Orders:
     pins: list[tuple[str, int, bool]] = field(default_factory=list)
     publications: list[Publication] = field(default_factory=list)
 
-    def __bool__(self) -> bool:
-        return any(getattr(self, one.name) for one in fields(self) if one.name != "work_ms")
-
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -108,6 +105,7 @@ class Report:
     """One step of one rank, or of several when merged: a donor counts as captured when every rank has it.
 
     ``weights``: the digest of the model's weights, where they are others than before; of all ranks when merged.
+    ``pass_rows``: what a pass costs beside its rows, in rows, where it was measured.
     """
 
     loaded: dict[str, Loaded] = field(default_factory=dict)
@@ -118,10 +116,11 @@ class Report:
     errors: list[tuple[str, str, str]] = field(default_factory=list)
     donor_bytes: dict[str, int] = field(default_factory=dict)
     weights: str = ""
+    pass_rows: int = 0
 
     def __bool__(self) -> bool:
         told = self.loaded or self.captured or self.not_captured or self.evicted or self.served or self.errors
-        return bool(told or self.weights)
+        return bool(told or self.weights or self.pass_rows)
 
     def merge(self, other: Report) -> Report:
         """Both ranks' word: the worse load, the donors that both hold."""
@@ -142,6 +141,7 @@ class Report:
             self.errors + other.errors,
             {**self.donor_bytes, **used},
             join_digests([self.weights, other.weights]),
+            max(self.pass_rows, other.pass_rows),
         )
 
 

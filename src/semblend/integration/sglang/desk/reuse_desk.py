@@ -46,6 +46,7 @@ from semblend.materialize.contract import Model
 from semblend.materialize.gate.outcome_memory import OutcomeMemory
 from semblend.materialize.weights_watch import WeightsWatch
 from semblend.plan.donor_cost import explain_lost_donor
+from semblend.plan.gap_cost import keep_paying_spans
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Prompt
 
@@ -258,6 +259,8 @@ class ReuseDesk:
             opt_out=request.opt_out or record.mode == "exact",
         )
         record.lookup_ms = (time.perf_counter() - started) * 1e3
+        if isinstance(found, ReusePlan) and not record.is_gated:
+            found = keep_paying_spans(found)
         return found if isinstance(found, Decline) else self._decline_not_worth_it(record, found) or found
 
     def _decline_not_worth_it(self, record: LoadRecord, plan: ReusePlan) -> Decline | None:

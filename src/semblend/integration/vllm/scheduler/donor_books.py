@@ -9,7 +9,7 @@ from typing import TypeVar
 from semblend.discover.donor import Eviction
 from semblend.errors import SemBlendError
 from semblend.facade import SemBlend
-from semblend.integration.vllm.orders import Capture
+from semblend.integration.vllm.orders import Capture, Report
 from semblend.integration.vllm.scheduler.admin_desk import AdminDesk
 from semblend.integration.vllm.scheduler.records import Record
 from semblend.integration.vllm.scheduler.reset_watch import ResetWatch
@@ -124,6 +124,15 @@ class DonorBooks:
         self.epoch += 1
         if (publication := self._publish(donor_id, generation, prompt)) is not None:
             self._publications.append(publication)
+
+    def note_report(self, report: Report) -> None:
+        """What the workers have captured, could not capture, and lost."""
+        for key in report.not_captured:
+            self.note_not_captured(*key)
+        for key in report.captured:
+            self.note_captured(*key)
+        for key in report.evicted:
+            self.note_lost(*key)
 
     def note_not_captured(self, donor_id: str, generation: int) -> None:
         self._on_the_way.pop((donor_id, generation), None)

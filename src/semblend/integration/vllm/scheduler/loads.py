@@ -61,6 +61,8 @@ class LoadDesk:
 
         A load waits for one step at most. Workers look at cancels first: one follows its load by a step.
         """
+        if not self._waiting and not self._cancels:
+            return Orders(work_ms=work_ms)
         ready = [load for load in self._waiting if load.request_id in self._held or self._may_read(load, computed_now)]
         names = {load.request_id for load in self._waiting}
         self._waiting = [load for load in self._waiting if load not in ready]

@@ -20,13 +20,17 @@ _WEIGHTS = " weights:"
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What changes with the weights only; ``refusal`` says why nothing can be reused in this engine, if so."""
+    """What changes with the weights only; ``refusal`` says why nothing can be reused in this engine, if so.
+
+    ``pass_rows``: what a pass of ours costs beside its rows, in rows, as the workers have measured it; 0 before.
+    """
 
     version: str
     namespace: Namespace
     block_tokens: int
     hash_block_tokens: int
     refusal: str | None = None
+    pass_rows: int = 0
 
     @property
     def knows_weights(self) -> bool:
@@ -117,11 +121,49 @@ class Record:
         return self.claim_end > 0
 
     @property
+    def is_settled(self) -> bool:
+        """Its prompt is complete, nothing approximate is in its blocks, and it holds no donors."""
+        return self.served and self.salted is None and (self.admitted or not self.claimed)
+
+    @property
     def exact_end(self) -> int:
         """Exact KV ends where moved KV begins."""
         if self.salted is not None and self.ordered is not None:
             return self.ordered.spans[0].target_start
         return len(self.prompt)
+
+    def start_over(self) -> None:
+        """vLLM has taken its blocks back."""
+        self.admitted, self.restarted, self.block_ids, self.seen_epoch = False, True, None, -1
+        self.filled = self.entered = False
+        self.share = self.loaded = self.ordered = None
+        self.kept_out = 0
+
+
+class RecordBook(dict[str, Record]):
+    """Every request that is with us, and those ``open`` ones that a step has to look at: a request that only decodes
+    costs a step nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: dict[str, Record] = {}
+
+    def add(self, request_id: str, record: Record) -> Record:
+        self[request_id] = self.open[request_id] = record
+        return record
+
+    def remove(self, request_id: str) -> Record | None:
+        self.open.pop(request_id, None)
+        return self.pop(request_id, None)
+
+    @property
+    def any_unserved(self) -> bool:
+        return any(not record.served for record in self.open.values())
+
+    def settle(self) -> None:
+        """Close those about which no later step has anything to decide."""
+        for request_id in [name for name, record in self.open.items() if record.is_settled]:
+            del self.open[request_id]
 
 
 def learn_from(record: Record, outcomes: OutcomeMemory) -> None:
@@ -131,18 +173,22 @@ def learn_from(record: Record, outcomes: OutcomeMemory) -> None:
         outcomes.learn(plan, record.prompt.namespace, record.mode, work=loaded.work, declined=loaded.reason)
 
 
-def iterate_scheduled(output: Any, records: Mapping[str, Record]) -> Iterator[tuple[str, int]]:
-    """``(request, tokens computed before this step)``; keeps block tables."""
+def keep_block_tables(cached: Any, records: Mapping[str, Record]) -> None:
+    """Blocks that vLLM has added to requests which go on."""
+    for request_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        if not new_blocks:  # nearly always, for a request that decodes
+            continue
+        record = records.get(request_id)
+        if record is not None and record.block_ids is not None and request_id not in cached.resumed_req_ids:
+            record.block_ids.extend(new_blocks[0])
+
+
+def iterate_scheduled(output: Any) -> Iterator[tuple[str, int]]:
+    """``(request, tokens computed before this step)``."""
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens
     cached = output.scheduled_cached_reqs
-    rows = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
-    for request_id, computed, new_blocks in rows:
-        record = records.get(request_id)
-        resumed = request_id in cached.resumed_req_ids
-        if record is not None and record.block_ids is not None and new_blocks and not resumed:
-            record.block_ids.extend(new_blocks[0])
-        yield request_id, computed
+    yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)
 
 
 def add_computed(

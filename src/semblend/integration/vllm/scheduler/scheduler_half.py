@@ -33,15 +33,17 @@ from semblend.integration.vllm.scheduler.receipts import ENGINE, build_vllm_rece
 from semblend.integration.vllm.scheduler.records import (
     EngineFacts,
     Record,
+    RecordBook,
     add_computed,
     iterate_scheduled,
+    keep_block_tables,
     learn_from,
     move_prompt,
     name_weights,
 )
 from semblend.integration.vllm.scheduler.requests import make_record, read_options
 from semblend.integration.vllm.scheduler.shares import Shares
-from semblend.integration.vllm.scheduler.worth import Healer, decline_not_worth_it, find_claim_end, split_claim
+from semblend.integration.vllm.scheduler.worth import Healer, find_claim_end, judge_worth, split_claim
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.materialize.gate.outcome_memory import OutcomeMemory
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
@@ -67,7 +69,7 @@ class SchedulerHalf:
         seam_tokens = settings.config.seam_tokens
         self.healer = Healer(settings.heal_prefixes, facts.hash_block_tokens, seam_tokens, self.report_failure)
         self._clock = clock
-        self._records: dict[str, Record] = {}
+        self._records = RecordBook()
         self._given_up: set[str] = set()  # requests that vLLM computes without us, until they end
         self._loads = LoadDesk(facts.block_tokens)
         self._freed: list[str] = []
@@ -173,7 +175,8 @@ class SchedulerHalf:
         served: list[str] = []
         computed_now: set[int] | None = set()
         asks = self._loads.has_any  # else nobody wants to know what is computed now: a running request costs nothing
-        for request_id, computed in iterate_scheduled(output, self._records):
+        keep_block_tables(output.scheduled_cached_reqs, self._records)
+        for request_id, computed in iterate_scheduled(output) if asks or self._records.any_unserved else ():
             record = self._records.get(request_id)
             if not asks and (record is None or record.served):
                 continue
@@ -184,10 +187,11 @@ class SchedulerHalf:
                 served.append(request_id)
                 if self._is_worth_keeping(record):
                     captures.append(self.donors.order(record, self.facts.block_tokens))
-        self.locks.keep_private(self._records.values())
-        for record in self._records.values():
+        self.locks.keep_private(self._records.open.values())
+        for record in self._records.open.values():
             if record.claimed and not record.admitted:
                 self._unclaim(record)  # while it waits for blocks its donors may go
+        self._records.settle()
         orders = self.build_orders_to_load(busy=bool(output.num_scheduled_tokens), computed_now=computed_now)
         orders.captures, orders.served = captures, served
         orders.drops, orders.pins = self.donors.take_drops(), self.donors.take_pins()
@@ -209,12 +213,9 @@ class SchedulerHalf:
             self._adopt_weights(report.weights)
         for where, message, request_id in report.errors:
             self.report_failure(where, message, request_id)
-        for key in report.not_captured:
-            self.donors.note_not_captured(*key)
-        for key in report.captured:
-            self.donors.note_captured(*key)
-        for key in report.evicted:
-            self.donors.note_lost(*key)
+        if report.pass_rows:
+            self.facts = replace(self.facts, pass_rows=report.pass_rows)
+        self.donors.note_report(report)
         for request_id, loaded in report.loaded.items():
             if request_id in self._records:
                 self._note_loaded(self._records[request_id], loaded)
@@ -239,7 +240,7 @@ class SchedulerHalf:
         """A hook failed for this request: its claim and its record go, and it is not claimed again."""
         self._given_up.add(request_id)
         self.healer.forget(request_id)
-        record = self._records.pop(request_id, None)
+        record = self._records.remove(request_id)
         if record is not None:
             self._release_blocks(record)
             self.shares.drop_of(record)
@@ -275,7 +276,7 @@ class SchedulerHalf:
         if record is None:
             if not request.prompt_token_ids or request.request_id in self._given_up:
                 return None
-            record = self._records[request.request_id] = make_record(request, self.facts, self.settings)
+            record = self._records.add(request.request_id, make_record(request, self.facts, self.settings))
         return record
 
     def _explain_no_reuse(self, record: Record) -> str | None:
@@ -296,7 +297,7 @@ class SchedulerHalf:
             opt_out=self._opts_out(record),
         )
         if isinstance(decision, ReusePlan):
-            decision = decline_not_worth_it(record, decision, self.settings, self.outcomes) or decision
+            decision = judge_worth(record, decision, self.facts.pass_rows, self.settings, self.outcomes)
         record.decision = decision
         record.lookup_ms = (time.perf_counter() - started) * 1e3
 
@@ -380,10 +381,8 @@ class SchedulerHalf:
             return
         self._unclaim(record)
         self._release_blocks(record)
-        record.admitted, record.restarted, record.block_ids, record.seen_epoch = False, True, None, -1
-        record.filled = record.entered = False
-        record.share = record.loaded = record.ordered = None
-        record.kept_out = 0
+        self._records.open[request_id] = record
+        record.start_over()
 
     def _is_worth_keeping(self, record: Record) -> bool:
         """Only if enough of what is exact in it is new."""
@@ -413,6 +412,6 @@ class SchedulerHalf:
             self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
-        record = self._records.pop(request_id, None)
+        record = self._records.remove(request_id)
         if record is not None and record.receipt is None:
             self.semblend.release(request_id)

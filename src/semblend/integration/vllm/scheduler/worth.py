@@ -13,6 +13,7 @@ from semblend.materialize.blend.first_pass import first_rows, two_passes_cost_mo
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.gate.outcome_memory import OutcomeMemory
 from semblend.plan.donor_cost import explain_lost_donor
+from semblend.plan.gap_cost import keep_paying_spans
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.plan.selection import list_reused_positions
 
@@ -43,24 +44,27 @@ def split_claim(record: Record | None, claimed_tokens: int) -> tuple[int, int]:
     return reused, claimed_tokens - reused
 
 
-def decline_not_worth_it(
-    record: Record, plan: ReusePlan, settings: ConnectorSettings, outcomes: OutcomeMemory
-) -> Decline | None:
-    """Decline a plan that would cost more than it saves; None for one to claim."""
-    if why := _explain_not_worth_it(record, plan, settings):
+def judge_worth(
+    record: Record, plan: ReusePlan, pass_rows: int, settings: ConnectorSettings, outcomes: OutcomeMemory
+) -> ReusePlan | Decline:
+    """The plan, or as much of it as saves most; a decline where it would cost more than it saves."""
+    if not plan.until(find_claim_end(record, plan)).spans:
+        why = "the only token that donors hold is the last one, which the engine computes itself"
         return Decline(DeclineReason.BELOW_BREAK_EVEN, why)
-    if record.is_gated and not record.judged:
+    if not record.is_gated:
+        kept = keep_paying_spans(plan, pass_rows)
+        lost = explain_lost_donor(kept) if isinstance(kept, ReusePlan) else None
+        return Decline(DeclineReason.BELOW_BREAK_EVEN, lost) if lost else kept
+    if why := explain_lost_donor(plan) or _explain_two_passes(plan, pass_rows, settings):
+        return Decline(DeclineReason.BELOW_BREAK_EVEN, why)
+    if not record.judged:
         record.judged = True
         record.in_vain = outcomes.decline_in_vain(plan, record.prompt.namespace, record.mode)
-    return record.in_vain
+    return record.in_vain or plan
 
 
-def _explain_not_worth_it(record: Record, plan: ReusePlan, settings: ConnectorSettings) -> str | None:
-    if not plan.until(find_claim_end(record, plan)).spans:
-        return "the only token that donors hold is the last one, which the engine computes itself"
-    if (why := explain_lost_donor(plan)) or not record.is_gated:
-        return why
-    quality = QualitySettings(seam_tokens=settings.config.seam_tokens)
+def _explain_two_passes(plan: ReusePlan, pass_rows: int, settings: ConnectorSettings) -> str | None:
+    quality = QualitySettings(seam_tokens=settings.config.seam_tokens, pass_rows=pass_rows)
     first = first_rows(plan.prompt_tokens, plan.exact_tokens, plan.spans, quality)
     return two_passes_cost_more(first, plan.spans, plan.prompt_tokens - plan.exact_tokens, quality)
 

@@ -26,6 +26,7 @@ from semblend.errors import CapacityError
 from semblend.integration.vllm.orders import Capture, Load, Loaded, Orders, Report
 from semblend.integration.vllm.worker.load_queue import LoadQueue, Outcome
 from semblend.materialize.blend.blender import STAGED_BYTES, Blender
+from semblend.materialize.blend.pass_cost import MANY_ROWS, measure_pass_rows
 from semblend.materialize.blend.pieces import Pace, Pieces
 from semblend.materialize.blend.quality import Blended, Placed, QualitySettings, Rejected
 from semblend.materialize.blend.ranks import Ranks
@@ -41,6 +42,9 @@ from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.quality import find_path
 
 log = logging.getLogger("vllm.semblend")
+
+PASSES_OF_A_LOAD = 2
+"""A load costs a pass, and about as much again: a step of the engine around it, and the look at the donor's KV."""
 
 
 class WorkerHalf:
@@ -115,6 +119,8 @@ class WorkerHalf:
                 splice([Move(donor, 0, 1, there, shift=1)], self._model.layout, self._model.rope)
                 self.donor_kv.release(donor)
             self.donor_kv.drop("")
+            nobodys = torch.zeros(min(MANY_ROWS["cuda"], self._quality.chunk_tokens), dtype=torch.int64)
+            self._report.pass_rows = PASSES_OF_A_LOAD * measure_pass_rows(self._model, nobodys.to(self._model.device))
         except Exception as error:
             log.warning("SemBlend was not warmed up: %s", error, exc_info=True)
 
@@ -171,8 +177,10 @@ class WorkerHalf:
         """What happened since the last call; None where nothing did."""
         while self._evicted:
             self._report.evicted.add(self._evicted.popleft())
+        if not self._report:
+            return None
         report, self._report = self._report, Report()
-        return report or None
+        return report
 
     def take_finished(self) -> set[str]:
         """Requests whose load is over, well or not: vLLM schedules them now, or frees their blocks if they ended."""

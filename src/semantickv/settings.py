@@ -20,6 +20,8 @@ VARIABLES = {
     "SEMANTICKV_ARRANGE": "false leaves marked passages to the engines (default true: the router orders them).",
     "SEMANTICKV_KV_EVENTS": "Where the replicas publish KV events, in their order, with commas between: "
     "tcp://host:5557, or tcp://host:5557|tcp://host:5558 with the address of the replay; empty for one that does not.",
+    "SEMANTICKV_ONE_TENANT": "true: all callers may know of each other's prompts, so KV events also teach the router "
+    "what it did not send itself (default false; with SEMANTICKV_SALT_SECRET they do for each tenant).",
     "SEMANTICKV_REDIS_URL": "Redis through which several routers share what they know, for example "
     "redis://127.0.0.1:6379/0. Needs SEMANTICKV_HASH_KEY, the same for all of them.",
     "SEMANTICKV_REDIS_GROUP": "Name of the routers that share (default `default`); part of every key in Redis.",
@@ -115,6 +117,7 @@ class EdgeSettings:
     max_tracked_tokens: int = 2_000_000
     arrange: bool = True
     kv_events: tuple[str, ...] = ()
+    one_tenant: bool = False
     redis_url: str = field(default="", repr=False)
     redis_group: str = "default"
     health_s: float = 5.0
@@ -149,6 +152,7 @@ class EdgeSettings:
             max_tracked_tokens=int(number("SEMANTICKV_MAX_TRACKED_TOKENS", cls.max_tracked_tokens)),
             arrange=read_flag("SEMANTICKV_ARRANGE", True, environ),
             kv_events=tuple(one.strip() for one in text("SEMANTICKV_KV_EVENTS").split(",")),
+            one_tenant=read_flag("SEMANTICKV_ONE_TENANT", False, environ),
             redis_url=text("SEMANTICKV_REDIS_URL"),
             redis_group=text("SEMANTICKV_REDIS_GROUP", cls.redis_group),
             health_s=number("SEMANTICKV_HEALTH_SECONDS", cls.health_s),

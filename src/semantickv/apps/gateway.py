@@ -269,7 +269,8 @@ class Gateway:
         if self.feeds is not None and replica.id in self.feeds.feeds:
             key = find_header(call.outgoing.headers, b"authorization").encode("latin-1")
             fields = call.view.fields if call.arranged is None else call.arranged.fields
-            prompt = ServedPrompt(replica, pieces, fields, call.salt, key, receipt.prompt_tokens)
+            learns = bool(self.settings.salt_secret) or self.settings.one_tenant
+            prompt = ServedPrompt(replica, pieces, fields, call.salt, key, receipt.prompt_tokens, learns)
             self.feeds.note_served(prompt)
         elif receipt.reused_tokens is not None and receipt.rejected is None:
             replica.memory.learn(decision.overlap.prefix_tokens, receipt.reused_tokens)

@@ -1,8 +1,9 @@
 """Follows the caches of all replicas that publish KV events, beside the requests.
 
 A prompt that was served is tokenized once, by the engine that served it (``POST /tokenize``), and its pieces are linked
-to the blocks of its tokens on every replica. So an eviction reaches the memory of that replica, and a document that
-stands in some engine's cache already is known from its second request on, whoever sent the first.
+to the blocks of its tokens. So an eviction reaches the memory of that replica. Where cache entries belong to one tenant
+(by salts, or because there is only one), a document that stands in some engine's cache is known from its second request
+on, whoever sent the first; elsewhere that would tell one tenant what another one sent.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from semantickv.routing.replica import Replica
 
 MOST_WAITING = 256
 """Prompts that wait to be tokenized; beyond that new ones are left out and counted."""
+LISTEN_AGAIN_S = 5.0
 MOST_EARLY = 64
 """Prompts of replicas that have published nothing yet."""
 EARLY_S = 0.2
@@ -49,6 +51,8 @@ class ServedPrompt:
     salt: str
     authorization: bytes
     prompt_tokens: int | None
+    learns: bool = False
+    """What engines hold of it counts, whoever sent it: its cache entries are its tenant's alone."""
 
     @property
     def id(self) -> int:
@@ -118,8 +122,18 @@ class EngineFeeds:
         """Listen to every engine, and tokenize what was served."""
         async with asyncio.TaskGroup() as group:
             for feed in self.feeds.values():
-                group.create_task(feed.subscriber.run())
+                group.create_task(self._listen(feed))
             group.create_task(self._tokenize_all())
+
+    async def _listen(self, feed: ReplicaFeed) -> None:
+        """Listen to one engine for ever; an address that cannot be reached as it is written is tried again."""
+        while True:
+            try:
+                await feed.subscriber.run()
+            except OSError:  # ZMQ's errors are among them
+                self.failed += 1
+                feed.note_loss()
+            await asyncio.sleep(LISTEN_AGAIN_S)
 
     async def _tokenize_all(self) -> None:
         while True:
@@ -161,7 +175,8 @@ class EngineFeeds:
         """Link the prompt where it was served, and wherever its first block is held."""
         for feed in self.feeds.values():
             size = feed.blocks.block_size
-            if not size or feed.held.knows(prompt.id):
+            is_home = feed.replica is prompt.replica
+            if not size or feed.held.knows(prompt.id) or not (is_home or prompt.learns):
                 continue
             marks: list[int] = []
             chain = start_chain(prompt.salt)
@@ -169,10 +184,10 @@ class EngineFeeds:
             for at in range(0, len(tokens), width):
                 marks += list_marks(tokens[at : at + width], size, marks[-1] if marks else chain)
                 await asyncio.sleep(0)
-                if feed.replica is not prompt.replica and not (marks and feed.blocks.holds(marks[0])):
+                if not is_home and not (marks and feed.blocks.holds(marks[0])):
                     break  # nothing of it is there
             else:
-                feed.held.link(prompt.id, prompt.pieces, marks, len(tokens))
+                feed.held.link(prompt.id, prompt.pieces, marks, len(tokens), learns=prompt.learns)
 
     def describe(self) -> dict[str, Any]:
         """Counts for the operator."""

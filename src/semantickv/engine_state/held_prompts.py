@@ -48,6 +48,7 @@ class _Prompt:
     pieces: PromptPieces
     marks: Sequence[int]
     under: list[range]
+    learns: bool
     is_present: list[bool] = field(default_factory=list)
 
 
@@ -75,15 +76,20 @@ class HeldPrompts:
         self._prompts.move_to_end(prompt_id)
         return True
 
-    def link(self, prompt_id: int, pieces: PromptPieces, marks: Sequence[int], prompt_tokens: int) -> None:
-        """Link a prompt whose blocks have ``marks``, and take over what the engine holds of it at this moment."""
+    def link(
+        self, prompt_id: int, pieces: PromptPieces, marks: Sequence[int], prompt_tokens: int, *, learns: bool = True
+    ) -> None:
+        """Link a prompt whose blocks have ``marks``.
+
+        With ``learns`` the memory takes over what the engine holds of it, whoever sent it. Without, it only forgets.
+        """
         size = self.blocks.block_size
         step = find_unit_step(size) if size else 1
         units = list(marks[step - 1 :: step])
         if prompt_id in self._prompts or not units or not pieces.hashes:
             return
         covered = len(units) * step * size / prompt_tokens
-        prompt = _Prompt(prompt_id, pieces, units, spread_pieces(pieces, len(units), covered))
+        prompt = _Prompt(prompt_id, pieces, units, spread_pieces(pieces, len(units), covered), learns)
         self._prompts[prompt_id] = prompt
         for at, under in enumerate(prompt.under):
             prompt.is_present.append(False)
@@ -129,7 +135,8 @@ class HeldPrompts:
         for key, tokens in ((pieces.hashes[at], pieces.tokens[at]), (pieces.chains[at], 0)):
             if is_present:
                 self._holders[key] += 1
-                self.memory.add(key, tokens)
+                if prompt.learns:
+                    self.memory.add(key, tokens)
             else:
                 self._let_go(key, forget=True)
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
 
 import pytest
+from asgi_client import ask
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.msgpack import encode
 
+from semantickv.apps.build import build_router
 from semantickv.edge.addresses import EngineAddress
 from semantickv.edge.pool import ConnectionPool
+from semantickv.edge.scripted_engine import ScriptedEngine, answer_json
 from semantickv.engine_state.blocks import EngineBlocks, list_marks, start_chain
 from semantickv.engine_state.events import (
     AllBlocksCleared,
@@ -29,6 +33,7 @@ from semantickv.engine_state.subscriber import EventSource
 from semantickv.routing.fingerprint import PromptPieces
 from semantickv.routing.locality import ReplicaMemory
 from semantickv.routing.replica import Replica
+from semantickv.settings import EdgeSettings
 from semblend.errors import ConfigError
 
 SIZE = 16
@@ -76,7 +81,7 @@ async def wait_until(is_so: Any) -> None:
 
 def serve(feeds: EngineFeeds, feed: ReplicaFeed, pieces: PromptPieces, tokens: tuple[int, ...] = TOKENS) -> None:
     feed.replica.memory.note(pieces)  # as the router does when it sends a request there
-    feeds.note_served(ServedPrompt(feed.replica, pieces, {"prompt": list(tokens)}, "", b"", len(tokens)))
+    feeds.note_served(ServedPrompt(feed.replica, pieces, {"prompt": list(tokens)}, "", b"", len(tokens), True))
 
 
 # -- events as they come over the wire -------------------------------------------------------------------------------
@@ -352,7 +357,7 @@ def test_a_prompt_whose_length_the_engine_reported_otherwise_is_not_linked():
         async with following() as (engine, feed, feeds):
             await engine.publish(store(range(8), None, TOKENS, SIZE))
             await wait_until(lambda: len(feed.blocks) == 8)
-            feeds.note_served(ServedPrompt(feed.replica, cut("wxyz"), {"prompt": list(TOKENS)}, "", b"", 127))
+            feeds.note_served(ServedPrompt(feed.replica, cut("wxyz"), {"prompt": list(TOKENS)}, "", b"", 127, True))
             await wait_until(lambda: feeds.failed == 1)
             assert len(feed.held) == 0
 
@@ -367,3 +372,63 @@ def test_more_prompts_than_can_be_tokenized_are_left_out_and_counted():
         if feeds.skipped:
             break
     assert number == 256
+
+
+# -- isolation ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("others_sent_it", [False, True])
+def test_without_salts_a_tenant_sees_the_same_headers_whether_or_not_another_one_sent_the_document(others_sent_it):
+    """Paired: tenant B's placements, scores and reasons do not depend on what another tenant has in the caches."""
+
+    async def test():
+        async with (
+            ScriptedEngine() as one,
+            ScriptedEngine() as two,
+            ScriptedPublisher() as first,
+            ScriptedPublisher() as second,
+        ):
+            body = {"model": "m", "messages": [{"role": "user", "content": "All of it. " * 400}]}
+            ids = list(range(1000))
+            for engine in (one, two):
+                engine.default = answer_tokens(ids)
+            settings = EdgeSettings(
+                replicas=(one.url, two.url), kv_events=(first.address, second.address), trace=False, hash_key="k"
+            )
+            app = build_router(settings)
+            task = asyncio.ensure_future(app.feeds.run())
+            for engine in (first, second):
+                await engine.wait_for_subscriber()
+                await engine.publish(store([999], None, [7] * SIZE, SIZE))
+            if others_sent_it:  # another tenant, through another router: both engines hold all of its tokens
+                for engine in (first, second):
+                    await engine.publish(store(range(62), None, ids[: 62 * SIZE], SIZE))
+            await wait_until(lambda: all(feed.blocks.block_size for feed in app.feeds.feeds.values()))
+            seen = []
+            for _ in range(3):
+                client, _ = await ask(
+                    app, "POST", "/v1/chat/completions", body=json.dumps(body).encode(),
+                    headers={"Authorization": "Bearer b"},
+                )  # fmt: skip
+                names = ("x-replica-id", "x-semantic-route", "x-semantic-score", "x-route-reason")
+                seen.append([client.headers[name] for name in names])
+                await wait_until(lambda: app.feeds.tokenized == 1 and app.feeds._waiting.empty())
+                await asyncio.sleep(0.05)
+            other = app.router.replicas[1 - int(seen[0][0][1])]
+            assert other.memory.tokens == 0  # B never went there
+            assert [row[1] for row in seen] == ["cold_fallback", "exact_prefix_route", "exact_prefix_route"]
+            assert len({row[0] for row in seen}) == 1
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    run(test())
+
+
+def answer_tokens(ids: list[int]) -> Any:
+    """Behave like an engine that tokenizes everything into ``ids``."""
+
+    async def behave(side: Any) -> None:
+        value = {"tokens": ids} if side.request.target == "/tokenize" else {"usage": {"prompt_tokens": len(ids)}}
+        await answer_json(value)(side)
+
+    return behave

@@ -7,9 +7,8 @@ tokens. Whoever knows the tokens of a prompt computes the same marks and asks wh
 from __future__ import annotations
 
 import secrets
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from semantickv.engine_state.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KvEvent
 
@@ -46,12 +45,6 @@ class BlockChange:
 
 
 @dataclass(slots=True)
-class _Block:
-    mark: int
-    media: set[str]
-
-
-@dataclass(slots=True)
 class EngineBlocks:
     """Applies events in order. A block in two media (GPU and host) is held until both have let go of it."""
 
@@ -59,7 +52,8 @@ class EngineBlocks:
     orphans: int = 0
     """Blocks that cannot be placed, because the event of the block before them was missed."""
     most_blocks: int = MOST_BLOCKS
-    _blocks: OrderedDict[BlockHash, _Block] = field(default_factory=OrderedDict)
+    _blocks: dict[BlockHash, tuple[int, frozenset[str]]] = field(default_factory=dict)
+    """The mark of every block, and the media that hold it; oldest first."""
     _held: dict[int, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -92,40 +86,63 @@ class EngineBlocks:
         if event.parent is None:
             chain = start_chain(event.salt)
         elif (parent := self._blocks.get(event.parent)) is not None:
-            chain = parent.mark
+            chain = parent[0]
         else:
             self.orphans += len(event.block_hashes)
             return BlockChange()
         new, dropped = [], []
+        medium, held, blocks = frozenset((event.medium,)), self._held, self._blocks
         marks = list_marks(event.token_ids, event.block_size, chain)
         for block_hash, mark in zip(event.block_hashes, marks, strict=True):
-            known = self._blocks.get(block_hash)
+            known = blocks.get(block_hash)
             if known is not None:
-                known.media.add(event.medium)
+                blocks[block_hash] = (known[0], known[1] | medium)
                 continue
-            self._blocks[block_hash] = _Block(mark, {event.medium})
-            self._held[mark] = self._held.get(mark, 0) + 1
-            if self._held[mark] == 1:
+            blocks[block_hash] = (mark, medium)
+            if mark in held:
+                held[mark] += 1
+            else:
+                held[mark] = 1
                 new.append(mark)
-        while len(self._blocks) > self.most_blocks:
-            _, block = self._blocks.popitem(last=False)
-            dropped += self._release(block)
+        while len(blocks) > self.most_blocks:
+            dropped += self._release(blocks.pop(next(iter(blocks)))[0])
         return BlockChange(tuple(new), tuple(dropped))
 
     def _remove(self, block_hash: BlockHash, medium: str) -> int | None:
         block = self._blocks.get(block_hash)
         if block is None:
             return None
-        block.media.discard(medium)
-        if block.media:
+        mark, media = block
+        left = media - {medium}
+        if left:
+            self._blocks[block_hash] = (mark, left)
             return None
         del self._blocks[block_hash]
-        return next(iter(self._release(block)), None)
+        return next(iter(self._release(mark)), None)
 
-    def _release(self, block: _Block) -> list[int]:
+    def _release(self, mark: int) -> list[int]:
         """Take one holder off a mark; return the mark if it was the last one."""
-        self._held[block.mark] -= 1
-        if self._held[block.mark]:
+        self._held[mark] -= 1
+        if self._held[mark]:
             return []
-        del self._held[block.mark]
-        return [block.mark]
+        del self._held[mark]
+        return [mark]
+
+
+def split_event(event: KvEvent, most: int) -> Iterator[KvEvent]:
+    """Give an event in parts of at most ``most`` blocks, which mean the same one after the other.
+
+    >>> [part.parent for part in split_event(BlockStored((1, 2, 3), None, (0,) * 6, 2), 2)]
+    [None, 2]
+    """
+    if isinstance(event, AllBlocksCleared) or len(event.block_hashes) <= most:
+        yield event
+        return
+    hashes = event.block_hashes
+    for at in range(0, len(hashes), most):
+        part = hashes[at : at + most]
+        if isinstance(event, BlockRemoved):
+            yield replace(event, block_hashes=part)
+        else:
+            tokens = event.token_ids[at * event.block_size : (at + most) * event.block_size]
+            yield replace(event, block_hashes=part, parent=hashes[at - 1] if at else event.parent, token_ids=tokens)

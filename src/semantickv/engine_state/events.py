@@ -100,7 +100,7 @@ def _read_event(value: Any) -> KvEvent | None:
 
 def _read_hashes(values: Sequence[Any]) -> tuple[BlockHash, ...]:
     hashes = tuple(values)
-    if not all(isinstance(one, int | bytes | str) for one in hashes):
+    if not set(map(type, hashes)) <= {int, bytes, str}:
         raise BadEventsError("a block hash is neither a number nor bytes", hint="the engine's event is broken")
     return hashes
 
@@ -110,7 +110,7 @@ def _read_medium(value: Mapping[str, Any]) -> str:
 
 
 def _are_ints(values: Sequence[Any]) -> bool:
-    return all(type(one) is int for one in values)
+    return set(map(type, values)) <= {int}  # as fast as a loop can be: 8k of them come at once
 
 
 def _read_salt(value: Mapping[str, Any]) -> str:

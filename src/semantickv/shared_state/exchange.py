@@ -43,6 +43,7 @@ class StateExchange:
         self._outgoing: deque[Message] = deque()
         self._loads: dict[tuple[str, str], tuple[float, Load]] = {}
         self._snapshot_at = float("-inf")
+        self._owes_snapshot = False
         self._were_up = {one.id: one.can_serve for one in router.replicas}
         self._probes: set[asyncio.Task[None]] = set()
 
@@ -73,6 +74,8 @@ class StateExchange:
 
     def list_loads(self) -> list[Message]:
         """The load of this moment, and the replicas that have begun to fail since the last time."""
+        if self._owes_snapshot:
+            self._put_snapshot()
         found: list[Message] = []
         for one in self.router.replicas:
             name = self._name_of[one.id]
@@ -83,7 +86,9 @@ class StateExchange:
         return found
 
     def _put_snapshot(self) -> None:
-        if self._clock() - self._snapshot_at < SNAPSHOT_PAUSE_S:
+        """Tell everything that is known; not again before a pause is over, but then."""
+        self._owes_snapshot = self._clock() - self._snapshot_at < SNAPSHOT_PAUSE_S
+        if self._owes_snapshot:
             return
         self._snapshot_at = self._clock()
         for one in self.router.replicas:

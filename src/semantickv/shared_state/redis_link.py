@@ -16,7 +16,7 @@ from semblend.errors import ConfigError, MissingDependencyError
 
 FLUSH_S = 0.05
 LOAD_S = 0.5
-COMMAND_S = 2.0
+COMMAND_S = 5.0
 """How long a command may take before the connection counts as broken."""
 BLOCK_MS = 1000
 MOST_ENTRIES = 4096
@@ -36,6 +36,7 @@ class RedisLink:
         self.is_connected = False
         self.connections = self.failures = self.garbage = 0
         self.sender = secrets.token_hex(8)
+        self._last: str | None = None
         self._key = f"semantickv:{group}:deltas"
         self._redis = _import_redis()
         self._url = url
@@ -52,7 +53,7 @@ class RedisLink:
                 self._url, socket_timeout=COMMAND_S, socket_connect_timeout=COMMAND_S, retry=None, max_connections=4
             )
             try:
-                last = await self._find_end(client)
+                last = await self._find_start(client)
                 self.connections += 1
                 self.is_connected, pause = True, FIRST_PAUSE_S
                 self.exchange.note_joined()
@@ -63,6 +64,8 @@ class RedisLink:
                 raise
             except Exception:  # a client library's errors come in many shapes, and none may end this task
                 self.failures += 1
+                if is_cancelled():  # a group whose task failed at this moment hides that we were cancelled
+                    raise asyncio.CancelledError from None
             finally:
                 self.is_connected = False
                 await _close(client)
@@ -70,15 +73,19 @@ class RedisLink:
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
-    async def _find_end(self, client: Any) -> str:
-        """The stream's last entry: what came before is in the snapshots that a `Hello` brings."""
+    async def _find_start(self, client: Any) -> str:
+        """The entry to read on from: the last one that we saw.
+
+        For a link that is new, the stream's last one: what came before is in the snapshots that a `Hello` brings.
+        """
         found = await client.xrevrange(self._key, count=1)
-        return _decode(found[0][0]) if found else "0"
+        end = _decode(found[0][0]) if found else "0-0"
+        return end if self._last is None or _order(self._last) > _order(end) else self._last
 
     async def _write(self, client: Any) -> None:
         """Send what waits, twenty times a second, and the load twice a second."""
         turns = 0
-        while True:
+        while not is_cancelled():
             if turns % round(LOAD_S / FLUSH_S) == 0:
                 self.exchange.update_loads()
                 await self._send(client, self.exchange.list_loads())
@@ -100,11 +107,11 @@ class RedisLink:
         await pipe.execute()
 
     async def _read(self, client: Any, last: str) -> None:
-        while True:
+        while not is_cancelled():  # the client library may keep a cancellation for itself (seen with redis 8.1)
             found = await client.xread({self._key: last}, count=64, block=BLOCK_MS)
             for _, entries in found or ():
                 for name, fields in entries:
-                    last = _decode(name)
+                    self._last = last = _decode(name)
                     self._take(fields)
                     await asyncio.sleep(0)
 
@@ -126,6 +133,21 @@ class RedisLink:
             "connected": self.is_connected, "connections": self.connections, "failures": self.failures,
             "garbage": self.garbage, **self.exchange.describe(),
         }  # fmt: skip
+
+
+def is_cancelled() -> bool:
+    """Whether somebody cancelled the task that runs this."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _order(name: str) -> tuple[int, ...]:
+    """The place of an entry in its stream: milliseconds and a number.
+
+    >>> _order("1700000000000-10") > _order("1700000000000-9")
+    True
+    """
+    return tuple(int(part) if part.isdecimal() else 0 for part in name.split("-"))
 
 
 def _decode(name: Any) -> str:

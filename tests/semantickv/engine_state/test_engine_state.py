@@ -364,6 +364,23 @@ def test_a_prompt_whose_length_the_engine_reported_otherwise_is_not_linked():
     run(test())
 
 
+def test_an_address_that_nobody_can_connect_to_does_not_stop_the_other_feeds():
+    async def test():
+        async with ScriptedPublisher() as engine:
+            good = ReplicaFeed(make_replica("r0"), EventSource.parse(engine.address))
+            bad = ReplicaFeed(make_replica("r1"), EventSource.parse("tcp://not a host:port"))
+            feeds = EngineFeeds([bad, good])
+            task = asyncio.ensure_future(feeds.run())
+            await engine.wait_for_subscriber()
+            await engine.publish(store([1], None, range(16), SIZE))
+            await wait_until(lambda: len(good.blocks) == 1)
+            assert feeds.failed == 1
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    run(test())
+
+
 def test_more_prompts_than_can_be_tokenized_are_left_out_and_counted():
     feed = ReplicaFeed(make_replica(), EventSource("tcp://127.0.0.1:9"))
     feeds = EngineFeeds([feed])

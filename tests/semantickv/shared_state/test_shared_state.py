@@ -20,7 +20,7 @@ from semantickv.edge.scripted_engine import ScriptedEngine, answer_json, hang
 from semantickv.routing.fingerprint import cut_prompt
 from semantickv.routing.prompt_view import read_prompt
 from semantickv.settings import EdgeSettings
-from semantickv.shared_state.exchange import LOAD_LIFE_S, MOST_OUTGOING, StateExchange
+from semantickv.shared_state.exchange import LOAD_LIFE_S, MOST_OUTGOING, SNAPSHOT_PAUSE_S, StateExchange
 from semantickv.shared_state.messages import (
     Failing,
     Hello,
@@ -47,7 +47,7 @@ def chat(text: str) -> bytes:
 
 def run(test: Any) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await test
 
     asyncio.run(bounded())
@@ -333,6 +333,25 @@ def test_a_hint_that_a_replica_fails_is_checked_and_not_believed(is_well):
     run(test())
 
 
+def test_a_router_that_comes_soon_after_another_gets_what_is_known_when_the_pause_is_over():
+    async def test():
+        async with routers("redis://127.0.0.1:1/0", count=1) as ((app,), _):
+            now = [0.0]
+            exchange = StateExchange(app.router, never_probe, clock=lambda: now[0])
+            app.router.replicas[0].memory.add(5, 64)
+            exchange.take("one", [Hello()])
+            first = exchange.list_outgoing(99)
+            exchange.take("two", [Hello()])
+            exchange.list_loads()
+            assert exchange.list_outgoing(99) == []
+            now[0] = SNAPSHOT_PAUSE_S + 1
+            exchange.list_loads()
+            assert exchange.list_outgoing(99) == first
+            assert any(isinstance(one, Known) and one.keys == [5] for one in first)
+
+    run(test())
+
+
 def test_without_redis_what_waits_to_be_told_is_bounded():
     async def test():
         async with routers("redis://127.0.0.1:1/0", count=1) as ((app,), _):
@@ -377,3 +396,31 @@ def test_this_folder_has_no_other_way_in(tmp_path):
     folder = Path(__file__).parents[3] / "src/semantickv"
     users = [path.name for path in folder.rglob("*.py") if "redis.asyncio" in path.read_text()]
     assert users == ["redis_link.py"]
+
+
+def test_a_link_that_is_stopped_while_its_connection_fails_ends():
+    """A group of tasks hides a cancellation when one of them fails in the same moment."""
+
+    async def test():
+        async with routers("redis://127.0.0.1:1/0", count=1) as ((app,), _):
+            link = app.link
+
+            async def find_end(client: Any) -> str:
+                return "0"
+
+            async def fail(*_: Any) -> None:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    raise OSError("the connection broke while it was closed")
+
+            link._find_start, link._write, link._read = find_end, fail, fail
+            task = asyncio.ensure_future(link.run())
+            await wait_until(lambda: link.is_connected)
+            await asyncio.sleep(0.01)
+            task.cancel()
+            done, _ = await asyncio.wait([task], timeout=5)
+            assert done
+            assert task.cancelled()
+
+    run(test())

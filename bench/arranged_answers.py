@@ -3,8 +3,8 @@
     python bench/arranged_answers.py --model qwen2.5-coder-1.5b.gguf --device cuda --dtype bfloat16 --questions 320
     python bench/arranged_answers.py --tables-only ROWS ROWS --out bench/results/arranged_answers.json
 
-An earlier prompt had the question's passages in another order, with up to three others among them. `Arranger` lays the
-new prompt out in that order. Measured on the same questions: the task score of the arranged prompt less that of the
+An earlier prompt had the question's passages in another order, with some others among them (--between). `Arranger`
+lays the new prompt out in that order. Measured on the same questions: the task score of the arranged prompt less that of the
 retrieval order, both computed cold (paired, 95 % interval by bootstrap over questions), and what reuse of the earlier
 prompt does to the arranged one: divergence from cold of the same order, FLOPs, F1, answers changed, task score.
 Beside them: cold again in chunks (rerun), and cold in a third order (order noise).
@@ -52,7 +52,7 @@ class Arranged:
 
 
 def make_cases(
-    asked: Iterator[Question], encode: Encode, *, most: int, passage_tokens: int, passages: int, seed: int
+    asked: Iterator[Question], encode: Encode, *, most: int, passage_tokens: int, passages: int, between: int, seed: int
 ) -> Iterator[Arranged]:
     """Questions of three passages or more; passages are cut to ``passage_tokens``."""
     filler: list[tuple[int, ...]] = []
@@ -65,7 +65,7 @@ def make_cases(
         if len(pieces) < 3 or min(map(len, pieces)) < MIN_SPAN or len(set(pieces)) < len(pieces):
             continue
         rng = random.Random(f"{seed}/{question.question_id}")
-        others, filler = filler, list(pieces)
+        others, filler = filler[:between], list(pieces)
         made += 1
         yield _arrange(question, texts, pieces, others, encode, rng)
 
@@ -81,7 +81,7 @@ def _arrange(
     while earlier == sorted(earlier):
         rng.shuffle(earlier)
     donor, starts = list(before), {}
-    between = rng.sample(range(len(pieces)), min(3, len(others)))
+    between = rng.sample(range(len(pieces)), min(len(pieces), len(others)))
     for place, number in enumerate(earlier):
         if place in between:
             donor += others[between.index(place)]
@@ -113,6 +113,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=320)
     parser.add_argument("--passage-tokens", type=int, default=300, help="of a passage, at most")
     parser.add_argument("--passages", type=int, default=10, help="of a question, at most")
+    parser.add_argument("--between", type=int, default=3, help="others that the earlier prompt had among them, at most")
     args = parser.parse_args()
     if args.quick:
         args.questions, args.passage_tokens = 3, 60
@@ -134,7 +135,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     model, tokenizer, name = load_model(args)
     rows = RowFile(args.rows)
     chosen = [recipe for recipe in recipes(Thresholds(1e9, 1e9, 1e9)) if recipe.name in REUSES]
-    longest = args.passage_tokens * (args.passages + 3) + 400
+    longest = args.passage_tokens * (args.passages + args.between) + 400
     lab = Lab(model, tokenizer, chosen, longest, other_order=True)
 
     def work(pair: Arranged) -> list[dict[str, Any]]:
@@ -147,7 +148,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     made = make_cases(
         questions(_report.data_dir(args)), lambda text: tokenizer.encode(text, add_special=False),
-        most=args.questions, passage_tokens=args.passage_tokens, passages=args.passages, seed=args.seed,
+        most=args.questions, passage_tokens=args.passage_tokens, passages=args.passages, between=args.between,
+        seed=args.seed,
     )  # fmt: skip
     for _ in run_cases(made, rows, args, model=name, phase="arranged", work=work, began=began):
         pass

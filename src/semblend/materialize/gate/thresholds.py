@@ -12,6 +12,8 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files as files_of
 from pathlib import Path
 from typing import Any
 
@@ -131,43 +133,20 @@ DEFAULT = Thresholds(
     0.01, 0.01, 0.01, provenance={"note": "strictest value that was measured for any model; unknown models"}
 )
 
-KNOWN: Mapping[str, Thresholds] = {
-    "qwen2.5-coder-1.5b": Thresholds(
-        0.05,
-        0.05,
-        0.03,
-        begin_20=0.018,
-        begin_40=0.035,
-        begin_prefill=0.045,
-        risk=RiskModel(
-            {10: (0.144, 1.954, 0.427, -1.025), 20: (0.289, 1.674, 0.185, -0.939), 40: (0.274, 1.408, 0.194, -2.202)}
-        ),
-        # The kinds that saved nothing on the tuning documents, 47 and 48 prompts; held out 1.014 and 1.020 (50 and 53).
-        expected_costs={
-            "one donor reordered, 4096+ tokens, 8+ spans": 1.001,
-            "several donors, 4096+ tokens, 8+ spans": 1.053,
-        },
-        provenance={
-            "date": "2026-11-15",
-            "prompts": 258,
-            "note": "documents, edits, passages, code, summaries; one H200, bfloat16; half of the documents",
-        },
-    ),
-    "smollm2-135m": Thresholds(
-        0.0096,
-        0.0134,
-        0.0092,
-        risk=RiskModel(
-            {10: (-0.247, 1.517, 0.875, -6.234), 20: (0.31, 1.55, 0.413, -2.42), 40: (0.552, 1.755, 0.161, -1.171)}
-        ),
-        provenance={
-            "date": "2026-11-15",
-            "prompts": 60,
-            "note": "semblend calibrate on its built-in texts of about 1,000 tokens; CPU, float32, Q4_1 dequantised",
-        },
-    ),
-}
-"""By a part of the model's name, lower case."""
+
+@cache
+def read_known() -> Mapping[str, Thresholds]:
+    """The tables that come with the package, by a part of the model's name, lower case.
+
+    Each is a file that `semblend calibrate` could have written, with what was measured in its ``provenance``.
+    """
+    files = (
+        file for file in (files_of("semblend.materialize.gate") / "known").iterdir() if file.name.endswith(".json")
+    )
+    return {
+        file.name.removesuffix(".json"): Thresholds.from_json(file.read_text(encoding="utf-8"), source=file.name)
+        for file in files
+    }
 
 
 def thresholds_for(model_name: str) -> Thresholds:
@@ -179,5 +158,5 @@ def thresholds_for(model_name: str) -> Thresholds:
     True
     """
     name = model_name.lower()
-    found = [part for part in KNOWN if part in name]
-    return KNOWN[max(found, key=len)] if found else DEFAULT
+    found = [part for part in read_known() if part in name]
+    return read_known()[max(found, key=len)] if found else DEFAULT

@@ -4,9 +4,9 @@
     python bench/arranged_answers.py --tables-only ROWS ROWS --out bench/results/arranged_answers.json
 
 An earlier prompt had the question's passages in another order, with some others among them (--between). `Arranger`
-lays the new prompt out in that order. Measured on the same questions: the task score of the arranged prompt less that of the
-retrieval order, both computed cold (paired, 95 % interval by bootstrap over questions), and what reuse of the earlier
-prompt does to the arranged one: divergence from cold of the same order, FLOPs, F1, answers changed, task score.
+lays the new prompt out in that order. Measured on the same questions: the task score of the arranged prompt less that
+of the retrieval order, both computed cold (paired, 95 % interval by bootstrap over questions), and what reuse of the
+earlier prompt does to the arranged one: divergence from cold of the same order, FLOPs, F1, answers changed, task score.
 Beside them: cold again in chunks (rerun), and cold in a third order (order noise).
 Rows go to --rows as they come; a second run goes on from there.
 """

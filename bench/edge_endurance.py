@@ -86,7 +86,11 @@ def run(args: argparse.Namespace, report: _report.Report, folder: Path) -> None:
         for number in range(1, STEPS + 1):
             before = server.read_cpu_s()
             batch = [next(requests) for _ in range(step)]
-            totals, errors, took_s = asyncio.run(send_all(server.port, batch, 16))
+            try:
+                totals, errors, took_s = asyncio.run(send_all(server.port, batch, 16))
+            except KeyboardInterrupt:
+                report.note(f"ended by hand after {(number - 1) * step} of {args.requests} requests")
+                break
             totals.sort()
             cpu_ms = 1000 * (server.read_cpu_s() - before) / step
             rows.append([
@@ -96,7 +100,7 @@ def run(args: argparse.Namespace, report: _report.Report, folder: Path) -> None:
             _report.progress(f"{number * step}: {rows[-1][2]:.0f} MiB, {cpu_ms:.2f} ms CPU, {step / took_s:.0f}/s")
     columns = ["requests", "errors", "MiB", "CPU ms a request", "requests/s", "p50 ms", "p99 ms"]
     report.table("Memory and time over requests with 8k-token prompts, 16 at a time", columns, rows)
-    half = [row[2] for row in rows[STEPS // 2 :]]
+    half = [row[2] for row in rows[len(rows) // 2 :]] or [0.0]
     report.note(f"second half: {min(half):.0f} to {max(half):.0f} MiB")
 
 

@@ -107,7 +107,7 @@ def _write_prompts(
 
 def _compute(prompts: Sequence[str], documents: int, target: Target, args: argparse.Namespace) -> int:
     todo = [prompt for prompt in prompts if not target.has(prompt)]
-    tokens = sum(target.count_tokens(prompt) for prompt in todo)
+    tokens = sum(target.count_prompt_tokens(prompt) for prompt in todo)
     estimate = target.estimate(tokens)
     say(f"{documents} documents in {len(prompts)} prompts; {len(prompts) - len(todo)} are there already")
     say(f"to compute: {len(todo)} prompts, {tokens:,} tokens, {estimate.describe()}")

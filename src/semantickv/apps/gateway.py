@@ -92,6 +92,11 @@ class Gateway:
             else:
                 await self.own_paths.answer(scope, send)
 
+    def warm_up(self) -> None:
+        """Load what takes seconds and what the first request must not wait for: numba and its kernels."""
+        if self.router.needs_pieces:
+            load_cutter()
+
     def read_gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
         """The numbers of this moment, for /metrics."""
         replicas, log = self.router.replicas, self.trace_log
@@ -298,8 +303,7 @@ class Gateway:
     async def _live(self, receive: Receive, send: Send) -> None:
         """Start the health checks, and end them, the connections and the traces when the server ends."""
         await receive()
-        if self.router.needs_pieces:
-            load_cutter()  # numba: seconds that the first request must not wait for
+        self.warm_up()
         if len(self.router.replicas) > 1:
             self._tasks.append(asyncio.ensure_future(watch_health(self.router.replicas, self.settings.health_s)))
         if self.feeds is not None:

@@ -31,6 +31,8 @@ def run_server(app: Any, host: str, port: int, *, drain_s: int = DRAIN_S, tls: T
     if room < WANTED_DESCRIPTORS:
         say(f"note: file descriptors for {room // 2} requests at once; raise the limit (ulimit -n) for more")
     server = make_server(app, host, port, drain_s=drain_s, connections=room // 2, tls=tls)
+    if hasattr(app, "warm_up"):
+        app.warm_up()
     # What is loaded by now stays for good: a collection that walks through it holds up every stream for some 50 ms.
     gc.collect()
     gc.freeze()

@@ -23,7 +23,7 @@ from semblend.errors import ConfigError
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
-SOON = Deadlines(header_s=0.3, idle_s=1.0, write_s=0.5)
+SOON = Deadlines(header_s=1.0, idle_s=2.0, write_s=1.0)
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n"
 
 
@@ -64,7 +64,7 @@ def test_headers_that_drip_are_given_up_and_everybody_else_is_served(proxy):
                 slow.send(bytes([byte]))
             except OSError:
                 break
-            time.sleep(0.02)
+            time.sleep(0.03)
         assert httpx.post(proxy + CHAT, json=BODY, timeout=PATIENCE_S).json() == {"ok": True}
         assert read_all(slow).startswith(b"HTTP/1.1 408")
 

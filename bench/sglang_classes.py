@@ -248,7 +248,7 @@ def describe(rows: list[dict[str, Any]], arm: str, *, on_cpu: bool) -> list[Any]
     pairs = [(row[arm]["text"], row["cold"]["text"]) for row in rows]
 
     def compare(field: str) -> float:
-        return statistics.median(row["cold"][field] / max(row[arm][field], 1.0) for row in rows)
+        return float(statistics.median(row["cold"][field] / max(row[arm][field], 1.0) for row in rows))
 
     return [
         len(rows), sum(row[arm]["reused_tokens"] or 0 for row in rows) / total,

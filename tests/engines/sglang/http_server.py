@@ -53,7 +53,7 @@ class Server:
         pytest.fail("the server did not start:\n" + log.read_text()[-3000:])
 
     def _wait(self) -> bool:
-        deadline = time.monotonic() + 400
+        deadline = time.monotonic() + 600
         while self.process.poll() is None and time.monotonic() < deadline:
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5)

@@ -171,7 +171,7 @@ class Fleet:
         self._seen: list[list[np.ndarray]] = [[] for _ in range(REPLICAS)]
         self._running: deque[tuple[RouteDecision, RouteRequest]] = deque()
 
-    def serve(self, pieces: PromptPieces, vector: np.ndarray | None, always: bool) -> None:
+    def serve(self, pieces: PromptPieces, vector: np.ndarray | None, always: bool, pile: bool = False) -> None:
         request = RouteRequest(pieces=pieces)
         decision = self.router.choose(request)
         assert isinstance(decision, RouteDecision)
@@ -179,6 +179,8 @@ class Fleet:
         self.cold += is_cold
         if vector is not None and (is_cold or always):
             decision = self._follow(decision, request, vector)
+        elif pile and is_cold:
+            decision = self._pile(decision, request)
         at = self.replicas.index(decision.replica)
         self.router.start(decision, request)
         self.router.remember(decision, request)
@@ -194,6 +196,16 @@ class Fleet:
         self.placed[at] += 1
         if vector is not None:
             self._seen[at].append(vector)
+
+    def _pile(self, decision: RouteDecision, request: RouteRequest) -> RouteDecision:
+        """Go where most went so far, if the guard allows it: what piling up alone brings."""
+        at = int(np.argmax(self.placed))
+        limit = self.router._guard.compute_limit([one.running for one in self.replicas])
+        if self.replicas[at].running >= limit or decision.replica is self.replicas[at]:
+            return decision
+        found = self.router.choose(request, [one for one in self.replicas if one is not self.replicas[at]])
+        assert isinstance(found, RouteDecision)
+        return found
 
     def _follow(self, decision: RouteDecision, request: RouteRequest, vector: np.ndarray) -> RouteDecision:
         """Go where the most similar earlier prompt went, if it is similar enough and the guard allows it."""
@@ -212,6 +224,7 @@ class Fleet:
 def measure_placement(report: Report, streams: list[Stream], args: argparse.Namespace) -> None:
     """Placement with and without similarity, in several orders of arrival."""
     arms = [("round_robin", "round_robin", None, False), ("token overlap", "semantic_locality", None, False)]
+    arms += [("overlap, then the fullest", "semantic_locality", "pile", False)]
     arms += [(f"overlap, then {kind}", "semantic_locality", kind, False) for kind in args.embedders]
     arms += [(f"{kind} alone", "semantic_locality", kind, True) for kind in args.embedders]
     rows = []
@@ -224,7 +237,8 @@ def measure_placement(report: Report, streams: list[Stream], args: argparse.Name
                 random.Random(seed).shuffle(order)
                 fleet = Fleet(cache, policy)
                 for at in order:
-                    fleet.serve(stream.pieces[at], None if kind is None else stream.vectors[kind][at], always)
+                    vector = stream.vectors[kind][at] if kind in stream.vectors else None
+                    fleet.serve(stream.pieces[at], vector, always, pile=kind == "pile")
                 shares.append(fleet.reused / fleet.asked)
                 busiest.append(max(fleet.placed) * REPLICAS / sum(fleet.placed))
                 moved, cold = moved + fleet.moved, cold + fleet.cold

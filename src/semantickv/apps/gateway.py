@@ -108,6 +108,17 @@ class Gateway:
             "semantickv_replica_up": {(one.id,): float(one.can_serve) for one in replicas},
             "semantickv_replica_running": {(one.id,): one.running for one in replicas},
             "semantickv_replica_tracked_tokens": {(one.id,): one.memory.tokens for one in replicas},
+            **self._read_shared_gauges(),
+        }
+
+    def _read_shared_gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
+        """What engines and other routers say; nothing where nobody was asked."""
+        feeds = {} if self.feeds is None else self.feeds.feeds
+        return {
+            "semantickv_event_batches_total": {(name,): one.subscriber.batches for name, one in feeds.items()},
+            "semantickv_event_losses_total": {(name,): one.subscriber.losses for name, one in feeds.items()},
+            "semantickv_evicted_pieces_total": {(name,): one.held.forgotten for name, one in feeds.items()},
+            "semantickv_redis_up": {} if self.link is None else {(): float(self.link.is_connected)},
         }
 
     def _list_traces(self) -> list[str]:

@@ -30,6 +30,14 @@ EDGE_METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("semantickv_traces_total", "counter", "Trace lines by what became of them.", ("result",)),
     MetricSpec("semantickv_replica_up", "gauge", "1 where the router would send requests.", ("replica",)),
     MetricSpec("semantickv_replica_running", "gauge", "Requests on a replica.", ("replica",)),
+    MetricSpec("semantickv_event_batches_total", "counter", "Batches of KV events that a replica sent.", ("replica",)),
+    MetricSpec(
+        "semantickv_event_losses_total", "counter", "Gaps in a replica's KV events that no replay filled.", ("replica",)
+    ),
+    MetricSpec(
+        "semantickv_evicted_pieces_total", "counter", "Pieces forgotten because a replica evicted them.", ("replica",)
+    ),
+    MetricSpec("semantickv_redis_up", "gauge", "1 while the link to other routers stands."),
     MetricSpec("semantickv_replica_tracked_tokens", "gauge", "Tokens remembered of a replica.", ("replica",)),
 )
 KNOWN_STATUS = frozenset({200, 400, 401, 403, 404, 408, 413, 422, 429, 499, 500, 502, 503, 504})

@@ -61,7 +61,8 @@ async def hold_streams(port: int, count: int) -> tuple[int, int, float]:
         open_now += 1
         if open_now == count:
             all_open.set()
-        whole += (await reader.readuntil(b"0\r\n\r\n")).count(b"[DONE]")
+        rest = await reader.readuntil(b"0\r\n\r\n")
+        whole += rest.count(b"[DONE]")  # not in one line with await: both sides would be read before it
         writer.close()
 
     began = time.perf_counter()

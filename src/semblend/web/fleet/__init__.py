@@ -1,4 +1,4 @@
-"""The fleet page: what a router knows of its replicas. Files as it serves them; style and helpers are the dashboard's."""
+"""The fleet page: what a router knows of its replicas. Its files; style and helpers are the dashboard's."""
 
 from importlib import resources
 

@@ -49,8 +49,8 @@ def judge_worth(
 ) -> ReusePlan | Decline:
     """The plan, or as much of it as saves most; a decline where it would cost more than it saves."""
     if not plan.until(find_claim_end(record, plan)).spans:
-        why = "the only token that donors hold is the last one, which the engine computes itself"
-        return Decline(DeclineReason.BELOW_BREAK_EVEN, why)
+        last = "the only token that donors hold is the last one, which the engine computes itself"
+        return Decline(DeclineReason.BELOW_BREAK_EVEN, last)
     if not record.is_gated:
         kept = keep_paying_spans(plan, pass_rows)
         lost = explain_lost_donor(kept) if isinstance(kept, ReusePlan) else None

@@ -108,13 +108,14 @@ def vllm_ttft(result: Result) -> str:
 
 
 def vllm_load(result: Result) -> str:
-    """A line for each load and engine, in whole milliseconds."""
+    """A line for each load and engine, in whole milliseconds; donors in host memory have a line on the full page."""
     table = result["tables"][0]
+    lines = [row for row in table["rows"] if "host memory" not in row[1]]
     wanted = ["load", "engine", "TTFT p50 ms", "TTFT max ms", "ITL p50 ms", "ITL p99 ms", "decode tokens/s",
               "arrivals"]  # fmt: skip
     at = [table["columns"].index(name) for name in wanted]
-    rows = [[cell if isinstance(cell, str) else round(cell) for cell in (row[i] for i in at)] for row in table["rows"]]
-    notes = "\n".join(f"- {note}" for note in result["notes"])
+    rows = [[cell if isinstance(cell, str) else round(cell) for cell in (row[i] for i in at)] for row in lines]
+    notes = "\n".join(f"- {note}" for note in result["notes"] if "host memory" not in note)
     return f"{format_table(wanted, rows)}\n\n{notes}\n\n{source(result)}"
 
 

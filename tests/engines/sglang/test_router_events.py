@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from http_server import FLAGS, STOCK, Server, find_port
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from following_router import check_it_forgets_what_is_evicted, check_it_learns_from_a_replay
+from http_server import FLAGS, STOCK, Server, find_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 ROOM = [flag if flag != "6144" else "2100" for flag in FLAGS]

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from following_router import check_it_forgets_what_is_evicted, check_it_learns_from_a_replay
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

@@ -32,7 +32,7 @@ def write_body(name: str) -> dict[str, Any]:
 async def following(url: str, events: str) -> AsyncIterator[tuple[Gateway, ReplicaFeed]]:
     """A router over the engine and a scripted one, with the feed of the former running."""
     async with ScriptedEngine() as other:
-        app = build_router(EdgeSettings(replicas=(url, other.url), kv_events=(events,), one_tenant=True, trace=False))
+        app = build_router(EdgeSettings(replicas=(url, other.url), kv_events=(events,), trace=False))
         assert app.feeds is not None
         feeds = asyncio.ensure_future(app.feeds.run())
         try:

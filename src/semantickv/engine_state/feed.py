@@ -18,7 +18,7 @@ from typing import Any
 from semantickv.edge.faults import Fault
 from semantickv.edge.forward import ClientWatch, EngineTimeouts, OutgoingRequest, open_answer
 from semantickv.edge.headers import RawHeaders
-from semantickv.engine_state.blocks import EngineBlocks, list_marks, split_event, start_chain
+from semantickv.engine_state.blocks import BlockChange, EngineBlocks, list_marks, split_event, start_chain
 from semantickv.engine_state.events import AllBlocksCleared, KvEvent
 from semantickv.engine_state.held_prompts import HeldPrompts
 from semantickv.engine_state.subscriber import EventSource, EventSubscriber, import_zmq
@@ -74,14 +74,19 @@ class ReplicaFeed:
         done = 0
         for event in events:
             for part in split_event(event, SLICE_BLOCKS):
-                change = self.blocks.apply(part)
-                self.held.follow(change)
-                if change.is_cleared:
-                    self.replica.forget_all()
+                self._follow(self.blocks.apply(part))
                 done += 1 if isinstance(part, AllBlocksCleared) else len(part.block_hashes)
                 if done >= SLICE_BLOCKS:
                     done = 0
                     await asyncio.sleep(0)
+
+    def _follow(self, change: BlockChange) -> None:
+        if change.is_cleared and self.subscriber.is_catching_up:
+            self.held.drop_links()  # emptied before we listened; what this router has placed there since is not gone
+            return
+        self.held.follow(change)
+        if change.is_cleared:
+            self.replica.forget_all()
 
     def note_loss(self) -> None:
         """Begin anew: blocks that were removed unseen must not count as held for ever."""

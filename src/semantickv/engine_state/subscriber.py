@@ -55,11 +55,15 @@ class EventSource:
 
 
 class EventSubscriber:
-    """Runs until cancelled. Counts what it saw: ``batches``, ``replayed``, ``bad``, ``losses``, ``restarts``."""
+    """Runs until cancelled. Counts what it saw: ``batches``, ``replayed``, ``bad``, ``losses``, ``restarts``.
+
+    ``is_catching_up``: what is taken now happened before we listened, and perhaps long before.
+    """
 
     def __init__(self, source: EventSource, sink: EventSink) -> None:
         self.source = source
         self.batches = self.replayed = self.bad = self.losses = self.restarts = 0
+        self.is_catching_up = False
         self._sink = sink
         self._last = self._last_live = -1
         self._last_data = b""
@@ -77,7 +81,7 @@ class EventSubscriber:
             watch = asyncio.ensure_future(self._watch(socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)))
             socket.connect(self.source.endpoint)
             socket.setsockopt(zmq.SUBSCRIBE, b"")
-            await self._fill(await self._ask(context, 0))
+            await self._catch_up(context)
             while True:
                 frames = await socket.recv_multipart()
                 if len(frames) == 3 and len(frames[1]) == 8:
@@ -89,6 +93,14 @@ class EventSubscriber:
                 watch.cancel()
             socket.disable_monitor()
             context.destroy(0)
+
+    async def _catch_up(self, context: Any) -> None:
+        """Take what happened before we listened, as far as the engine still has it."""
+        self.is_catching_up = True
+        try:
+            await self._fill(await self._ask(context, 0))
+        finally:
+            self.is_catching_up = False
 
     async def _watch(self, monitor: Any) -> None:
         """Note that the connection was cut: behind it there may be another engine now."""

@@ -307,6 +307,25 @@ def test_a_router_that_starts_late_learns_what_engines_hold_already():
     run(test())
 
 
+def test_a_cache_that_was_emptied_before_the_router_listened_takes_nothing_of_what_was_placed_since():
+    async def test():
+        async with ScriptedPublisher() as engine:
+            await engine.publish(CLEAR)
+            await engine.publish(store(range(8), None, TOKENS, SIZE))
+            feed = ReplicaFeed(make_replica(), EventSource.parse(engine.address))
+            feed.replica.memory.record(cut("wxyz"))
+            task = asyncio.ensure_future(feed.subscriber.run())
+            await wait_until(lambda: len(feed.blocks) == 8)
+            assert feed.replica.memory.match(cut("wxyz")).prefix_tokens == 128
+            await engine.wait_for_subscriber()
+            await engine.publish(CLEAR)
+            await wait_until(lambda: not feed.replica.memory.tokens)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    run(test())
+
+
 @pytest.mark.parametrize("has_replay", [True, False])
 def test_after_events_that_are_lost_for_good_nothing_counts_as_held_on_their_word(has_replay):
     async def test():

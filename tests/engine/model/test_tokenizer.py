@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from semblend.engine.model.chat_template import ChatTemplate  # noqa: E402
-from semblend.engine.model.tokenizer import ModelTokenizer, tokenizer_of_gguf  # noqa: E402
+from semblend.engine.model.gguf_tokenizer import tokenizer_of_gguf  # noqa: E402
+from semblend.engine.model.tokenizer import ModelTokenizer  # noqa: E402
 from semblend.errors import InputError  # noqa: E402
 
 CORPUS = ["the cat and the hat, it's 2024 and 12345", "café naïve ß 日本語 🎉🎉", "def f(x):\n\treturn x ** 2\n"] * 3
@@ -229,3 +231,57 @@ def test_the_longest_token_bounds_the_characters_that_a_number_of_tokens_can_sta
         for text in ("the cat and the hat", "<|im_start|>" * 9, "日本語 🎉🎉" * 5, "a b c" * 7):
             assert len(text) <= len(loaded.encode(text)) * loaded.longest_token_chars
     assert byte_level().longest_token_chars == len("<|im_start|>")
+
+
+SPELT = ["▁", *"abct", "▁a", "▁c", "at", "ab", "▁ca", "tat", "cat", "▁cat", "bat", "abc", "▁at"]
+"""Letters first; the further back a longer piece stands, the later it is merged."""
+
+
+def sentence_piece(**more: Any) -> ModelTokenizer:
+    """A small vocabulary as a Llama 2 file has it: scores in place of merges, bytes for other letters."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *SPELT]
+    described = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.scores": [0.0] * 259 + [-float(at) for at in range(len(SPELT))],
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(SPELT),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    return ModelTokenizer(tokenizer_of_gguf(described | more, HERE), None, "here")
+
+
+def merge_plainly(text: str) -> list[str]:
+    """SentencePiece's rule by the letter: of all neighbours that make a piece, join the best, until none do."""
+    parts = list(("▁" + text.replace(" ", "▁")) if text else "")
+    while True:
+        pairs = [(SPELT.index(a + b), at) for at, (a, b) in enumerate(pairwise(parts)) if a + b in SPELT]
+        if not pairs:
+            return parts
+        at = min(pairs)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+
+
+@given(st.text(alphabet="abct ", max_size=40))
+def test_pieces_of_a_llama_2_file_are_merged_by_their_scores(text: str) -> None:
+    tokenizer = sentence_piece()
+    found = [259 + SPELT.index(part) for part in merge_plainly(text)]
+    assert tokenizer.encode(text) == [1, *found]
+    assert tokenizer.decode(found) == text
+
+
+def test_letters_that_no_piece_spells_are_written_in_bytes() -> None:
+    tokenizer = sentence_piece()
+    assert tokenizer.decode(tokenizer.encode("a日🎉 b")) == "a日🎉 b"
+    assert 0 not in tokenizer.encode("日")
+
+
+def test_a_file_may_ask_for_no_blank_and_no_first_token_in_front() -> None:
+    plain = sentence_piece(**{"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False})
+    assert plain.encode("cat") == [259 + SPELT.index("cat")]
+    assert plain.decode(plain.encode(" cat")) == " cat"
+
+
+def test_scores_that_do_not_fit_the_tokens_are_refused() -> None:
+    with pytest.raises(InputError, match="scores"):
+        sentence_piece(**{"tokenizer.ggml.scores": [0.0]})

@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from semblend.engine.model.chat_template import ChatTemplate
 from semblend.engine.model.control_tokens import ControlTokens, encode_text, refuse_control_text
-from semblend.engine.model.gguf_weights import read_header, special_tokens
+from semblend.engine.model.gguf_tokenizer import import_tokenizers, tokenizer_of_gguf
+from semblend.engine.model.gguf_weights import read_header
 from semblend.engine.model.weights import read_json
-from semblend.errors import InputError, MissingDependencyError
+from semblend.errors import InputError
 from semblend.models import resolve
 from semblend.text.token_budget import TokenBudget
 
 TOKENIZER_FILE = "tokenizer.json"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 PATIENCE = 8  # tokens: a character has four bytes at most
-# How byte-level BPE families cut text before merging, by the name that GGUF gives them. None: cut as GPT-2 does.
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-@dataclass(frozen=True, slots=True)
-class _Cutting:
-    """One family's rules before the merges."""
-
-    pattern: str | None = None
-    single_digits: bool = False
-    nfc: bool = False
-    ignore_merges: bool = False
-    adds_bos: bool = False
-
-
-_CUTTINGS = {
-    "gpt-2": _Cutting(),
-    "default": _Cutting(),
-    "smollm": _Cutting(single_digits=True),
-    "qwen2": _Cutting(pattern=_WORDS % r"\p{N}", nfc=True),
-    "llama-bpe": _Cutting(pattern=_WORDS % r"\p{N}{1,3}", ignore_merges=True, adds_bos=True),
-}
-
 _GGUF_TOKENS = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "unknown": "unk_token"}
 
 
@@ -231,7 +208,7 @@ def _from_folder(folder: Path) -> ModelTokenizer:
     path = folder / TOKENIZER_FILE
     if not path.is_file():
         raise InputError(f"{folder} holds no {TOKENIZER_FILE}", hint="point at the folder of a fast tokenizer")
-    library = _tokenizers(path)
+    library = import_tokenizers(path)
     try:
         tokenizer = library.Tokenizer.from_file(str(path))
     except Exception as error:  # the binding raises bare Exception for a bad file
@@ -262,73 +239,3 @@ def _from_gguf(path: Path) -> ModelTokenizer:
         tokens[ours] = pieces[at] if at is not None and at < len(pieces) else ""
     template = ChatTemplate.of(metadata.get("tokenizer.chat_template"), tokens, str(path))
     return ModelTokenizer(tokenizer, template, str(path))
-
-
-def tokenizer_of_gguf(metadata: Mapping[str, Any], path: Path) -> Any:
-    """A `tokenizers.Tokenizer` from the vocabulary and merges of a byte-level BPE model."""
-    kind, cutting_name = metadata.get("tokenizer.ggml.model"), str(metadata.get("tokenizer.ggml.pre", "default"))
-    cutting = _CUTTINGS.get(cutting_name)
-    if kind != "gpt2" or cutting is None:
-        raise InputError(
-            f"{path}: tokenizer {kind!r} with pre-tokenizer {cutting_name!r} is not known",
-            hint="use the model's safetensors folder, which carries a tokenizer.json",
-        )
-    pieces, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
-    if not pieces or merges is None:
-        raise InputError(f"{path} holds no vocabulary", hint="the file was made without a tokenizer")
-    library = _tokenizers(path)
-    tokenizer = library.Tokenizer(
-        library.models.BPE(
-            {piece: at for at, piece in enumerate(pieces)},
-            [tuple(merge.split(" ", 1)) for merge in merges],
-            ignore_merges=cutting.ignore_merges,
-        )
-    )
-    if cutting.nfc:
-        tokenizer.normalizer = library.normalizers.NFC()
-    tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence(_cutters(library, cutting))
-    tokenizer.decoder = library.decoders.ByteLevel()
-    controls = metadata.get("tokenizer.ggml.token_type", ())
-    _add_special(library, tokenizer, special_tokens(metadata), controls)
-    _add_first_token(library, tokenizer, metadata, cutting)
-    return tokenizer
-
-
-def _cutters(library: Any, cutting: _Cutting) -> list[Any]:
-    cutters = []
-    if cutting.single_digits:
-        cutters.append(library.pre_tokenizers.Digits(individual_digits=True))
-    if cutting.pattern is not None:
-        cutters.append(library.pre_tokenizers.Split(library.Regex(cutting.pattern), "isolated"))
-    by_gpt2 = cutting.pattern is None
-    return [*cutters, library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_gpt2)]
-
-
-def _add_special(library: Any, tokenizer: Any, tokens: Iterable[tuple[int, str]], kinds: Sequence[int]) -> None:
-    control: list[Any] = []
-    defined: list[Any] = []
-    for at, text in tokens:
-        token = library.AddedToken(text, normalized=False, special=kinds[at] == 3)
-        (control if kinds[at] == 3 else defined).append(token)
-    tokenizer.add_special_tokens(control)
-    tokenizer.add_tokens(defined)
-
-
-def _add_first_token(library: Any, tokenizer: Any, metadata: Mapping[str, Any], cutting: _Cutting) -> None:
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
-    if bos is None or not metadata.get("tokenizer.ggml.add_bos_token", cutting.adds_bos):
-        return
-    text = metadata["tokenizer.ggml.tokens"][bos]
-    tokenizer.post_processor = library.processors.TemplateProcessing(
-        single=[text, "$A"], pair=[text, "$A", text, "$B"], special_tokens=[(text, bos)]
-    )
-
-
-def _tokenizers(path: Path) -> Any:
-    try:
-        import tokenizers
-    except ImportError:
-        raise MissingDependencyError(
-            f"the tokenizer of {path} needs the package tokenizers", hint="pip install 'semblend-suite[local]'"
-        ) from None
-    return tokenizers

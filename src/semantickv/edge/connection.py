@@ -113,12 +113,12 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def is_reusable(self) -> bool:
-        """Whether another exchange may begin here."""
+        """Whether another exchange may begin here. Bytes that nobody read would stand in front of its answer."""
         transport = self._transport
         return (
             self._is_clean
             and not self._is_lost
-            and (self._has_ended or self._parser is None)
+            and (self.is_read or self._parser is None)
             and transport is not None
             and not transport.is_closing()
             and transport.get_write_buffer_size() == 0

@@ -345,6 +345,25 @@ def test_a_client_that_leaves_after_its_answer_does_not_cut_the_next_client_off(
     run(test())
 
 
+def test_an_answer_that_nobody_read_does_not_stand_in_front_of_the_next_one():
+    """A router drops a 503 unread and asks elsewhere; the connection may not serve again with those bytes in it."""
+
+    async def test():
+        async with ScriptedEngine() as engine:
+            engine.plan(answer_json({"secret": "of the first client"}, status=503), answer_json({"second": True}))
+            app = Forwarder(engine.url)
+            watch = ClientWatch(asyncio.Event().wait)
+            request = OutgoingRequest("POST", "/v1/completions", [], b"{}")
+            dropped = await open_answer(app.pool, request, app.timeouts, watch)
+            assert not isinstance(dropped, Fault)
+            dropped.close()
+            watch.stop()
+            client, body = await ask(app, "POST", "/v1/completions", body=b"{}")
+            assert (client.status, body) == (200, b'{"second": true}')
+
+    run(test())
+
+
 def test_a_client_that_does_not_read_stops_the_engine_from_sending():
     async def test():
         async with ScriptedEngine() as engine:

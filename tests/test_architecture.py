@@ -108,7 +108,7 @@ def test_imports_point_down(module):
             assert layer_of(target) <= layer_of(module), f"semblend.{module}:{line} imports upwards: {name}"
 
 
-ENGINES = ("sglang", "vllm")
+ENGINES = ("sglang", "trtllm", "vllm")
 
 
 @pytest.mark.parametrize("module", [name for name in SEMBLEND if name.startswith("integration.")])

@@ -11,7 +11,8 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, Final, TypeVar
 
 from semblend.errors import ConfigError, InputError
 from semblend.quality import QUALITY_MODES as QUALITY_MODES
@@ -165,7 +166,8 @@ KEY_VARIABLES: tuple[Setting, ...] = (
     Setting("admin_keys", "SEMBLEND_ADMIN_KEYS", "", "Admins' keys of `semblend serve`, with spaces between."),
 )
 
-SGLANG_VARIABLE = "SEMBLEND_SGLANG"
+ENGINE_VARIABLES: Final = MappingProxyType({"sglang": "SEMBLEND_SGLANG", "trtllm": "SEMBLEND_TRTLLM"})
+"""What a launcher tells the processes of an engine, by engine: JSON."""
 
 
 def load_config(
@@ -191,19 +193,20 @@ def read_key_variables(environ: Mapping[str, str] | None = None) -> tuple[tuple[
     return pairs, admins
 
 
-def read_sglang_variable(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Read what a launcher tells the scheduler's processes of SGLang: a JSON object, empty where nothing is said.
+def read_engine_variable(engine: str, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Read what a launcher tells the processes of an engine: a JSON object, empty where nothing is said.
 
-    >>> read_sglang_variable({"SEMBLEND_SGLANG": '{"step_work_ms": 20}'})
+    >>> read_engine_variable("sglang", {"SEMBLEND_SGLANG": '{"step_work_ms": 20}'})
     {'step_work_ms': 20}
     """
-    text = (os.environ if environ is None else environ).get(SGLANG_VARIABLE, "")
+    variable = ENGINE_VARIABLES[engine]
+    text = (os.environ if environ is None else environ).get(variable, "")
     try:
         found = json.loads(text) if text else {}
     except ValueError as error:
-        raise ConfigError(f"{SGLANG_VARIABLE} is not JSON: {error}", hint='such as {"step_work_ms": 20}') from None
+        raise ConfigError(f"{variable} is not JSON: {error}", hint='such as {"step_work_ms": 20}') from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{SGLANG_VARIABLE} is not a JSON object", hint='such as {"step_work_ms": 20}')
+        raise ConfigError(f"{variable} is not a JSON object", hint='such as {"step_work_ms": 20}')
     return found
 
 
@@ -214,12 +217,12 @@ def set_variable(name: str, value: str) -> None:
     os.environ[setting.variable] = value
 
 
-def write_sglang_variable(values: Mapping[str, Any]) -> None:
+def write_engine_variable(engine: str, values: Mapping[str, Any]) -> None:
     """Tell processes that are started from this one; nothing where there are no values."""
     if values:
-        os.environ[SGLANG_VARIABLE] = json.dumps(dict(values))
+        os.environ[ENGINE_VARIABLES[engine]] = json.dumps(dict(values))
     else:
-        os.environ.pop(SGLANG_VARIABLE, None)
+        os.environ.pop(ENGINE_VARIABLES[engine], None)
 
 
 def setting_sources(environ: Mapping[str, str] | None = None, file: str | Path | None = None) -> dict[str, str]:

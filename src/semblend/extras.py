@@ -16,7 +16,7 @@ NEEDED_BY: dict[str, str] = {
     "local": "`semblend serve`, `demo` and `calibrate`: the embedded engine, its API and its dashboard",
     "vllm": "running beside vLLM; no command of this version needs it",
     "sglang": "`semblend-sglang`, which knows SGLang 0.5.23",
-    "trtllm": "running beside TensorRT-LLM; no command of this version needs it",
+    "trtllm": "`semblend-trtllm`, whose integration was never run on the real engine",
     "dynamo": "running beside Dynamo; no command of this version needs it",
     "langchain": "`semblend.integration.langchain`: a document transformer that arranges",
     "llama-index": "`semblend.integration.llama_index`: a node postprocessor that arranges",

@@ -385,7 +385,7 @@ def test_the_parser_is_public_and_names_every_command() -> None:
     ("launcher", "says"),
     [
         ("sglang", "Start SGLang's HTTP server with semantic KV reuse"),
-        ("trtllm", "does not contain the TensorRT-LLM integration"),
+        ("trtllm", "never run on the real engine"),
     ],
 )
 def test_a_launcher_explains_itself_without_its_engine(launcher, says, capsys, monkeypatch):

@@ -24,6 +24,7 @@ from semblend.config import CONFIG_FILE_VARIABLE, KEY_VARIABLES, SETTINGS
 from semblend.extras import NEEDED_BY
 from tools.reference.event_pages import events_markdown, metrics_markdown
 from tools.reference.sglang_page import sglang_markdown
+from tools.reference.trtllm_page import trtllm_markdown
 from tools.reference.vllm_page import vllm_markdown
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
@@ -43,6 +44,7 @@ def render_all() -> dict[str, str]:
         "metrics.md": metrics_markdown,
         "vllm.md": vllm_markdown,
         "sglang.md": sglang_markdown,
+        "trtllm.md": trtllm_markdown,
         "api.md": api_markdown,
     }
     return {name: f"{MADE_FROM}\n\n{make().strip()}\n" for name, make in pages.items()}

@@ -41,13 +41,13 @@ def sglang_markdown() -> str:
         "By `--semblend NAME=VALUE`, or in the variable `SEMBLEND_SGLANG` as JSON, beside every `SEMBLEND_*` "
         "[setting](settings.md).",
         "",
-        *_list_settings(SglangSettings),
+        *list_settings(SglangSettings),
         "",
         "## Options of the HiCache storage",
         "",
         "In `--hicache-storage-backend-extra-config`, beside SGLang's own keys.",
         "",
-        *_list_settings(PageOptions),
+        *list_settings(PageOptions),
         "",
         "## Models and features",
         "",
@@ -69,7 +69,7 @@ def sglang_markdown() -> str:
     return "\n".join(lines)
 
 
-def _list_settings(kind: type) -> list[str]:
+def list_settings(kind: type) -> list[str]:
     rows = [one for one in fields(kind) if one.name != "config"]
     return [
         "| key | default | meaning |",

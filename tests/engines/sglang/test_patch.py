@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from semblend.config import read_sglang_variable
+from semblend.config import read_engine_variable
 from semblend.errors import SemBlendError
 from semblend.integration.sglang.radix_patcher import patch_radix_cache
 
@@ -43,12 +43,12 @@ def test_a_patch_is_applied_once_tells_children_and_is_taken_back(registry):
         assert patched is not stock
         assert patch_radix_cache() is patch
         assert registry.default_radix_cache_factory is patched
-        assert read_sglang_variable() == {"patch": True}
+        assert read_engine_variable("sglang") == {"patch": True}
         assert hasattr(RadixCache, "set_semantic_provider")
     finally:
         patch.undo()
     assert registry.default_radix_cache_factory is stock
-    assert read_sglang_variable() == {}
+    assert read_engine_variable("sglang") == {}
     assert not hasattr(RadixCache, "set_semantic_provider")
     assert not patch.is_applied
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from semblend.config import load_config, read_sglang_variable
+from semblend.config import load_config, read_engine_variable
 from semblend.integration.sglang import launcher
 from semblend.integration.sglang.plugin import BACKEND
 
@@ -40,7 +40,7 @@ def test_a_cache_that_was_asked_for_is_not_replaced(words):
 def test_settings_reach_the_processes_that_sglang_starts():
     start("--semblend", "quality=fast", "--semblend", "step_work_ms=20", "--semblend-provider", "a.b:C")
     assert load_config().quality == "fast"
-    assert read_sglang_variable() == {"step_work_ms": 20, "provider": "a.b:C"}
+    assert read_engine_variable("sglang") == {"step_work_ms": 20, "provider": "a.b:C"}
 
 
 @pytest.mark.parametrize(

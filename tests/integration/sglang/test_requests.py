@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from semblend.integration.sglang.desk.requests import read_request
+from semblend.integration.sglang.requests import read_request
 from semblend.prompt import Namespace
 
 

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
-import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
-from typing import Any, NoReturn
 
-from semblend.config import SETTINGS, read_sglang_variable, set_variable, write_sglang_variable
-from semblend.errors import ConfigError, SemBlendError
+from semblend.errors import SemBlendError
+from semblend.integration.launching import add_settings_flag, become, pass_settings_on, stop_with
 from semblend.integration.sglang.plugin import BACKEND
-from semblend.integration.sglang.settings import SglangSettings, sglang_settings
+from semblend.integration.sglang.settings import SglangSettings
 from semblend.integration.sglang.versions import support
 from semblend.integration.version_support import VersionEvidence
 
@@ -31,13 +27,14 @@ def main(argv: Sequence[str] | None = None, *, start: Callable[[list[str]], None
     given, rest = build_parser().parse_known_args(sys.argv[1:] if argv is None else argv)
     try:
         note = check_version()
-        pass_settings_on(given.semblend, given.semblend_provider)
+        provider = {"provider": given.semblend_provider} if given.semblend_provider else {}
+        pass_settings_on("sglang", SglangSettings, given.semblend, **provider)
     except SemBlendError as error:
-        _stop(error)
+        stop_with(error)
     if not any(one == FLAG or one.startswith(FLAG + "=") for one in rest):
         rest = [*rest, FLAG, BACKEND]
     print(f"semblend-sglang: {note}", file=sys.stderr)
-    (start or _become)([sys.executable, "-m", "sglang.launch_server", *rest])
+    (start or become)([sys.executable, "-m", "sglang.launch_server", *rest])
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -48,14 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
         "All other flags go to `python -m sglang.launch_server`, whose own --help lists them.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--semblend",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="a setting, such as quality=fast; may be given several times. Of the engine: "
-        + ", ".join(sorted(_own_settings())),
-    )
+    add_settings_flag(parser, SglangSettings)
     parser.add_argument(
         "--semblend-provider",
         metavar="MODULE:NAME",
@@ -75,44 +65,3 @@ def check_version() -> str:
     if row.evidence is VersionEvidence.NONE:
         raise SemBlendError(f"SGLang {version} cannot be started with SemBlend", hint=row.note)
     return f"SGLang {version}: {row.note}"
-
-
-def pass_settings_on(settings: Sequence[str], provider: str) -> None:
-    """Check the settings, and leave them where the processes find them that SGLang starts."""
-    own: dict[str, Any] = dict(read_sglang_variable())
-    for text in settings:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(f"--semblend {text} is not NAME=VALUE", hint="such as --semblend quality=fast")
-        if name in _own_settings():
-            own[name] = _parse(value)
-        elif name in {setting.name for setting in SETTINGS}:
-            set_variable(name, value)
-        else:
-            known = sorted(_own_settings() | {setting.name for setting in SETTINGS})
-            raise ConfigError(f"unknown setting {name!r}", hint="known: " + ", ".join(known))
-    sglang_settings({name: value for name, value in own.items() if name in _own_settings()})
-    write_sglang_variable(own | ({"provider": provider} if provider else {}))
-
-
-def _own_settings() -> set[str]:
-    return {one.name for one in fields(SglangSettings)} - {"config"}
-
-
-def _parse(value: str) -> Any:
-    """A number or true or false as JSON writes them; text otherwise, which the settings refuse by name."""
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
-
-
-def _become(command: list[str]) -> None:
-    os.execv(command[0], command)
-
-
-def _stop(error: SemBlendError) -> NoReturn:
-    print(f"error: {error.message}", file=sys.stderr)
-    if error.hint:
-        print(f"hint: {error.hint}", file=sys.stderr)
-    raise SystemExit(2)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from semblend.config import read_sglang_variable
+from semblend.config import read_engine_variable
 
 BACKEND = "semblend"
 CACHE_FACTORY = "sglang.srt.mem_cache.registry.create_unified_radix_cache"
@@ -26,7 +26,7 @@ def register() -> None:
         if BACKEND not in registry.registered_radix_cache_backends():
             registry.register_radix_cache_backend(BACKEND, make_cache)
             note_engines()
-        if read_sglang_variable().get("patch") is True:  # `patch_radix_cache` in the process that started this one
+        if read_engine_variable("sglang").get("patch") is True:  # by `patch_radix_cache` where this was started
             from semblend.integration.sglang.radix_patcher import patch_radix_cache
 
             patch_radix_cache()

@@ -18,13 +18,14 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from torch import Tensor
 
-from semblend.integration.sglang.desk.records import SlotPool
-from semblend.integration.sglang.desk.requests import build_namespace, join_salts, read_request, show_receipt
-from semblend.integration.sglang.desk.reuse_desk import ReuseDesk
+from semblend.integration.desk.records import SlotPool
+from semblend.integration.desk.reuse_desk import ReuseDesk
+from semblend.integration.sglang.requests import build_namespace, join_salts, read_request, show_receipt
 from semblend.integration.sglang.semantic_prefix import GuardedProvider, SemanticPrefixProvider, copy_key
 from semblend.prompt import Namespace, Prompt
 
 log = logging.getLogger("sglang.semblend")
+OWN_PAGES = "SGLang loads an exact prefix from its own pages"
 Answer = TypeVar("Answer")
 
 
@@ -105,7 +106,7 @@ class SemBlendRadixCache(UnifiedRadixCache):
         )
         params.req.semblend_opted_out = request.opt_out
         if found.host_hit_length:  # SGLang's own pages come first: they are exact
-            desk.wait_for_pages(request, int(found.device_prefix_len + found.host_hit_length))
+            desk.stand_back(request, int(found.device_prefix_len + found.host_hit_length), OWN_PAGES)
             return found
         missed = not found.device_prefix_len and not request.declined and not request.opt_out
         private = missed and self._ask_provider(desk, params)
@@ -132,7 +133,7 @@ class SemBlendRadixCache(UnifiedRadixCache):
     def _note_not_loaded(self, desk: ReuseDesk, req: Any) -> None:
         request = desk.find_request(req.rid, req)
         if request is not None:
-            desk.wait_for_pages(request, int(req.prefix_len))
+            desk.stand_back(request, int(req.prefix_len), OWN_PAGES)
 
     def prefetch_from_storage(
         self, request: Any, last_host_node_id: Any, new_input_tokens: Any, *more: Any,

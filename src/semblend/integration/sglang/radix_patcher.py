@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from semblend.config import read_sglang_variable, write_sglang_variable
+from semblend.config import read_engine_variable, write_engine_variable
 from semblend.errors import SemBlendError
 from semblend.integration.sglang.semantic_prefix import install_hooks
 from semblend.integration.sglang.versions import support
@@ -88,6 +88,6 @@ def _patch_classes(unsafe_verbatim: bool) -> list[Callable[[], None]]:
 
 
 def _tell_children() -> Callable[[], None]:
-    before = read_sglang_variable()
-    write_sglang_variable(before | {"patch": True})
-    return lambda: write_sglang_variable(before)
+    before = read_engine_variable("sglang")
+    write_engine_variable("sglang", before | {"patch": True})
+    return lambda: write_engine_variable("sglang", before)

@@ -6,14 +6,14 @@ import importlib
 import logging
 from typing import Any
 
-from semblend.config import read_sglang_variable
+from semblend.config import read_engine_variable
 from semblend.confirm.events import Event
 from semblend.confirm.log_lines import format_line
 from semblend.confirm.sinks import CallbackSink
 from semblend.errors import ConfigError
 from semblend.facade import SemBlend
-from semblend.integration.sglang.desk.records import SlotPool
-from semblend.integration.sglang.desk.reuse_desk import ReuseDesk
+from semblend.integration.desk.records import SlotPool
+from semblend.integration.desk.reuse_desk import ReuseDesk
 from semblend.integration.sglang.model_access import SglangModel, read_rope_config
 from semblend.integration.sglang.refusals import refusal
 from semblend.integration.sglang.semantic_prefix import SemanticPrefixProvider
@@ -40,10 +40,10 @@ def make_cache(context: Any) -> Any:
     try:
         why = refusal(context, sglang.__version__)
         if why is None:
-            own = {name: value for name, value in read_sglang_variable().items() if name not in NOT_SETTINGS}
+            own = {name: value for name, value in read_engine_variable("sglang").items() if name not in NOT_SETTINGS}
             settings = sglang_settings(own)
             cache.open_desk(lambda pool: make_desk(context, settings, pool, sglang.__version__), build_engine(context))
-            if path := read_sglang_variable().get("provider"):
+            if path := read_engine_variable("sglang").get("provider"):
                 cache.set_semantic_provider(make_provider(str(path)), deadline_ms=settings.provider_deadline_ms)
     except Exception as error:  # an engine that we cannot serve must start
         log.warning("SemBlend could not be started", exc_info=True)
@@ -70,7 +70,7 @@ def make_desk(context: Any, settings: SglangSettings, pool: SlotPool, version: s
         prefills=False,  # SGLang does that itself, in chunks between its other work
     )
     watch = WeightsWatch(model.module)
-    return ReuseDesk(model, semblend, pool, settings, quality, engine_version=version, watch=watch)
+    return ReuseDesk(model, semblend, pool, settings, quality, engine="sglang", engine_version=version, watch=watch)
 
 
 def make_provider(path: str) -> SemanticPrefixProvider:

@@ -1,4 +1,4 @@
-"""The desk over the shortest engine there is: offers, loads in pieces, slots that come back. Without SGLang."""
+"""The desk over the shortest engine there is: offers, loads in pieces, slots that come back. Without any engine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from semblend.config import SemBlendConfig
 from semblend.confirm.sinks import MemorySink
 from semblend.facade import SemBlend
-from semblend.integration.sglang.desk.records import SlotPool, Waiting
-from semblend.integration.sglang.desk.reuse_desk import ReuseDesk
-from semblend.integration.sglang.settings import SglangSettings
+from semblend.integration.desk.records import SlotPool, Waiting
+from semblend.integration.desk.reuse_desk import ReuseDesk
+from semblend.integration.desk.settings import DeskSettings
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import QualitySettings, Rejected
 from semblend.materialize.contract import Rows
@@ -52,8 +52,9 @@ class Desk:
             self.engine,
             SemBlend(config, sinks=[self.sink], compiled=False),
             SlotPool(self.slots.take, self.slots.give_back, page),
-            SglangSettings(config=config, **settings),
+            DeskSettings(config=config, **settings),
             QualitySettings(mode="fast", first_seam_tokens=4, seam_tokens=4, piece_ms=1e-9, prefills=False),
+            engine="naive",
             engine_version="0",
         )
 
@@ -266,7 +267,7 @@ def test_while_the_engine_loads_its_own_pages_nothing_is_offered_and_the_request
     free = len(world.slots.free)
     request = world.request("r", TARGET)
     world.begin(request)
-    world.desk.wait_for_pages(request, 40)
+    world.desk.stand_back(request, 40, "it loads pages of its own")
     assert (len(world.slots.free), world.held) == (free, 0), "a load under way is given up"
     row = world.slots.take(len(TARGET))
     world.engine.forward(Rows.of(TARGET, list(range(len(TARGET))), row))
@@ -280,7 +281,7 @@ def test_while_the_engine_loads_its_own_pages_nothing_is_offered_and_the_request
 def test_a_request_whose_pages_have_arrived_is_offered_what_is_behind_them(world):
     world.donate()
     request = world.request("r", TARGET)
-    world.desk.wait_for_pages(request, 5)
+    world.desk.stand_back(request, 5, "it loads pages of its own")
     assert world.desk.offer(request, 5) == len(TARGET) - 1 - 5
 
 

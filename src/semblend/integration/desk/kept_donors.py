@@ -11,19 +11,19 @@ from torch import Tensor
 from semblend.discover.donor import Eviction
 from semblend.errors import CapacityError
 from semblend.facade import SemBlend
-from semblend.integration.sglang.settings import SglangSettings
+from semblend.integration.desk.settings import DeskSettings
 from semblend.materialize.contract import Model
 from semblend.materialize.donors.donor_kv import DonorKv
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.prompt import Prompt
 
-log = logging.getLogger("sglang.semblend")
+log = logging.getLogger("semblend.desk")
 
 
 class KeptDonors:
     """``epoch`` counts changes: a decision of an earlier epoch may name donors that are gone, or miss new ones."""
 
-    def __init__(self, semblend: SemBlend, model: Model, settings: SglangSettings, engine: str) -> None:
+    def __init__(self, semblend: SemBlend, model: Model, settings: DeskSettings, engine: str) -> None:
         self._semblend, self._model, self._engine = semblend, model, engine
         self.kv = DonorKv(
             settings.donor_device_bytes,

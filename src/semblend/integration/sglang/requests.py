@@ -10,7 +10,7 @@ import numpy as np
 
 from semblend.confirm.receipt import Receipt
 from semblend.errors import InputError
-from semblend.integration.sglang.desk.records import Waiting
+from semblend.integration.desk.records import Waiting
 from semblend.prompt import Namespace, Prompt, name_tenant
 from semblend.quality import parse_quality
 

@@ -1,6 +1,6 @@
-"""Where each request is: lookup, load, donors, receipts. It knows slots and tokens, and nothing of SGLang.
+"""Where each request is: lookup, load, donors, receipts. It knows slots and tokens, and no engine.
 
-SGLang runs scheduler and model in one process and one thread, so one object does what two halves do in vLLM:
+Where scheduler and model run in one process and one thread, one object does what two halves do in vLLM:
 
     offer        how many tokens behind the exact hit shall we provide? Asked again as long as the request waits
     load         it is next and gets slots; donor KV will be moved in, gaps computed, and the gate looks at it
@@ -28,8 +28,8 @@ from semblend.confirm.build_receipt import RequestFacts, build_receipt
 from semblend.confirm.receipt import Receipt
 from semblend.errors import SemBlendError
 from semblend.facade import SemBlend
-from semblend.integration.sglang.desk.kept_donors import KeptDonors
-from semblend.integration.sglang.desk.records import (
+from semblend.integration.desk.kept_donors import KeptDonors
+from semblend.integration.desk.records import (
     NEVER,
     SHORT_TAIL,
     WAITS,
@@ -38,7 +38,7 @@ from semblend.integration.sglang.desk.records import (
     Waiting,
     choose_mode,
 )
-from semblend.integration.sglang.settings import SglangSettings
+from semblend.integration.desk.settings import DeskSettings
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.first_pass import first_rows, two_passes_cost_more
 from semblend.materialize.blend.quality import Blended, Placed, QualitySettings, Rejected
@@ -50,27 +50,28 @@ from semblend.plan.gap_cost import keep_paying_spans
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Prompt
 
-ENGINE = "sglang"
-log = logging.getLogger("sglang.semblend")
+log = logging.getLogger("semblend.desk")
 
 
 class ReuseDesk:
-    """See the module. ``semblend`` finds, ``model`` computes, ``pool`` gives slots."""
+    """See the module. ``semblend`` finds, ``model`` computes, ``pool`` gives slots; receipts name the ``engine``."""
 
     def __init__(
         self,
         model: Model,
         semblend: SemBlend,
         pool: SlotPool,
-        settings: SglangSettings,
+        settings: DeskSettings,
         quality: QualitySettings,
         *,
+        engine: str,
         engine_version: str,
         watch: WeightsWatch | None = None,
     ) -> None:
         self.semblend, self.settings = semblend, settings
-        self._model, self._pool, self._quality, self._version = model, pool, quality, engine_version
-        self.donors, self._watch = KeptDonors(semblend, model, settings, ENGINE), watch
+        self._model, self._pool, self._quality = model, pool, quality
+        self._engine, self._version = engine, engine_version
+        self.donors, self._watch = KeptDonors(semblend, model, settings, engine), watch
         self._outcomes = OutcomeMemory(quality.thresholds.expected_costs, quality.thresholds)
         self._blenders: dict[str, Blender] = {}
         self._records: dict[str, LoadRecord] = {}
@@ -86,7 +87,7 @@ class ReuseDesk:
         return None
 
     def find_source(self, request_id: str) -> Any:
-        """SGLang's request that stands under an id now, or None. Two requests may have one id at once."""
+        """The engine's request that stands under an id now, or None. Two requests may have one id at once."""
         record = self._records.get(request_id)
         return None if record is None else record.request.source
 
@@ -112,15 +113,15 @@ class ReuseDesk:
         record.claim_end = self._find_claim_end(record, record.decision)
         return max(0, record.claim_end - exact_tokens)
 
-    def wait_for_pages(self, request: Waiting, exact_tokens: int) -> None:
-        """SGLang itself has ``exact_tokens`` and must load some of them first: nothing is offered meanwhile."""
+    def stand_back(self, request: Waiting, exact_tokens: int, why: str) -> None:
+        """The engine computes this request behind its ``exact_tokens``. Nothing is offered; it may become a donor."""
         record = self._records.get(request.request_id)
         if record is None:
             record = self._records[request.request_id] = LoadRecord(request, choose_mode(request, self.settings.config))
         self._stop_load(record)
         self._take_back(record)
         record.exact_tokens, record.epoch = exact_tokens, NEVER
-        record.decision = Decline(DeclineReason.UNSUPPORTED_MODE, "SGLang loads an exact prefix from its own pages")
+        record.decision = Decline(DeclineReason.UNSUPPORTED_MODE, why)
 
     def load(self, request_id: str, exact_slots: Callable[[], Tensor], hold: Callable[[], Callable[[], None]]) -> None:
         """Begin the load of a request: take slots for it, and hold its exact prefix until the load is over."""
@@ -139,7 +140,7 @@ class ReuseDesk:
         plan_tokens = len(record.request.prompt) if record.is_gated else record.claim_end
         record.slots = self._pool.take(self._pool.round_up(plan_tokens - record.exact_tokens))
         if record.slots is None:
-            record.outcome = Decline(DeclineReason.CAPACITY, "SGLang has no slots left for it")
+            record.outcome = Decline(DeclineReason.CAPACITY, "there are no slots left for it")
             self.semblend.release(request_id)
             return
         record.held = hold()
@@ -153,7 +154,7 @@ class ReuseDesk:
     def work(self, request_id: str, *, busy: bool) -> int | None:
         """Go on with a load for a step's share of time, to its end where nobody else runs.
 
-        Gives the tokens that are provided now, 0 where SGLang has to compute them, None where the load goes on.
+        Gives the tokens that are provided now, 0 where the engine has to compute them, None where the load goes on.
         """
         record = self._records[request_id]
         started = time.perf_counter()
@@ -203,21 +204,24 @@ class ReuseDesk:
             return None
         return record.outcome.exact_until
 
-    def note_prompt(self, request_id: str, slots: Tensor) -> Receipt | None:
-        """The prompt is complete and lies in ``slots``: its exact part becomes a donor. Its receipt, the first time."""
+    def note_prompt(self, request_id: str, slots: Tensor | None) -> Receipt | None:
+        """The prompt is complete and lies in ``slots``: its exact part becomes a donor. Its receipt, the first time.
+
+        Without ``slots`` there is no donor.
+        """
         record = self._records.get(request_id)
         if record is None or record.receipt is not None or record.request.restarted:
             return None
         exact_end = self.find_exact_end(request_id)
         length = len(record.request.prompt) if exact_end is None else min(exact_end, len(record.request.prompt))
         request = record.request
-        wanted = self.settings.config.enabled and not request.declined and not request.opt_out
-        if wanted and length - record.exact_tokens >= self.settings.donor_min_new_tokens:
+        wanted = slots is not None and self.settings.config.enabled and not request.declined and not request.opt_out
+        if slots is not None and wanted and length - record.exact_tokens >= self.settings.donor_min_new_tokens:
             self._capture(record, slots[:length])
         return self._confirm(record)
 
     def forget(self, request_id: str) -> None:
-        """The request is gone. Slots that a load still has go back; those in SGLang's row are SGLang's to free."""
+        """The request is gone. Slots that a load still has go back; those in its row are the engine's to free."""
         record = self._records.pop(request_id, None)
         if record is not None:
             self._stop_load(record)
@@ -230,18 +234,18 @@ class ReuseDesk:
         log.warning("SemBlend: %s failed for %s: %s", where, request_id, message, exc_info=error)
         self._tell_error(where, message, request_id)
         record = self._records.get(request_id)
-        if record is not None and where in WAITS:  # SGLang has no row for it yet, so whatever slots it has are ours
+        if record is not None and where in WAITS:  # it has no row yet, so whatever slots it has are ours
             self._stop_load(record)
             self._let_go(record)
             self._give_slots_back(record)
             record.outcome = Decline(DeclineReason.ERROR, message)
 
     def stop_loads(self) -> bool:
-        """Give up every load that waits, because SGLang needs its slots; whether there was one."""
+        """Give up every load that waits, because the engine needs its slots; whether there was one."""
         return sum(self._stop_load(record) for record in self._records.values()) > 0
 
     def reset(self) -> None:
-        """Drop every donor and every load: SGLang has emptied its cache, or the model has other weights."""
+        """Drop every donor and every load: the engine has emptied its cache, or the model has other weights."""
         self.stop_loads()
         self.donors.drop_all()
 
@@ -281,7 +285,7 @@ class ReuseDesk:
         return two_passes_cost_more(first, plan.spans, plan.prompt_tokens - plan.exact_tokens, self._quality)
 
     def _find_claim_end(self, record: LoadRecord, plan: ReusePlan) -> int:
-        """Where the claim ends, in whole pages: SGLang always computes the last token itself."""
+        """Where the claim ends, in whole pages: the engine always computes the last token itself."""
         last, held = len(record.request.prompt) - 1, plan.spans[-1].target_end
         end = last if record.is_gated or last - held <= SHORT_TAIL else held
         end = min(end, record.request.longest_prefix)
@@ -312,13 +316,13 @@ class ReuseDesk:
 
     def _give_slots_back(self, record: LoadRecord) -> None:
         slots, record.slots = record.slots, None
-        if slots is not None and not record.is_written:  # those in its row are SGLang's to free
+        if slots is not None and not record.is_written:  # those in its row are the engine's to free
             self._pool.give_back(slots)
 
     def _take_back(self, record: LoadRecord) -> None:
-        """A load that SGLang has not used: its slots go back, and no receipt may count it."""
+        """A load that the engine has not used: its slots go back, and no receipt may count it."""
         if record.is_loaded and not record.is_written:
-            record.outcome = Decline(DeclineReason.CAPACITY, "SGLang did not admit the request with what was loaded")
+            record.outcome = Decline(DeclineReason.CAPACITY, "the engine did not admit it with what was loaded")
         self._give_slots_back(record)
 
     def _note_refusal(self, record: LoadRecord) -> None:
@@ -352,7 +356,7 @@ class ReuseDesk:
         work = record.outcome if isinstance(record.outcome, Blended) else None
         facts = RequestFacts(
             request_id=record.request.request_id,
-            engine=ENGINE,
+            engine=self._engine,
             engine_version=self._version,
             namespace=record.request.prompt.namespace,
             mode=record.mode,
@@ -373,7 +377,7 @@ class ReuseDesk:
     def _learn(self, record: LoadRecord) -> None:
         """Tell the memory what a load that the gate looked at has cost."""
         if record.is_gated and record.ordered is not None and isinstance(record.outcome, Blended | Rejected):
-            refused = isinstance(record.outcome, Rejected)  # SGLang's prefill comes on top
+            refused = isinstance(record.outcome, Rejected)  # the engine's prefill comes on top
             self._outcomes.learn(
                 record.ordered,
                 record.request.prompt.namespace,
@@ -384,4 +388,4 @@ class ReuseDesk:
 
     def _tell_error(self, where: str, message: str, request_id: str) -> None:
         if self.semblend.events:
-            self.semblend.events.emit(events.error(where, message, request_id or None, engine=ENGINE))
+            self.semblend.events.emit(events.error(where, message, request_id or None, engine=self._engine))

@@ -30,7 +30,7 @@ Outcome = Blended | Rejected | Decline
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiting:
-    """A request in SGLang's waiting queue: its prompt, and how much of it a prefix may cover."""
+    """A request in the engine's waiting queue: its prompt, and how much of it a prefix may cover."""
 
     request_id: str
     prompt: Prompt
@@ -41,7 +41,7 @@ class Waiting:
     restarted: bool = False
     """It was retracted after its first token: its receipt is written already."""
     source: Any = None
-    """SGLang's own object for it: a later request may have the same id."""
+    """The engine's own object for it: a later request may have the same id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class LoadRecord:
     decision: ReusePlan | Decline | None = None
     claim_end: int = 0
     ordered: ReusePlan | None = None
-    slots: Tensor | None = None  # ours while it loads; the request's once SGLang has written them into its row
-    is_written: bool = False  # SGLang has asked for the slots, to write them into the request's row
+    slots: Tensor | None = None  # ours while it loads; the request's once the engine has written them into its row
+    is_written: bool = False  # the engine has asked for the slots, to write them into the request's row
     held: Callable[[], None] | None = None  # lets go of the exact prefix
     pieces: Pieces[Outcome] | None = None
     outcome: Outcome | None = None

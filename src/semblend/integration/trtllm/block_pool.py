@@ -30,11 +30,11 @@ def view_pool(pool: Tensor, order: str, *, kv_heads: int, head_dim: int) -> KvLa
             f"a KV pool of shape {list(pool.shape)} is not [blocks, layers, 2, tokens x {kv_heads} x {head_dim}]",
             hint="such an engine runs without reuse",
         )
-    shape = (-1, head_dim)
+    blocks = pool.shape[:3]
     if order == "heads first":
-        parts = pool.unflatten(3, (kv_heads, *shape)).transpose(3, 4)
+        parts = pool.view(*blocks, kv_heads, -1, head_dim).transpose(3, 4)
     else:
-        parts = pool.unflatten(3, (-1, kv_heads, head_dim))
+        parts = pool.view(*blocks, -1, kv_heads, head_dim)
     layers = range(pool.shape[1])
     return KvLayout(tuple(parts[:, n, 0] for n in layers), tuple(parts[:, n, 1] for n in layers))
 

@@ -194,9 +194,32 @@ class FakeExecutor:
         return [(request.cache_salt, tuple(request.tokens[:end])) for end in ends]
 
 
+class NamedParameters(nn.Module):
+    """A model as a connector sees it: parameters by name, and a configuration."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        self.config: Any = SimpleNamespace(to_dict=lambda: dict(config))
+
+
 def name_as_tensorrt_llm(model: DecoderModel) -> nn.Module:
     """A module without a forward pass that has a model's parameters under the names that TensorRT-LLM gives them."""
-    root, spec = nn.Module(), model.spec
+    spec = model.spec
+    root = NamedParameters(
+        {
+            "model_type": spec.architecture,
+            "num_hidden_layers": spec.layers,
+            "hidden_size": spec.hidden,
+            "intermediate_size": spec.intermediate,
+            "num_attention_heads": spec.heads,
+            "num_key_value_heads": spec.kv_heads,
+            "head_dim": spec.head_dim,
+            "vocab_size": spec.vocab,
+            "rms_norm_eps": spec.norm_eps,
+            "tie_word_embeddings": spec.tied_embeddings,
+            "max_position_embeddings": spec.max_positions,
+        }
+    )
     for number, layer in enumerate(model.weights.layers):
         named = {
             "input_layernorm.weight": layer.attention_norm,
@@ -215,20 +238,6 @@ def name_as_tensorrt_llm(model: DecoderModel) -> nn.Module:
     _put(root, "model.embed_tokens.weight", model.weights.embedding)
     _put(root, "model.norm.weight", model.weights.norm)
     _put(root, "lm_head.weight", model.weights.head)
-    config = {
-        "model_type": spec.architecture,
-        "num_hidden_layers": spec.layers,
-        "hidden_size": spec.hidden,
-        "intermediate_size": spec.intermediate,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_dim,
-        "vocab_size": spec.vocab,
-        "rms_norm_eps": spec.norm_eps,
-        "tie_word_embeddings": spec.tied_embeddings,
-        "max_position_embeddings": spec.max_positions,
-    }
-    root.config = SimpleNamespace(to_dict=lambda: dict(config))
     return root
 
 

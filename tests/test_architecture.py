@@ -44,6 +44,7 @@ HEAVY = {
     "transformers": set(),
     "vllm": {"integration.vllm.*"},
     "sglang": {"integration.sglang.*"},
+    "dynamo": {"integration.dynamo.*"},
     "gguf": {"engine.model.*"},
     "langchain_core": {"integration.langchain"},
     "llama_index": {"integration.llama_index"},
@@ -108,7 +109,7 @@ def test_imports_point_down(module):
             assert layer_of(target) <= layer_of(module), f"semblend.{module}:{line} imports upwards: {name}"
 
 
-ENGINES = ("sglang", "trtllm", "vllm")
+ENGINES = ("dynamo", "sglang", "trtllm", "vllm")
 
 
 @pytest.mark.parametrize("module", [name for name in SEMBLEND if name.startswith("integration.")])

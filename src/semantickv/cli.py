@@ -19,6 +19,8 @@ COMMANDS = (
     "collect",
     "proxy",
     "router",
+    "dynamo_router",
+    "dynamo_pin",
     "api",
     "workload",
     "segment",

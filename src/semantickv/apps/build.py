@@ -39,13 +39,7 @@ def build_router(settings: EdgeSettings) -> Gateway:
         raise ConfigError(
             "the router has no replicas", hint="SEMANTICKV_REPLICAS=http://a:8101,http://b:8102, or --replicas"
         )
-    try:
-        reuse = EngineReuse(settings.engine_reuse)
-    except ValueError:
-        words = ", ".join(one.value for one in EngineReuse)
-        raise ConfigError(
-            f"SEMANTICKV_ENGINE_REUSE={settings.engine_reuse} is unknown", hint=f"one of {words}"
-        ) from None
+    reuse = EngineReuse.parse(settings.engine_reuse)
     replicas = [_build_replica(f"r{at}", url, settings) for at, url in enumerate(settings.replicas)]
     for replica in replicas if settings.arrange else ():
         replica.arranger = Arranger.for_cache(settings.max_tracked_tokens)

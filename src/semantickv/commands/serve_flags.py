@@ -10,8 +10,8 @@ from semantickv.settings import EdgeSettings
 from semblend.errors import InputError
 
 
-def add_serve_flags(parser: argparse.ArgumentParser, *, port: int) -> None:
-    """Declare where to listen and what to write down."""
+def add_listen_flags(parser: argparse.ArgumentParser, *, port: int) -> None:
+    """Declare where to listen, and how."""
     parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: %(default)s)")
     parser.add_argument("--port", type=int, default=port, help="its port (default: %(default)s)")
     parser.add_argument(
@@ -19,6 +19,11 @@ def add_serve_flags(parser: argparse.ArgumentParser, *, port: int) -> None:
     )
     parser.add_argument("--tls-cert", metavar="FILE", help="certificate (PEM, with its chain): serve HTTPS")
     parser.add_argument("--tls-key", metavar="FILE", help="its private key (default: in the certificate's file)")
+
+
+def add_serve_flags(parser: argparse.ArgumentParser, *, port: int) -> None:
+    """Declare where to listen and what to write down."""
+    add_listen_flags(parser, port=port)
     parser.add_argument("--no-trace", action="store_true", help="write no traces")
     parser.add_argument("--keep-text", action="store_true", help="write the prompts' text into the traces")
     parser.add_argument("--output-dir", metavar="DIR", help="folder of the traces (default: outputs/live_traces)")

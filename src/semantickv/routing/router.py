@@ -41,6 +41,13 @@ class EngineReuse(StrEnum):
     SPANS = "spans"
     """Equal passages anywhere: engines with semblend in them."""
 
+    @classmethod
+    def parse(cls, word: str) -> EngineReuse:
+        """Read SEMANTICKV_ENGINE_REUSE; `ConfigError` for a word that is none of these."""
+        if word not in list(cls):
+            raise ConfigError(f"SEMANTICKV_ENGINE_REUSE={word} is unknown", hint="one of " + ", ".join(cls))
+        return cls(word)
+
 
 class RouteReason(StrEnum):
     """Why a request went where it went."""
@@ -249,10 +256,10 @@ class Router:
         overlap = own or overlaps[0]
         total = request.pieces.total_tokens
         known = max(overlap.prefix_tokens, overlap.any_tokens)
-        return RouteDecision(replica, _name_outcome(overlap), reason, overlap, total, max(0, total - known))
+        return RouteDecision(replica, name_outcome(overlap), reason, overlap, total, max(0, total - known))
 
 
-def _name_outcome(overlap: Overlap) -> Outcome:
+def name_outcome(overlap: Overlap) -> Outcome:
     """Name a placement in the words that everyone uses; where a request ran says nothing about what it reused."""
     if max(overlap.prefix_tokens, overlap.any_tokens) < LEAST_OVERLAP_TOKENS:
         return Outcome.COLD_FALLBACK

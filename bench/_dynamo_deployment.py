@@ -1,0 +1,235 @@
+"""A whole Dynamo deployment on one machine: mocker workers, the frontend, and our router and pin in front of them.
+
+Runs in the environment of .ci/engines/dynamo. Discovery is a folder, and the planes are TCP and ZMQ: neither etcd nor
+NATS. Each worker is a process of its own and can be killed by its id.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from _server_process import ServerProcess, find_port
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+BLOCK_SIZE = 16
+STOCK, SEMANTIC = "stock", "semantic"
+"""Names of the model: as the workers serve it, and as our router does."""
+UP_S = 90.0
+TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def write_tokenizer_folder(folder: Path) -> Path:
+    """Write what a frontend and mockers want of a model: a tokenizer with one token a byte, and a configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    marks = ["<|start|>", "<|end|>"]
+    words = {word: number for number, word in enumerate([*marks, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(marks)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    files: dict[str, dict[str, Any]] = {
+        "config.json": {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+            "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2, "vocab_size": len(words),
+            "max_position_embeddings": 131_072, "bos_token_id": 0, "eos_token_id": 1, "rms_norm_eps": 1e-5,
+            "torch_dtype": "bfloat16",
+        },
+        "generation_config.json": {"bos_token_id": 0, "eos_token_id": 1},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": marks[0], "eos_token": marks[1],
+            "model_max_length": 131_072, "chat_template": TEMPLATE,
+        },
+    }  # fmt: skip
+    for name, value in files.items():
+        (folder / name).write_text(json.dumps(value))
+    return folder
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back: status, who computed it, cached and prompt tokens as the worker reports them, and our reason."""
+
+    status: int
+    worker: int | None
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    reason: str = ""
+    outcome: str = ""
+    error: str = ""
+
+
+class DynamoDeployment:
+    """Started by ``with``; whatever it started is ended with it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        workers: int = 3,
+        router: bool = True,
+        pin: bool = False,
+        frontend_mode: str = "kv",
+        mocker_flags: Sequence[str] = ("--speedup-ratio", "10"),
+        blocks: int = 4096,
+    ) -> None:
+        self.folder = folder
+        self._count = workers
+        self._wants = {"router": router, "pin": pin}
+        self._mode = frontend_mode
+        self._mocker_flags = tuple(mocker_flags)
+        self._blocks = blocks
+        self.port, self.pin_port = find_port(), find_port()
+        self.processes: dict[str, ServerProcess] = {}
+        self._rpc_ports: dict[int, str] = {}
+        self.model = write_tokenizer_folder(folder / "model")
+
+    def __enter__(self) -> DynamoDeployment:
+        try:
+            for number in range(self._count):
+                self.start_worker(number)
+            self._start(
+                "frontend", "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(self.port),
+                "--router-mode", self._mode, "--kv-cache-block-size", str(BLOCK_SIZE),
+            )  # fmt: skip
+            if self._wants["router"]:
+                self.start_router()
+            self.wait_for_workers(self._count)
+            self.wait_for_model(STOCK)
+            if self._wants["router"]:
+                self.wait_for_model(SEMANTIC)
+            if self._wants["pin"]:
+                self.start_pin()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in reversed(self.processes.values()):
+            process.kill()  # mockers wait for their leases when asked politely
+
+    def start_worker(self, number: int) -> None:
+        """Start a worker, or start it again."""
+        port = find_port()
+        self._rpc_ports[port] = f"worker{number}"
+        self._start(
+            f"worker{number}", "-m", "dynamo.mocker", "--model-path", str(self.model), "--model-name", STOCK,
+            "--num-workers", "1", "--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(self._blocks),
+            *self._mocker_flags, DYN_TCP_RPC_PORT=str(port),
+        )  # fmt: skip
+
+    def start_router(self) -> None:
+        """Start our component."""
+        self._start(
+            "router", "-m", "semantickv", "dynamo-router", "--model-name", SEMANTIC, "--model-path", str(self.model),
+            "--block-size", str(BLOCK_SIZE),
+        )  # fmt: skip
+
+    def start_pin(self) -> None:
+        """Start our gateway in front of the frontend, and wait until it knows the workers."""
+        url = f"http://127.0.0.1:{self.port}"
+        self._start("pin", "-m", "semantickv", "dynamo-pin", "--frontend", url, "--port", str(self.pin_port))
+        self.processes["pin"].wait_until(self._ask_pin, UP_S)
+
+    def list_workers(self) -> dict[int, str]:
+        """Id of every worker that the frontend lists, and the name of its process."""
+        rows = self._get(self.port, "/health")["instances"]
+        found = [row for row in rows if (row["component"], row["endpoint"]) == ("backend", "generate")]
+        ports = {row["instance_id"]: int(row["transport"]["tcp"].partition("/")[0].rpartition(":")[2]) for row in found}
+        return {worker: self._rpc_ports[port] for worker, port in ports.items()}
+
+    def kill_worker(self, worker: int) -> None:
+        """kill -9."""
+        self.processes[self.list_workers()[worker]].kill()
+
+    def wait_for_workers(self, count: int) -> None:
+        """Until the frontend lists so many."""
+
+        def check() -> None:
+            if len(self.list_workers()) != count:
+                raise OSError("not yet")
+
+        self.processes["frontend"].wait_until(check, UP_S)
+
+    def wait_for_model(self, name: str) -> None:
+        """Until the frontend serves it."""
+
+        def check() -> None:
+            if name not in [one["id"] for one in self._get(self.port, "/v1/models")["data"]]:
+                raise OSError("not yet")
+
+        self.processes["frontend"].wait_until(check, UP_S)
+
+    def ask(
+        self,
+        messages: str | Sequence[tuple[str, str]],
+        model: str = SEMANTIC,
+        *,
+        through_pin: bool = False,
+        answer_tokens: int = 4,
+        pin_to: int | None = None,
+        **nvext: Any,
+    ) -> Answer:
+        """Ask one question over HTTP and read who answered."""
+        if isinstance(messages, str):
+            messages = [("user", messages)]
+        body = {
+            "model": model,
+            "messages": [{"role": role, "content": text} for role, text in messages],
+            "max_tokens": answer_tokens,
+            "nvext": {"extra_fields": ["worker_id", "engine_data"], **nvext},
+        }
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.pin_port if through_pin else self.port}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"}
+            | ({} if pin_to is None else {"x-dynamo-worker-instance-id": str(pin_to)}),
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                value, reason = json.loads(answer.read()), answer.headers.get("x-route-reason", "")
+                outcome = answer.headers.get("x-semantic-route", "")
+        except urllib.error.HTTPError as error:
+            return Answer(error.code, None, error=error.read().decode(errors="replace"))
+        own = (value["nvext"].get("engine_data") or {}).get("semblend", {})
+        usage = value["usage"]
+        return Answer(
+            200,
+            own.get("worker_id") or value["nvext"]["worker_id"]["prefill_worker_id"],
+            (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+            usage["prompt_tokens"],
+            own.get("reason", reason),
+            own.get("outcome", outcome),
+        )
+
+    def read_log(self, name: str) -> str:
+        """What a process has printed."""
+        return self.processes[name].log.read_text(errors="replace")
+
+    def _start(self, name: str, *words: str, **variables: str) -> None:
+        planes = {
+            "DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": str(self.folder / "discovery"), "DYN_LOG": "warn",
+            "DYN_REQUEST_PLANE": "tcp", "DYN_EVENT_PLANE": "zmq", "DYN_TCP_RPC_HOST": "127.0.0.1",
+            "DYN_SELF_HOST_METADATA": "0", "HF_HUB_OFFLINE": "1",
+        }  # fmt: skip
+        command = [sys.executable, "-W", "ignore", *words]
+        self.processes[name] = ServerProcess(command, self.folder / f"{name}.log", **(planes | variables))
+
+    def _ask_pin(self) -> None:
+        if self._get(self.pin_port, "/health")["workers"] != self._count:
+            raise OSError("not yet")
+
+    def _get(self, port: int, path: str) -> Any:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+            return json.loads(answer.read())

@@ -1,0 +1,42 @@
+"""``semantickv dynamo-pin``: pins requests over HTTP, in front of a stock Dynamo frontend."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from semantickv.commands.serve_flags import add_listen_flags, read_tls
+from semantickv.settings import EdgeSettings
+from semblend.cli.output import say
+
+ABOUT = """Stand in front of a Dynamo frontend and pin every request to the worker that has computed most of its
+passages, by Dynamo's own header. Needs nothing of Dynamo but its HTTP. Load is what went through here; where Dynamo's
+own loads and KV events should count, run dynamo-router instead."""
+
+
+def add(subparsers: Any) -> None:
+    """Declare the flags of ``semantickv dynamo-pin``."""
+    parser = subparsers.add_parser("dynamo-pin", help="pin requests behind a stock Dynamo frontend", description=ABOUT)
+    parser.add_argument("--frontend", required=True, metavar="URL", help="Dynamo's frontend, http://127.0.0.1:8000")
+    parser.add_argument(
+        "--endpoint", default="dynamo.backend.generate", help="where the workers serve (default: %(default)s)"
+    )
+    add_listen_flags(parser, port=8030)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal comes; return the exit code."""
+    from semantickv.apps.dynamo_pin import PinGateway
+    from semantickv.apps.run_server import run_server
+    from semantickv.edge.addresses import EngineAddress
+    from semantickv.edge.pool import ConnectionPool
+    from semantickv.routing.router import EngineReuse
+    from semantickv.routing.worker_evidence import WorkerEvidence
+
+    settings = EdgeSettings.read()
+    pool = ConnectionPool(EngineAddress.parse(args.frontend), connect_timeout_s=settings.connect_timeout_s)
+    evidence = WorkerEvidence(settings.max_tracked_tokens, reuse=EngineReuse.parse(settings.engine_reuse))
+    app = PinGateway(settings, pool, evidence, args.endpoint)
+    tls = read_tls(args)
+    say(f"pinning on {'https' if tls else 'http'}://{args.host}:{args.port}, in front of {pool.address.url}")
+    return run_server(app, args.host, args.port, drain_s=args.drain, tls=tls)

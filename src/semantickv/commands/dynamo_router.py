@@ -1,0 +1,46 @@
+"""``semantickv dynamo-router``: a component of a Dynamo deployment that places requests where their passages are."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from semantickv.settings import EdgeSettings
+from semblend.cli.output import say
+
+ABOUT = """Serve a model inside a Dynamo deployment. The frontend sends its requests here, and each goes on to the
+worker that has computed most of its passages, as long as that one has room. Dynamo's own KvRouter chooses for all
+others. Discovery, request plane and event plane are Dynamo's: the DYN_* variables of the deployment."""
+
+
+def add(subparsers: Any) -> None:
+    """Declare the flags of ``semantickv dynamo-router``."""
+    parser = subparsers.add_parser(
+        "dynamo-router", help="place requests on the workers of a Dynamo deployment", description=ABOUT
+    )
+    parser.add_argument("--model-name", required=True, metavar="NAME", help="the model, as clients will call it")
+    parser.add_argument("--model-path", required=True, metavar="DIR", help="its folder or hub name, for the tokenizer")
+    parser.add_argument(
+        "--endpoint",
+        default="dynamo.backend.generate",
+        help="where the workers serve, under another model name (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--block-size", type=int, default=16, metavar="TOKENS", help="the workers' block size (default: %(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal comes; return the exit code."""
+    from semantickv.routing.fingerprint import load_cutter
+    from semantickv.routing.router import EngineReuse
+    from semantickv.routing.worker_evidence import WorkerEvidence
+    from semblend.integration.dynamo.serve import RouterOptions, read_version, run_router
+
+    options = RouterOptions(args.model_name, args.model_path, args.endpoint, args.block_size)
+    settings = EdgeSettings.read()
+    say(read_version())
+    load_cutter()  # takes seconds the first time; no request waits for it
+    reuse = EngineReuse.parse(settings.engine_reuse)
+    run_router(options, WorkerEvidence(settings.max_tracked_tokens, reuse=reuse))
+    return 0

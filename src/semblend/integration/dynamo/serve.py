@@ -1,0 +1,112 @@
+"""The semantic router as a component of a Dynamo deployment: registers a model, serves it, sends on to the workers.
+
+Discovery, request plane and event plane are Dynamo's, and so are their ``DYN_*`` variables.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from semblend.errors import ConfigError, MissingDependencyError
+from semblend.integration.dynamo.placement import EvidenceProvider
+from semblend.integration.dynamo.router import SemanticRouter
+from semblend.integration.dynamo.versions import support
+from semblend.integration.dynamo.workers import KvRouterWorkers
+
+COMPONENT = "semblend_router"
+log = logging.getLogger("semblend")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOptions:
+    """``endpoint`` is where the workers serve; ``model_path`` brings the tokenizer that the frontend uses for us.
+
+    ``block_size`` must be that of the workers: Dynamo hashes prompts in such blocks.
+    """
+
+    model_name: str
+    model_path: str
+    endpoint: str = "dynamo.backend.generate"
+    block_size: int = 16
+
+    def __post_init__(self) -> None:
+        if len(self.endpoint.split(".")) != 3:
+            raise ConfigError(
+                f"{self.endpoint!r} is no endpoint of Dynamo", hint="namespace.component.endpoint, with dots between"
+            )
+        if self.block_size < 1:
+            raise ConfigError(f"no blocks of {self.block_size} tokens", hint="the block size of the workers")
+
+    @property
+    def component(self) -> str:
+        """Where the router itself serves: in the workers' namespace, in Dynamo's sense of the word."""
+        return f"{self.endpoint.split('.')[0]}.{COMPONENT}"
+
+
+def read_version() -> str:
+    """The installed Dynamo in one line; `MissingDependencyError` where there is none."""
+    try:
+        version = metadata.version("ai-dynamo-runtime")
+    except metadata.PackageNotFoundError:
+        raise MissingDependencyError("Dynamo is not installed", hint="pip install 'semblend-suite[dynamo]'") from None
+    return f"Dynamo {version}: {support(version).note}"
+
+
+def run_router(options: RouterOptions, evidence: EvidenceProvider[Any]) -> None:
+    """Serve until a signal ends it."""
+    read_version()
+    import uvloop
+    from dynamo.runtime import dynamo_worker
+    from dynamo.runtime.logging import configure_dynamo_logging
+
+    configure_dynamo_logging()
+
+    @dynamo_worker()  # type: ignore[untyped-decorator, unused-ignore]
+    async def serve(runtime: Any) -> None:
+        await serve_router(runtime, options, evidence)
+
+    uvloop.run(serve())
+
+
+async def serve_router(runtime: Any, options: RouterOptions, evidence: EvidenceProvider[Any]) -> None:
+    """Wait for a first worker, register the model, and serve it until the runtime ends."""
+    from dynamo.llm import (
+        KvRouter,
+        KvRouterConfig,
+        ModelInput,
+        ModelRuntimeConfig,
+        ModelType,
+        WorkerType,
+        register_model,
+    )
+
+    behind = runtime.endpoint(options.endpoint)
+    client = await behind.client()
+    await client.wait_for_instances()
+    kv_router = KvRouter(endpoint=behind, block_size=options.block_size, kv_router_config=KvRouterConfig())
+    router = SemanticRouter(KvRouterWorkers(kv_router), evidence)
+    own = runtime.endpoint(f"{options.component}.generate")
+    await register_model(
+        model_input=ModelInput.Tokens,
+        model_type=ModelType.Chat | ModelType.Completions,
+        endpoint=own,
+        model_path=options.model_path,
+        model_name=options.model_name,
+        runtime_config=ModelRuntimeConfig(),
+        worker_type=WorkerType.Aggregated,
+        ignore_weights=True,
+    )
+    log.info("%s serves %s over the workers at %s", options.component, options.model_name, options.endpoint)
+
+    async def tell_status(_request: Any = None, _context: Any = None) -> AsyncIterator[dict[str, int]]:
+        yield router.describe()
+
+    await asyncio.gather(
+        own.serve_endpoint(router.generate, graceful_shutdown=True),
+        runtime.endpoint(f"{options.component}.status").serve_endpoint(tell_status),
+    )

@@ -25,7 +25,7 @@ NEEDED_BY: dict[str, str] = {
     "longbench": "`sembench build --profile longbench-v1` or `longbench-v2` from the hub; a local folder needs nothing",
     "live": "`sembench run-live-sglang`, `run-live-gateway`, `run-load` and what else speaks to a server",
     "telemetry": "`SEMBLEND_METRICS`, `SEMBLEND_NATS_URL` and OpenTelemetry spans, in every command and in the library",
-    "edge": "`semantickv proxy`, `router`, `dynamo-pin` and `api`; pyzmq and msgspec for KV events, redis for several routers",
+    "edge": "`semantickv proxy`, `router`, `dynamo-pin`, `api`; pyzmq, msgspec for KV events, redis for more routers",
     "lab": "`semblend demo --plot`: its picture",
     "k8s": "`sembench collect-k8s-engine-events`: it needs `kubectl` and no package",
     "docs": "the tests of the documentation",

@@ -22,6 +22,7 @@ from semblend.cli.commandline import Parser
 from semblend.cli.main import build_parser
 from semblend.config import CONFIG_FILE_VARIABLE, KEY_VARIABLES, SETTINGS
 from semblend.extras import NEEDED_BY
+from tools.reference.dynamo_page import dynamo_markdown
 from tools.reference.event_pages import events_markdown, metrics_markdown
 from tools.reference.sglang_page import sglang_markdown
 from tools.reference.trtllm_page import trtllm_markdown
@@ -45,6 +46,7 @@ def render_all() -> dict[str, str]:
         "vllm.md": vllm_markdown,
         "sglang.md": sglang_markdown,
         "trtllm.md": trtllm_markdown,
+        "dynamo.md": dynamo_markdown,
         "api.md": api_markdown,
     }
     return {name: f"{MADE_FROM}\n\n{make().strip()}\n" for name, make in pages.items()}

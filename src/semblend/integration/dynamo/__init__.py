@@ -7,7 +7,7 @@ http_pin      the same pin over HTTP, for a stock frontend                      
 fake_workers  workers that do what a test tells them                                 (no Dynamo import)
 workers       what Dynamo's own KvRouter says and does
 serve         the router as a component of a Dynamo deployment
-versions      which Dynamo versions are known, and how well
+versions      which Dynamo versions are known, and how well; support_table: what a deployment may have
 
 The provider that follows documents is `semantickv.routing.worker_evidence`; `semantickv dynamo-router` joins the two.
 """

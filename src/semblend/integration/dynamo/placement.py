@@ -5,9 +5,10 @@ Evidence chooses a place and nothing else. What a worker reuses there is its eng
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from semblend.confirm.outcome import Outcome
@@ -38,18 +39,24 @@ class WorkerState:
 
 
 class PlacementReason(StrEnum):
-    """Why a request is pinned, or why it is not."""
+    """Why a request is pinned, or why it is not; `REASONS` says what each means."""
 
     DONORS = "donors"
-    """Pinned: the worker has computed parts of this prompt before."""
     UNKNOWN = "unknown"
-    """Not pinned: no worker has seen enough of it."""
     LOAD = "load"
-    """Not pinned: whoever has seen it has too much to do."""
     CONSTRAINED = "constrained"
-    """Not pinned: the request carries routing rules or media that only Dynamo understands."""
     FAULT = "fault"
-    """Not pinned: something of ours failed, or the pinned worker did."""
+
+
+REASONS: Mapping[PlacementReason, str] = MappingProxyType(
+    {
+        PlacementReason.DONORS: "Pinned: the worker has computed parts of this prompt before.",
+        PlacementReason.UNKNOWN: "Dynamo's choice: no worker has seen enough of it.",
+        PlacementReason.LOAD: "Dynamo's choice: whoever has seen it has too much to do.",
+        PlacementReason.CONSTRAINED: "Dynamo's choice: the request carries routing rules or media of its own.",
+        PlacementReason.FAULT: "Dynamo's choice: something of ours failed, or the pinned worker did.",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +87,6 @@ class Placement:
             "reason": self.reason.value,
             "outcome": self.outcome.value,
             "known_tokens": self.known_tokens,
-            "prompt_tokens": self.prompt_tokens,
         }
 
 

@@ -24,7 +24,7 @@ Captured = pytest.CaptureFixture[str]
 
 def test_help_lists_every_command_and_no_command_is_usage(capsys: Captured) -> None:
     assert main(["--help"]) == 0
-    assert set(COMMANDS) <= set(capsys.readouterr().out.split())
+    assert {name.replace("_", "-") for name in COMMANDS} <= set(capsys.readouterr().out.split())
     assert main([]) == 2
     assert main(["dance"]) == 2
     assert "hint: " in capsys.readouterr().err

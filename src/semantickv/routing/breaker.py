@@ -47,6 +47,8 @@ class CircuitBreaker:
 
     @property
     def may_pass(self) -> bool:
+        if self._opened_at is None:  # nearly always, and a router of many replicas asks for each of them
+            return True
         state = self.state
         return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self._on_trial)
 

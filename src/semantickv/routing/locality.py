@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import compress, islice
 
 from semantickv.routing.fingerprint import PromptPieces
+from semantickv.routing.holders import HolderIndex
 
 LEAST_EVIDENCE_TOKENS = 256
 """A receipt says something about evictions if so many tokens were expected."""
@@ -25,17 +26,26 @@ class Overlap:
 class ReplicaMemory:
     """The pieces that one replica has seen, least recently seen first; at most ``most_tokens`` of them.
 
-    >>> from semantickv.routing.fingerprint import PromptPieces
-    >>> memory = ReplicaMemory(most_tokens=100)
-    >>> memory.note(PromptPieces((1, 2), (11, 12), (40, 40), (1.0, 1.0)))
-    >>> memory.match(PromptPieces((2, 3), (22, 23), (40, 40), (1.0, 1.0)))
-    Overlap(prefix_tokens=0, any_tokens=40)
+        >>> from semantickv.routing.fingerprint import PromptPieces
+    from semantickv.routing.holders import HolderIndex
+        >>> memory = ReplicaMemory(most_tokens=100)
+        >>> memory.note(PromptPieces((1, 2), (11, 12), (40, 40), (1.0, 1.0)))
+        >>> memory.match(PromptPieces((2, 3), (22, 23), (40, 40), (1.0, 1.0)))
+        Overlap(prefix_tokens=0, any_tokens=40)
     """
 
     def __init__(self, most_tokens: int) -> None:
         self.most_tokens = self._limit = most_tokens
         self.tokens = 0
         self._seen: OrderedDict[int, int] = OrderedDict()
+        self._index: HolderIndex | None = None
+        self._row = 0
+
+    def join(self, index: HolderIndex, row: int) -> None:
+        """Tell an index of many replicas what is held here, from now on."""
+        self._index, self._row = index, row
+        for key in self._seen:
+            index.add(key, row)
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -50,7 +60,7 @@ class ReplicaMemory:
 
     def note(self, pieces: PromptPieces) -> None:
         """Remember a prompt. The end goes in first: like an engine, this forgets the ends of prompts first."""
-        seen = self._seen
+        seen, index = self._seen, self._index
         for at in reversed(range(len(pieces.hashes))):
             value, chain = pieces.hashes[at], pieces.chains[at]
             if value in seen:
@@ -58,6 +68,10 @@ class ReplicaMemory:
             else:
                 seen[value] = pieces.tokens[at]
                 self.tokens += pieces.tokens[at]
+                if index is not None:
+                    index.add(value, self._row)
+            if index is not None and chain not in seen:
+                index.add(chain, self._row)
             seen[chain] = 0
             seen.move_to_end(chain)
         self._make_room()
@@ -84,12 +98,16 @@ class ReplicaMemory:
             return
         seen[key] = tokens
         self.tokens += tokens
+        if self._index is not None:
+            self._index.add(key, self._row)
         self._make_room()
 
     def drop(self, key: int) -> bool:
         """Forget one piece or chain: the engine has evicted it. False if it was not there."""
         tokens = self._seen.pop(key, None)
         self.tokens -= tokens or 0
+        if self._index is not None and tokens is not None:
+            self._index.drop(key, self._row)
         return tokens is not None
 
     def list_recent(self, most: int) -> list[tuple[int, int]]:
@@ -99,10 +117,15 @@ class ReplicaMemory:
 
     def clear(self) -> None:
         """Forget everything: the engine has restarted, or its cache was emptied."""
+        if self._index is not None:
+            self._index.drop_all(self._seen, self._row)
         self._seen.clear()
         self.tokens = 0
 
     def _make_room(self) -> None:
         seen = self._seen
         while seen and (self.tokens > self.most_tokens or len(seen) > self.most_tokens // TOKENS_PER_ENTRY):
-            self.tokens -= seen.popitem(last=False)[1]
+            key, tokens = seen.popitem(last=False)
+            self.tokens -= tokens
+            if self._index is not None:
+                self._index.drop(key, self._row)

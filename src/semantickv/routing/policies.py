@@ -1,5 +1,7 @@
 """Routing policies. A policy is a priority: a function of one replica's standing; the highest goes first.
 
+A standing may also hold a column of numbers for each fact, a row a replica: a policy then gives columns.
+
 The two that follow caches count in tokens: what waits on a replica already, plus what it would have to compute of this
 prompt, which weighs eight times as much. So a replica with the prompt in its cache wins until eight times the work that
 the cache saves waits there: a token computed a second time delays everyone, and takes the room of another one.
@@ -10,37 +12,44 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 WORK_WEIGHT = 8
 """Waiting tokens that are as bad as one to compute. With 1, routers of 4 engines computed up to 60 % more tokens, and
 requests waited up to 50 % longer (docs/research/decisions/0097-placement-on-real-streams.md)."""
 
 
+Numbers = Any
+"""A number, or a column of numbers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Standing:
     """One replica, seen from one request. ``last_turn`` is the number of the request that it got last."""
 
-    running: int
-    last_turn: int
-    waiting_tokens: int
+    running: Numbers
+    last_turn: Numbers
+    waiting_tokens: Numbers
     prompt_tokens: int
-    prefix_tokens: int
-    any_tokens: int
-    hash_rank: int
+    prefix_tokens: Numbers
+    any_tokens: Numbers
+    hash_rank: Numbers
 
     @property
-    def cost_after_prefix(self) -> int:
+    def cost_after_prefix(self) -> Numbers:
         """What placing the request here costs, in tokens that wait, if only its beginning is reused."""
-        return self.waiting_tokens + WORK_WEIGHT * max(0, self.prompt_tokens - self.prefix_tokens)
+        new = self.prompt_tokens - self.prefix_tokens
+        return self.waiting_tokens + WORK_WEIGHT * (new * (new > 0))
 
     @property
-    def cost_after_any(self) -> int:
+    def cost_after_any(self) -> Numbers:
         """The same, if equal passages are reused wherever they stand."""
-        known = max(self.prefix_tokens, self.any_tokens)
-        return self.waiting_tokens + WORK_WEIGHT * max(0, self.prompt_tokens - known)
+        more = self.any_tokens - self.prefix_tokens
+        new = self.prompt_tokens - self.prefix_tokens - more * (more > 0)
+        return self.waiting_tokens + WORK_WEIGHT * (new * (new > 0))
 
 
-Priority = tuple[int, ...]
+Priority = tuple[Numbers, ...]
 RoutingPolicy = Callable[[Standing], Priority]
 
 

@@ -12,23 +12,31 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+import numpy as np
+
 from semantickv.edge.faults import Fault
 from semantickv.routing.fingerprint import NO_PIECES, PromptPieces
+from semantickv.routing.holders import Column, HolderIndex
 from semantickv.routing.locality import Overlap
 from semantickv.routing.policies import POLICIES, Standing
 from semantickv.routing.replica import Replica
+from semantickv.routing.standings import (
+    describe_columns,
+    describe_replicas,
+    find_best,
+    hash_id,
+    list_shown,
+    pick_row,
+    rank_columns,
+)
 from semblend.confirm.outcome import Outcome
 from semblend.errors import ConfigError
 
 MOST_SESSIONS = 100_000
-ANSWER_TOKENS = 256
-"""What a request costs a replica beside its prompt, in tokens of prefill: the tokens of its answer are dear."""
 FADING = 1 / 64
 """Share of a replica's recent requests that fades with every request placed."""
-NEW_SHARE = 0.5
-"""A prompt of which no replica has so much is new: it goes where little was sent of late."""
-RECENT_TOKENS = 512
-"""What a recent request weighs against a replica when a new prompt is placed."""
+MANY_REPLICAS = 24
+"""From so many on, replicas are compared by columns."""
 LEAST_OVERLAP_TOKENS = 64
 """Less than this in common is chance: a greeting, a role name."""
 
@@ -79,7 +87,7 @@ class RouteDecision:
     prompt_tokens: int
     new_tokens: int
     candidates: Sequence[Replica] = ()
-    """The replicas that were compared."""
+    """The replicas that were compared; of many, the chosen one and those that know most."""
     standings: Sequence[Standing] = ()
     """How each of them stood; empty where no policy was asked."""
 
@@ -133,6 +141,13 @@ class Router:
         self._guard = guard or LoadGuard()
         self._turn = 0
         self._homes: OrderedDict[int, Replica] = OrderedDict()
+        self._index: HolderIndex | None = None
+        self._row_of = {replica: row for row, replica in enumerate(self.replicas)}
+        self._id_hashes = np.array([hash_id(replica.id) for replica in self.replicas], np.uint64)
+        if len(self.replicas) >= MANY_REPLICAS:
+            self._index = HolderIndex(len(self.replicas))
+            for replica, row in self._row_of.items():
+                replica.memory.join(self._index, row)
 
     @property
     def needs_pieces(self) -> bool:
@@ -145,22 +160,45 @@ class Router:
 
     def choose(self, request: RouteRequest, tried: Collection[Replica] = ()) -> RouteDecision | NoReplica:
         """Choose a replica that was not tried yet. Changes nothing."""
-        able = [replica for replica in self.replicas if replica not in tried and replica.can_serve]
+        able = [one for one in self.replicas if one.is_up and one.breaker.may_pass and one not in tried]
         if not able:
             return NoReplica(len(tried))
         if len(able) == 1:
-            return self._decide(able[0], RouteReason.ONLY_ONE, request, [self._match(able[0], request)])
-        limit = self._guard.compute_limit([replica.all_running for replica in able])
-        free = [replica for replica in able if replica.all_running < limit] or able
+            return self._decide(able[0], RouteReason.ONLY_ONE, request, self._match(able[0], request))
+        running = [replica.running + replica.running_elsewhere for replica in able]
+        limit = self._guard.compute_limit(running)
+        free = [one for one, has in zip(able, running, strict=True) if has < limit] if max(running) >= limit else able
+        free = free or able
         home = self._homes.get(self.find_home_key(request)) if request.session else None
+        if home is not None and home in free:
+            return self._decide(home, RouteReason.SESSION, request, self._match(home, request))
+        if self._index is not None and len(free) >= MANY_REPLICAS:
+            return self._choose_among_many(self._index, free, request)
         overlaps = [self._match(replica, request) for replica in free]
-        if home in free:
-            return self._decide(home, RouteReason.SESSION, request, overlaps, overlaps[free.index(home)])
-        standings = self._describe(free, overlaps, request)
+        head = _find_head(request) if self.policy == "prefix_hash" else None
+        standings = describe_replicas(free, overlaps, request.pieces.total_tokens, head)
         policy = POLICIES[self.policy]
         best = max(range(len(free)), key=lambda at: policy(standings[at]))
-        decision = self._decide(free[best], RouteReason.POLICY, request, overlaps, overlaps[best])
+        decision = self._decide(free[best], RouteReason.POLICY, request, overlaps[best])
         return replace(decision, candidates=free, standings=standings)
+
+    def _choose_among_many(self, index: HolderIndex, free: Sequence[Replica], request: RouteRequest) -> RouteDecision:
+        """The same choice by columns: one by one, a thousand replicas would take 8 ms and more."""
+        rows = None if len(free) == len(self.replicas) else np.array([self._row_of[replica] for replica in free])
+        prefix, anywhere = self._match_many(index, request)
+        ranks = np.zeros_like(self._id_hashes)
+        if self.policy == "prefix_hash":
+            ranks = rank_columns(_find_head(request), self._id_hashes)
+        if rows is not None:
+            prefix, anywhere, ranks = prefix[rows], anywhere[rows], ranks[rows]
+        standing = describe_columns(free, prefix, anywhere, request.pieces.total_tokens, ranks)
+        best = find_best(POLICIES[self.policy](standing))
+        overlap = Overlap(int(prefix[best]), int(anywhere[best]))
+        decision = self._decide(free[best], RouteReason.POLICY, request, overlap)
+        shown = list_shown(standing, best)
+        return replace(
+            decision, candidates=[free[at] for at in shown], standings=[pick_row(standing, at) for at in shown]
+        )
 
     def start(self, decision: RouteDecision, request: RouteRequest) -> None:
         """Count a request to its replica. `remember` its prompt there soon: the next one like it may come at once."""
@@ -212,48 +250,31 @@ class Router:
             replica.waiting_tokens -= decision.new_tokens
         replica.note_end(fault)
 
+    @property
+    def _ignores_prompts(self) -> bool:
+        return self.policy in ("round_robin", "least_loaded", "prefix_hash")
+
+    def _counts_beginnings_only(self, request: RouteRequest) -> bool:
+        return (self.reuse is EngineReuse.PREFIX or self.policy == "cache_aware") and not request.is_arranged
+
     def _match(self, replica: Replica, request: RouteRequest) -> Overlap:
         """What a replica has of the prompt that its engine could reuse."""
-        if not request.pieces.hashes or self.policy in ("round_robin", "least_loaded", "prefix_hash"):
+        if not request.pieces.hashes or self._ignores_prompts:
             return Overlap()
         overlap = replica.memory.match(request.pieces)
-        if (self.reuse is EngineReuse.PREFIX or self.policy == "cache_aware") and not request.is_arranged:
+        if self._counts_beginnings_only(request):
             return Overlap(overlap.prefix_tokens, overlap.prefix_tokens)
         return overlap
 
-    def _describe(
-        self, replicas: Sequence[Replica], overlaps: Sequence[Overlap], request: RouteRequest
-    ) -> list[Standing]:
-        total = request.pieces.total_tokens
-        most = max(max(overlap.prefix_tokens, overlap.any_tokens) for overlap in overlaps)
-        least = min(replica.recent_requests for replica in replicas)
-        recent_tokens = RECENT_TOKENS if most < NEW_SHARE * total else 0
-        head = request.pieces.chains[min(3, len(request.pieces.chains) - 1)] if request.pieces.chains else 0
-        return [
-            Standing(
-                running=replica.all_running,
-                last_turn=replica.last_turn,
-                waiting_tokens=replica.waiting_tokens
-                + replica.waiting_elsewhere
-                + ANSWER_TOKENS * replica.all_running
-                + round(recent_tokens * (replica.recent_requests - least)),
-                prompt_tokens=total,
-                prefix_tokens=overlap.prefix_tokens,
-                any_tokens=overlap.any_tokens,
-                hash_rank=_rank(head, replica.id) if self.policy == "prefix_hash" else 0,
-            )
-            for replica, overlap in zip(replicas, overlaps, strict=True)
-        ]
+    def _match_many(self, index: HolderIndex, request: RouteRequest) -> tuple[Column, Column]:
+        """The same of all replicas."""
+        if not request.pieces.hashes or self._ignores_prompts:
+            nothing = np.zeros(len(self.replicas), np.int64)
+            return nothing, nothing
+        prefix, anywhere = index.match(request.pieces)
+        return (prefix, prefix) if self._counts_beginnings_only(request) else (prefix, anywhere)
 
-    def _decide(
-        self,
-        replica: Replica,
-        reason: RouteReason,
-        request: RouteRequest,
-        overlaps: Sequence[Overlap],
-        own: Overlap | None = None,
-    ) -> RouteDecision:
-        overlap = own or overlaps[0]
+    def _decide(self, replica: Replica, reason: RouteReason, request: RouteRequest, overlap: Overlap) -> RouteDecision:
         total = request.pieces.total_tokens
         known = max(overlap.prefix_tokens, overlap.any_tokens)
         return RouteDecision(replica, name_outcome(overlap), reason, overlap, total, max(0, total - known))
@@ -268,5 +289,7 @@ def name_outcome(overlap: Overlap) -> Outcome:
     return Outcome.SEMANTIC_PLACEMENT
 
 
-def _rank(head: int, replica_id: str) -> int:
-    return int.from_bytes(hashlib.blake2b(head.to_bytes(8, "little") + replica_id.encode(), digest_size=8).digest())
+def _find_head(request: RouteRequest) -> int:
+    """The hash of a prompt's beginning, by which ``prefix_hash`` places it; 0 where nothing is known of it."""
+    chains = request.pieces.chains
+    return chains[min(3, len(chains) - 1)] if chains else 0

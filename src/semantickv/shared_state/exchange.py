@@ -40,6 +40,7 @@ class StateExchange:
         self._clock = clock
         self._names = {name_replica(one.pool.address.url): one for one in router.replicas}
         self._name_of = {replica.id: name for name, replica in self._names.items()}
+        self._by_id = {replica.id: replica for replica in router.replicas}
         self._outgoing: deque[Message] = deque()
         self._loads: dict[tuple[str, str], tuple[float, Load]] = {}
         self._snapshot_at = float("-inf")
@@ -132,9 +133,10 @@ class StateExchange:
         now = self._clock()
         self._loads = {key: entry for key, entry in self._loads.items() if now - entry[0] <= LOAD_LIFE_S}
         for one in self.router.replicas:
-            loads = [load for (_, name), (_, load) in self._loads.items() if name == one.id]
-            one.running_elsewhere = sum(load.running for load in loads)
-            one.waiting_elsewhere = sum(load.waiting_tokens for load in loads)
+            one.running_elsewhere = one.waiting_elsewhere = 0
+        for (_, name), (_, load) in self._loads.items():
+            self._by_id[name].running_elsewhere += load.running
+            self._by_id[name].waiting_elsewhere += load.waiting_tokens
 
     def _look_at(self, replica: Replica) -> None:
         """Another router says that a replica fails: one look of our own decides."""

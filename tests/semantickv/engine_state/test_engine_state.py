@@ -313,7 +313,7 @@ def test_a_cache_that_was_emptied_before_the_router_listened_takes_nothing_of_wh
             await engine.publish(CLEAR)
             await engine.publish(store(range(8), None, TOKENS, SIZE))
             feed = ReplicaFeed(make_replica(), EventSource.parse(engine.address))
-            feed.replica.memory.record(cut("wxyz"))
+            feed.replica.memory.note(cut("wxyz"))
             task = asyncio.ensure_future(feed.subscriber.run())
             await wait_until(lambda: len(feed.blocks) == 8)
             assert feed.replica.memory.match(cut("wxyz")).prefix_tokens == 128

@@ -11,7 +11,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 BLOCK_SIZE = 16
 STOCK, SEMANTIC = "stock", "semantic"
 """Names of the model: as the workers serve it, and as our router does."""
-UP_S = 90.0
+UP_S = 120.0
+VLLM_STARTER = Path(__file__).parents[1] / "tests" / "engines" / "dynamo" / "vllm_worker.py"
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
@@ -67,6 +68,9 @@ class Answer:
     reason: str = ""
     outcome: str = ""
     error: str = ""
+    ttft_ms: float = 0.0
+    receipt: dict[str, Any] = field(default_factory=dict)
+    """Of an engine with SemBlend in it."""
 
 
 class DynamoDeployment:
@@ -82,6 +86,8 @@ class DynamoDeployment:
         frontend_mode: str = "kv",
         mocker_flags: Sequence[str] = ("--speedup-ratio", "10"),
         blocks: int = 4096,
+        block_size: int = BLOCK_SIZE,
+        model: Path | None = None,
     ) -> None:
         self.folder = folder
         self._count = workers
@@ -92,7 +98,8 @@ class DynamoDeployment:
         self.port, self.pin_port = find_port(), find_port()
         self.processes: dict[str, ServerProcess] = {}
         self._rpc_ports: dict[int, str] = {}
-        self.model = write_tokenizer_folder(folder / "model")
+        self.block_size = block_size
+        self.model = model or write_tokenizer_folder(folder / "model")
 
     def __enter__(self) -> DynamoDeployment:
         try:
@@ -100,14 +107,12 @@ class DynamoDeployment:
                 self.start_worker(number)
             self._start(
                 "frontend", "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(self.port),
-                "--router-mode", self._mode, "--kv-cache-block-size", str(BLOCK_SIZE),
+                "--router-mode", self._mode, "--kv-cache-block-size", str(self.block_size),
             )  # fmt: skip
             if self._wants["router"]:
                 self.start_router()
-            self.wait_for_workers(self._count)
-            self.wait_for_model(STOCK)
-            if self._wants["router"]:
-                self.wait_for_model(SEMANTIC)
+            if self._count:
+                self.wait_until_served(self._count)
             if self._wants["pin"]:
                 self.start_pin()
         except BaseException:
@@ -121,19 +126,39 @@ class DynamoDeployment:
 
     def start_worker(self, number: int) -> None:
         """Start a worker, or start it again."""
-        port = find_port()
-        self._rpc_ports[port] = f"worker{number}"
+        port = self._take_rpc_port(f"worker{number}")
         self._start(
             f"worker{number}", "-m", "dynamo.mocker", "--model-path", str(self.model), "--model-name", STOCK,
-            "--num-workers", "1", "--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(self._blocks),
+            "--num-workers", "1", "--block-size", str(self.block_size), "--num-gpu-blocks-override", str(self._blocks),
             *self._mocker_flags, DYN_TCP_RPC_PORT=str(port),
         )  # fmt: skip
+
+    def start_vllm_worker(self, python: str, *flags: str, **variables: str) -> None:
+        """Start a real vLLM as a worker, in the environment of ``python``, with our connector in it."""
+        connector = {
+            "kv_connector": "SemBlendConnectorV1", "kv_role": "kv_both",
+            "kv_connector_module_path": "semblend.integration.vllm.connector_v1",
+        }  # fmt: skip
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{find_port()}"}
+        self._start(
+            "vllm", str(VLLM_STARTER), "--model", str(self.model), "--served-model-name", STOCK,
+            "--block-size", str(self.block_size), "--kv-transfer-config", json.dumps(connector),
+            "--kv-events-config", json.dumps(events), *flags,
+            python=python, DYN_TCP_RPC_PORT=str(self._take_rpc_port("vllm")), **variables,
+        )  # fmt: skip
+
+    def wait_until_served(self, count: int) -> None:
+        """Until the frontend lists so many workers, and serves every model that it should."""
+        self.wait_for_workers(count)
+        self.wait_for_model(STOCK)
+        if self._wants["router"]:
+            self.wait_for_model(SEMANTIC)
 
     def start_router(self) -> None:
         """Start our component."""
         self._start(
             "router", "-m", "semantickv", "dynamo-router", "--model-name", SEMANTIC, "--model-path", str(self.model),
-            "--block-size", str(BLOCK_SIZE),
+            "--block-size", str(self.block_size),
         )  # fmt: skip
 
     def start_pin(self) -> None:
@@ -188,7 +213,8 @@ class DynamoDeployment:
             "model": model,
             "messages": [{"role": role, "content": text} for role, text in messages],
             "max_tokens": answer_tokens,
-            "nvext": {"extra_fields": ["worker_id", "engine_data"], **nvext},
+            "temperature": 0,
+            "nvext": {"extra_fields": ["worker_id", "engine_data", "timing"], **nvext},
         }
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.pin_port if through_pin else self.port}/v1/chat/completions",
@@ -197,12 +223,13 @@ class DynamoDeployment:
             | ({} if pin_to is None else {"x-dynamo-worker-instance-id": str(pin_to)}),
         )
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=120) as answer:
                 value, reason = json.loads(answer.read()), answer.headers.get("x-route-reason", "")
                 outcome = answer.headers.get("x-semantic-route", "")
         except urllib.error.HTTPError as error:
             return Answer(error.code, None, error=error.read().decode(errors="replace"))
-        own = (value["nvext"].get("engine_data") or {}).get("semblend", {})
+        data = value["nvext"].get("engine_data") or {}
+        own = data.get("semblend", {})
         usage = value["usage"]
         return Answer(
             200,
@@ -211,19 +238,26 @@ class DynamoDeployment:
             usage["prompt_tokens"],
             own.get("reason", reason),
             own.get("outcome", outcome),
+            ttft_ms=(value["nvext"].get("timing") or {}).get("ttft_ms") or 0.0,
+            receipt=(data.get("kv_transfer_params") or {}).get("semblend") or {},
         )
 
     def read_log(self, name: str) -> str:
         """What a process has printed."""
         return self.processes[name].log.read_text(errors="replace")
 
-    def _start(self, name: str, *words: str, **variables: str) -> None:
+    def _take_rpc_port(self, name: str) -> int:
+        port = find_port()
+        self._rpc_ports[port] = name
+        return port
+
+    def _start(self, name: str, *words: str, python: str = sys.executable, **variables: str) -> None:
         planes = {
             "DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": str(self.folder / "discovery"), "DYN_LOG": "warn",
             "DYN_REQUEST_PLANE": "tcp", "DYN_EVENT_PLANE": "zmq", "DYN_TCP_RPC_HOST": "127.0.0.1",
             "DYN_SELF_HOST_METADATA": "0", "HF_HUB_OFFLINE": "1",
         }  # fmt: skip
-        command = [sys.executable, "-W", "ignore", *words]
+        command = [python, "-W", "ignore", *words]
         self.processes[name] = ServerProcess(command, self.folder / f"{name}.log", **(planes | variables))
 
     def _ask_pin(self) -> None:

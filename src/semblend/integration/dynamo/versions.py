@@ -8,7 +8,7 @@ SUPPORTED: tuple[Support, ...] = (
     Support(
         "1.6.1",
         VersionEvidence.RUN,
-        "tests/engines/dynamo: real frontend, KvRouter and mocker workers on one machine",
+        "tests/engines/dynamo: real frontend and KvRouter, mocker workers, one vLLM 0.32 on a CPU, on one machine",
     ),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,11 @@ from semblend.errors import ConfigError, MissingDependencyError
 if TYPE_CHECKING:
     from semantickv.shared_state.redis_link import RedisLink
 
+log = logging.getLogger("semantickv")
+
+MOST_FLEET_TOKENS = 512_000_000
+"""Tokens that a router remembers of all its replicas together: 1.7 GB (bench/placement_scale.py)."""
+
 
 def build_proxy(settings: EdgeSettings) -> Gateway:
     """Build the telemetry proxy: one engine, no choice."""
@@ -29,7 +35,7 @@ def build_proxy(settings: EdgeSettings) -> Gateway:
         raise ConfigError(
             "the proxy has no engine to forward to", hint="set SEMANTICKV_UPSTREAM_BASE_URL or pass --upstream"
         )
-    router = Router([_build_replica("engine", settings.upstream, settings)], "round_robin")
+    router = Router([_build_replica("engine", settings.upstream, settings, settings.max_tracked_tokens)], "round_robin")
     return Gateway(settings, router, _build_trace_log(settings, "proxy"))
 
 
@@ -40,9 +46,12 @@ def build_router(settings: EdgeSettings) -> Gateway:
             "the router has no replicas", hint="SEMANTICKV_REPLICAS=http://a:8101,http://b:8102, or --replicas"
         )
     reuse = EngineReuse.parse(settings.engine_reuse)
-    replicas = [_build_replica(f"r{at}", url, settings) for at, url in enumerate(settings.replicas)]
+    tracked = min(settings.max_tracked_tokens, MOST_FLEET_TOKENS // len(settings.replicas))
+    if tracked < settings.max_tracked_tokens:
+        log.info("of %d replicas, %d tokens each are remembered", len(settings.replicas), tracked)
+    replicas = [_build_replica(f"r{at}", url, settings, tracked) for at, url in enumerate(settings.replicas)]
     for replica in replicas if settings.arrange else ():
-        replica.arranger = Arranger.for_cache(settings.max_tracked_tokens)
+        replica.arranger = Arranger.for_cache(tracked)
     if len({replica.pool.address.url for replica in replicas}) < len(replicas):
         raise ConfigError("a replica is named twice", hint="give every engine once")
     router = Router(replicas, settings.policy, reuse=reuse, keep_sessions=settings.session_affinity)
@@ -79,9 +88,9 @@ def _build_feeds(replicas: Sequence[Replica], settings: EdgeSettings) -> EngineF
     return EngineFeeds(feeds) if feeds else None
 
 
-def _build_replica(name: str, url: str, settings: EdgeSettings) -> Replica:
+def _build_replica(name: str, url: str, settings: EdgeSettings, tracked_tokens: int) -> Replica:
     pool = ConnectionPool(EngineAddress.parse(url), connect_timeout_s=settings.connect_timeout_s)
-    return Replica(name, pool, ReplicaMemory(settings.max_tracked_tokens))
+    return Replica(name, pool, ReplicaMemory(tracked_tokens))
 
 
 def _build_trace_log(settings: EdgeSettings, name: str) -> TraceLog | None:

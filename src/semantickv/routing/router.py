@@ -33,8 +33,9 @@ from semblend.confirm.outcome import Outcome
 from semblend.errors import ConfigError
 
 MOST_SESSIONS = 100_000
-FADING = 1 / 64
-"""Share of a replica's recent requests that fades with every request placed."""
+RECENT_PLACED = 16
+"""The recent past, in requests that a replica gets on average. In requests of the whole fleet it would be nothing for a
+thousand replicas: all new prompts went to the few that had their first lines (decision 0116)."""
 MANY_REPLICAS = 24
 """From so many on, replicas are compared by columns."""
 LEAST_OVERLAP_TOKENS = 64
@@ -140,6 +141,7 @@ class Router:
         self._keep_sessions = keep_sessions
         self._guard = guard or LoadGuard()
         self._turn = 0
+        self._fading = 1 - 1 / (RECENT_PLACED * len(self.replicas))
         self._homes: OrderedDict[int, Replica] = OrderedDict()
         self._index: HolderIndex | None = None
         self._row_of = {replica: row for row, replica in enumerate(self.replicas)}
@@ -205,7 +207,7 @@ class Router:
         replica = decision.replica
         self._turn += 1
         for one in self.replicas:
-            one.recent_requests -= one.recent_requests * FADING
+            one.recent_requests *= self._fading
         replica.last_turn = self._turn
         replica.running += 1
         replica.waiting_tokens += decision.new_tokens

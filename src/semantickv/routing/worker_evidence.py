@@ -15,7 +15,8 @@ from semantickv.routing.fingerprint import PromptPieces, cut_prompt
 from semantickv.routing.locality import Overlap, ReplicaMemory
 from semantickv.routing.policies import Standing, semantic_locality
 from semantickv.routing.prompt_view import PromptPart
-from semantickv.routing.router import ANSWER_TOKENS, LEAST_OVERLAP_TOKENS, EngineReuse, LoadGuard, name_outcome
+from semantickv.routing.router import LEAST_OVERLAP_TOKENS, EngineReuse, LoadGuard, name_outcome
+from semantickv.routing.standings import ANSWER_TOKENS
 from semblend.integration.dynamo.placement import Placement, PlacementReason, WorkerKey, WorkerState
 from semblend.prompt import Namespace
 

@@ -1,0 +1,121 @@
+"""The manifests in deploy/: Kubernetes' own schemas accept them, and what one names another one has. Nothing is run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from semantickv.settings import VARIABLES
+from semblend.config import SETTINGS
+
+yaml = pytest.importorskip("yaml")
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+
+DEPLOY = Path(__file__).parents[1] / "deploy"
+VERSIONS = ("1.31", "1.34")
+
+
+def read_objects() -> list[tuple[str, dict]]:
+    files = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+    return [(path.name, found) for path in files for found in yaml.safe_load_all(path.read_text(encoding="utf-8"))]
+
+
+OBJECTS = read_objects()
+NAMES = [f"{file}: {one['kind']} {one['metadata']['name']}" for file, one in OBJECTS]
+
+
+def find(kind: str, name: str) -> dict:
+    return next(one for _, one in OBJECTS if one["kind"] == kind and one["metadata"]["name"] == name)
+
+
+def list_containers() -> list[dict]:
+    made = [one["spec"]["template"]["spec"] for _, one in OBJECTS if one["kind"] in ("Deployment", "StatefulSet")]
+    return [container for spec in made for container in spec["containers"]]
+
+
+def read_env(container: dict) -> dict[str, dict]:
+    return {one["name"]: one for one in container.get("env", ())}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("found", [one for _, one in OBJECTS], ids=NAMES)
+def test_kubernetes_own_schema_accepts_it(found, version):
+    kubernetes_validate.validate(found, version, strict=True)
+
+
+def test_the_check_can_fail():
+    broken = json.loads(json.dumps(find("Deployment", "router")))
+    broken["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, VERSIONS[0], strict=True)
+
+
+def test_every_selector_selects_something():
+    labels = [
+        one["spec"]["template"]["metadata"]["labels"]
+        for _, one in OBJECTS
+        if one["kind"] in ("Deployment", "StatefulSet")
+    ]
+    for _, one in OBJECTS:
+        spec = one.get("spec", {})
+        if one["kind"] == "Service":
+            assert spec["selector"] in labels
+        elif one["kind"] == "NetworkPolicy":
+            sources = [source["podSelector"] for rule in spec["ingress"] for source in rule["from"]]
+            assert all(selector["matchLabels"] in labels for selector in (spec["podSelector"], *sources))
+        elif one["kind"] in ("Deployment", "StatefulSet", "PodDisruptionBudget"):
+            assert spec["selector"]["matchLabels"] in labels
+
+
+def test_the_router_knows_every_engine_by_a_name_that_it_has():
+    engines, service = find("StatefulSet", "engine"), find("Service", "engines")
+    assert engines["spec"]["serviceName"] == service["metadata"]["name"]
+    env = read_env(find("Deployment", "router")["spec"]["template"]["spec"]["containers"][0])
+    expected = [f"engine-{n}.engines" for n in range(engines["spec"]["replicas"])]
+    assert env["SEMANTICKV_REPLICAS"]["value"].split(",") == [f"http://{name}:8000" for name in expected]
+    events = [f"tcp://{name}:5557|tcp://{name}:5558" for name in expected]
+    assert env["SEMANTICKV_KV_EVENTS"]["value"].split(",") == events
+
+
+def test_every_variable_and_secret_is_one_that_exists():
+    known = {*VARIABLES, *(setting.variable for setting in SETTINGS)}
+    keys = find("Secret", "semblend-keys")["stringData"]
+    for container in list_containers():
+        for name, one in read_env(container).items():
+            assert name in known
+            if "valueFrom" in one:
+                assert one["valueFrom"]["secretKeyRef"]["key"] in keys
+    assert all(value == "replace-me" for value in keys.values())
+
+
+def read_connector(words: list[str]) -> dict:
+    joined = next(word for word in words if "kv_connector_module_path" in word)
+    return json.loads(joined.removeprefix("--kv-transfer-config="))
+
+
+def test_every_engine_loads_our_connector():
+    stack = yaml.safe_load((DEPLOY / "production-stack" / "values.yaml").read_text(encoding="utf-8"))
+    patch = yaml.safe_load((DEPLOY / "llm-d" / "engine-patch.yaml").read_text(encoding="utf-8"))
+    listed = [
+        find("StatefulSet", "engine")["spec"]["template"]["spec"]["containers"][0]["args"],
+        stack["servingEngineSpec"]["modelSpec"][0]["vllmConfig"]["extraArgs"],
+        patch["spec"]["template"]["spec"]["containers"][0]["args"],
+    ]
+    for words in listed:
+        assert read_connector(words) == {
+            "kv_connector": "SemBlendConnectorV1",
+            "kv_connector_module_path": "semblend.integration.vllm.connector_v1",
+            "kv_role": "kv_both",
+        }
+
+
+@pytest.mark.parametrize(
+    "path", sorted(DEPLOY.rglob("*.yaml")) + sorted(DEPLOY.rglob("Dockerfile*")), ids=lambda p: p.name
+)
+def test_nobody_is_told_that_this_ran(path):
+    if path.parent.name == "kubernetes" and path.suffix == ".yaml":
+        assert "never applied" in (path.parent / "README.md").read_text(encoding="utf-8")
+    else:
+        assert "ever" in path.read_text(encoding="utf-8").split("\n")[0]

@@ -7,6 +7,7 @@ NATS. Each worker is a process of its own and can be killed by its id.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import urllib.error
 import urllib.request
@@ -251,14 +252,19 @@ class DynamoDeployment:
         self._rpc_ports[port] = name
         return port
 
-    def _start(self, name: str, *words: str, python: str = sys.executable, **variables: str) -> None:
+    def make_environment(self, **variables: str) -> dict[str, str]:
+        """The environment of a process that joins this deployment."""
         planes = {
             "DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": str(self.folder / "discovery"), "DYN_LOG": "warn",
             "DYN_REQUEST_PLANE": "tcp", "DYN_EVENT_PLANE": "zmq", "DYN_TCP_RPC_HOST": "127.0.0.1",
             "DYN_SELF_HOST_METADATA": "0", "HF_HUB_OFFLINE": "1",
         }  # fmt: skip
+        return os.environ | planes | variables
+
+    def _start(self, name: str, *words: str, python: str = sys.executable, **variables: str) -> None:
         command = [python, "-W", "ignore", *words]
-        self.processes[name] = ServerProcess(command, self.folder / f"{name}.log", **(planes | variables))
+        environment = self.make_environment(**variables)
+        self.processes[name] = ServerProcess(command, self.folder / f"{name}.log", **environment)
 
     def _ask_pin(self) -> None:
         if self._get(self.pin_port, "/health")["workers"] != self._count:

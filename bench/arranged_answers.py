@@ -27,7 +27,7 @@ from _quality_cases import DONOR_SYSTEM, DONOR_TASK, MIN_SPAN, SYSTEM, TASK, Cas
 from _quality_lab import Lab, recipes
 from _questions import Question, questions
 
-from semblend.arrange import Arranger
+from semblend.arrange import Arranger, Keep
 from semblend.materialize.gate.thresholds import Thresholds
 from semblend.span import Span
 
@@ -52,7 +52,15 @@ class Arranged:
 
 
 def make_cases(
-    asked: Iterator[Question], encode: Encode, *, most: int, passage_tokens: int, passages: int, between: int, seed: int
+    asked: Iterator[Question],
+    encode: Encode,
+    *,
+    most: int,
+    passage_tokens: int,
+    passages: int,
+    between: int,
+    keep_first: int,
+    seed: int,
 ) -> Iterator[Arranged]:
     """Questions of three passages or more; passages are cut to ``passage_tokens``."""
     filler: list[tuple[int, ...]] = []
@@ -67,12 +75,12 @@ def make_cases(
         rng = random.Random(f"{seed}/{question.question_id}")
         others, filler = filler[:between], list(pieces)
         made += 1
-        yield _arrange(question, texts, pieces, others, encode, rng)
+        yield _arrange(question, texts, pieces, others, encode, rng, Keep(first=keep_first))
 
 
 def _arrange(
     question: Question, texts: tuple[str, ...], pieces: list[tuple[int, ...]], others: list[tuple[int, ...]],
-    encode: Encode, rng: random.Random,
+    encode: Encode, rng: random.Random, keep: Keep,
 ) -> Arranged:  # fmt: skip
     before = tuple(encode(f"<|im_start|>system\n{DONOR_SYSTEM}<|im_end|>\n<|im_start|>user\n{DONOR_TASK}"))
     head = tuple(encode(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{TASK}"))
@@ -89,7 +97,7 @@ def _arrange(
         donor += pieces[number]
     arranger = Arranger()
     arranger.record(arranger.arrange([texts[number] for number in earlier]))
-    order = arranger.arrange(texts).order
+    order = arranger.arrange(texts, keep=keep).order
 
     def lay_out(name: str, chosen: tuple[int, ...] | range) -> Case:
         tokens, spans = list(head), []
@@ -114,6 +122,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--passage-tokens", type=int, default=300, help="of a passage, at most")
     parser.add_argument("--passages", type=int, default=10, help="of a question, at most")
     parser.add_argument("--between", type=int, default=3, help="others that the earlier prompt had among them, at most")
+    parser.add_argument("--keep-first", type=int, default=0, help="passages that stay in front, as retrieved")
     args = parser.parse_args()
     if args.quick:
         args.questions, args.passage_tokens = 3, 60
@@ -149,7 +158,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     made = make_cases(
         questions(_report.data_dir(args)), lambda text: tokenizer.encode(text, add_special=False),
         most=args.questions, passage_tokens=args.passage_tokens, passages=args.passages, between=args.between,
-        seed=args.seed,
+        keep_first=args.keep_first, seed=args.seed,
     )  # fmt: skip
     for _ in run_cases(made, rows, args, model=name, phase="arranged", work=work, began=began):
         pass

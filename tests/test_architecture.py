@@ -51,7 +51,7 @@ HEAVY = {
     "sentence_transformers": {"fingerprint.embedder_models"},
     "onnxruntime": {"fingerprint.*"},
     "onnx": set(),
-    "tokenizers": {"fingerprint.*", "text.tokenization", "engine.model.tokenizer"},
+    "tokenizers": {"fingerprint.*", "text.tokenization", "engine.model.gguf_tokenizer", "engine.model.tokenizer"},
     "safetensors": {"fingerprint.*", "engine.model.*"},
     "usearch": {"discover.vector_index"},
     "prometheus_client": {"confirm.metrics", "engine.server.exposition"},

@@ -1,8 +1,9 @@
 """From measured prompts to a model's dial, and what the dial would have done with them.
 
-Weights come from least squares on the logarithm of the true divergence. An average of logarithms is below the logarithm
-of the average, so the mean error of the fit is added back, and a margin on top: the smallest one with which, on prompts
-that the fit has not seen, what is served at every number has a mean divergence below it and few false safes.
+Weights come from least squares on the logarithm of the true divergence. What deviates more is never expected to be
+closer (`LEAST_BY_DEVIATION`). An average of logarithms is below the logarithm of the average, so the mean error of the
+fit is added back, and a margin on top: the smallest one with which, on prompts that the fit has not seen, what is
+served at every number has a mean divergence below it and few false safes.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
+from numpy.typing import NDArray
 
 from semblend.materialize.gate.dial import (
     FALSE_SAFE_TIMES,
@@ -26,13 +29,21 @@ from semblend.materialize.gate.dial import (
 from semblend.materialize.gate.plan_shape import PassageOrder
 from semblend.materialize.measure_ways import PromptMeasure, WayMeasure
 
+FloatArray = NDArray[np.float64]
 MARGINS = (1.0, 1.25, 1.5, 2.0, 3.0, 5.0)
 LEAST_TO_FIT = 24
 """Fewer prompts cannot weigh six numbers."""
 MOST_WORK = 0.7
 """No repair is begun that would bring all work above this share of a prefill, as in `QualitySettings.most_work`."""
+LEAST_BY_DEVIATION = 1.0
+"""Where KV deviates twice as much, twice the divergence is expected, or more.
+
+Prompts of a fit may deviate all alike; a free fit then gives deviation any weight, -.92 once: prompts that deviated
+less than all that were measured were prefilled (20 of 60, decision 0122). With no weight at all, a bad prompt would be
+served. Divergence grows with the square of a small deviation, and fits that see both kinds find 1 to 2.
+"""
 _FOLDS = 4
-_RIDGE = 1e-2
+RIDGE = 1e-2
 _LEAST_NATS = 1e-5
 
 
@@ -192,17 +203,36 @@ def _fit(measures: Sequence[PromptMeasure], margin: float) -> DialTable:
         pairs = [(one, way) for one in measures if (way := one.find_way(percent))]
         nats = [way.moved.nats for _, way in pairs]
         glance[percent] = fit_log_weights(
-            [make_glance_features(one.order, one.glance or 0.0) for one, _ in pairs], nats
+            [make_glance_features(one.order, one.glance or 0.0) for one, _ in pairs], nats, deviation_at=0
         )
         if percent:
             seen = [make_repair_features(one.order, way.features) for one, way in pairs if way.features is not None]
-            repair[percent] = fit_log_weights(seen, nats)
+            repair[percent] = fit_log_weights(seen, nats, deviation_at=1)
     return scale_table(DialTable(means, glance, repair), margin)
 
 
-def fit_log_weights(features: Sequence[Sequence[float]], nats: Sequence[float]) -> tuple[float, ...]:
-    """Least squares on logarithms; the constant makes up for what an average of logarithms misses."""
+def fit_log_weights(features: Sequence[Sequence[float]], nats: Sequence[float], deviation_at: int) -> tuple[float, ...]:
+    """Least squares on logarithms; the constant makes up for what an average of logarithms misses.
+
+    No weight but the constant is negative, and that of the deviation, which stands at ``deviation_at``, is at least
+    `LEAST_BY_DEVIATION`.
+    """
     seen, target = np.array(features), np.log(np.array(nats) + _LEAST_NATS)
-    weights = np.linalg.solve(seen.T @ seen + _RIDGE * np.eye(seen.shape[1]), seen.T @ target)
+    weights = solve_not_negative(seen, target - LEAST_BY_DEVIATION * seen[:, deviation_at])
+    weights[deviation_at] += LEAST_BY_DEVIATION
     weights[-1] += math.log(float(np.mean(np.exp(target - seen @ weights))))
     return tuple(float(weight) for weight in weights)
+
+
+def solve_not_negative(seen: FloatArray, target: FloatArray) -> FloatArray:
+    """The best weights, the last of any sign, the others not negative: signs are few, so every choice is tried."""
+    signs, best, least = seen.shape[1] - 1, np.zeros(seen.shape[1]), math.inf
+    for chosen in product((False, True), repeat=signs):
+        kept = np.flatnonzero([*chosen, True])
+        some = seen[:, kept]
+        found = np.linalg.solve(some.T @ some + RIDGE * np.eye(len(kept)), some.T @ target)
+        loss = float(np.sum((target - some @ found) ** 2) + RIDGE * np.sum(found**2))
+        if loss < least and bool((found[:-1] >= 0).all()):
+            least, best = loss, np.zeros(seen.shape[1])
+            best[kept] = found
+    return best

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend.errors import ConfigError
-from semblend.materialize.fit_dial import fit_dial, fit_log_weights, replay, replay_unseen
+from semblend.materialize.fit_dial import (
+    RIDGE,
+    fit_dial,
+    fit_log_weights,
+    replay,
+    replay_unseen,
+    solve_not_negative,
+)
 from semblend.materialize.gate.dial import MOST_UNPROBED, NUMBERS, WAYS, DialTable, choose_way
 from semblend.materialize.gate.gate import DialGate, ThresholdGate, make_gate, prefill_at_once
 from semblend.materialize.gate.outcome_memory import OutcomeMemory
@@ -95,7 +103,7 @@ def test_the_fit_keeps_its_word_on_the_prompts_it_was_made_of():
 
 def test_the_fit_expects_as_much_on_average_as_was_measured():
     nats = [0.001 * 100 ** (number % 10 / 9) for number in range(200)]  # the features tell nothing: all is noise
-    weights = fit_log_weights([(0.0, 0.0, 0.0, 1.0)] * len(nats), nats)
+    weights = fit_log_weights([(0.0, 0.0, 0.0, 1.0)] * len(nats), nats, deviation_at=1)
     assert math.exp(weights[-1]) == pytest.approx(sum(nats) / len(nats), rel=0.01)
 
 
@@ -171,3 +179,41 @@ def test_order_noise_is_measured_only_where_passages_have_moved():
     assert moved != tokens
     assert sorted(moved) == sorted(tokens)
     assert moved[200:] == tokens[200:]  # the question stays where it is
+
+
+def measure_alike(deviation: float, moved: float, entropy: float, divergence: float) -> PromptMeasure:
+    features = RiskFeatures(moved, moved, deviation, entropy)
+    ways = tuple(
+        WayMeasure(percent, Moved(divergence, False), divergence, 0.1, deviation, features if percent else None)
+        for percent in WAYS
+    )
+    return PromptMeasure(IN_ORDER, ways)
+
+
+signs = st.tuples(st.floats(1e-3, 1.0), st.floats(1e-4, 1.0), st.floats(0.0, 6.0), st.floats(0.0, 1.0))
+
+
+@given(st.lists(signs, min_size=24, max_size=40), st.floats(1e-5, 1.0), st.floats(1.0, 100.0))
+def test_whatever_was_measured_kv_that_deviates_more_is_expected_to_be_further_from_cold(measured, deviation, times):
+    table = fit_dial([measure_alike(*one) for one in measured])
+    for percent in WAYS:
+        near, far = (table.expect_by_glance(IN_ORDER, one)[percent] for one in (deviation, deviation * times))
+        assert far >= near
+        if percent:
+            near, far = (
+                table.expect_by_repair(IN_ORDER, percent, RiskFeatures(0.01, 0.01, one, 1.0))
+                for one in (deviation, deviation * times)
+            )
+            assert far >= near
+
+
+@given(st.lists(signs, min_size=6, max_size=40))
+def test_weights_are_the_best_of_those_that_are_not_negative(measured):
+    """By the conditions of a bounded minimum: flat along a weight above its bound, rising from one at its bound."""
+    seen = np.array([(math.log(moved), math.log(far), entropy, 1.0) for far, moved, entropy, _ in measured])
+    target = np.array([divergence for *_, divergence in measured])
+    weights = solve_not_negative(seen, target)
+    slope = seen.T @ (seen @ weights - target) + RIDGE * weights
+    assert (weights[:-1] >= 0).all()
+    assert (np.abs(slope[weights != 0]) < 1e-6).all()
+    assert (slope > -1e-6).all()

@@ -64,7 +64,7 @@ def test_a_capture_does_not_make_the_host_wait(pool):
 @pytest.mark.parametrize("how", sorted(SIZES))
 def test_a_recorded_pass_computes_its_rows_and_writes_nothing_for_the_padding(how):
     """The "model" doubles tokens, adds positions, and writes hidden states to slots."""
-    device, most = torch.device("cuda"), SIZES["groups"][-1]
+    device, most = torch.device("cuda"), SIZES["groups"][-1] + 1
     cache = torch.zeros(most + 1, device=device)
 
     def run(rows, asked):

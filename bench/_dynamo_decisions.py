@@ -1,4 +1,4 @@
-"""Times decisions of bench/dynamo.py in a process that joins a running deployment: Dynamo's part, and ours."""
+"""Times decisions for bench/dynamo_placement.py, in a process that joins a deployment: Dynamo's part, and ours."""
 
 from __future__ import annotations
 

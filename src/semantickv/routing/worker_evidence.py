@@ -11,17 +11,22 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from semantickv.routing.fingerprint import PromptPieces, cut_prompt
+from semantickv.routing.holders import Column, HolderIndex
 from semantickv.routing.locality import Overlap, ReplicaMemory
 from semantickv.routing.policies import Standing, semantic_locality
 from semantickv.routing.prompt_view import PromptPart
 from semantickv.routing.router import LEAST_OVERLAP_TOKENS, EngineReuse, LoadGuard, name_outcome
-from semantickv.routing.standings import ANSWER_TOKENS
+from semantickv.routing.standings import ANSWER_TOKENS, find_best
 from semblend.integration.dynamo.placement import Placement, PlacementReason, WorkerKey, WorkerState
 from semblend.prompt import Namespace
 
 AVOID_S = 10.0
 """So long Dynamo goes on listing a worker that died: its lease."""
+MOST_WORKERS = 4096
+"""Workers, or ranks of them, that are remembered at a time; Dynamo chooses for prompts of any others."""
 
 
 class WorkerEvidence:
@@ -47,6 +52,10 @@ class WorkerEvidence:
         self.reuse = reuse
         self._guard = guard or LoadGuard()
         self._clock = clock
+        self._index = HolderIndex(MOST_WORKERS)
+        self._rows = list(range(MOST_WORKERS))
+        """Rows of the index that no worker has."""
+        self._row_of: dict[WorkerKey, int] = {}
         self._memories: dict[WorkerKey, ReplicaMemory] = {}
         self._avoided: dict[WorkerKey, float] = {}
         self._last_turns: dict[WorkerKey, int] = {}
@@ -58,25 +67,27 @@ class WorkerEvidence:
 
     def choose(self, prompt: PromptPieces, workers: Sequence[WorkerState]) -> Placement:
         """Pin the prompt to the worker that costs least, if that one has seen it; leave it to Dynamo otherwise."""
-        able = [one for one in workers if self._avoided.get(one.key, 0.0) <= self._clock()]
-        overlaps = {one.key: self._match(one, prompt) for one in able}
+        now = self._clock()
+        able = [one for one in workers if self._avoided.get(one.key, 0.0) <= now]
         total = prompt.total_tokens
-        if max((one.any_tokens for one in overlaps.values()), default=0) < LEAST_OVERLAP_TOKENS:
-            return Placement(None, PlacementReason.UNKNOWN, prompt_tokens=total)
-        limit = self._guard.compute_limit([one.running for one in able])
-        free = [one for one in able if one.running < limit]
-        if not free:
-            return Placement(None, PlacementReason.LOAD, prompt_tokens=total)
-        best = max(free, key=lambda one: semantic_locality(self._describe(one, overlaps[one.key], total)))
-        overlap = overlaps[best.key]
-        if overlap.any_tokens < LEAST_OVERLAP_TOKENS:  # whoever has seen it has too much to do
+        unknown = Placement(None, PlacementReason.UNKNOWN, prompt_tokens=total)
+        if not able:
+            return unknown
+        sent, prefix, anywhere = self._match(able, prompt)
+        if anywhere.max() < LEAST_OVERLAP_TOKENS:
+            return unknown
+        running = [one.running for one in able]
+        limit = self._guard.compute_limit(running)
+        free = np.array([at for at, has in enumerate(running) if has < limit], np.int64)
+        at = self._find_best(able, free, prefix, anywhere, total) if len(free) else None
+        if at is None or anywhere[at] < LEAST_OVERLAP_TOKENS:  # whoever has seen it has too much to do
             return Placement(None, PlacementReason.LOAD, prompt_tokens=total)
         return Placement(
-            best.key,
+            able[at].key,
             PlacementReason.DONORS,
-            name_outcome(overlap),
-            known_tokens=overlap.any_tokens,
-            expected_prefix_tokens=self._recall(best.key, prompt).prefix_tokens,
+            name_outcome(Overlap(int(prefix[at]), int(anywhere[at]))),
+            known_tokens=int(anywhere[at]),
+            expected_prefix_tokens=int(sent[at]),
             prompt_tokens=total,
         )
 
@@ -85,7 +96,9 @@ class WorkerEvidence:
         if not workers:
             return
         listed = set(workers)
-        for known in (self._memories, self._avoided, self._last_turns):
+        for key in self._memories.keys() - listed:
+            self._forget(key)
+        for known in (self._avoided, self._last_turns):
             for key in known.keys() - listed:
                 del known[key]
 
@@ -93,9 +106,14 @@ class WorkerEvidence:
         """Remember that a worker computes this prompt."""
         self._turn += 1
         self._last_turns[worker] = self._turn
-        if worker not in self._memories:
-            self._memories[worker] = ReplicaMemory(self.most_tokens)
-        self._memories[worker].note(prompt)
+        memory = self._memories.get(worker)
+        if memory is None:
+            if not self._rows:
+                return
+            self._row_of[worker] = row = self._rows.pop()
+            memory = self._memories[worker] = ReplicaMemory(self.most_tokens)
+            memory.join(self._index, row)
+        memory.note(prompt)
 
     def note_answer(self, placement: Placement, cached_tokens: int) -> None:
         """Compare what was expected of a worker's cache with what its answer reports: a small cache forgets sooner."""
@@ -105,35 +123,42 @@ class WorkerEvidence:
     def note_fault(self, worker: WorkerKey) -> None:
         """A worker cannot be reached: leave it alone as long as Dynamo may list it, and take its cache for empty."""
         self._avoided[worker] = self._clock() + AVOID_S
-        self._memories.pop(worker, None)
+        if worker in self._memories:
+            self._forget(worker)
 
     @property
     def tracked_tokens(self) -> dict[WorkerKey, int]:
         """Tokens that are remembered of each worker."""
         return {key: memory.tokens for key, memory in self._memories.items()}
 
-    def _recall(self, worker: WorkerKey, prompt: PromptPieces) -> Overlap:
-        """What this memory alone knows."""
-        memory = self._memories.get(worker)
-        return Overlap() if memory is None or not prompt.hashes else memory.match(prompt)
+    def _forget(self, worker: WorkerKey) -> None:
+        self._memories.pop(worker).clear()
+        self._rows.append(self._row_of.pop(worker))
 
-    def _match(self, worker: WorkerState, prompt: PromptPieces) -> Overlap:
-        """What a worker has of a prompt that it could reuse: by Dynamo's index, and by what was sent there.
+    def _match(self, workers: Sequence[WorkerState], prompt: PromptPieces) -> tuple[Column, Column, Column]:
+        """What each worker has of a prompt: of its beginning what was sent there, the same with what Dynamo's index
+        says, and anywhere.
 
-        Both count, the larger one of each. Events come after the first token, and a burst of requests for one document
+        The larger one of both counts. Events come after the first token, and a burst of requests for one document
         comes before.
         """
-        own = self._recall(worker.key, prompt)
-        prefix = max(own.prefix_tokens, worker.prefix_tokens or 0)
-        return Overlap(prefix, prefix if self.reuse is EngineReuse.PREFIX else max(prefix, own.any_tokens))
+        rows = np.array([self._row_of.get(one.key, -1) for one in workers])
+        sent, anywhere = (np.where(rows < 0, 0, column[rows]) for column in self._index.match(prompt))
+        prefix = np.maximum(sent, [one.prefix_tokens or 0 for one in workers])
+        return sent, prefix, prefix if self.reuse is EngineReuse.PREFIX else np.maximum(prefix, anywhere)
 
-    def _describe(self, worker: WorkerState, overlap: Overlap, total: int) -> Standing:
-        return Standing(
-            running=worker.running,
-            last_turn=self._last_turns.get(worker.key, 0),
-            waiting_tokens=worker.waiting_tokens + ANSWER_TOKENS * worker.running,
+    def _find_best(
+        self, workers: Sequence[WorkerState], free: Column, prefix: Column, anywhere: Column, total: int
+    ) -> int:
+        """The row of the free worker that costs least."""
+        running = np.array([one.running for one in workers])
+        standing = Standing(
+            running=running[free],
+            last_turn=np.array([self._last_turns.get(one.key, 0) for one in workers])[free],
+            waiting_tokens=(np.array([one.waiting_tokens for one in workers]) + ANSWER_TOKENS * running)[free],
             prompt_tokens=total,
-            prefix_tokens=overlap.prefix_tokens,
-            any_tokens=overlap.any_tokens,
+            prefix_tokens=prefix[free],
+            any_tokens=anywhere[free],
             hash_rank=0,
         )
+        return int(free[find_best(semantic_locality(standing))])

@@ -6,8 +6,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semantickv.routing.router import EngineReuse
-from semantickv.routing.worker_evidence import WorkerEvidence
+from semantickv.routing.locality import ReplicaMemory
+from semantickv.routing.policies import Standing, semantic_locality
+from semantickv.routing.router import EngineReuse, LoadGuard
+from semantickv.routing.worker_evidence import MOST_WORKERS, WorkerEvidence
 from semblend.confirm.outcome import Outcome
 from semblend.integration.dynamo.placement import PlacementReason, WorkerKey, WorkerState
 from semblend.prompt import Namespace
@@ -107,3 +109,60 @@ def test_a_pin_names_a_listed_worker_that_has_seen_the_prompt(states):
         state = next(one for one in states if one.key == found.worker)
         assert state.key == B or (state.prefix_tokens or 0) >= 64
         assert found.known_tokens >= 64
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=25),
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 40_000), st.integers(0, 600)), min_size=4, max_size=4),
+)
+def test_the_choice_is_that_of_one_worker_after_the_other(placed, loads):
+    """By columns, for a thousand workers; the plain twin asks a memory for each worker and takes the best."""
+    workers = [WorkerState(WorkerKey(at), *load) for at, load in enumerate(loads)]
+    evidence, plain = WorkerEvidence(4000), [ReplicaMemory(4000) for _ in workers]
+    turns = [0] * len(workers)
+    for turn, (seed, at) in enumerate(placed, start=1):
+        pieces = evidence.read(np.random.default_rng(seed).integers(0, 50_000, 600).tolist(), NOWHERE)
+        evidence.note_placed(pieces, WorkerKey(at))
+        plain[at].note(pieces)
+        turns[at] = turn
+    asked = [3, 1, *np.random.default_rng(2).integers(0, 50_000, 600).tolist()]
+    prompt = evidence.read(asked, NOWHERE)
+    limit = LoadGuard().compute_limit([one.running for one in workers])
+    best, most = None, 0
+    for at, one in enumerate(workers):
+        own = plain[at].match(prompt)
+        prefix = max(own.prefix_tokens, one.prefix_tokens)
+        known = max(prefix, own.any_tokens)
+        most = max(most, known)
+        waiting = one.waiting_tokens + 256 * one.running
+        rank = semantic_locality(Standing(one.running, turns[at], waiting, prompt.total_tokens, prefix, known, 0))
+        if one.running < limit and (best is None or rank > best[0]):
+            best = (rank, one.key, known)
+    found = evidence.choose(prompt, workers)
+    if most < 64:
+        assert found.reason is PlacementReason.UNKNOWN
+    elif best is None or best[2] < 64:
+        assert found.reason is PlacementReason.LOAD
+    else:
+        assert (found.worker, found.known_tokens) == best[1:]
+
+
+def test_rows_of_workers_that_come_and_go_are_used_again():
+    evidence = WorkerEvidence(10_000)
+    prompt = evidence.read(DOCUMENT, NOWHERE)
+    for at in range(3 * MOST_WORKERS):
+        evidence.note_placed(prompt, WorkerKey(at))
+        evidence.note_workers([WorkerKey(at)])
+    last = WorkerKey(3 * MOST_WORKERS - 1)
+    assert evidence.choose(prompt, [WorkerState(last), WorkerState(WorkerKey(0))]).worker == last
+    assert list(evidence.tracked_tokens) == [last]
+
+
+def test_more_workers_than_rows_are_dynamos():
+    evidence = WorkerEvidence(10_000)
+    short = evidence.read(DOCUMENT[:300], NOWHERE)
+    for at in range(MOST_WORKERS + 1):
+        evidence.note_placed(short, WorkerKey(at))
+    assert evidence.choose(short, [WorkerState(WorkerKey(MOST_WORKERS))]).worker is None
+    assert evidence.choose(short, [WorkerState(WorkerKey(MOST_WORKERS - 1))]).worker is not None

@@ -1,6 +1,6 @@
 """Where requests go in a real Dynamo: our router and our pin against Dynamo's own KV router and random placement.
 
-    .ci/engines/dynamo python bench/dynamo.py        # 15 minutes for 3 seeds
+    .ci/engines/dynamo python bench/dynamo_placement.py        # 15 minutes for 3 seeds
 
 Four mocker workers of Dynamo stand behind its frontend, started anew for every arm, stream and seed. Eight clients ask,
 each its next question as soon as it has its answer. Documents and questions are real; a token is a byte, so a document
@@ -146,14 +146,14 @@ def time_decisions(folder: Path) -> list[dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    _report.add_common_arguments(parser, "dynamo")
+    _report.add_common_arguments(parser, "dynamo_placement")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=240)
     args = parser.parse_args()
     if args.quick:
         args.seeds, args.requests = 1, 40
     data = _report.data_dir(args)
-    report = _report.Report("dynamo", args)
+    report = _report.Report("dynamo_placement", args)
     rows, kept = [], []
     for stream, is_shifted in (("equal beginnings", False), ("shifted", True)):
         found: defaultdict[str, list[Outcome]] = defaultdict(list)

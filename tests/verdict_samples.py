@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sembench.result import RequestRecord, Result, write_result
+from sembench.result import RequestRecord, Result, compute_digest, write_result
 from sembench.scoring.aggregate import aggregate, aggregate_by_transform
 from sembench.scoring.paired import summarize_pairs
 
@@ -24,6 +24,7 @@ TRANSFORMS = (
 SHARE = dict(zip(TRANSFORMS, (0.02, 0.85, 0.8, 0.75, 0.7, 0.5, 0.6, 0.0), strict=True))
 EXACT = dict(zip(TRANSFORMS, (0.97, 0.05, 0.1, 0.02, 0.03, 0.0, 0.35, 0.0), strict=True))
 BLOCK = 16
+PREFIX = "sb-5a3b1e00"
 
 
 def result_of(records: list[RequestRecord], **changes: Any) -> Result:
@@ -33,7 +34,7 @@ def result_of(records: list[RequestRecord], **changes: Any) -> Result:
         "run": {
             "run_id": "sample", "engine": "semblend", "engine_version": "0.4.0", "arm": "paired",
             "manifest_path": "manifests/sample.jsonl", "manifest_sha256": "37c8" * 16, "sembench_version": "0.4.0",
-            "timestamp_utc": "2026-11-07T12:00:00Z",
+            "timestamp_utc": "2026-11-07T12:00:00Z", "request_prefix": PREFIX,
         },
         "config": {"mode": "live-sglang", "block_size": BLOCK, "model": "smollm2-135m", "quality_threshold": 0.6},
         "environment": {"python": "3.11.9", "platform": "Linux x86_64", "host": "sample"},
@@ -42,7 +43,8 @@ def result_of(records: list[RequestRecord], **changes: Any) -> Result:
         "paired": summarize_pairs(records),
         "requests": tuple(records),
     }  # fmt: skip
-    return Result(**{**values, **changes})
+    result = Result(**{**values, **changes})
+    return result if "digest" in changes else replace(result, digest=compute_digest(result))
 
 
 def live_records(sources: int = 6, *, seed: int = 1, reuse: float = 1.0) -> list[RequestRecord]:
@@ -68,7 +70,7 @@ def _arms(rng: random.Random, source: int, transform: str, length: int, reuse: f
         exact_hit_blocks=exact // BLOCK, exact_hit_tokens=exact // BLOCK * BLOCK,
         semantic_candidate_blocks=min(blocks, (exact + int(tokens * SHARE[transform] * 1.05)) // BLOCK),
         semantic_eligible_blocks=min(blocks, (exact + int(tokens * SHARE[transform])) // BLOCK),
-        backend_confirmed_blocks=0, backend_confirmed_tokens=0, confirmation_sources=("receipt", "usage"),
+        backend_confirmed_blocks=0, backend_confirmed_tokens=0, confirmation_sources=("receipt", "usage", "prometheus"),
         exact_tokens=0, reused_tokens=0, recomputed_tokens=0, prefill_tokens=tokens, ttft_ms=cold_ms,
         latency_ms=cold_ms + 400, flush_contaminated=False, output_text="The ferry leaves at nine.", output_tokens=7,
         quality_pass=True, quality_score=0.9, quality_f1=0.8, quality_rouge_l=0.78,

@@ -17,6 +17,11 @@ def get_utc_time() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
+def get_unix_time() -> float:
+    """Return the wall clock in Unix seconds. It ties evidence to a run; durations come from clocks that can't jump."""
+    return datetime.now(UTC).timestamp()
+
+
 def make_run_id(prefix: str) -> str:
     return f"{prefix}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:6]}"
 

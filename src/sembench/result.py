@@ -6,9 +6,10 @@ well; their missing fields are None.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ RESULT_VERSION = "sembench.result.v2"
 READABLE_VERSIONS = ("sembench.result.v1", RESULT_VERSION)
 ARMS = ("cold", "warm", "rerun", "single", "paired")
 OUTPUT_TEXT_CHARS = 2000
+_FIELDS_HINT = "docs/METRICS.md, section Result file, lists the fields"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,9 @@ class RequestRecord:
     external_confirmed_tokens: int | None = None
     external_confirmed_tokens_source: str | None = None
     engine_request_id: str | None = None
+    request_ids: tuple[str, ...] = ()
+    donor_request_ids: tuple[str, ...] = ()
+    malformed: tuple[str, ...] = ()
     expected_supplied_tokens: int | None = None
     expected_span_target_start: int | None = None
     audit_joined: bool | None = None
@@ -88,6 +93,8 @@ class RequestRecord:
     worker_id: str | None = None
     donor_worker_ids: tuple[str, ...] = ()
     # time, at the client unless the name says otherwise
+    sent_unix_s: float | None = None
+    finished_unix_s: float | None = None
     ttft_ms: float | None = None
     latency_ms: float | None = None
     server_ttft_ms: float | None = None
@@ -95,6 +102,7 @@ class RequestRecord:
     queue_time_ms: float | None = None
     flush_contaminated: bool | None = None
     # the answer, against the gold answer and against the cold one
+    max_tokens: int | None = None
     output_text: str | None = None
     output_tokens: int | None = None
     output_token_ids: tuple[int, ...] | None = None
@@ -112,6 +120,7 @@ class RequestRecord:
     cold_rouge_l: float | None = None
     cold_kl_topk: float | None = None
     first_divergence: int | None = None
+    echoes_prompt: bool | None = None
     edit_similarity: float | None = None
     ppl_ratio: float | None = None
     error: str | None = None
@@ -124,7 +133,10 @@ class RequestRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A result file: who ran what where, the aggregates, and every request."""
+    """A result file: who ran what where, the aggregates, and every request.
+
+    ``digest`` is written with the file and kept as it was read; `compute_digest` tells whether it still holds.
+    """
 
     created_at_utc: str
     config: Mapping[str, Any]
@@ -136,6 +148,7 @@ class Result:
     engine: Mapping[str, Any] | None = None
     paired: Mapping[str, Any] | None = None
     result_version: str = RESULT_VERSION
+    digest: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -154,10 +167,13 @@ def dump_record(record: RequestRecord) -> dict[str, Any]:
 def parse_record(value: Any, *, where: str = "request") -> RequestRecord:
     """Return a record from parsed JSON. Unknown keys are left out; the error about a wrong type names the field."""
     if not isinstance(value, dict):
-        raise InputError(f"{where} is {type(value).__name__}, not an object", hint="see docs/METRICS.md")
+        raise InputError(
+            f"{where} is {type(value).__name__}, not an object",
+            hint=_FIELDS_HINT,
+        )
     for name in _REQUIRED:
         if name not in value:
-            raise InputError(f"{where}: field {name} is missing", hint="see docs/METRICS.md for the schema")
+            raise InputError(f"{where}: field {name} is missing", hint=_FIELDS_HINT)
     known = {name: _check_value(value[name], kind, name, where) for name, kind in _FIELDS.items() if name in value}
     return RequestRecord(**known)
 
@@ -179,16 +195,32 @@ def _check_value(value: Any, kind: str, name: str, where: str) -> Any:
             return value
     elif isinstance(value, (int, float) if kind.startswith("float") else int) and not isinstance(value, bool):
         return value
-    raise InputError(f"{where}: field {name} is {value!r}, not {kind}", hint="see docs/METRICS.md for the schema")
+    raise InputError(f"{where}: field {name} is {value!r}, not {kind}", hint=_FIELDS_HINT)
 
 
 # -- result files --------------------------------------------------------------------------------------------------
+
+
+def compute_digest(result: Result) -> str:
+    """Return the SHA-256 of everything in a result that is not computed from its requests.
+
+    It shows that a file was edited or cut. It is no signature: who writes a whole new file writes a new digest too.
+    """
+    told = {
+        "run": result.run,
+        "config": result.config,
+        "engine": result.engine,
+        "requests": [dump_record(record) for record in result.requests],
+    }
+    text = json.dumps(told, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
 def dump_result(result: Result) -> dict[str, Any]:
     return {
         **result.extra,
         "result_version": result.result_version,
+        "digest": result.digest,
         "created_at_utc": result.created_at_utc,
         "run": result.run,
         "config": result.config,
@@ -202,9 +234,11 @@ def dump_result(result: Result) -> dict[str, Any]:
 
 
 def write_result(path: str | Path, result: Result) -> None:
-    """Write the result, whole or not at all. NaN and infinity are refused, since JSON has neither."""
+    """Write the result with its digest, whole or not at all. NaN and infinity are refused, since JSON has neither."""
     try:
-        text = json.dumps(dump_result(result), indent=1, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(
+            dump_result(replace(result, digest=compute_digest(result))), indent=1, ensure_ascii=False, allow_nan=False
+        )
     except ValueError as error:
         raise InputError(f"the result for {path} is not plain JSON: {error}", hint="report this") from None
     write_text(path, text + "\n")
@@ -233,6 +267,7 @@ def read_result(path: str | Path) -> Result:
         paired=_read_part(value, "paired", dict, path, optional=True),
         requests=tuple(parse_record(item, where=f"{path}, requests[{at}]") for at, item in enumerate(requests)),
         result_version=version,
+        digest=value["digest"] if isinstance(value.get("digest"), str) else None,
         extra={name: own for name, own in value.items() if name not in known},
     )
 

@@ -1,4 +1,4 @@
-"""A small OpenAI-compatible server that can be honest, and four ways of lying about reuse.
+"""A small OpenAI-compatible server that can be honest, and many ways of lying about reuse.
 
 Words are its tokens and sleeping is its prefill. It keeps earlier prompts by ``cache_salt``; what a prompt shares with
 one of them it may call reused. ``Lie`` says what it does instead.
@@ -35,6 +35,18 @@ class Lie(StrEnum):
     """Nothing is reused, and it says so; but whatever comes second is fast."""
     LEAKS_TENANTS = "leaks_tenants"
     """Looks for donors among all tenants."""
+    ECHO = "echo"
+    """Answers with the prompt itself, which holds every gold answer; receipt, usage and counters agree."""
+    SHORT_ECHO = "short_echo"
+    """The same, cut to the length that was asked for."""
+    RECEIPTS_ONLY = "receipts_only"
+    """The receipt claims what the texts share, at the pace of reuse; there is no other witness."""
+    USAGE_ONLY = "usage_only"
+    """The usage object claims it; there is no receipt and no counter."""
+    SAVES_NOTHING = "saves_nothing"
+    """Receipt, usage and counters claim what the texts share; every token is computed."""
+    NAN = "nan"
+    """Counts are NaN and infinity, log-probabilities null."""
     REMEMBERS = "remembers"
     """Salts are ignored: every cache is one cache."""
 
@@ -47,6 +59,7 @@ class LyingBackend:
     die_after: int | None = None
     cut_after: int | None = None
     refuse_salt: bool = False
+    slow_s: float = SLOW_S
     route: str = ""
     url: str = ""
     answered: int = 0
@@ -72,9 +85,13 @@ class LyingBackend:
             claimed = reused = 0
         computed -= reused
         cached = claimed if self.lie is not Lie.CLAIMS else 0
+        if self.lie is Lie.SAVES_NOTHING:
+            reused = 0
         with self.lock:
             self.counters["requests"] += 1
             self.counters["reused"] += claimed if self.lie is not Lie.CLAIMS else 0
+        if self.lie is Lie.NAN:
+            return _say_nonsense(), SLOW_S
         fast = reused > 0 or (self.lie is Lie.LUCKY and donors)
         source = donors[0] if self.lie is Lie.WRONG_DONOR and donors and reused else text
         found = CODE.search(source)
@@ -93,10 +110,20 @@ class LyingBackend:
         }
         events = [
             _event({"role": "assistant", "content": ""}),
-            _event({"content": found.group(1) if found else "nothing"}),
+            _event({"content": self._say(text, found.group(1) if found else "nothing", body["max_tokens"])}),
             {"choices": [], "usage": usage, "semblend": receipt},
         ]
-        return events, FAST_S if fast else SLOW_S
+        if self.lie is Lie.RECEIPTS_ONLY:
+            usage.pop("prompt_tokens_details")
+        if self.lie is Lie.USAGE_ONLY:
+            usage["prompt_tokens_details"]["semantic_tokens"] = cached
+            events[-1].pop("semblend")
+        return events, FAST_S if fast else self.slow_s
+
+    def _say(self, prompt: str, answer: str, most: int) -> str:
+        if self.lie is Lie.ECHO:
+            return prompt
+        return " ".join(prompt.split()[:most]) if self.lie is Lie.SHORT_ECHO else answer
 
     def _space(self, body: dict[str, Any], tenant: str) -> str:
         salt = "" if self.lie is Lie.REMEMBERS else body.get("cache_salt", "")
@@ -132,6 +159,15 @@ class LyingBackend:
             thread.join()
 
 
+def _say_nonsense() -> list[dict[str, Any]]:
+    nan = float("nan")
+    usage = {"prompt_tokens": nan, "completion_tokens": float("inf"), "prompt_tokens_details": {"cached_tokens": -3}}
+    event = _event({"content": "yes"})
+    event["choices"][0]["logprobs"] = {"content": [{"token": "yes", "logprob": None, "top_logprobs": [None, 3]}, None]}
+    receipt = {"reused_tokens": nan, "ttft_ms": nan, "risk": float("inf"), "outcome": 7, "donors": 3, "request_id": 9}
+    return [event, {"choices": [], "usage": usage, "semblend": receipt, "metrics": {"queue_time": nan}}]
+
+
 def _event(delta: dict[str, Any]) -> dict[str, Any]:
     return {"id": "chatcmpl-x", "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
 
@@ -144,7 +180,7 @@ def _handler(state: LyingBackend) -> type[BaseHTTPRequestHandler]:
             pass
 
         def do_GET(self) -> None:
-            if self.path == "/metrics":
+            if self.path == "/metrics" and state.lie not in (Lie.RECEIPTS_ONLY, Lie.USAGE_ONLY):
                 self._whole(200, state.metrics().encode(), "text/plain")
             else:
                 self._whole(200, json.dumps({"data": [{"id": "liar"}]}).encode())

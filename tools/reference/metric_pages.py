@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sembench.gates.table import GATES
 from sembench.result import RequestRecord
+from sembench.trust.doubts import MEANINGS
 from sembench.witnesses.parsers import PARSERS
 from tools.reference.metric_words import AGGREGATE, ENGINE_SUMMARY, PAIRED, RECORD
 
@@ -30,6 +31,7 @@ def build_tables() -> dict[str, str]:
         "paired": _format_words("metric", PAIRED),
         "engine_summary": _format_words("key", ENGINE_SUMMARY),
         "counted_once": _format_words("engine", once, meaning="what is one event"),
+        "doubts": _format_words("name", {str(doubt): words for doubt, words in MEANINGS.items()}),
         "gates": _format_table(("flag", "reads", "passes when", "needs"), bounds),
     }
 

@@ -8,15 +8,19 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from sembench.backends.http_client import Exchange, JsonObject
-from sembench.values import read_float
+from sembench.values import find_bad_counts, read_float, read_text
 
 ROUTE_HEADERS = ("x-semantic-route", "x-gateway-route", "x-route")
 SEMANTIC_WORDS = ("semantic_placement", "semantic")
+IMPOSSIBLE_LOGPROB = -100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCall:
-    """One prompt to send. ``salt`` gives it a cache of its own on servers that know cache salts."""
+    """One prompt to send. ``salt`` gives it a cache of its own on servers that know cache salts.
+
+    ``messages`` and ``tools`` are the same prompt as a logged chat; APIs for chat send them instead of the text.
+    """
 
     text: str
     max_tokens: int
@@ -26,6 +30,8 @@ class PromptCall:
     salt: str = ""
     top_logprobs: int | None = None
     reuse: bool = True
+    messages: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +53,7 @@ class ServerAnswer:
 
     ``cached_tokens`` is the total that usage reports. ``cached_exact`` and ``cached_semantic`` are its parts, where the
     server splits it. ``receipt`` is the ``semblend`` object as it came. ``ids`` are all names that the request had.
+    ``malformed`` says which counts were none: NaN, a negative number, a text.
     """
 
     text: str = ""
@@ -68,6 +75,7 @@ class ServerAnswer:
     queue_time_ms: float | None = None
     ids: tuple[str, ...] = ()
     route: Route = field(default_factory=Route)
+    malformed: tuple[str, ...] = ()
     error: str | None = None
     connection_failed: bool = False
 
@@ -164,7 +172,7 @@ def _find_header(headers: Mapping[str, str], *names: str) -> str | None:
 
 def _parse_number(text: str | None) -> float | None:
     try:
-        return None if text is None else float(text)
+        return None if text is None else read_float(float(text))
     except ValueError:
         return None
 
@@ -173,3 +181,19 @@ def convert_to_ms(seconds: Any) -> float | None:
     """Convert seconds from JSON to milliseconds; None for anything that is not a number."""
     number = read_float(seconds)
     return None if number is None else 1000.0 * number
+
+
+def read_logprob(value: Any) -> float:
+    """Return a log-probability; what is no finite number counts as impossible, which agrees with no other answer."""
+    number = read_float(value)
+    return IMPOSSIBLE_LOGPROB if number is None else number
+
+
+def list_malformed(**parts: JsonObject | None) -> tuple[str, ...]:
+    """Return one line for each count in these parts of an answer that is no count."""
+    return tuple(line for name, part in parts.items() for line in find_bad_counts(part or {}, name))
+
+
+def collect_ids(*names: Any) -> tuple[str, ...]:
+    """Return the names of a request, each once, in order; what is no text is left out."""
+    return tuple(dict.fromkeys(name for name in map(read_text, names) if name))

@@ -10,9 +10,12 @@ from sembench.backends.base import (
     ServerAnswer,
     add_cache_fields,
     build_headers,
+    collect_ids,
     convert_to_ms,
     list_cards,
+    list_malformed,
     measure_times,
+    read_logprob,
     read_route,
 )
 from sembench.backends.http_client import Exchange, JsonObject, get_json, post_empty, post_stream
@@ -69,12 +72,14 @@ class GatewayBackend:
 def build_body(call: PromptCall, model: str) -> JsonObject:
     body: JsonObject = {
         "model": model,
-        "messages": [{"role": "user", "content": call.text}],
+        "messages": [dict(one) for one in call.messages] or [{"role": "user", "content": call.text}],
         "max_tokens": call.max_tokens,
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    if call.tools:
+        body["tools"] = list(call.tools)
     if call.top_logprobs is not None:
         body |= {"logprobs": True, "top_logprobs": call.top_logprobs}
     return add_cache_fields(body, call)
@@ -85,7 +90,7 @@ def build_answer(exchange: Exchange, call: PromptCall) -> ServerAnswer:
     usage = _find_last(exchange.events, "usage")
     details = usage.get("prompt_tokens_details")
     details = details if isinstance(details, dict) else {}
-    receipt = _find_last(exchange.events, "semblend")
+    receipt = _find_receipt(exchange.events)
     timings = _find_last(exchange.events, "timings") or _find_last(exchange.events, "metrics")
     logprobs = [row for event in exchange.events for row in _extract_logprobs(event)]
     finish = [choice.get("finish_reason") for event in exchange.events for choice in _list_choices(event)]
@@ -97,9 +102,9 @@ def build_answer(exchange: Exchange, call: PromptCall) -> ServerAnswer:
         prompt_tokens=read_count(usage.get("prompt_tokens")),
         output_tokens=read_count(usage.get("completion_tokens")),
         tokens=tuple(str(row.get("token")) for row in logprobs),
-        token_logprobs=tuple(float(row.get("logprob", 0.0)) for row in logprobs),
+        token_logprobs=tuple(read_logprob(row.get("logprob")) for row in logprobs),
         top_logprobs=tuple(
-            {str(one.get("token")): float(one.get("logprob", 0.0)) for one in row.get("top_logprobs") or ()}
+            {str(one.get("token")): read_logprob(one.get("logprob")) for one in _list_objects(row.get("top_logprobs"))}
             for row in logprobs
         ),
         finish_reason=next((str(one) for one in reversed(finish) if one), None),
@@ -109,16 +114,31 @@ def build_answer(exchange: Exchange, call: PromptCall) -> ServerAnswer:
         cached_semantic=read_count(details.get("semantic_tokens", details.get("fuzzy_tokens"))),
         engine_ttft_ms=convert_to_ms(timings.get("time_to_first_token")),
         queue_time_ms=convert_to_ms(timings.get("queue_time")),
-        ids=_collect_ids(exchange, call),
+        ids=collect_ids(
+            call.request_id,
+            exchange.headers.get("x-request-id"),
+            exchange.events[0].get("id") if exchange.events else None,
+            receipt.get("request_id"),
+        ),
+        malformed=list_malformed(usage=usage, details=details, receipt=receipt),
         route=read_route(exchange.headers),
         error=exchange.error or (None if exchange.events else "an empty answer"),
         connection_failed=exchange.connection_failed,
     )
 
 
+def _find_receipt(events: Sequence[JsonObject]) -> JsonObject:
+    """Return the receipt: at the top of an event, or where vLLM puts what a connector says."""
+    receipt = _find_last(events, "semblend") or _find_last(events, "kv_transfer_params").get("semblend")
+    return receipt if isinstance(receipt, dict) else {}
+
+
+def _list_objects(value: Any) -> list[JsonObject]:
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+
+
 def _list_choices(event: JsonObject) -> list[JsonObject]:
-    choices = event.get("choices")
-    return [one for one in choices if isinstance(one, dict)] if isinstance(choices, list) else []
+    return _list_objects(event.get("choices"))
 
 
 def _extract_text(event: JsonObject) -> str:
@@ -135,17 +155,10 @@ def _extract_logprobs(event: JsonObject) -> list[JsonObject]:
     rows: list[JsonObject] = []
     for choice in _list_choices(event)[:1]:
         logprobs = choice.get("logprobs")
-        if isinstance(logprobs, dict) and isinstance(logprobs.get("content"), list):
-            rows.extend(row for row in logprobs["content"] if isinstance(row, dict))
+        if isinstance(logprobs, dict):
+            rows.extend(_list_objects(logprobs.get("content")))
     return rows
 
 
 def _find_last(events: Sequence[JsonObject], name: str) -> dict[str, Any]:
     return next((event[name] for event in reversed(events) if isinstance(event.get(name), dict)), {})
-
-
-def _collect_ids(exchange: Exchange, call: PromptCall) -> tuple[str, ...]:
-    first = exchange.events[0].get("id") if exchange.events else None
-    return tuple(
-        dict.fromkeys(str(one) for one in (exchange.headers.get("x-request-id"), first, call.request_id) if one)
-    )

@@ -94,14 +94,14 @@ async def open_client(timeout_s: float, headers: Mapping[str, str] | None = None
 
 
 def check_url(url: str, flag: str) -> str:
-    """Check a URL and return it without a trailing slash.
+    """Check a URL and return it without a trailing slash, and without the ``/v1`` that OpenAI clients are given.
 
-    >>> check_url("http://localhost:1/", "--base-url")
-    'http://localhost:1'
+    >>> check_url("http://localhost:1/", "--base-url"), check_url("http://localhost:1/v1/", "--base-url")
+    ('http://localhost:1', 'http://localhost:1')
     """
     if not url.startswith(("http://", "https://")):
         raise InputError(f"{flag} {url!r} is not a URL", hint="write it as http://host:port")
-    return url.rstrip("/")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 async def post_stream(client: httpx.AsyncClient, url: str, body: JsonObject, headers: Mapping[str, str]) -> Exchange:

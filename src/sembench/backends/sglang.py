@@ -10,13 +10,16 @@ from sembench.backends.base import (
     ServerAnswer,
     add_cache_fields,
     build_headers,
+    collect_ids,
     convert_to_ms,
     list_cards,
+    list_malformed,
     measure_times,
+    read_logprob,
     read_route,
 )
 from sembench.backends.http_client import Exchange, JsonObject, get_json, post_empty, post_stream
-from sembench.values import read_count
+from sembench.values import read_count, read_text
 
 if TYPE_CHECKING:
     import httpx
@@ -72,6 +75,8 @@ def build_answer(exchange: Exchange, call: PromptCall) -> ServerAnswer:
     details = meta.get("cached_tokens_details")
     details = details if isinstance(details, dict) else {}
     receipt = last.get("semblend")
+    receipt = receipt if isinstance(receipt, dict) else {}
+    positions = meta.get("output_top_logprobs")
     finish = meta.get("finish_reason")
     drawn = _read_rows(meta.get("output_token_logprobs"))
     return ServerAnswer(
@@ -81,20 +86,23 @@ def build_answer(exchange: Exchange, call: PromptCall) -> ServerAnswer:
         inter_token_ms=gaps,
         prompt_tokens=read_count(meta.get("prompt_tokens")),
         output_tokens=read_count(meta.get("completion_tokens")),
-        token_ids=_read_ids(last.get("output_ids")) or tuple(int(row[1]) for row in drawn),
+        token_ids=_read_ids(last.get("output_ids")) or _read_ids([row[1] for row in drawn]),
         tokens=tuple(_name_token(row) for row in drawn),
-        token_logprobs=tuple(float(row[0]) for row in drawn),
+        token_logprobs=tuple(read_logprob(row[0]) for row in drawn),
         top_logprobs=tuple(
-            {_name_token(row): float(row[0]) for row in _read_rows(position)}
-            for position in meta.get("output_top_logprobs") or ()
+            {_name_token(row): read_logprob(row[0]) for row in _read_rows(position)}
+            for position in (positions if isinstance(positions, list) else ())
         ),
-        finish_reason=str(finish.get("type")) if isinstance(finish, dict) else finish,
-        receipt=receipt if isinstance(receipt, dict) else None,
+        finish_reason=read_text(finish.get("type") if isinstance(finish, dict) else finish),
+        receipt=receipt or None,
         cached_tokens=read_count(meta.get("cached_tokens")),
         cached_exact=read_count(details.get("exact", details.get("device"))),
         cached_semantic=read_count(details.get("fuzzy")),
         queue_time_ms=convert_to_ms(meta.get("queue_time")),
-        ids=_collect_ids(exchange.headers.get("x-request-id"), meta.get("id"), call.request_id),
+        ids=collect_ids(
+            call.request_id, exchange.headers.get("x-request-id"), meta.get("id"), receipt.get("request_id")
+        ),
+        malformed=list_malformed(meta_info=meta, details=details, receipt=receipt),
         route=read_route(exchange.headers),
         error=exchange.error or (None if exchange.events else "an empty answer"),
         connection_failed=exchange.connection_failed,
@@ -113,7 +121,3 @@ def _name_token(row: Sequence[Any]) -> str:
 
 def _read_ids(value: Any) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, list) and all(isinstance(one, int) for one in value) else ()
-
-
-def _collect_ids(*names: Any) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(str(name) for name in names if name))

@@ -12,12 +12,14 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 from sembench.files import open_text
 from sembench.manifests.cases import Case
+from sembench.manifests.traffic import ConversationTurn
 from semblend.errors import InputError
 
 BLOCK_TOKENS = 512
@@ -27,11 +29,19 @@ _SYLLABLES = ("ba", "ko", "ri", "mu", "te", "sa", "lo", "ni", "fa", "du", "pe", 
 
 @dataclass(frozen=True, slots=True)
 class RequestArrival:
-    """A prompt, its arrival time in seconds, and the length of its answer in tokens (None: the run's default)."""
+    """A prompt, its arrival time in seconds, and the length of its answer in tokens (None: the run's default).
+
+    A later ``turn`` of a ``conversation`` is due ``think_s`` seconds after the answer of the turn before it.
+    """
 
     at_s: float
     text: str
     output_tokens: int | None = None
+    messages: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Any, ...] = ()
+    conversation: int | None = None
+    turn: int = 0
+    think_s: float = 0.0
 
 
 def draw_arrivals(
@@ -50,6 +60,34 @@ def draw_arrivals(
         if math.isfinite(rate):
             now += drawn.gammavariate(burstiness, 1.0 / (rate * burstiness))
     return arrivals
+
+
+def draw_conversations(
+    conversations: Sequence[Sequence[ConversationTurn]],
+    rate: float,
+    *,
+    burstiness: float = 1.0,
+    think_s: float | None = None,
+    longest_think_s: float = 60.0,
+    seed: int = 0,
+    limit: int | None = None,
+) -> list[RequestArrival]:
+    """Return the turns of conversations that begin at ``rate`` a second.
+
+    The pause before a later turn is exponential with the mean ``think_s``; None takes the logged gap, where the log has
+    times, and no pause where it has not. No pause is longer than ``longest_think_s``. ``limit`` counts requests.
+    """
+    begins = draw_arrivals([""] * len(conversations), rate, burstiness=burstiness, seed=seed)
+    drawn, arrivals = random.Random(seed + 1), []
+    for number, (turns, begin) in enumerate(zip(conversations, begins, strict=True)):
+        for at, turn in enumerate(turns):
+            pause = drawn.expovariate(1.0 / think_s) if think_s else (turn.gap_s or 0.0) if think_s is None else 0.0
+            arrivals.append(
+                RequestArrival(
+                    begin.at_s, turn.text, None, turn.messages, turn.tools, number, at, min(pause, longest_think_s)
+                )
+            )
+    return arrivals[:limit]
 
 
 def list_prompts(cases: Iterable[Case], *, with_donors: bool = True) -> Iterator[str]:

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import random
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,10 +20,11 @@ from sembench.live.records import build_record
 from sembench.live.resume_log import ResumeLog
 from sembench.live.settings import COLD_ARMS, PAIRED_ARMS, LiveSettings
 from sembench.manifests.cases import Case
+from sembench.provenance import get_unix_time
 from sembench.result import RequestRecord
 from sembench.scoring.record_scores import ComparableAnswer, score_against_cold
 from sembench.witnesses import prometheus
-from sembench.witnesses.audit import AuditLog, join_audit
+from sembench.witnesses.audit import AuditLog, join_all
 from sembench.witnesses.confirmation import Expectation, confirm, measure_shared_text
 from sembench.witnesses.prometheus import CounterDelta, Scraper, Snapshot
 from semblend.errors import InputError, SemBlendError
@@ -65,9 +66,10 @@ class LiveRun:
         self._log = resume_log
         self._audit = audit
         self._progress = progress
-        self._names: dict[tuple[str, str], tuple[str, ...]] = {}
         self._failures = 0
-        self._run = uuid.uuid4().hex[:8]
+        # Salts are drawn anew in each session: a case that is asked again after --resume finds an empty cache.
+        self._session = uuid.uuid4().hex[:8]
+        self._request_prefix = "-".join(("sb", resume_log.run_name, *([self._session] if resume_log.done else [])))
         self._scrapes: list[list[Snapshot | None]] = []
         self.donor_ttft_ms: list[float] = []
         self.isolation_verified: bool | None = None
@@ -91,8 +93,12 @@ class LiveRun:
         if self._audit is None:
             return found
         log = self._audit()
-        block = self._settings.block_size
-        return [join_audit(one, log, block, self._names.get((one.item_id, one.arm or ""), ())) for one in found]
+        return join_all(found, log, self._settings.block_size)
+
+    @property
+    def process_start_unix_s(self) -> float | None:
+        """When the measured process was started, by its own metrics; a restart between two sessions shows here."""
+        return prometheus.find_process_start(self._scrapes[-1] if self._scrapes else [])
 
     def compute_engine_delta(self) -> dict[str, Any]:
         """Return how much the server's counters rose over the whole run."""
@@ -147,7 +153,7 @@ class LiveRun:
         settings, primed = self._settings, case.donor_prompts if arm not in COLD_ARMS else ()
         call = self._make_call(case.recipient_prompt, settings.recipient_tokens, f"{case.item_id}-{arm}", salt, case)
         async with slots:
-            donors = [await self._prime(donor.text, f"{case.item_id}-{arm}-d{at}", salt, case)
+            donors = [await self._prime(donor.text, f"{case.item_id}-{arm}-d{at}", salt, case, donor.metadata)
                       for at, donor in enumerate(primed)]  # fmt: skip
         gap.mark_primed(case.item_id)
         await gap.wait(case.item_id)
@@ -178,7 +184,7 @@ class LiveRun:
         mine, theirs = (f"{salt}/a", f"{salt}/b") if settings.tenant_salt else (salt, salt)
         call = self._make_call(case.recipient_prompt, settings.recipient_tokens, name, theirs, case)
         async with slots:
-            donor = await self._prime(case.recipient_prompt, f"{name}-d0", mine, case)
+            donor = await self._prime(case.recipient_prompt, f"{name}-d0", mine, case, case.metadata)
             expected = Expectation(may_reuse=False, other_tenant=True, alone=not settings.together)
             case = replace(case, item_id=name, transform=TENANT_PAIR, negative_control=False)
             other = replace(call, tenant=settings.other_tenant)
@@ -194,36 +200,42 @@ class LiveRun:
         cross_tenant: bool = False,
     ) -> AnsweredCall:
         before = await self._scraper.take_snapshot() if expected.alone else []
+        sent = get_unix_time()
         answer = self._check_answer(await self._backend.ask(call))
+        window = sent, sent + (answer.latency_ms or 0.0) / 1000
         delta = await self._read_settled_counters(before, answer) if expected.alone else None
-        verdict = confirm(answer, expected, delta)
-        self._names[case.item_id, arm] = answer.ids
-        record = build_record(call, case, arm, answer, verdict, self._settings, donors)
+        verdict = confirm(answer, replace(expected, max_tokens=call.max_tokens), delta)
+        record = build_record(call, case, arm, answer, verdict, self._settings, donors, window)
         if cross_tenant:
             record = replace(record, cross_tenant=True, tenant=self._settings.other_tenant)
         if record.flush_contaminated is None and self.isolation_verified is False:
             record = replace(record, flush_contaminated=True)
         return AnsweredCall(record, answer)
 
-    async def _prime(self, text: str, name: str, salt: str, case: Case) -> ServerAnswer:
-        answer = self._check_answer(
-            await self._backend.ask(self._make_call(text, self._settings.donor_tokens, name, salt, case), donor=True)
-        )
+    async def _prime(self, text: str, name: str, salt: str, case: Case, chat: Mapping[str, Any]) -> ServerAnswer:
+        call = self._make_call(text, self._settings.donor_tokens, name, salt, case, chat)
+        answer = self._check_answer(await self._backend.ask(call, donor=True))
         if answer.ttft_ms is not None:
             self.donor_ttft_ms.append(answer.ttft_ms)
         return answer
 
-    def _make_call(self, text: str, tokens: int, name: str, salt: str, case: Case) -> PromptCall:
+    def _make_call(
+        self, text: str, tokens: int, name: str, salt: str, case: Case, chat: Mapping[str, Any] | None = None
+    ) -> PromptCall:
+        """Return the call of a text; ``chat`` holds it as messages, where it was logged so (None: the case's own)."""
         settings, meta = self._settings, case.metadata
+        chat = meta if chat is None else chat
         return PromptCall(
             text=text,
             max_tokens=tokens,
-            request_id=f"sb-{self._run}-{name}",
+            request_id=f"{self._request_prefix}-{name}",
             tenant=str(meta.get("tenant") or meta.get("tenant_id") or settings.tenant),
             template=str(meta.get("template") or meta.get("template_id") or settings.template),
             salt=salt,
             top_logprobs=settings.top_logprobs,
             reuse=settings.reuse,
+            messages=_list_objects(chat.get("messages")),
+            tools=_list_objects(chat.get("tools")),
         )
 
     async def _read_settled_counters(
@@ -272,7 +284,7 @@ class LiveRun:
                 raise BackendGoneError(f"the cache cannot be emptied: {error}", hint="check the URL, or use salts")
         if self._settings.isolation != "salt":
             return ""
-        return hashlib.sha256(f"{self._run}:{case.item_id}:{arm}".encode()).hexdigest()[:32]
+        return hashlib.sha256(f"{self._session}:{case.item_id}:{arm}".encode()).hexdigest()[:32]
 
     async def _prepare(self) -> None:
         """Warm up, check that isolation works, and read the counters."""
@@ -336,6 +348,10 @@ def _compare_arms(asked: dict[str, AnsweredCall]) -> list[RequestRecord]:
         else:
             records.append(one.record)
     return records
+
+
+def _list_objects(value: Any) -> list[dict[str, Any]]:
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
 def _sum_known(counts: Sequence[int | None]) -> int | None:

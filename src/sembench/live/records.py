@@ -9,7 +9,7 @@ from sembench.backends.base import PromptCall, Route, ServerAnswer
 from sembench.live.settings import PAIRED_ARMS, LiveSettings
 from sembench.manifests.cases import Case
 from sembench.result import OUTPUT_TEXT_CHARS, RequestRecord
-from sembench.scoring.record_scores import score_against_gold
+from sembench.scoring.record_scores import repeats_prompt, score_against_gold
 from sembench.values import read_count, read_float, read_text
 from sembench.witnesses.confirmation import Confirmation
 
@@ -22,8 +22,12 @@ def build_record(
     verdict: Confirmation,
     settings: LiveSettings,
     donors: Sequence[ServerAnswer],
+    window: tuple[float, float],
 ) -> RequestRecord:
-    """Return the record of one request. A donor that failed makes it an error: the test was not fair."""
+    """Return the record of one request; ``window`` is when it was sent and when its answer ended, in Unix seconds.
+
+    A donor that failed makes it an error: the test was not fair.
+    """
     failed = next((f"a donor could not be primed: {donor.error}" for donor in donors if donor.error), None)
     prompt, meta = answer.prompt_tokens, case.metadata
     return RequestRecord(
@@ -43,11 +47,21 @@ def build_record(
         expected_span_target_start=read_count(meta.get("expected_span_target_start")),
         donor_worker_ids=tuple(donor.route.worker_id for donor in donors if donor.route.worker_id),
         error=answer.error or failed,
+        sent_unix_s=window[0],
+        finished_unix_s=window[1],
+        max_tokens=call.max_tokens,
+        donor_request_ids=tuple(dict.fromkeys(name for donor in donors for name in donor.ids)),
         **_build_confirmation_fields(verdict, settings.block_size),
         **_build_answer_fields(answer),
         **_build_route_fields(answer.route),
-        **({} if answer.error else score_against_gold(answer.text, case, settings.quality_threshold)),
+        **({} if answer.error else _score(answer, case, settings)),
     )
+
+
+def _score(answer: ServerAnswer, case: Case, settings: LiveSettings) -> dict[str, Any]:
+    """Return the scores of an answer, and whether it is the prompt's own beginning."""
+    scores = score_against_gold(answer.text, case, settings.quality_threshold, settings.quality_f1_floor)
+    return scores | {"echoes_prompt": repeats_prompt(answer.text, case.recipient_prompt)}
 
 
 def _build_confirmation_fields(verdict: Confirmation, block: int) -> dict[str, Any]:
@@ -79,7 +93,9 @@ def _build_answer_fields(answer: ServerAnswer) -> dict[str, Any]:
     return {
         "donor_ids": tuple(str(one) for one in donors) if isinstance(donors, list) else (),
         "rejection_reason": read_text(receipt.get("reason")),
-        "engine_request_id": answer.ids[0] if answer.ids else None,
+        "engine_request_id": next(iter(answer.ids[1:] or answer.ids), None),
+        "request_ids": answer.ids,
+        "malformed": answer.malformed,
         "ttft_ms": answer.ttft_ms,
         "latency_ms": answer.latency_ms,
         "server_ttft_ms": read_float(receipt.get("ttft_ms")),

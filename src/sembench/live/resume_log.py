@@ -7,6 +7,7 @@ at the end of the run, and the log is deleted then.
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,20 +22,39 @@ FORMAT = "sembench.partial.v1"
 
 
 class ResumeLog:
-    """Opened at the start of a run. ``what`` describes the run; a log of another run is not continued."""
+    """Opened at the start of a run. ``what`` describes the run; a log of another run is not continued.
 
-    def __init__(self, output: str, what: Mapping[str, Any], *, resume: bool) -> None:
+    ``run_name`` stands in the id of every request, so that an engine's log can be joined to this run and to no other.
+    It stays the same when a run is continued. ``sessions`` are the starts of the run, this one included.
+    """
+
+    def __init__(
+        self, output: str, what: Mapping[str, Any], *, resume: bool, session: Mapping[str, Any] | None = None
+    ) -> None:
         self.path = Path(f"{output}.partial.jsonl")
         self.done: dict[str, tuple[RequestRecord, ...]] = {}
+        self.run_name = uuid.uuid4().hex[:8]
+        self.sessions: list[Mapping[str, Any]] = []
         make_folder_of(self.path)
         if resume and self.path.exists():
             self.done = self._read(what)
         elif self.path.exists():  # keep it: it may hold hours of measuring, and --resume may have been forgotten
             self.path.replace(f"{self.path}.old")
             say(f"note: an interrupted run was found and kept as {self.path}.old; --resume would have gone on with it")
+        self.sessions.append(dict(session or {}))
         # The new file replaces the old one in one step, so that earlier measurements are never missing.
         with open_output(self.path) as stream:
-            stream.write(_format_line({"partial_version": FORMAT, "sembench_version": __version__, "what": dict(what)}))
+            stream.write(
+                _format_line(
+                    {
+                        "partial_version": FORMAT,
+                        "sembench_version": __version__,
+                        "run_name": self.run_name,
+                        "sessions": self.sessions,
+                        "what": dict(what),
+                    }
+                )
+            )
             stream.writelines(_format_item(item_id, records) for item_id, records in self.done.items())
         self._stream: TextIO = self.path.open("a", encoding="utf-8")
 
@@ -60,6 +80,8 @@ class ResumeLog:
                 raise InputError(f"{self.path} line {number} is damaged", hint="start without --resume")
             if number == 1:
                 self._check_header(value, what)
+                self.run_name = str(value.get("run_name") or self.run_name)
+                self.sessions = [dict(one) for one in value.get("sessions") or () if isinstance(one, dict)]
                 continue
             records = tuple(parse_record(one, where=f"{self.path} line {number}") for one in value["records"])
             if all(record.error is None for record in records):

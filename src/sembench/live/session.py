@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sembench.backends.base import ServerBackend
 from sembench.backends.http_client import open_client
+from sembench.backends.identity import read_identity
 from sembench.files import hash_file, make_folder_of, open_text, write_json
 from sembench.live.judge import judge_answers
 from sembench.live.loop import LiveRun
@@ -18,7 +19,7 @@ from sembench.live.resume_log import ResumeLog
 from sembench.live.settings import LiveSettings
 from sembench.manifests.case_subset import choose_cases, count_cases
 from sembench.manifests.cases import read_manifest
-from sembench.provenance import describe_run
+from sembench.provenance import describe_run, get_unix_time
 from sembench.result import RequestRecord, Result, write_result
 from sembench.scoring.results import build_result
 from sembench.scoring.statistics import compute_mean, compute_percentile
@@ -42,6 +43,7 @@ class LiveSession:
     model: str
     make: Callable[[httpx.AsyncClient], ServerBackend]
     timeout_s: float
+    servers: Sequence[str] = ()
     metrics_urls: Sequence[str] = ()
     metrics_required: bool = False
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -75,6 +77,7 @@ async def _run(session: LiveSession, settings: LiveSettings) -> Result:
     what = {
         "manifest_sha256": hash_file(session.manifest),
         "model": session.model,
+        "servers": list(session.servers),
         **{name: _make_plain(value) for name, value in asdict(settings).items() if name != "max_items"},
     }
     async with open_client(session.timeout_s, session.headers) as client:
@@ -84,7 +87,9 @@ async def _run(session: LiveSession, settings: LiveSettings) -> Result:
         scraper = Scraper(client, session.metrics_urls)
         if not session.metrics_required:
             await scraper.keep_working_ones()
-        resume_log = ResumeLog(session.output, what, resume=session.resume)
+        what["server_identity"] = [await read_identity(client, url) for url in session.servers]
+        opened = {"started_unix_s": get_unix_time(), "servers": what["server_identity"]}
+        resume_log = ResumeLog(session.output, what, resume=session.resume, session=opened)
         if resume_log.done:
             say(f"{len(resume_log.done)} cases are done already; going on with the rest")
         live = LiveRun(
@@ -100,7 +105,7 @@ async def _run(session: LiveSession, settings: LiveSettings) -> Result:
             records = await live.run(choose_cases(session.manifest, settings.max_items))
             wall_s = time.perf_counter() - started
             records = await _judge_records(session, records)
-            result = _build_result(session, settings, live, records, scraper.urls)
+            result = _build_result(session, settings, live, records, scraper.urls, resume_log, what["server_identity"])
             write_result(session.output, result)
             if session.throughput_output:
                 write_json(session.throughput_output, compute_throughput(records, live, settings, wall_s))
@@ -134,18 +139,38 @@ async def _judge_records(session: LiveSession, records: list[RequestRecord]) -> 
 
 
 def _build_result(
-    session: LiveSession, settings: LiveSettings, live: LiveRun, records: Sequence[RequestRecord], urls: Sequence[str]
+    session: LiveSession,
+    settings: LiveSettings,
+    live: LiveRun,
+    records: Sequence[RequestRecord],
+    urls: Sequence[str],
+    resume_log: ResumeLog,
+    server_identity: Sequence[Mapping[str, Any]],
 ) -> Result:
     delta = live.compute_engine_delta() if urls else None
     arm = "paired" if len(settings.arms) > 1 else settings.arms[0]
     return build_result(
         records,
-        run=describe_run(
-            manifest_path=session.manifest,
-            manifest_sha256=hash_file(session.manifest),
-            arm=arm,
-            **session.identity,
-        ),
+        run={
+            **describe_run(
+                manifest_path=session.manifest,
+                manifest_sha256=hash_file(session.manifest),
+                arm=arm,
+                **session.identity,
+            ),
+            **describe_window(records),
+            "request_prefix": f"sb-{resume_log.run_name}",
+            "servers": list(session.servers),
+            "server_identity": list(server_identity),
+            "sessions": [
+                *resume_log.sessions[:-1],
+                {
+                    **resume_log.sessions[-1],
+                    "finished_unix_s": get_unix_time(),
+                    "process_start_unix_s": live.process_start_unix_s,
+                },
+            ],
+        },
         config={
             **session.config,
             **{name: _make_plain(value) for name, value in asdict(settings).items()},
@@ -155,6 +180,13 @@ def _build_result(
         },
         engine={**session.engine, "prometheus": None if delta is None else {"delta": delta}},
     )
+
+
+def describe_window(records: Sequence[RequestRecord]) -> dict[str, float | None]:
+    """Return when the first request was sent and the last answer ended: the time that evidence must come from."""
+    sent = [record.sent_unix_s for record in records if record.sent_unix_s is not None]
+    ended = [record.finished_unix_s for record in records if record.finished_unix_s is not None]
+    return {"first_sent_unix_s": min(sent, default=None), "last_finished_unix_s": max(ended, default=None)}
 
 
 def compute_throughput(

@@ -29,6 +29,7 @@ class LiveSettings:
     block_size: int = 16
     top_logprobs: int | None = None
     quality_threshold: float = 0.60
+    quality_f1_floor: float = 0.10
     tenant: str = ""
     template: str = ""
     tenant_pairs: int = 0

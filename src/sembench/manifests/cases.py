@@ -27,6 +27,8 @@ SEGMENT_DONOR = "segment_donor"
 UNRELATED_BASE_PROMPT = "unrelated_base_prompt"
 DECOY_DONOR = "decoy_donor"
 
+_FIELDS_HINT = "docs/METRICS.md, section Manifest, lists the fields"
+
 BadLine = Callable[[InputError], None]
 
 
@@ -172,7 +174,7 @@ def parse_case(value: Any, *, where: str = "case") -> Case:
 
 def _parse_donor(value: Any, where: str) -> DonorPrompt:
     if not isinstance(value, dict):
-        raise InputError(f"{where} is {_name_kind(value)}, not an object", hint="see docs/METRICS.md for the schema")
+        raise InputError(f"{where} is {_name_kind(value)}, not an object", hint=_FIELDS_HINT)
     text = _read_field(value, "text", str, where)
     if not text:
         raise _make_error(where, "text", "is empty")
@@ -227,7 +229,7 @@ def _read_name(value: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def _make_error(where: str, name: str, what: str) -> InputError:
-    return InputError(f"{where}: field {name} {what}", hint="see docs/METRICS.md for the schema, or use --skip-bad")
+    return InputError(f"{where}: field {name} {what}", hint=_FIELDS_HINT)
 
 
 _KINDS = {str: "a string", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}

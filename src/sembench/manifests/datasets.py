@@ -20,6 +20,8 @@ from sembench.manifests.writer import write_document
 from semblend.errors import InputError, MissingDependencyError
 
 PROFILES = ("fixture", "synthetic-v1", "longbench-v1", "longbench-v2")
+OWN_LOGS = "jsonl"
+"""The profile of one's own logs; `sembench.manifests.traffic` reads them."""
 LONGBENCH_V1 = (
     "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum", "multi_news",
     "passage_retrieval_en", "lcc", "repobench-p",

@@ -189,16 +189,21 @@ def draw_negatives(view: ReportView) -> Figure | None:
             drawing.add_text(scale(tick), 84, f"{tick:g}×", "tick", "middle")
         drawing.add_text(width - 16, 102, "cold over warm TTFT of unrelated pairs", "axis", "end")
         for at, point in enumerate(thin_out(points, DOTS)):
-            kind = "bad" if point.confirmed_tokens else "cold"
+            kind = "unknown" if point.confirmed_tokens is None else "bad" if point.confirmed_tokens else "cold"
             drawing.add_dot(scale(point.speedup), 27 + 12 * (at % 3), 4.5, kind, describe_pair(point))
         return drawing
 
     reused = sum(bool(point.confirmed_tokens) for point in points)
-    legend = [("cold", "ran cold, as it must"), ("bad", f"reused something: {reused}")]
+    unknown = sum(point.confirmed_tokens is None for point in points)
+    legend = [
+        ("cold", f"ran cold, as it must: {len(points) - reused - unknown}"),
+        ("bad", f"reused something: {reused}"),
+    ]
+    legend += [("unknown", f"nobody says what it reused: {unknown}")] if unknown else []
     legend += [("band", "noise: cold against cold again, 90 %")] if band else []
     return Figure(
         "negatives",
-        "Unrelated pairs stay cold",
+        "Unrelated pairs must stay cold",
         draw_both(draw, f"Strip: speed-ups of {len(points)} unrelated pairs; {reused} reused something"),
         tuple(legend),
         "The donor has nothing to do with the request. A confirmed token here is a fault, and a speed-up outside the "

@@ -27,13 +27,19 @@ def render_html(view: ReportView, title: str, summaries: Sequence[Mapping[str, A
         f"<h1>{escape(title)}</h1>",
         f'<p class="when">{escape(_write_subtitle(view))}</p>',
         f'<p class="verdict">{_escape_unbroken(story.write_headline(view))}</p>',
+        _render_doubts(view),
         _render_tiles(view),
-        *(_render_figure(figure) for figure in figures),
+        *(render_figure(figure) for figure in figures),
         _render_worst(view.worst),
         _render_engines(summaries),
         _render_absent(view),
         _render_provenance(view),
     ]
+    return render_document(title, body)
+
+
+def render_document(title: str, body: Sequence[str]) -> str:
+    """Return a page that needs nothing but itself."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -61,6 +67,14 @@ def _escape_unbroken(words: str) -> str:
     return escape(words).replace(" %", "&nbsp;%")
 
 
+def _render_doubts(view: ReportView) -> str:
+    doubts = story.list_doubts(view)
+    if not doubts:
+        return ""
+    rows = "".join(f"<li><b>{escape(format_title(name))}</b>: {escape(words)}</li>" for name, words in doubts)
+    return f'<div class="doubts" id="doubts"><h2>Reasons not to believe this result</h2><ul>{rows}</ul></div>'
+
+
 def _render_tiles(view: ReportView) -> str:
     cells = (
         f'<li class="tile {tile.tone}"><b>{escape(tile.value)}</b>'
@@ -70,7 +84,8 @@ def _render_tiles(view: ReportView) -> str:
     return f'<ul class="tiles">{"".join(cells)}</ul>'
 
 
-def _render_figure(figure: Figure) -> str:
+def render_figure(figure: Figure) -> str:
+    """Return a plot with its legend, its caption and its numbers."""
     legend = "".join(f"<li>{_render_swatch(kind)}{escape(words)}</li>" for kind, words in figure.legend)
     wide, narrow = figure.drawings
     return (

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from sembench.report.view import ReportView, find_noise_band
 from sembench.report.words import UNKNOWN, format_interval, format_number, format_percent, format_plural, format_ratio
+from sembench.trust.doubts import UNSEEN
 
 Tone = Literal["", "good", "bad"]
 Show = Callable[[float], str]
@@ -24,7 +25,10 @@ class ReportTile:
 
 
 def write_headline(view: ReportView) -> str:
-    """Say in one or two sentences whether it was faster, reused and harmless. Unknown parts are left out."""
+    """Say in one or two sentences whether it was faster, reused and harmless. Unknown parts are left out.
+
+    How much faster is said only of reuse that was confirmed and that nothing speaks against.
+    """
     parts = [part for part in (_describe_speed(view), _describe_reuse(view), _describe_harm(view)) if part]
     if not parts:
         return "This result measured neither time nor reuse."
@@ -34,7 +38,7 @@ def write_headline(view: ReportView) -> str:
 def build_tiles(view: ReportView) -> list[ReportTile]:
     """Return the tiles of the numbers that this run has."""
     found = [
-        _make_rate_tile(view, "blended_ttft_speedup_median", "faster to first token", format_ratio, format_ratio),
+        *(_make_speed_tiles(view) if _may_state_speed(view) else ()),
         _make_rate_tile(
             view, "backend_confirmed_block_rate", "of blocks reused, confirmed", format_percent, _format_fine_percent
         ),
@@ -67,7 +71,7 @@ def list_provenance(view: ReportView) -> list[tuple[str, str]]:
     result = view.result
     rows = [("result_version", result.result_version), ("created_at_utc", result.created_at_utc)]
     for part in ("run", "config", "engine", "environment"):
-        rows += _flatten(part, getattr(result, part) or {})
+        rows += flatten(part, getattr(result, part) or {})
     return rows
 
 
@@ -90,14 +94,30 @@ def list_absent(view: ReportView) -> list[str]:
         lines.append("Negative controls: the manifest has none.")
     if view.points and find_noise_band(view) is None:
         lines.append("Noise of cold against cold: no rerun arm, so small speed-ups can't be told from luck.")
+    lines += [f"{finding.words[:1].upper()}{finding.words[1:]}." for finding in view.findings if finding.is_open]
+    if _is_live(view):
+        lines.append(UNSEEN)
     return lines
+
+
+def list_doubts(view: ReportView) -> list[tuple[str, str]]:
+    """Return the reasons not to believe the result as (name, words), the gravest first."""
+    return [(str(finding.doubt), finding.words) for finding in view.grave]
 
 
 def _describe_speed(view: ReportView) -> str:
     speed = view.estimate("blended_ttft_speedup_median")
+    if view.grave:
+        return "Do not believe this result: see the reasons below. No speed-up is stated."
     if speed.value is None:
         return ""
     band = find_noise_band(view)
+    if not view.paired.get("hit_rate"):
+        return "Nothing was confirmed to be reused, so no speed-up is stated."
+    negatives = view.estimate("negative_control_ttft_speedup_median")
+    if negatives.value is not None and negatives.value >= speed.value > 1:
+        gained = f"Unrelated pairs gained as much ({format_ratio(negatives.value)} at the median)"
+        return f"{gained} as those with donors, so no speed-up is stated."
     if band and band[0] <= speed.value <= band[1]:
         return f"Warm requests were not faster than the noise: {format_ratio(speed.value)} at the median."
     if speed.ci and speed.ci[0] <= 1 <= speed.ci[1]:
@@ -125,6 +145,8 @@ def _describe_reuse(view: ReportView) -> str:
 def _describe_harm(view: ReportView) -> str:
     count, reused = _count_negatives(view)
     words = []
+    if not count and view.negative_records:
+        words.append(f"nobody says what {format_plural(len(view.negative_records), 'unrelated pair')} reused")
     if count:
         did = "reused anything" if _is_live(view) else "had anything eligible"
         words.append(f"{reused} of {format_plural(count, 'unrelated pair')} {did}")
@@ -139,21 +161,25 @@ def _describe_harm(view: ReportView) -> str:
 
 
 def _count_negatives(view: ReportView) -> tuple[int, int]:
-    observed = [
-        r
-        for r in view.negative_records
-        if r.backend_confirmed_tokens is not None or r.semantic_eligible_blocks is not None
-    ]
-    live = [r for r in observed if r.backend_confirmed_tokens is not None]
-    if live:
-        return len(live), sum(bool(r.backend_confirmed_tokens) for r in live)
-    return len(observed), sum(bool(r.semantic_eligible_blocks) for r in observed)
+    """Return how many unrelated pairs were observed, and how many of them reused (offline: could reuse) anything."""
+    name = "backend_confirmed_tokens" if _is_live(view) else "semantic_eligible_blocks"
+    observed = [value for record in view.negative_records if (value := getattr(record, name)) is not None]
+    return len(observed), sum(map(bool, observed))
+
+
+def _may_state_speed(view: ReportView) -> bool:
+    return not view.grave and bool(view.paired.get("hit_rate"))
+
+
+def _make_speed_tiles(view: ReportView) -> list[ReportTile | None]:
+    return [_make_rate_tile(view, "blended_ttft_speedup_median", "faster to first token", format_ratio, format_ratio)]
 
 
 def _make_negatives_tile(view: ReportView) -> ReportTile | None:
     count, reused = _count_negatives(view)
     if not count:
-        return None
+        unknown = len(view.negative_records)
+        return ReportTile(UNKNOWN, f"what {unknown} unrelated pairs reused", "must be none") if unknown else None
     label = "unrelated pairs that reused" if _is_live(view) else "unrelated pairs with eligible blocks"
     return ReportTile(f"{reused} of {count}", label, "must be none", "bad" if reused else "good")
 
@@ -212,9 +238,10 @@ def _format_detail(words: str, n: int | None, ci: object) -> str:
     return ", ".join(parts)
 
 
-def _flatten(prefix: str, value: object) -> list[tuple[str, str]]:
+def flatten(prefix: str, value: object) -> list[tuple[str, str]]:
+    """Return nested values as (name with dots, text); what is empty is left out."""
     if isinstance(value, Mapping):
-        return [row for name, inner in value.items() for row in _flatten(f"{prefix}.{name}", inner)]
+        return [row for name, inner in value.items() for row in flatten(f"{prefix}.{name}", inner)]
     if value is None or value in ("", [], {}, ()):
         return []
     return [(prefix, ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value))]

@@ -1,6 +1,7 @@
 """What a report shows, computed from a result: plain numbers for the plots and pages.
 
-Everything is computed again from the requests, as for the gates; without requests, the file's own aggregate is shown.
+Everything is computed again from the requests, as for the gates, with reuse only as far as it is witnessed. The reasons
+not to believe the result come first. Without requests, nothing is shown.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from sembench.scoring.statistics import (
     estimate_mean,
     group_by,
 )
+from sembench.trust.behaviour import FASTER
+from sembench.trust.doubts import Finding
+from sembench.trust.examine import Examination, examine
 
 RUNGS: tuple[tuple[str, str], ...] = (
     ("exact", "exact_block_hit_rate"),
@@ -81,6 +85,12 @@ class ReportView:
     kl: tuple[tuple[str, str, float], ...]
     rerun_f1: Estimate
     worst: tuple[NotableRequest, ...]
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def grave(self) -> tuple[Finding, ...]:
+        """Findings that show something wrong; the others only name what was not shown."""
+        return tuple(finding for finding in self.findings if not finding.is_open)
 
     def estimate(self, name: str) -> Estimate:
         """Return a metric of the aggregate, else of the pairs, with its interval."""
@@ -91,16 +101,17 @@ class ReportView:
         return Estimate(None)
 
 
-def build_view(result: Result) -> ReportView:
-    """Return the view of a result."""
-    records = result.requests
+def build_view(result: Result, examined: Examination | None = None) -> ReportView:
+    """Return the view of a result, as far as its examination believes it."""
+    examined = examined or examine(result)
+    records = examined.records
     pairs = [pair for pair in pair_records(records) if not pair.errored and not pair.contaminated]
     judged = select_measured(records)
     return ReportView(
         result=result,
-        aggregate=aggregate(records) if records else result.aggregate,
-        by_transform=aggregate_by_transform(records) if records else result.by_transform,
-        paired=(summarize_pairs(records) if pairs else None) or result.paired or {},
+        aggregate=aggregate(records),
+        by_transform=aggregate_by_transform(records),
+        paired=summarize_pairs(records) or {},
         points=tuple(point for pair in pairs if not pair.cold.negative_control for point in _make_points(pair)),
         negatives=tuple(point for pair in pairs if pair.cold.negative_control for point in _make_points(pair)),
         negative_records=tuple(record for record in judged if record.negative_control),
@@ -111,7 +122,8 @@ def build_view(result: Result) -> ReportView:
             if record.cold_kl_topk is not None and record.backend_confirmed_tokens
         ),
         rerun_f1=_estimate_mean([record for record in records if record.arm == "rerun"], "cold_f1"),
-        worst=_rank_worst(judged, {pair.warm.item_id: pair.cold for pair in pairs}),
+        worst=_rank_worst(_list_suspects(records), {pair.warm.item_id: pair.cold for pair in pairs}),
+        findings=examined.findings,
     )
 
 
@@ -166,11 +178,19 @@ def _estimate_mean(records: Sequence[RequestRecord], attribute: str) -> Estimate
     return estimate_mean((getattr(record, attribute), record.cluster) for record in records)
 
 
+def _list_suspects(records: Sequence[RequestRecord]) -> list[RequestRecord]:
+    """Return the requests that may stand out: the judged ones, those across tenants, and references that do not fit."""
+    judged = select_measured(records)
+    return judged + [
+        record for record in records if record.cross_tenant or (record.contradictions and record not in judged)
+    ]
+
+
 def _rank_worst(judged: Sequence[RequestRecord], colds: Mapping[str, RequestRecord]) -> tuple[NotableRequest, ...]:
     """Return the requests with faults, the worst first."""
     ranked = []
     for record in judged:
-        cold = colds.get(record.item_id)
+        cold = colds.get(record.item_id) if record.arm == "warm" else None
         weight, reasons = _weigh_faults(record, cold)
         if reasons:
             ranked.append((weight, record.item_id, NotableRequest(record, cold, tuple(reasons))))
@@ -198,8 +218,10 @@ def _weigh_faults(record: RequestRecord, cold: RequestRecord | None) -> tuple[fl
         findings.append((300 + 50 * (1 - f1), f"false safe: F1 {f1:.2f} against cold"))
     if record.quality_pass is False and (cold is None or cold.quality_pass):
         findings.append((100, "fails against the gold answer" + (", cold passed" if cold else "")))
-    if cold is not None and cold.ttft_ms and record.ttft_ms and record.ttft_ms > cold.ttft_ms * 1.1:
-        findings.append(
-            (10 + min(record.ttft_ms / cold.ttft_ms, 80), f"{record.ttft_ms / cold.ttft_ms:.2f}× slower than cold")
-        )
+    if cold is not None and cold.ttft_ms and record.ttft_ms:
+        slower = record.ttft_ms / cold.ttft_ms
+        if slower < FASTER and not confirmed and not record.exact_tokens:
+            findings.append((200, f"{1 / slower:.2f}× faster than cold without confirmed reuse"))
+        if slower > 1.1:
+            findings.append((10 + min(slower, 80), f"{slower:.2f}× slower than cold"))
     return sum(weight for weight, _ in findings), [words for _, words in findings]

@@ -41,9 +41,11 @@ BLOCK_RATES = {
     "backend_confirmed_token_weighted_reuse_rate": ("backend_confirmed_tokens", "prompt_tokens"),
     "external_confirmed_token_weighted_reuse_rate": ("external_confirmed_tokens", "prompt_tokens"),
 }
-LIFTS = {
+# What is eligible may be an exact hit too, so exact hits are subtracted. What a backend confirms lies beyond the exact
+# prefix already, so there is nothing to subtract.
+LIFTS: dict[str, tuple[str, str | None]] = {
     "semantic_eligible_lift": ("semantic_eligible_blocks", "exact_hit_blocks"),
-    "backend_confirmed_lift": ("backend_confirmed_blocks", "exact_hit_blocks"),
+    "backend_confirmed_lift": ("backend_confirmed_blocks", None),
 }
 MEANS = {
     "mean_semblend_latency_ms": "semblend_latency_ms",
@@ -131,10 +133,11 @@ def _compute_quotient(name: str, seen: Records, tops: Sequence[int], bottoms: Se
     return Estimate(sum(tops) / sum(bottoms), ci, len(seen)).to_fields(name)
 
 
-def _compute_lift(name: str, records: Records, top: str, less: str) -> dict[str, Any]:
+def _compute_lift(name: str, records: Records, top: str, less: str | None) -> dict[str, Any]:
     """Return one rate minus another, over the requests that observed both."""
-    seen = [r for r in records if None not in (getattr(r, top), getattr(r, less), r.total_blocks)]
-    gains = [getattr(r, top) - getattr(r, less) for r in seen]
+    parts = [(r, getattr(r, top), 0 if less is None else getattr(r, less)) for r in records]
+    seen = [r for r, gain, loss in parts if None not in (gain, loss, r.total_blocks)]
+    gains = [gain - loss for r, gain, loss in parts if None not in (gain, loss, r.total_blocks)]
     return _compute_quotient(name, seen, gains, [r.total_blocks or 0 for r in seen])
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 QUALITY_THRESHOLD = 0.60
+QUALITY_F1_FLOOR = 0.10
+"""An answer that passes has at least this F1: one that repeats the whole prompt holds every gold answer, too."""
 
 _ARTICLES = frozenset({"a", "an", "the"})
 _STOP_WORDS = (

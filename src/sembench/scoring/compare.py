@@ -1,12 +1,13 @@
 """Compares two results item by item: what changed, and whether it is more than noise.
 
 Only items that both results hold are compared. The bootstrap of a difference draws whole documents, since cases cut
-from one document are not independent. A difference whose interval contains "no change" is within noise.
+from one document are not independent. A metric is called better or worse only if it would be so among all metrics of
+the comparison with an error of 1 % (`sembench.scoring.significance`); else it is within noise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ import numpy as np
 from sembench.result import RequestRecord, Result
 from sembench.scoring.aggregate import select_measured
 from sembench.scoring.paired import pair_records
+from sembench.scoring.significance import FAMILY_ERROR, compute_p_value, select_significant
 from sembench.scoring.statistics import bootstrap_mean, group_by
 from semblend.errors import InputError
 
@@ -92,14 +94,22 @@ def compare_results(base: Result, new: Result) -> dict[str, Any]:
     negative = [pair for pair in pairs if pair[0].negative_control]
     groups = group_by(positive, lambda pair: pair[0].transform)
     by_transform = {name: _compare_metrics(group) for name, group in groups.items()}
+    metrics = _compare_metrics(positive) + _compare_speedups(base, new)
+    negative_controls = _compare_metrics(negative, negatives=True)
+    judge_family([*metrics, *negative_controls])
+    for row in negative_controls:  # one token more is a violation, not a matter of chance
+        if row["metric"] in _HARM_ON_NEGATIVES and row["change"] > 0:
+            row["verdict"] = "worse"
+    judge_family([row for rows in by_transform.values() for row in rows])
     return {
         "items_shared": len(shared),
         "items_only_in_base": len(left) - len(shared),
         "items_only_in_new": len(right) - len(shared),
         "sources": len({old.cluster for old, _ in pairs}),
         "setup_differences": find_setup_differences(base, new),
-        "metrics": _compare_metrics(positive) + _compare_speedups(base, new),
-        "negative_controls": _compare_metrics(negative, negatives=True),
+        "family_error": FAMILY_ERROR,
+        "metrics": metrics,
+        "negative_controls": negative_controls,
         "by_transform": by_transform,
     }
 
@@ -117,7 +127,10 @@ def find_setup_differences(base: Result, new: Result) -> list[str]:
 def compare_metric(
     metric: Metric, values: Sequence[tuple[float, float]], clusters: Sequence[str], *, negatives: bool = False
 ) -> dict[str, Any]:
-    """Compare one metric over paired values: both means, the change, its interval and a verdict."""
+    """Compare one metric over paired values: both means, the change, its interval and its p-value.
+
+    The verdict is that of the metric alone; `judge_family` judges it among others.
+    """
     rows = np.asarray(values, dtype=np.float64)
     if metric.kind == "ratio":
         kept: list[bool] = np.all(rows > 0, axis=1).tolist()
@@ -127,31 +140,45 @@ def compare_metric(
         rows = np.log(rows)
     means = rows.mean(axis=0)
     change = float(means[1] - means[0])
-    ci = bootstrap_mean(clusters, (rows[:, 1] - rows[:, 0]).tolist())
+    differences = (rows[:, 1] - rows[:, 0]).tolist()
+    ci, p_value = bootstrap_mean(clusters, differences), compute_p_value(clusters, differences)
     shown = np.exp(means) if metric.kind == "ratio" else means
     better = "lower" if negatives and metric.name in _HARM_ON_NEGATIVES else metric.better
-    return {
+    row: dict[str, Any] = {
         "metric": metric.name,
         "kind": metric.kind,
+        "better": better,
         "n": len(rows),
         "base": float(shown[0]),
         "new": float(shown[1]),
         "change": float(np.exp(change)) if metric.kind == "ratio" else change,
         "change_ci": [float(np.exp(end)) for end in ci] if ci and metric.kind == "ratio" else ci,
-        "verdict": _judge_change(change, ci, better, identical=bool((rows[:, 0] == rows[:, 1]).all())),
+        "p_value": p_value,
+        "identical": bool((rows[:, 0] == rows[:, 1]).all()),
     }
+    judge_family([row])
+    return row
 
 
-def _judge_change(change: float, ci: Sequence[float] | None, better: str, *, identical: bool) -> Verdict:
-    if identical:
-        return "identical"
-    if ci is None:
+def judge_family(rows: Sequence[dict[str, Any]]) -> None:
+    """Write the verdict of every row, with one error for all rows together."""
+    judged = [row for row in rows if not row["identical"]]
+    significant = select_significant([row["p_value"] for row in judged])
+    for row in rows:
+        row["verdict"] = "identical"
+    for row, shown in zip(judged, significant, strict=True):
+        row["verdict"] = _judge_change(row, shown)
+
+
+def _judge_change(row: Mapping[str, Any], shown: bool) -> Verdict:
+    if row["p_value"] is None:
         return "too few sources"
-    if ci[0] <= 0 <= ci[1]:
+    if not shown:
         return "within noise"
-    if better == "neither":
+    if row["better"] == "neither":
         return "changed"
-    return "better" if (change > 0) == (better == "higher") else "worse"
+    higher = row["change"] > (1.0 if row["kind"] == "ratio" else 0.0)
+    return "better" if higher == (row["better"] == "higher") else "worse"
 
 
 def _compare_metrics(pairs: Sequence[tuple[RequestRecord, RequestRecord]], *, negatives: bool = False) -> list[Any]:

@@ -11,6 +11,9 @@ from sembench.manifests.cases import Case
 from sembench.result import RequestRecord
 from sembench.scoring import answers as scoring
 
+ECHO_WORDS = 8
+"""Fewer words at the beginning of a prompt may be the beginning of an honest answer, too."""
+
 
 @dataclass(frozen=True, slots=True)
 class ComparableAnswer:
@@ -34,21 +37,41 @@ class ComparableAnswer:
         return cls(text, record.output_token_ids or tuple(text.split()), (), top)
 
 
-def score_against_gold(text: str, case: Case, threshold: float) -> dict[str, Any]:
-    """Return the quality fields of a record; None if the case has no answers or no planted facts."""
+def score_against_gold(
+    text: str, case: Case, threshold: float, f1_floor: float = scoring.QUALITY_F1_FLOOR
+) -> dict[str, Any]:
+    """Return the quality fields of a record; None if the case has no answers or no planted facts.
+
+    An answer passes if it holds the gold answer's words (recall) and is not mostly something else (F1).
+    """
+    f1 = scoring.score_best(scoring.compute_token_f1, text, case.answers)
     score = scoring.compute_answer_recall(text, case.answers)
     planted, donor = case.planted_fact, case.donor_fact
     says_planted = None if planted is None else scoring.says(text, planted)
     return {
         "quality_score": score,
-        "quality_pass": None if score is None else score >= threshold,
-        "quality_f1": scoring.score_best(scoring.compute_token_f1, text, case.answers),
+        "quality_pass": None if score is None else score >= threshold and (f1 or 0.0) >= f1_floor,
+        "quality_f1": f1,
         "quality_rouge_l": scoring.score_best(scoring.compute_rouge_l, text, case.answers),
         "exact_match": scoring.score_best(scoring.compute_exact_match, text, case.answers),
         "edit_similarity": scoring.score_best(scoring.compute_edit_similarity, text, case.answers),
         "planted_fact_answered": says_planted,
         "donor_fact_answered": None if donor is None else scoring.says(text, donor) and not says_planted,
     }
+
+
+def repeats_prompt(answer: str, prompt: str) -> bool | None:
+    """Return whether an answer is the beginning of its prompt; None if it is too short to tell.
+
+    >>> repeats_prompt("one two three four five six seven eight", "one two three four five six seven eight nine")
+    True
+    """
+    said = answer.split()
+    if len(said) < ECHO_WORDS:
+        return None
+    asked = prompt.split()
+    shared = min(len(said), len(asked))
+    return said[:shared] == asked[:shared]
 
 
 def score_against_cold(record: RequestRecord, warm: ComparableAnswer, cold: ComparableAnswer) -> RequestRecord:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sembench.files import open_text
 from sembench.result import RequestRecord
-from sembench.values import read_count
+from sembench.values import read_count, read_float
 from semblend.errors import InputError
 
+CLOCK_SLACK_S = 60.0
+"""Clocks of two machines differ, and engines write a moment later."""
 _PREFIX = re.compile(r"^(?:chatcmpl-|cmpl-|gen-|req-)+")
 _SUFFIX = re.compile(r"-\d+$")
 _ADVERTISED = ("semantic_span_load_advertised", "request_only_load_advertised", "exact_prefix_load_advertised")
@@ -81,9 +84,30 @@ def strip_id(request_id: str) -> str:
     return _SUFFIX.sub("", _PREFIX.sub("", request_id))
 
 
+def join_all(records: Sequence[RequestRecord], log: AuditLog, block_size: int) -> list[RequestRecord]:
+    """Join every record to the events of its own request.
+
+    A name that the server gave to more than one request joins nothing: it may as well be another run's.
+    """
+    uses = Counter(name for record in records for name in _list_names(record))
+    return [
+        join_audit(record, log, block_size, [name for name in _list_names(record) if uses[name] == 1])
+        for record in records
+    ]
+
+
+def _list_names(record: RequestRecord) -> tuple[str, ...]:
+    return tuple(
+        dict.fromkeys((*record.request_ids, *([record.engine_request_id] if record.engine_request_id else [])))
+    )
+
+
 def join_audit(record: RequestRecord, log: AuditLog, block_size: int, ids: Sequence[str] = ()) -> RequestRecord:
-    """Return the record with what the audit stream says about it; contradictions with the receipt are noted."""
-    events = log.find_events(ids or ([record.engine_request_id] if record.engine_request_id else []))
+    """Return the record with what the audit stream says about it; contradictions with the receipt are noted.
+
+    Events from outside the time of the request are another run's and are not joined.
+    """
+    events = [event for event in log.find_events(ids or _list_names(record)) if _is_in_time(event, record)]
     if not events:
         return replace(record, audit_joined=False)
     reused = _count_reused(events)
@@ -116,6 +140,13 @@ def join_audit(record: RequestRecord, log: AuditLog, block_size: int, ids: Seque
         audit_materialized=reused > 0 if reused is not None else (False if advertised is not None else None),
         audit_declined_reasons=_list_reasons(events),
     )
+
+
+def _is_in_time(event: Mapping[str, Any], record: RequestRecord) -> bool:
+    at = read_float(event.get("time_unix_s"))
+    if at is None or record.sent_unix_s is None or record.finished_unix_s is None:
+        return True
+    return record.sent_unix_s - CLOCK_SLACK_S <= at <= record.finished_unix_s + CLOCK_SLACK_S
 
 
 def _count_reused(events: Iterable[Mapping[str, Any]]) -> int | None:

@@ -13,13 +13,22 @@ from typing import Any
 
 from sembench.backends.base import ServerAnswer
 from sembench.values import read_count, read_float
-from sembench.witnesses.prometheus import EXACT_TOKENS, EXTERNAL_HITS, REQUESTS, REUSED_TOKENS, CounterDelta
+from sembench.witnesses.prometheus import (
+    EXACT_TOKENS,
+    EXTERNAL_HITS,
+    LOCAL_HITS,
+    REQUESTS,
+    REUSED_TOKENS,
+    CounterDelta,
+)
 
 MATERIALIZED = "backend_materialized_reuse"
 WINDOW_CHARS = 32
 """Reuse comes in runs of 32 tokens or more, and a token has at least a character."""
 SLACK_SHARE = 1.25
 SLACK_TOKENS = 64
+WORDS_SLACK = 1.5
+"""A word has at least one token. Some vocabularies hold pairs of words, so half as many more are let pass."""
 """Characters are not tokens and chat templates repeat: what is claimed may exceed what is shared by this much."""
 
 
@@ -29,7 +38,7 @@ class Expectation:
 
     ``donor_tokens`` is the length of the primed donors as the server counted it. ``shared`` is the share of the
     recipient's text that a donor contains too: the most that can be reused. ``alone`` means that no other request
-    ran between the two readings of the counters.
+    ran between the two readings of the counters. ``max_tokens`` is the longest answer that was asked for.
     """
 
     must_be_cold: bool = False
@@ -38,6 +47,7 @@ class Expectation:
     donor_tokens: int | None = None
     shared: float | None = None
     alone: bool = True
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +83,15 @@ def confirm(answer: ServerAnswer, expected: Expectation, delta: CounterDelta | N
         exact = answer.cached_exact
     if exact is None and answer.cached_tokens is not None and "receipt" not in statements:
         exact = max(answer.cached_tokens - (answer.cached_semantic or 0), 0)
+    if exact is None and not statements.get("receipt"):
+        exact = counters.local  # a stock server without usage details still counts its prefix hits
     contradictions = [
+        *answer.malformed,
+        *_check_length(answer, expected.max_tokens),
         *_check_receipt(receipt, parts, answer),
         *_check_against_usage(parts, answer),
-        *_check_against_counters(parts["reused"], counters),
+        *_check_against_counters("receipt", parts["reused"], counters),
+        *_check_against_counters("usage object", answer.cached_semantic, counters),
         *_check_against_expectation(statements, exact, answer, expected),
     ]
     cached = max(exact or 0, answer.cached_tokens or 0, *(statements.values() or (0,)))
@@ -125,6 +140,7 @@ class _CounterMovement:
     external: float | None = None
     requests: float | None = None
     believable: bool = False
+    local: int | None = None
 
     @classmethod
     def from_delta(cls, delta: CounterDelta | None, alone: bool) -> _CounterMovement:
@@ -133,14 +149,26 @@ class _CounterMovement:
         requests = delta.compute_rise(*REQUESTS)
         reused, external = delta.compute_rise(*REUSED_TOKENS), delta.compute_rise(*EXTERNAL_HITS)
         moved = reused if reused is not None else external
-        exact = delta.compute_rise(*EXACT_TOKENS)
+        exact, local = delta.compute_rise(*EXACT_TOKENS), delta.compute_rise(*LOCAL_HITS)
         return cls(
             None if moved is None else int(moved),
             None if exact is None else int(exact),
             external,
             requests,
             believable=moved is not None and requests in (None, 1),
+            local=int(local) if local is not None and requests in (None, 1) else None,
         )
+
+
+def _check_length(answer: ServerAnswer, most: int | None) -> Iterable[str]:
+    """Find an answer beyond what was asked for: by its own count, or by its words, which a server can't count away."""
+    if most is None:
+        return
+    words = len(answer.text.split())
+    if answer.output_tokens is not None and answer.output_tokens > most:
+        yield f"the answer has {answer.output_tokens} tokens, {most} were asked for"
+    elif words > most * WORDS_SLACK + 8:
+        yield f"the answer has {words} words, {most} tokens were asked for"
 
 
 def _check_receipt(receipt: Mapping[str, Any], parts: Mapping[str, int | None], answer: ServerAnswer) -> Iterable[str]:
@@ -173,14 +201,14 @@ def _check_against_usage(parts: Mapping[str, int | None], answer: ServerAnswer) 
         yield f"usage counts {answer.cached_semantic} semantic tokens, the receipt {parts['reused']}"
 
 
-def _check_against_counters(reused: int | None, counters: _CounterMovement) -> Iterable[str]:
+def _check_against_counters(who: str, reused: int | None, counters: _CounterMovement) -> Iterable[str]:
     if reused is None or counters.reused is None:
         return
     if counters.requests == 0 and reused > 0:
-        yield f"the receipt claims {reused} reused tokens, the counters saw no request"
+        yield f"the {who} claims {reused} reused tokens, the counters saw no request"
     elif counters.believable and counters.reused != reused:
         moved = f"moved by {counters.reused}" if counters.reused else "did not move"
-        yield f"the receipt claims {reused} reused tokens, the counters {moved}"
+        yield f"the {who} claims {reused} reused tokens, the counters {moved}"
 
 
 def _check_against_expectation(

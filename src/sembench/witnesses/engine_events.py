@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sembench.files import open_text
+from sembench.witnesses.audit import strip_id
 from sembench.witnesses.parsers import PARSERS, EngineEvent, EngineEventKind, LogParser
-from sembench.witnesses.parsers.line import Level, LogLine, parse_object, read_level, read_line
+from sembench.witnesses.parsers.line import Level, LogLine, parse_object, read_level, read_line, read_time
 from semblend.errors import InputError
 
 SUMMARY_VERSION = "sembench.engine_events.v1"
@@ -22,6 +23,7 @@ ENGINES = tuple(PARSERS)
 _EXAMPLES = 5
 _EXAMPLE_CHARS = 300
 _FRAME = re.compile(r'^\s+File "')
+_RUN = re.compile(r"\bsb-[0-9a-f]{8}\b")
 
 
 @dataclass
@@ -64,6 +66,25 @@ class ErrorCounter:
 
 
 @dataclass
+class Materialized:
+    """What a log says was materialized, for one request or for all that have no name; and when, in Unix seconds."""
+
+    events: int = 0
+    tokens: int = 0
+    units: int = 0
+    first_unix_s: float | None = None
+    last_unix_s: float | None = None
+
+    def add(self, event: EngineEvent, now_unix_s: float | None) -> None:
+        self.events += 1
+        self.tokens += event.tokens
+        self.units += event.units
+        if now_unix_s is not None:
+            self.first_unix_s = now_unix_s if self.first_unix_s is None else min(self.first_unix_s, now_unix_s)
+            self.last_unix_s = now_unix_s if self.last_unix_s is None else max(self.last_unix_s, now_unix_s)
+
+
+@dataclass
 class EventCounter:
     """Counts the events of one engine; an event with a known key does not count again."""
 
@@ -79,7 +100,13 @@ class EventCounter:
     rope_corrections: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     errors: ErrorCounter = field(default_factory=ErrorCounter)
+    requests: dict[str, Materialized] = field(default_factory=dict)
+    unnamed: Materialized = field(default_factory=Materialized)
+    runs: Counter[str] = field(default_factory=Counter)
+    first_unix_s: float | None = None
+    last_unix_s: float | None = None
     _seen: set[tuple[EngineEventKind, tuple[object, ...]]] = field(default_factory=set)
+    _now_unix_s: float | None = None
 
     def read(self, lines: Iterable[str]) -> LogParser:
         parser = make_parser(self.engine, self.where)
@@ -93,6 +120,7 @@ class EventCounter:
         for number, text in enumerate(lines, start=1):
             self.lines += 1
             line = read_line(number, text)
+            self._note_time_and_run(line)
             try:
                 found = tuple(parser.feed(line))
                 self._watch(line)
@@ -102,6 +130,16 @@ class EventCounter:
                 self.bad_lines += 1
                 continue
             yield from found
+
+    def _note_time_and_run(self, line: LogLine) -> None:
+        """Note when a line was written and which run of sembench it is about, so that the log can be tied to a run."""
+        record = parse_object(line, self.where, audit=False)
+        at = read_time(line, record)
+        if at is not None:
+            self._now_unix_s = at
+            self.first_unix_s = at if self.first_unix_s is None else min(self.first_unix_s, at)
+            self.last_unix_s = at if self.last_unix_s is None else max(self.last_unix_s, at)
+        self.runs.update(set(_RUN.findall(line.text)))
 
     def _watch(self, line: LogLine) -> None:
         record = parse_object(line, self.where, audit=False) if line.level is Level.PLAIN else None
@@ -113,6 +151,8 @@ class EventCounter:
             self.errors.feed(line)
 
     def _count_event(self, event: EngineEvent) -> None:
+        if event.request_id is not None:  # named, whatever was done for it: the log is about this request
+            self.requests.setdefault(strip_id(event.request_id), Materialized())
         if event.key is not None:
             seen = (event.kind, event.key)
             if seen in self._seen:
@@ -127,7 +167,13 @@ class EventCounter:
         if event.kind is EngineEventKind.MATERIALIZED:
             self.tokens += event.tokens
             self.units += event.units
+            self._find_owner(event).add(event, self._now_unix_s)
             self.rope_corrections += event.rope_corrected
+
+    def _find_owner(self, event: EngineEvent) -> Materialized:
+        if event.request_id is None:
+            return self.unnamed
+        return self.requests.setdefault(strip_id(event.request_id), Materialized())
 
 
 def make_parser(engine: str, where: str) -> LogParser:
@@ -170,6 +216,11 @@ def summarize_log(engine: str, lines: Iterable[str], where: str = "log", *, skip
         "repeated_events": counter.repeated,
         "counted_once": parser.counted_once,
         "caveat": parser.caveat,
+        "first_time_unix_s": counter.first_unix_s,
+        "last_time_unix_s": counter.last_unix_s,
+        "runs": dict(sorted(counter.runs.items())),
+        "requests": {name: asdict(own) for name, own in counter.requests.items()},
+        "unnamed": asdict(counter.unnamed),
         "materialized_semantic_kv_reuse": done > 0 and (hits > 0 or parser.receipt_suffices),
     }
 

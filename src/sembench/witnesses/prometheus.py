@@ -156,6 +156,13 @@ class Scraper:
         self.urls = tuple(url for url, answer in zip(self.urls, answers, strict=True) if answer is not None)
 
 
+def find_process_start(snapshots: Sequence[Snapshot | None]) -> float | None:
+    """Return when the process behind the first endpoint that tells it was started, in Unix seconds."""
+    names = (("process_start_time_seconds", ()),)
+    found = (snapshot.get(name) for snapshot in snapshots if snapshot for name in names)
+    return next((value for value in found if value is not None and math.isfinite(value)), None)
+
+
 def pair_snapshots(before: Sequence[Snapshot | None], after: Sequence[Snapshot | None]) -> list[CounterDelta]:
     """Return the readings of the endpoints that answered both times."""
     pairs = zip(before, after, strict=True)

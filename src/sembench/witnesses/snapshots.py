@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sembench.files import read_json_object
+from sembench.values import read_float
 from sembench.witnesses.prometheus import CounterDelta, Labels, summarize_deltas
 from semblend.errors import InputError
 
@@ -23,6 +24,11 @@ def read_snapshot(path: str) -> Endpoints:
     if not isinstance(endpoints, dict):
         raise InputError(f"{path}: endpoints is not an object", hint=hint)
     return endpoints
+
+
+def read_snapshot_time(path: str) -> float | None:
+    """Return when a snapshot was taken, in Unix seconds; None for one of an older version."""
+    return read_float(read_json_object(path, hint="pass a file of sembench engine-snapshot").get("taken_unix_s"))
 
 
 def compare_snapshots(before: Endpoints, after: Endpoints) -> dict[str, Any]:

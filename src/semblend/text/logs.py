@@ -8,7 +8,7 @@ file is read as a stream; one line at a time is in memory, and a line beyond the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -48,7 +48,8 @@ class LoggedPrompt:
     """One prompt of a log: either ``text`` or ``token_ids`` is set, never both.
 
     ``parts`` are the prompt in pieces. ``answer`` is what an engine wrote behind it, where the log has that. ``keep``:
-    how far its passages may move. ``reuse``: False where the caller wanted none of it.
+    how far its passages may move. ``reuse``: False where the caller wanted none of it. ``messages`` and ``tools``: the
+    chat as it was logged, for who sends it again.
     """
 
     line: int
@@ -65,6 +66,8 @@ class LoggedPrompt:
     is_chat: bool = False
     keep: Keep = FREE
     reuse: bool = True
+    messages: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Any, ...] = ()
 
     @property
     def answer_parts(self) -> tuple[Part, ...]:
@@ -173,6 +176,8 @@ class _LineReader:
         self.tenant_field = tenant_field
         self.marks = self._read_marks()
         self._is_chat = False
+        self._messages: tuple[Mapping[str, Any], ...] = ()
+        self._tools: tuple[Any, ...] = ()
 
     def prompt(self, number: int) -> LoggedPrompt:
         parts = self._parts()
@@ -192,6 +197,8 @@ class _LineReader:
             is_chat=self._is_chat,
             keep=self.marks.keep,
             reuse=self.marks.reuse,
+            messages=self._messages,
+            tools=self._tools,
         )
 
     def _read_marks(self) -> RequestMarks:
@@ -259,8 +266,11 @@ class _LineReader:
     def _chat(self, name: str, scope: dict[str, Any], messages: Any) -> list[Part]:
         self._is_chat = True
         try:
-            system = scope.get("system", scope.get("instructions"))
-            return list_chat_parts(messages, system=system, tools=scope.get("tools"), marks=self.marks)
+            system, tools = scope.get("system", scope.get("instructions")), scope.get("tools")
+            parts = list_chat_parts(messages, system=system, tools=tools, marks=self.marks)
+            head = [{"role": "system", "content": system}] if system else []
+            self._messages, self._tools = (*head, *messages), tuple(tools or ())
+            return parts
         except InputError as error:
             raise self._bad(name, error.message, error.hint) from None
 

@@ -43,6 +43,9 @@ td.key{color:var(--soft);overflow-wrap:break-word;max-width:22rem}td.value{overf
 details{margin:.4rem 0}summary{cursor:pointer;color:var(--soft);font-size:.9rem}
 summary:focus-visible,a:focus-visible{outline:2px solid var(--cold);outline-offset:2px}
 .answer{white-space:pre-wrap;max-width:34rem;font-size:.85rem}
+.doubts{border:2px solid var(--bad);border-radius:6px;padding:.2rem 1rem;margin:1rem 0}
+.doubts h2{color:var(--bad);margin:.6rem 0}
+circle.unknown{fill:none;stroke:var(--soft);stroke-width:1.5}
 .missing{border-left:3px solid var(--faint);padding-left:.8rem;color:var(--soft)}
 @media (max-width:640px){td.key{max-width:9.5rem}th,td{padding-right:.55rem}table{font-size:.82rem}
 main{padding:1.25rem 1rem 3rem}.wide{display:none}.narrow{display:block}h1{font-size:1.45rem}

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from verdict_samples import changed, live_records, result_of, written
+from verdict_samples import PREFIX, changed, live_records, result_of, written
 
 from sembench.cli import build_parser, main
 from sembench.gates.check import check, observe
 from sembench.gates.table import GATES
+from sembench.trust.examine import examine
 from sembench.witnesses.engine_events import summarize_file
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -34,9 +35,11 @@ def good(tmp_path: Path) -> str:
 
 @pytest.fixture
 def summary(tmp_path: Path) -> str:
-    path = tmp_path / "engine.json"
-    found = summarize_file("sglang", str(FIXTURES / "sglang_semantic.log"))
-    path.write_text(json.dumps({**found, "errors": 0}))
+    """The summary of a log that names requests of the sample run."""
+    log, path = tmp_path / "engine.log", tmp_path / "engine.json"
+    text = (FIXTURES / "sglang_semantic.log").read_text()
+    log.write_text(text.replace("request_id=r", f"request_id={PREFIX}-r").replace("rid=r", f"rid={PREFIX}-r"))
+    path.write_text(json.dumps({**summarize_file("sglang", str(log)), "errors": 0}))
     return str(path)
 
 
@@ -54,7 +57,7 @@ def test_the_command_of_the_readme_passes_on_a_good_result(good: str, summary: s
         "result", "engine_summaries", "passed", "failures", "observed", "requested_gates", "missing_metrics",
         "allow_missing",
     }  # fmt: skip
-    assert verdict["observed"]["materialized_tokens"] == 736
+    assert verdict["observed"]["materialized_tokens"] == 640  # 96 more name no request and are not in the run's time
     assert verdict["requested_gates"]["min_quality_pass_rate"] == 0.8
 
 
@@ -70,6 +73,7 @@ def negative(record: Any) -> bool:
     return warm(record) and record.negative_control
 
 
+SLOW = {"ttft_ms": 9e9, "latency_ms": 9e9}
 SPOILED = [
     (("--min-quality-pass-rate", "0.8"), warm, {"quality_pass": False}, "quality_pass_rate is 0 "),
     (
@@ -85,8 +89,8 @@ SPOILED = [
         "negative_control_semantic_placement_rate is 1 ",
     ),
     (("--min-semantic-placement-rate", "0.5"), warm, {"route_outcome": "cold"}, "semantic_placement_rate_by_request"),
-    (("--min-blended-ttft-speedup", "1.2"), warm, {"ttft_ms": 9e9}, "blended_ttft_speedup_median is "),
-    (("--min-hit-only-ttft-speedup", "1.2"), warm, {"ttft_ms": 9e9}, "hit_only_ttft_speedup_median is "),
+    (("--min-blended-ttft-speedup", "1.2"), warm, SLOW, "blended_ttft_speedup_median is "),
+    (("--min-hit-only-ttft-speedup", "1.2"), warm, SLOW, "hit_only_ttft_speedup_median is "),
     (
         ("--max-negative-control-speedup-deviation", "0.1"), negative, {"ttft_ms": 1.0},
         "negative_control_speedup_deviation is ",
@@ -101,9 +105,9 @@ SPOILED = [
     (("--max-donor-fact-rate", "0"), reused, {"donor_fact_answered": True}, "donor_fact_answered_rate is 1 "),
     (("--min-planted-fact-rate", "0.9"), reused, {"planted_fact_answered": False}, "planted_fact_answered_rate is 0 "),
     (("--max-wrong-kv-pairs", "0"), reused, {"donor_fact_answered": True}, "wrong_kv_pairs is 42, wanted at most 0"),
-    (("--max-hits-without-saving", "3"), reused, {"ttft_ms": 9e9}, "hits_without_saving is "),
+    (("--max-hits-without-saving", "3"), reused, SLOW, "hits_without_saving is "),
     (("--max-faster-without-reuse", "0"), negative, {"ttft_ms": 1.0}, "faster_without_reuse is "),
-    (("--min-backend-confirmed-lift", "0.1"), warm, {"backend_confirmed_blocks": 0}, "backend_confirmed_lift is -"),
+    (("--min-backend-confirmed-lift", "0.1"), warm, {"backend_confirmed_blocks": 0}, "backend_confirmed_lift is 0 "),
     (("--min-semantic-eligible-lift", "0.1"), warm, {"semantic_eligible_blocks": 0}, "semantic_eligible_lift is -"),
     (
         ("--max-negative-control-eligible-rate", "0"), negative, {"semantic_eligible_blocks": 9},
@@ -120,7 +124,7 @@ def test_a_spoiled_result_fails_its_gate_with_one_reason_on_one_line(
     gate: tuple[str, ...], where: Any, damage: dict[str, Any], reason: str, tmp_path: Path, capsys: Capture
 ) -> None:
     bad = written(tmp_path / "bad.json", changed(live_records(), where, **damage), by_transform={}, paired=None)
-    code, verdict, failed = judge(capsys, "--result", bad, *gate)
+    code, verdict, failed = judge(capsys, "--result", bad, "--only-requested", *gate)
     assert code == 1
     assert len(failed) == 1
     assert failed == verdict["failures"]
@@ -147,17 +151,18 @@ def test_a_gate_whose_metric_nobody_observed_fails(gate: Any, tmp_path: Path, ca
         return  # known of any result
     path = written(tmp_path / "blank.json", blank)
     flags = [gate.flag] if gate.unit == "flag" else [gate.flag, GENEROUS[gate.bound]]
-    code, verdict, failed = judge(capsys, "--result", path, *flags)
+    code, verdict, failed = judge(capsys, "--result", path, "--only-requested", *flags)
     assert (code, verdict["missing_metrics"]) == (1, [gate.metric])
     assert failed == [f"{gate.flag}: {gate.metric} was not observed; it needs {gate.needs}"]
-    code, verdict, failed = judge(capsys, "--result", path, *flags, "--allow-missing")
+    code, verdict, failed = judge(capsys, "--result", path, "--only-requested", *flags, "--allow-missing")
     assert (code, failed, verdict["allow_missing"]) == (0, [], True)
 
 
 def test_an_engine_without_reuse_or_with_errors_fails(good: str, tmp_path: Path, capsys: Capture) -> None:
-    quiet = tmp_path / "quiet.json"
-    found = summarize_file("vllm", str(FIXTURES / "vllm_semantic.log"))
-    quiet.write_text(json.dumps({**found, "materialized_semantic_kv_reuse": False, "materialized_tokens": 0}))
+    quiet, log = tmp_path / "quiet.json", tmp_path / "vllm.log"
+    lines = (FIXTURES / "vllm_semantic.log").read_text().splitlines(keepends=True)
+    log.write_text("".join(line.replace("=cmpl-", f"={PREFIX}-") for line in lines if "materialized" not in line))
+    quiet.write_text(json.dumps(summarize_file("vllm", str(log))))
     code, _, failed = judge(
         capsys, "--result", good, "--engine-summary", str(quiet), "--require-materialized-reuse",
         "--require-no-engine-errors", "--min-materialized-tokens", "1", "--min-materialized-units", "2",
@@ -185,13 +190,15 @@ def test_an_aggregate_that_its_requests_contradict_fails(tmp_path: Path, capsys:
     path = written(tmp_path / "forged.json", bad, aggregate=flattering)
     code, _, failed = judge(capsys, "--result", path, "--min-quality-pass-rate", "0.8")
     assert code == 1
-    assert failed == ["--min-quality-pass-rate: quality_pass_rate: the file states 0.99, its requests give 0"]
+    assert failed[-1] == "--min-quality-pass-rate: quality_pass_rate: the file states 0.99, its requests give 0"
+    assert failed[0].startswith("edited_result: quality_pass_rate is 0.99 in the file and 0.0 by its requests")
 
 
-def test_a_result_without_requests_is_judged_by_its_aggregate_and_says_so(tmp_path: Path, capsys: Capture) -> None:
+def test_a_result_without_requests_is_refused(tmp_path: Path, capsys: Capture) -> None:
     path = written(tmp_path / "bare.json", [], aggregate={"quality_pass_rate": 0.9}, paired=None)
-    code, verdict, _ = judge(capsys, "--result", path, "--min-quality-pass-rate", "0.8")
-    assert (code, verdict["unverified_metrics"]) == (0, ["quality_pass_rate"])
+    code, verdict, failed = judge(capsys, "--result", path, "--min-quality-pass-rate", "0.8", "--only-requested")
+    assert (code, verdict["doubts"][0]["name"]) == (1, "edited_result")
+    assert failed[0].startswith("edited_result: the file holds no requests")
 
 
 def test_the_pessimistic_judge_takes_the_worse_end(good: str, capsys: Capture) -> None:
@@ -212,18 +219,31 @@ def test_contamination_that_nobody_checked_fails(tmp_path: Path, good: str, caps
 
 def test_the_noise_floor_bounds_the_drop_of_rouge(tmp_path: Path, good: str, capsys: Capture) -> None:
     floor = tmp_path / "floor.json"
-    floor.write_text(json.dumps({"rouge_l_mean": 1.0}))
+    made = {
+        "calibration_version": "sembench.calibration.v1", "created_at_utc": "2026-11-01T00:00:00Z",
+        "model": "smollm2-135m", "n_pairs": 20, "rouge_l_mean": 1.0,
+    }  # fmt: skip
+    floor.write_text(json.dumps(made))
     flags = ["--result", good, "--noise-floor-calibration", str(floor), "--max-warm-vs-cold-rouge-drop"]
     assert judge(capsys, *flags, "0.2")[0] == 0
     code, _, failed = judge(capsys, *flags, "0.001")
     assert code == 1
     assert failed[0].startswith("--max-warm-vs-cold-rouge-drop: warm_vs_cold_rouge_drop is 0.0")
+    for change, reason in (
+        ({"model": "other"}, "it was measured with 'other', the run with 'smollm2-135m'"),
+        ({"created_at_utc": "2026-08-01T00:00:00Z"}, "days away; 30 days are allowed"),
+        ({"n_pairs": 0}, "it holds no pair"),
+        ({"calibration_version": "mine"}, "it is no sembench.calibration.v1"),
+    ):
+        floor.write_text(json.dumps(made | change))
+        code, verdict, failed = judge(capsys, *flags, "0.2")
+        assert (code, verdict["doubts"][0]["name"]) == (1, "evidence_of_another_run")
+        assert reason in failed[0]
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        [],
         ["--min-quality-pass-rate", "80"],
         ["--min-quality-pass-rate", "nan"],
         ["--min-materialized-tokens", "1.5"],
@@ -254,7 +274,8 @@ def test_every_gate_has_help_and_a_name_of_its_own() -> None:
     assert build_parser("assert_result_gates") is not None
 
 
-SEEN = observe(result_of(live_records()), [])
+GOOD = result_of(live_records())
+SEEN = observe(GOOD, examine(GOOD))
 
 
 @given(st.sampled_from([gate for gate in GATES if gate.unit != "flag"]), st.floats(0, 1), st.floats(0, 1))

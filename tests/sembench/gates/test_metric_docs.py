@@ -12,6 +12,7 @@ from sembench.gates.table import GATES
 from sembench.result import RequestRecord
 from sembench.scoring.aggregate import aggregate
 from sembench.scoring.paired import summarize_pairs
+from sembench.trust.examine import examine
 from sembench.witnesses.engine_events import summarize_log
 from tools.reference.metric_pages import build_tables, fill_page, main
 from tools.reference.metric_words import AGGREGATE, ENGINE_SUMMARY, PAIRED, RECORD
@@ -52,7 +53,8 @@ def test_every_field_metric_and_key_is_explained_and_no_other() -> None:
 def test_every_gate_reads_a_metric_that_something_observes() -> None:
     from verdict_samples import result_of
 
-    seen = observe(result_of(live_records(2), aggregate={}, by_transform={}, paired=None), [])
+    sample = result_of(live_records(2), aggregate={}, by_transform={}, paired=None)
+    seen = observe(sample, examine(sample))
     known = set(AGGREGATE) | set(PAIRED) | set(ENGINE_SUMMARY)
     derived = {
         "negative_control_speedup_deviation", "contaminated_pair_rate", "contamination_checked",

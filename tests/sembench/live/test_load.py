@@ -20,7 +20,8 @@ from lying_backend import LyingBackend
 from sembench.backends.base import ServerAnswer
 from sembench.cli import main
 from sembench.live.arrivals import RequestArrival, draw_arrivals, list_prompts, read_trace
-from sembench.live.load import TimedAnswer, list_details, parse_slo, play, summarize_load
+from sembench.live.load import TimedAnswer, list_details, parse_slo, play
+from sembench.scoring.load_summary import summarize_load
 from semblend.errors import InputError
 
 
@@ -106,7 +107,7 @@ def test_a_promise_that_makes_no_sense_is_refused(text):
 def timed(ttft, gaps=(10.0, 10.0), late=0.0, error=None):
     answer = ServerAnswer(ttft_ms=ttft, latency_ms=ttft + sum(gaps), inter_token_ms=tuple(gaps), prompt_tokens=100,
                     output_tokens=len(gaps) + 1, error=error)  # fmt: skip
-    return TimedAnswer(answer, 0.0, late, 1.0)
+    return TimedAnswer(answer, 0.0, late, 1.0).to_request()
 
 
 def test_the_numbers_have_the_names_of_vllm_bench_serve():

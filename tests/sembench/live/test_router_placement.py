@@ -45,7 +45,7 @@ def test_the_gate_on_semantic_placement_passes_only_where_the_router_places(tmp_
     cases = manifest(tmp_path, positives=3, negatives=1)
     with LyingBackend().serving() as one, LyingBackend().serving() as two:
         with routing(one.url, two.url, policy=policy) as url:
-            result = run_gateway(url, tmp_path, cases=cases)
+            result = run_gateway(url, tmp_path, "--worker-url", one.url, two.url, cases=cases)
         flags = ("--min-semantic-placement-rate", "0.7", "--max-negative-control-semantic-placement-rate", "0.0")
         assert main(["assert-result-gates", "--result", str(tmp_path / "result.json"), *flags]) == code
     placed = {record.item_id: record.route_outcome for record in result.requests}

@@ -114,7 +114,7 @@ def test_what_was_not_measured_is_said_and_not_drawn(offline: ReportView) -> Non
 def test_a_result_without_requests_still_makes_a_page() -> None:
     view = build_view(result_of([], aggregate={}, by_transform={}, paired=None))
     parsed(render_html(view, "empty"))
-    assert write_headline(view) == "This result measured neither time nor reuse."
+    assert write_headline(view).startswith("Do not believe this result")
     assert all(figure(view) is None for figure in FIGURES)
 
 
@@ -165,7 +165,29 @@ def test_a_run_that_is_no_faster_says_so(live: ReportView) -> None:
     assert write_headline(live).startswith("Warm requests reached their first token ")
     slow = [r for r in live_records(3, reuse=0.0) if r.transform in ("fuzzy_edit", "negative_control")]
     view = build_view(result_of(slow, aggregate={}, by_transform={}, paired=None))
-    assert "faster than the noise" in write_headline(view) or "not shown to be faster" in write_headline(view)
+    assert write_headline(view).startswith("Nothing was confirmed to be reused, so no speed-up is stated.")
+    assert not any("faster" in tile.label for tile in build_tiles(view))
+
+
+def negative(record: RequestRecord) -> bool:
+    return record.negative_control and record.arm == "warm"
+
+
+def test_unrelated_pairs_that_nobody_observed_are_drawn_as_unknown() -> None:
+    records = changed(live_records(2), negative, backend_confirmed_tokens=None, backend_confirmed_blocks=None)
+    view = build_view(result_of(records, aggregate={}, by_transform={}, paired=None))
+    figure = next(found for one in FIGURES if (found := one(view)) and found.name == "negatives")
+    assert figure.drawings[0].count('class="unknown"') == 2
+    assert ("unknown", "nobody says what it reused: 2") in figure.legend
+    assert ("cold", "ran cold, as it must: 0") in figure.legend
+    assert "Nobody says what 2 unrelated pairs reused" in write_headline(view)
+    assert any(tile.value == "not measured" for tile in build_tiles(view))
+
+
+def test_speed_that_unrelated_pairs_have_too_is_no_headline() -> None:
+    records = changed(live_records(2), negative, ttft_ms=1.0)
+    view = build_view(result_of(records, aggregate={}, by_transform={}, paired=None))
+    assert "so no speed-up is stated" in write_headline(view)
 
 
 def test_many_pairs_make_a_page_of_bounded_size() -> None:

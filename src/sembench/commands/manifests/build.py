@@ -1,4 +1,4 @@
-"""Make a manifest: documents through transforms, decoys and negative controls.
+"""Make a manifest: documents through transforms, decoys and negative controls; or your own logs (--profile jsonl).
 
 What is made from LongBench stays under LongBench's licence; keep such manifests out of your repository unless your
 policy says otherwise.
@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Iterator
 
 from sembench.files import hash_file, open_text
 from sembench.manifests.build import ALL_TRANSFORMS, NEGATIVE, ManifestBuilder
 from sembench.manifests.cases import Case, format_case, write_manifest
-from sembench.manifests.datasets import PROFILES, SourceSelection, load_sources
+from sembench.manifests.datasets import OWN_LOGS, PROFILES, SourceSelection, load_sources
+from sembench.manifests.traffic import NEXT_TURN, OWN_TRAFFIC, TrafficBuilder, TrafficOptions, read_traffic
 from sembench.manifests.transforms import TransformOptions
 from sembench.settings import read_variable
 from semblend.cli.output import Progress, say
 from semblend.errors import InputError
+from semblend.text.log_formats import FORMATS
 
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "build", help="make a manifest", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--profile", choices=PROFILES, required=True, help="where the documents come from")
+    parser.add_argument("--profile", choices=(*PROFILES, OWN_LOGS), required=True, help="where the documents come from")
     parser.add_argument("--output", required=True, help="manifest to write; packed if it ends in .gz")
     parser.add_argument("--datasets", nargs="+", default=[], metavar="NAME", help="LongBench datasets (default: all)")
     parser.add_argument(
@@ -45,10 +48,21 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument(
         "--frozen", action="store_true", help="change nothing: check that the output exists and would be built the same"
     )
+    own = parser.add_argument_group(f"your own logs (--profile {OWN_LOGS})")
+    own.add_argument("--input", nargs="+", default=[], metavar="FILE", help="JSON Lines, or a server's log")
+    own.add_argument("--format", choices=("auto", *FORMATS[:-1]), default="auto", help="default: what it looks like")
+    own.add_argument("--max-prompts", type=int, default=None, metavar="N", help="read only the first N prompts")
+    own.add_argument("--max-donors", type=int, default=2, metavar="N", help="earlier prompts a case gets (default: 2)")
+    own.add_argument("--negatives", type=int, default=8, metavar="N", help="negative controls (default: 8)")
+    own.add_argument("--skip-bad", action="store_true", help="leave lines out that hold no prompt")
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.profile == OWN_LOGS:
+        return _build_from_logs(args)
+    if args.input:
+        raise InputError(f"profile {args.profile} reads no --input", hint=f"--profile {OWN_LOGS} does")
     builder = ManifestBuilder(
         tuple(dict.fromkeys(args.transforms)), TransformOptions(args.max_segments, args.min_segment_chars)
     )
@@ -81,6 +95,34 @@ def run(args: argparse.Namespace) -> int:
     if NEGATIVE in counts and not counts[NEGATIVE]:
         say("warning: no negative control could be built; gates on negative controls will fail as missing")
     print(json.dumps(_summarize(args.output, counts)))
+    return 0
+
+
+def _build_from_logs(args: argparse.Namespace) -> int:
+    if not args.input:
+        raise InputError("--profile jsonl needs a log", hint="--input FILE; docs/guides/benchmark.md lists the formats")
+    if args.max_donors < 1 or args.negatives < 0 or (args.max_prompts or 1) < 1:
+        raise InputError("--max-donors and --max-prompts start at 1, --negatives at 0", hint="leave them out")
+    builder = TrafficBuilder(TrafficOptions(args.max_donors, args.negatives, args.max_prompts))
+    progress, counts = Progress(args.quiet), Counter[str]()
+
+    def build_cases() -> Iterator[Case]:
+        for case in builder.build_cases(read_traffic(args.input, args.format, skip_bad=args.skip_bad)):
+            counts[case.transform] += 1
+            if progress.due():
+                progress.show(f"{sum(counts.values())} cases")
+            yield case
+
+    if args.frozen:
+        _compare(args.output, build_cases())
+    else:
+        write_manifest(args.output, build_cases())
+    progress.clear()
+    for why, count in sorted(builder.left_out.items()):
+        say(f"left out {count} x {why}")
+    if not counts[OWN_TRAFFIC] + counts[NEXT_TURN]:
+        say("warning: no prompt shares text with an earlier one; there is nothing to reuse in this log")
+    print(json.dumps(_summarize(args.output, dict(counts))))
     return 0
 
 

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from sembench.files import write_text
+from sembench.load_result import is_load_result, read_load_result
 from sembench.result import read_result
 from sembench.scoring.compare import compare_results
+from sembench.scoring.compare_load import compare_loads
 from semblend.cli.output import say, table
+from semblend.errors import InputError
+
+HEAD = ("metric", "n", "base", "new", "change", "95 %", "verdict")
 
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "compare",
         help="what changed between two results, and what is only noise",
-        description="Compare two results item by item, with 95 %% intervals that draw whole documents.",
+        description="Compare two results item by item, with 95 %% intervals that draw whole documents. A metric is"
+        " called better or worse only if that holds among all of them, with one false alarm in 100 comparisons.",
     )
     parser.add_argument("base", metavar="BASE", help="the result to compare with")
     parser.add_argument("new", metavar="NEW", help="the result to judge")
@@ -25,14 +32,39 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 
 def run(args: argparse.Namespace) -> int:
+    kinds = [is_load_result(path) for path in (args.base, args.new)]
+    if any(kinds):
+        if not all(kinds):
+            raise InputError("one file is a load result and the other is not", hint="compare two of one kind")
+        return _compare_loads(args)
     found = {"base": args.base, "new": args.new, **compare_results(read_result(args.base), read_result(args.new))}
-    text = json.dumps(found, indent=2, ensure_ascii=True)
-    if args.output:
-        write_text(args.output, text + "\n")
-    print(text)
+    _write(found, args.output)
     _print_comparison(found)
-    worse = [row["metric"] for row in (*found["metrics"], *found["negative_controls"]) if row["verdict"] == "worse"]
-    if args.fail_on_worse and worse:
+    return _judge_worse((*found["metrics"], *found["negative_controls"]), args.fail_on_worse)
+
+
+def _compare_loads(args: argparse.Namespace) -> int:
+    found = {"base": args.base, "new": args.new}
+    found |= compare_loads(read_load_result(args.base), read_load_result(args.new))
+    _write(found, args.output)
+    for line in found["setup_differences"]:
+        say(f"hint: not the same set-up: {line}")
+    for point in found["points"]:
+        say(f"{point['name']}: {point['requests']} requests in both")
+        say(table([_format_row(row) for row in point["metrics"]], head=HEAD, right=(1, 2, 3, 4)))
+    return _judge_worse([row for point in found["points"] for row in point["metrics"]], args.fail_on_worse)
+
+
+def _write(found: dict[str, Any], output: str | None) -> None:
+    text = json.dumps(found, indent=2, ensure_ascii=True)
+    if output:
+        write_text(output, text + "\n")
+    print(text)
+
+
+def _judge_worse(rows: Sequence[dict[str, Any]], fail: bool) -> int:
+    worse = list(dict.fromkeys(row["metric"] for row in rows if row["verdict"] == "worse"))
+    if fail and worse:
         say(f"gate failed: worse beyond noise: {', '.join(worse)}")
         return 1
     return 0
@@ -48,7 +80,7 @@ def _print_comparison(found: dict[str, Any]) -> None:
     rows = [_format_row(row) for row in found["metrics"]]
     rows += [(f"negatives: {first}", *rest) for first, *rest in map(_format_row, found["negative_controls"])]
     if rows:
-        say(table(rows, head=("metric", "n", "base", "new", "change", "95 %", "verdict"), right=(1, 2, 3, 4)))
+        say(table(rows, head=HEAD, right=(1, 2, 3, 4)))
 
 
 def _format_row(row: dict[str, Any]) -> tuple[str, ...]:

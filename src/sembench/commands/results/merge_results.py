@@ -10,7 +10,7 @@ from sembench.live.session import summarize_result
 from sembench.result import RequestRecord, Result, read_result, write_result
 from sembench.scoring.record_scores import ComparableAnswer, score_against_cold
 from sembench.scoring.results import build_result
-from sembench.witnesses.audit import AuditLog, join_audit
+from sembench.witnesses.audit import AuditLog, join_all
 from semblend.cli.output import say
 from semblend.errors import InputError
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     records = [record for item in common for record in _join_arms({arm: by_arm[arm][item] for arm in by_arm})]
     if args.connector_audit:
         log = AuditLog.read(args.connector_audit)
-        records = [join_audit(record, log, _read_block_size(warm)) for record in records]
+        records = join_all(records, log, _read_block_size(warm))
     result = build_result(
         records,
         run={**(warm.run or {}), "arm": "paired", **({"run_id": args.run_id} if args.run_id else {})},

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+from sembench.commands.runs.live_flags import parse_positive
 from sembench.files import write_text
+from sembench.trust.channels import MIN_WITNESSES
 from semblend.cli.output import say
 from semblend.errors import InputError
 
@@ -23,28 +26,49 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     )
     parser.add_argument("--output", metavar="FILE", help="HTML page; the result's name with .html if nothing is named")
     parser.add_argument("--markdown", metavar="FILE", help="Markdown page")
+    parser.add_argument(
+        "--min-witnesses", type=parse_positive, default=MIN_WITNESSES, metavar="N",
+        help="independent channels that must state reuse (default: 2)",
+    )  # fmt: skip
     parser.add_argument("--title", help="title; the run's id or the result's name if absent")
 
 
 def run(args: argparse.Namespace) -> int:
     from sembench.gates.check import read_summary
-    from sembench.report import build_view, render_html, render_markdown
+    from sembench.load_result import is_load_result, read_load_result
+    from sembench.report import build_view, render_html, render_load_html, render_load_markdown, render_markdown
     from sembench.result import read_result
+    from sembench.trust.examine import examine
+    from sembench.trust.load import examine_load
 
     if args.output is None and args.markdown is None:
         args.output = str(Path(args.result).with_suffix("")) + ".html"
     for path in (args.output, args.markdown):
         if path is not None and Path(path).resolve() == Path(args.result).resolve():
             raise InputError(f"{path} is the result itself", hint="name another file for the page")
-    result = read_result(args.result)
-    summaries = [read_summary(path) for path in args.engine_summary]
-    view = build_view(result)
-    title = args.title or str((result.run or {}).get("run_id") or Path(args.result).stem)
+    renderers: tuple[Callable[[str], str], Callable[[str], str]]
+    if is_load_result(args.result):
+        load = read_load_result(args.result)
+        found, run_facts = examine_load(load), load.run
+        renderers = (
+            lambda title: render_load_html(load, title, found),
+            lambda title: render_load_markdown(load, title, found),
+        )
+    else:
+        result = read_result(args.result)
+        summaries = [read_summary(path) for path in args.engine_summary]
+        view, run_facts = (
+            build_view(result, examine(result, summaries, min_witnesses=args.min_witnesses)), result.run or {}
+        )  # fmt: skip
+        renderers = (
+            lambda title: render_html(view, title, summaries),
+            lambda title: render_markdown(view, title, summaries),
+        )
+    title = args.title or str(run_facts.get("run_id") or Path(args.result).stem)
     written = {}
-    for name, path, write in (("html", args.output, render_html), ("markdown", args.markdown, render_markdown)):
+    for name, path, render in zip(("html", "markdown"), (args.output, args.markdown), renderers, strict=True):
         if path is not None:
-            text = write(view, title, summaries)
-            write_text(path, text)
+            write_text(path, render(title))
             written[name] = path
             say(f"wrote {path}")
     print(json.dumps(written))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sembench.backends.base import PromptCall, ServerAnswer, ServerBackend
-from sembench.backends.http_client import open_client
+from sembench.backends.http_client import check_url, open_client
 from sembench.commands.runs.live_flags import add_server_flags, make_backend, parse_non_negative, parse_positive
 from sembench.files import make_folder_of, write_json
 from sembench.live.session import verify_model
@@ -18,10 +18,10 @@ from sembench.manifests.cases import Case
 from sembench.provenance import get_utc_time
 from sembench.scoring.answers import compute_rouge_l, compute_token_f1, find_first_divergence
 from sembench.scoring.statistics import bootstrap_mean, compute_mean, compute_percentile
+from sembench.trust.binding import CALIBRATION_VERSION
 from semblend.cli.output import Progress
 from semblend.errors import InputError
 
-CALIBRATION_VERSION = "sembench.calibration.v1"
 BANDS = (("2k", 2048), ("4k", 4096), ("8k", 8192), ("12k", 12288), ("16k", 1 << 60))
 
 
@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     make_folder_of(args.output)
     pairs = asyncio.run(_measure_pairs(args))
     found = build_calibration(pairs, engine=args.engine, engine_version=args.engine_version, model=args.model)
+    found["server"] = check_url(args.base_url, "--base-url")
     write_json(args.output, found)
     wanted = ("n_pairs", "pairs_contaminated", "pairs_errored", "rouge_l_mean", "ttft_ratio_p95")
     print(json.dumps({"output": args.output} | {name: found[name] for name in wanted}))

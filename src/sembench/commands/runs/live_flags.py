@@ -14,7 +14,7 @@ from sembench.backends.http_client import check_url
 from sembench.backends.sglang import SglangBackend
 from sembench.live.session import LiveSession, run_session, summarize_result
 from sembench.live.settings import ISOLATIONS, PAIRED_ARMS, LiveSettings
-from sembench.scoring.answers import QUALITY_THRESHOLD
+from sembench.scoring.answers import QUALITY_F1_FLOOR, QUALITY_THRESHOLD
 from sembench.witnesses.engine_flags import describe_engine_flags, require_fair_flags
 from semblend.errors import InputError
 
@@ -67,6 +67,9 @@ def add_measuring_flags(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--quality-threshold", type=float, default=QUALITY_THRESHOLD, metavar="SHARE", help="default: 0.60"
     )
+    how.add_argument(
+        "--quality-f1-floor", type=float, default=QUALITY_F1_FLOOR, metavar="F1", help="an answer below it never passes"
+    )
     how.add_argument("--no-reuse", action="store_true", help="ask the backend not to reuse: the baseline")
     how.add_argument(
         "--tenant-pairs", type=parse_non_negative, default=0, metavar="N", help="ask N prompts as another tenant, too"
@@ -108,6 +111,7 @@ def build_settings(args: argparse.Namespace, **own: Any) -> LiveSettings:
         block_size=args.block_size,
         top_logprobs=args.top_logprobs_num if args.capture_logprobs else None,
         quality_threshold=args.quality_threshold,
+        quality_f1_floor=args.quality_f1_floor,
         tenant_pairs=args.tenant_pairs,
         other_tenant=args.other_tenant,
         tenant_salt=args.tenant_salt,

@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     keys = parse_keys(args.api_key)
     session = {
         "engine": "gateway",
+        "servers": list(dict.fromkeys([gateway, *([donor] if donor else []), *workers])),
         "metrics_urls": [f"{url}/metrics" for url in dict.fromkeys(workers or [gateway, *([donor] if donor else [])])],
         "make": lambda client: GatewayBackend(
             client, gateway, args.model, donor_url=donor, reset_urls=resets, keys=keys, tokenizer=args.tokenizer

@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     keys = parse_keys(args.api_key)
     session = {
         "engine": "sglang",
+        "servers": [base],
         "metrics_urls": [f"{base}/metrics"],
         "make": lambda client: SglangBackend(client, base, keys=keys),
         "timeout_s": args.timeout_seconds or TIMEOUT_S,

@@ -1,149 +1,244 @@
-"""``sembench run-load``: send requests at their times, whether or not the server keeps up."""
+"""Send requests at their times, whether or not the server keeps up: one rate, or a sweep over rates and concurrencies.
+
+The work is a manifest, your own logs (conversations turn by turn, with think times) or a trace without text.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import csv
+import io
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 from sembench.backends.base import PromptCall
 from sembench.backends.http_client import check_url, open_client
+from sembench.backends.identity import read_identity
 from sembench.commands.runs.live_flags import add_server_flags, make_backend, parse_non_negative, parse_positive
-from sembench.files import make_folder_of, write_text
-from sembench.live.arrivals import RequestArrival, draw_arrivals, list_prompts, read_trace
-from sembench.live.load import TimedAnswer, list_details, parse_slo, play, summarize_load
+from sembench.files import hash_file, make_folder_of, write_text
+from sembench.live.arrivals import RequestArrival, draw_arrivals, draw_conversations, list_prompts, read_trace
+from sembench.live.load import TimedAnswer, list_details, parse_slo
 from sembench.live.session import verify_model
+from sembench.live.sweep import SweepLog, SweepSettings, run_sweep
+from sembench.load_result import LoadPoint, LoadResult, write_load_result
 from sembench.manifests.cases import read_manifest
-from sembench.provenance import describe_environment, get_utc_time
-from sembench.witnesses.prometheus import Scraper, pair_snapshots
-from sembench.witnesses.prometheus import summarize_deltas as counters
+from sembench.manifests.traffic import group_conversations, read_traffic
+from sembench.provenance import describe_environment, get_utc_time, make_run_id
+from sembench.witnesses.prometheus import Scraper
+from semblend._version import __version__
 from semblend.cli.output import Progress, say
 from semblend.errors import InputError
+from semblend.text.log_formats import FORMATS
+
+LATE_MS = 100.0
 
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "run-load",
-        help="open-loop load: Poisson or trace-timed arrivals, goodput under promises",
-        description="Send requests at their times and report throughput, latencies and goodput.",
+        help="open-loop load: rates, concurrencies, traces, conversations; goodput under promises",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     work = parser.add_mutually_exclusive_group(required=True)
     work.add_argument("--manifest", metavar="FILE", help="donors and recipients of these cases")
+    work.add_argument("--log", nargs="+", metavar="FILE", help="your own logs; conversations are replayed turn by turn")
     work.add_argument("--trace", metavar="FILE", help="a Mooncake (.jsonl) or Azure (.csv) trace; prompts are made up")
     parser.add_argument("--output", required=True, metavar="FILE", help="the result, JSON")
+    parser.add_argument("--csv", default="", metavar="FILE", help="one row a point, too")
     add_server_flags(parser, default="gateway", names=("--base-url", "--gateway-url"))
     parser.add_argument("--model", required=True, help="the model that the server must serve")
-    parser.add_argument("--request-rate", type=float, default=math.inf, metavar="R", help="a second (default: inf)")
-    parser.add_argument("--burstiness", type=float, default=1.0, metavar="B", help="1 is Poisson, below 1 bursts")
-    parser.add_argument("--time-scale", type=float, default=1.0, metavar="F", help="2 plays a trace at double speed")
-    parser.add_argument("--num-prompts", type=parse_positive, metavar="N", help="only the first N requests")
-    parser.add_argument(
-        "--max-concurrency", type=parse_positive, metavar="N", help="at most N under way (default: no limit)"
-    )
-    parser.add_argument("--max-tokens", type=parse_positive, default=32, metavar="N", help="of an answer (default: 32)")
-    parser.add_argument("--max-prompt-tokens", type=parse_positive, metavar="N", help="cut the prompts of a trace")
-    parser.add_argument("--no-donors", action="store_true", help="send recipients only")
+    _add_sweep_flags(parser)
+    _add_work_flags(parser)
     parser.add_argument(
         "--slo", "--goodput", nargs="+", default=[], metavar="NAME:MS", help="ttft:500 tpot:50 e2el:3000"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the arrivals (default: 0)")
     parser.add_argument(
         "--warmup-requests", type=parse_non_negative, default=2, metavar="N", help="thrown away (default: 2)"
     )
     parser.add_argument("--metrics-url", nargs="+", action="extend", default=[], metavar="URL", help="Prometheus text")
     parser.add_argument("--tenant", default="tenant-a", help="sent as x-tenant-id (default: tenant-a)")
     parser.add_argument("--timeout-seconds", type=float, default=900.0, metavar="S", help="limit of one request")
-    parser.add_argument("--save-detailed", action="store_true", help="also one list a quantity")
+    parser.add_argument("--save-detailed", action="store_true", help="also one list a quantity, of the last point")
+    parser.add_argument("--resume", action="store_true", help="go on with the points that an interrupted run lacks")
     parser.add_argument("--skip-verify", action="store_true", help="do not ask the server which model it serves")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _add_sweep_flags(parser: argparse.ArgumentParser) -> None:
+    sweep = parser.add_argument_group("the sweep: every rate with every concurrency")
+    sweep.add_argument(
+        "--request-rate", type=float, nargs="+", default=[math.inf], metavar="R", help="a second (default: inf)"
+    )
+    sweep.add_argument(
+        "--max-concurrency", type=parse_positive, nargs="+", default=[None], metavar="N",
+        help="at most N under way (default: no limit)",
+    )  # fmt: skip
+    sweep.add_argument("--burstiness", type=float, default=1.0, metavar="B", help="1 is Poisson, below 1 bursts")
+    sweep.add_argument("--seed", type=int, default=0, help="of the arrivals (default: 0)")
+    sweep.add_argument(
+        "--isolation", choices=["auto", "salt", "flush", "none"], default="auto",
+        help="how a point gets an empty cache (auto: none for one point, else salt, or flush for sglang)",
+    )  # fmt: skip
+    sweep.add_argument("--reset-url", nargs="+", action="extend", default=[], metavar="URL", help="POSTed to flush")
+
+
+def _add_work_flags(parser: argparse.ArgumentParser) -> None:
+    work = parser.add_argument_group("the requests")
+    work.add_argument("--num-prompts", type=parse_positive, metavar="N", help="only the first N requests")
+    work.add_argument("--max-tokens", type=parse_positive, default=32, metavar="N", help="of an answer (default: 32)")
+    work.add_argument("--no-donors", action="store_true", help="of a manifest, send recipients only")
+    work.add_argument("--format", choices=("auto", *FORMATS[:-1]), default="auto", help="of --log (default: auto)")
+    work.add_argument(
+        "--think-time", type=float, default=None, metavar="S",
+        help="mean pause before a next turn, in seconds (default: the logged one, where the log has times)",
+    )  # fmt: skip
+    work.add_argument("--max-think-time", type=float, default=60.0, metavar="S", help="longest pause (default: 60)")
+    work.add_argument("--time-scale", type=float, default=1.0, metavar="F", help="2 plays a trace at double speed")
+    work.add_argument("--max-prompt-tokens", type=parse_positive, metavar="N", help="cut the prompts of a trace")
 
 
 def run(args: argparse.Namespace) -> int:
     make_folder_of(args.output)
-    slo = parse_slo(args.slo)
-    arrivals = build_arrivals(args)
-    timed, duration_s, engine = asyncio.run(_play(args, arrivals))
-    found = summarize_load(timed, duration_s, slo)
-    result = _describe_run(args, arrivals, slo) | found | {"engine": engine}
-    result |= list_details(timed) if args.save_detailed else {}
-    write_text(args.output, json.dumps(result, indent=1, allow_nan=False) + "\n")
-    _print_warnings(timed, found)
+    settings = build_sweep(args)
+    make_arrivals = choose_work(args)
+    points, timed, run_facts = asyncio.run(_run(args, settings, make_arrivals))
+    result = LoadResult(
+        run=run_facts,
+        config=_describe_settings(args, settings),
+        environment=describe_environment(),
+        points=tuple(points),
+    )
+    more = list_details(timed) if args.save_detailed else {}
+    write_load_result(args.output, result, date=run_facts["timestamp_utc"], model_id=args.model, **more)
+    if args.csv:
+        write_text(args.csv, format_csv(points))
+    last = points[-1].summary
+    _print_warnings(points)
     wanted = ("completed", "failed", "request_throughput", "request_goodput", "mean_ttft_ms", "p99_ttft_ms")
-    print(json.dumps({"output": args.output} | {name: found[name] for name in wanted}))
-    return 0 if found["completed"] else 1
+    print(json.dumps({"output": args.output, "points": len(points)} | {name: last[name] for name in wanted}))
+    return 0 if all(point.summary["completed"] for point in points) else 1
 
 
-def build_arrivals(args: argparse.Namespace) -> list[RequestArrival]:
+def build_sweep(args: argparse.Namespace) -> SweepSettings:
+    """Return the points that the flags ask for, and how the cache is emptied before each."""
+    if args.think_time is not None and args.think_time < 0:
+        raise InputError(f"--think-time {args.think_time:g} is below 0", hint="seconds, 0 for none")
+    several = len(args.request_rate) * len(args.max_concurrency) > 1
+    isolation = args.isolation
+    if isolation == "auto":
+        flushes = args.engine == "sglang" or args.reset_url
+        isolation = "none" if not several else "flush" if flushes else "salt"
+    if isolation == "flush" and args.engine != "sglang" and not args.reset_url:
+        raise InputError("a gateway cannot be flushed", hint="give --reset-url http://engine:port/reset_prefix_cache")
+    return SweepSettings(
+        rates=list(dict.fromkeys(args.request_rate)),
+        concurrencies=list(dict.fromkeys(args.max_concurrency)),
+        output_tokens=args.max_tokens,
+        tenant=args.tenant,
+        isolation=isolation,
+        slo=parse_slo(args.slo),
+    )
+
+
+def choose_work(args: argparse.Namespace) -> Callable[[float], list[RequestArrival]]:
+    """Return a function that makes the requests of a point from its rate; the same requests for every point."""
     if args.trace:
-        if math.isfinite(args.request_rate):
+        if len(args.request_rate) > 1 or math.isfinite(args.request_rate[0]):
             raise InputError("a trace brings its own times", hint="leave --request-rate out; see --time-scale")
-        return read_trace(
+        found = read_trace(
             args.trace, time_scale=args.time_scale, limit=args.num_prompts, most_tokens=args.max_prompt_tokens
         )
-    prompts = list_prompts(read_manifest(args.manifest), with_donors=not args.no_donors)
-    found = draw_arrivals(
-        prompts, args.request_rate, burstiness=args.burstiness, seed=args.seed, limit=args.num_prompts
-    )
-    if not found:
+        return lambda _: found
+    drawn = {"burstiness": args.burstiness, "seed": args.seed, "limit": args.num_prompts}
+    if args.log:
+        talks = group_conversations(read_traffic(args.log, args.format))
+        pauses = {"think_s": args.think_time, "longest_think_s": args.max_think_time}
+        return lambda rate: draw_conversations(talks, rate, **drawn, **pauses)
+    prompts = list(list_prompts(read_manifest(args.manifest), with_donors=not args.no_donors))
+    if not prompts:
         raise InputError(f"{args.manifest} holds no cases", hint="build it first")
-    return found
+    return lambda rate: draw_arrivals(prompts, rate, **drawn)
 
 
-async def _play(
-    args: argparse.Namespace, arrivals: list[RequestArrival]
-) -> tuple[list[TimedAnswer], float, dict[str, Any]]:
+async def _run(
+    args: argparse.Namespace, settings: SweepSettings, make_arrivals: Callable[[float], list[RequestArrival]]
+) -> tuple[list[LoadPoint], list[TimedAnswer], dict[str, Any]]:
+    base = check_url(args.base_url, "--base-url")
     async with open_client(args.timeout_seconds) as client:
-        backend = make_backend(args, client, args.model)
+        own = {"reset_urls": args.reset_url} if args.engine != "sglang" else {}
+        backend = make_backend(args, client, args.model, **own)
         if not args.skip_verify:
             await verify_model(backend, args.model)
-        scraper = Scraper(client, args.metrics_url or [f"{check_url(args.base_url, '--base-url')}/metrics"])
+        scraper = Scraper(client, args.metrics_url or [f"{base}/metrics"])
         if not args.metrics_url:
             await scraper.keep_working_ones()
+        identity = await read_identity(client, base)
+        what = _describe_settings(args, settings) | {"server_identity": identity}
+        log = SweepLog(args.output, what, resume=args.resume)
+        if log.points:
+            say(f"{len(log.points)} points are done already; going on with the rest")
         for number in range(args.warmup_requests):
             call = PromptCall(text=f"Warm up {number}.", max_tokens=4, request_id=f"sb-w-{number}", tenant=args.tenant)
             await backend.ask(call)
-        before, progress = await scraper.take_snapshot(), Progress()
+        progress = Progress(args.quiet)
 
-        def show(done: int) -> None:
+        def show(done: int, total: int) -> None:
             if progress.due():
-                progress.show(f"{done}/{len(arrivals)} answered")
+                progress.show(f"{done}/{total} answered")
 
-        timed, duration_s = await play(
-            backend,
-            arrivals,
-            output_tokens=args.max_tokens,
-            max_concurrency=args.max_concurrency,
-            tenant=args.tenant,
-            on_done=show,
-        )
+        points, timed = await run_sweep(backend, scraper, settings, make_arrivals, log, show)
         progress.clear()
-        after = await scraper.take_snapshot()
-    pairs = pair_snapshots(before, after)
-    delta = counters(pairs, failed=len(before) - len(pairs)) if before else None
-    return timed, duration_s, {"prometheus": None if delta is None else {"delta": delta}}
+        log.close()
+    facts = {"run_id": make_run_id("load"), "timestamp_utc": get_utc_time(), "sembench_version": __version__}
+    return points, timed, facts | {"server_identity": identity, "metrics_urls": list(scraper.urls)}
 
 
-def _describe_run(args: argparse.Namespace, arrivals: list[RequestArrival], slo: dict[str, float]) -> dict[str, Any]:
+def _describe_settings(args: argparse.Namespace, settings: SweepSettings) -> dict[str, Any]:
+    """Return what makes two load runs comparable: the work, the sweep, the promises."""
+    work = args.log or [args.trace or args.manifest]
     return {
-        "date": get_utc_time(),
+        "mode": "load",
         "endpoint_type": args.engine,
-        "model_id": args.model,
-        "num_prompts": len(arrivals),
-        "request_rate": args.request_rate if math.isfinite(args.request_rate) else "inf",
+        "server": check_url(args.base_url, "--base-url"),
+        "model": args.model,
+        "workload": work,
+        "workload_sha256": [hash_file(path) for path in work],
+        "request_rates": [rate if math.isfinite(rate) else "inf" for rate in settings.rates],
+        "max_concurrencies": list(settings.concurrencies),
         "burstiness": args.burstiness,
-        "max_concurrency": args.max_concurrency,
+        "num_prompts": args.num_prompts,
+        "max_tokens": args.max_tokens,
+        "with_donors": not args.no_donors,
+        "think_time_s": args.think_time,
         "time_scale": args.time_scale if args.trace else None,
-        "workload": args.trace or args.manifest,
+        "isolation": settings.isolation,
         "seed": args.seed,
-        "slo": slo,
-        "environment": describe_environment(),
+        "slo": dict(settings.slo),
     }
 
 
-def _print_warnings(timed: list[TimedAnswer], found: dict[str, Any]) -> None:
-    errors = [one.answer.error for one in timed if one.answer.error]
-    if errors:
-        say(f"warning: {len(errors)} of {len(timed)} requests failed, the first with: {errors[0]}")
-    if (found["p99_late_ms"] or 0.0) > 100.0:
-        say(f"note: requests left up to {found['p99_late_ms']:.0f} ms late; lateness is part of their times")
+def format_csv(points: list[LoadPoint]) -> str:
+    """Return one row for each point, with the names of ``vllm bench serve``."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    names = list(points[0].summary)
+    writer.writerow(["request_rate", "max_concurrency", *names, "prefix_cache_hit_rate"])
+    for point in points:
+        rate = "inf" if point.request_rate is None else point.request_rate
+        values = [point.summary.get(name) for name in names]
+        writer.writerow([rate, point.max_concurrency, *values, point.engine.get("prefix_cache_hit_rate")])
+    return stream.getvalue()
+
+
+def _print_warnings(points: list[LoadPoint]) -> None:
+    for point in points:
+        errors = [one.error for one in point.requests if one.error]
+        if errors:
+            say(f"warning: {point.name}: {len(errors)} of {len(point.requests)} failed, the first with: {errors[0]}")
+        if (point.summary["p99_late_ms"] or 0.0) > LATE_MS:
+            late = f"{point.summary['p99_late_ms']:.0f} ms late; lateness is part of their times"
+            say(f"note: {point.name}: requests left up to {late}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from sembench.backends.http_client import check_url, get_text, open_client
 from sembench.files import write_json
-from sembench.provenance import get_utc_time
+from sembench.provenance import get_unix_time, get_utc_time
 from sembench.witnesses.prometheus import parse_samples
 from sembench.witnesses.snapshots import SNAPSHOT_VERSION, compare_snapshots, read_snapshot
 
@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     snapshot: dict[str, Any] = {
         "snapshot_version": SNAPSHOT_VERSION,
         "created_at_utc": get_utc_time(),
+        "taken_unix_s": get_unix_time(),
         "endpoints": endpoints,
     }
     if args.before:

@@ -1,6 +1,7 @@
 """What an engine's counters did between two snapshots; with --result, whether they bear out what receipts claim.
 
-Exit code 1 when the counters moved by less than the receipts of that arm add up to.
+Exit code 1 when the counters moved by less than the receipts of that arm add up to, or when the snapshots were not
+taken around the run.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any
 from sembench.files import write_json
 from sembench.provenance import get_utc_time
 from sembench.result import ARMS, read_result
-from sembench.witnesses.snapshots import compare_snapshots, read_snapshot
+from sembench.values import read_float
+from sembench.witnesses.snapshots import compare_snapshots, read_snapshot, read_snapshot_time
 from semblend.cli.output import say
 
 WINDOW_VERSION = "sembench.engine_window.v1"
@@ -44,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     problem = None
     if args.result:
         window |= _sum_claims(args.result, args.arm)
-        problem = _find_problem(window["claimed_tokens"], window["delta"])
+        problem = _find_wrong_time(args) or _find_problem(window["claimed_tokens"], window["delta"])
         window["borne_out"] = None if window["claimed_tokens"] is None else problem is None
     write_json(args.output, window)
     told = {name: value for name, value in window.items() if name in ("claimed_tokens", "borne_out")}
@@ -59,6 +61,16 @@ def _sum_claims(path: str, arm: str | None) -> dict[str, Any]:
     records = [record for record in read_result(path).requests if arm is None or record.arm == arm]
     told = [record.reused_tokens for record in records if record.reused_tokens is not None]
     return {"result": path, "requests": len(records), "claimed_tokens": sum(told) if told else None}
+
+
+def _find_wrong_time(args: argparse.Namespace) -> str | None:
+    """Return why the snapshots are not this run's, or None if the first was taken before it and the last after it."""
+    run = read_result(args.result).run or {}
+    first, last = read_float(run.get("first_sent_unix_s")), read_float(run.get("last_finished_unix_s"))
+    before, after = read_snapshot_time(args.before), read_snapshot_time(args.after)
+    if first is None or last is None or before is None or after is None:
+        return "the run or the snapshots do not say when they were made, so that nothing ties them together"
+    return None if before <= first and last <= after else "the snapshots were not taken around this run"
 
 
 def _find_problem(claimed: int | None, delta: dict[str, Any]) -> str | None:

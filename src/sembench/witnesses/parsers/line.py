@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from enum import Enum
 from typing import Any
 
@@ -117,6 +118,35 @@ def read_line(number: int, text: str) -> LogLine:
         opens_record=timed or found is not None,
         timed=_TIMED.search(header) is not None,
     )
+
+
+_STAMP = re.compile(rf"(?:(\d{{4}})[-/])?(\d\d)[-/](\d\d)[ T]({_CLOCK})(Z|[+-]\d\d:?\d\d)?")
+
+
+def read_time(line: LogLine, record: dict[str, Any] | None = None) -> float | None:
+    """Return when a line was written, in Unix seconds; None if it does not tell.
+
+    A time without a zone is local time, one without a year (vLLM's) belongs to the last twelve months.
+
+    >>> read_time(read_line(1, "[2026-08-01T23:40:01Z] ready"))
+    1785627601.0
+    """
+    told = (record or {}).get("time_unix_s")
+    if isinstance(told, (int, float)) and not isinstance(told, bool):
+        return float(told)
+    stamp = _STAMP.search(line.header)
+    if stamp is None:
+        return None
+    year, month, day, clock, zone = stamp.groups()
+    now = datetime.now(UTC).astimezone()
+    text = f"{year or now.year}-{month}-{day}T{clock.replace(',', '.')}{zone or ''}"
+    try:
+        found = datetime.fromisoformat(text).astimezone()
+        if year is None and found > now + timedelta(days=1):
+            found = found.replace(year=found.year - 1)
+    except ValueError:
+        return None
+    return found.timestamp()
 
 
 def _parse_level(word: str) -> Level:

@@ -74,8 +74,7 @@ def build_answer(exchange: Exchange, call: PromptCall) -> ServerAnswer:
     meta = meta if isinstance(meta, dict) else {}
     details = meta.get("cached_tokens_details")
     details = details if isinstance(details, dict) else {}
-    receipt = last.get("semblend")
-    receipt = receipt if isinstance(receipt, dict) else {}
+    receipt = _find_receipt(last.get("semblend"), meta.get("semblend"))
     positions = meta.get("output_top_logprobs")
     finish = meta.get("finish_reason")
     drawn = _read_rows(meta.get("output_token_logprobs"))
@@ -107,6 +106,12 @@ def build_answer(exchange: Exchange, call: PromptCall) -> ServerAnswer:
         error=exchange.error or (None if exchange.events else "an empty answer"),
         connection_failed=exchange.connection_failed,
     )
+
+
+def _find_receipt(*places: Any) -> JsonObject:
+    """Return the receipt of an answer; SGLang wraps what a request's own processes say in a list."""
+    found = (place[0] if isinstance(place, list) and place else place for place in places)
+    return next((one for one in found if isinstance(one, dict)), {})
 
 
 def _read_rows(value: Any) -> list[Sequence[Any]]:

@@ -248,7 +248,8 @@ class LiveRun:
             moved = prometheus.merge_deltas(prometheus.pair_snapshots(before, await self._scraper.take_snapshot()))
             reused = (answer.receipt or {}).get("reused_tokens")
             counted = moved.compute_rise(*prometheus.REUSED_TOKENS)
-            behind = moved.compute_rise(*prometheus.REQUESTS) == 0 or (counted is not None and counted != (reused or 0))
+            unequal = reused is not None and counted is not None and counted != reused
+            behind = moved.compute_rise(*prometheus.REQUESTS) == 0 or unequal
             if wait is None or answer.error or not behind:
                 return moved
             await asyncio.sleep(wait)

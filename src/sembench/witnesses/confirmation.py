@@ -81,8 +81,10 @@ def confirm(answer: ServerAnswer, expected: Expectation, delta: CounterDelta | N
     exact = parts["exact"]
     if exact is None:
         exact = answer.cached_exact
+    if exact is None and counters.believable:
+        exact = counters.exact
     if exact is None and answer.cached_tokens is not None and "receipt" not in statements:
-        exact = max(answer.cached_tokens - (answer.cached_semantic or 0), 0)
+        exact = max(answer.cached_tokens - max(statements.values(), default=0), 0)
     if exact is None and not statements.get("receipt"):
         exact = counters.local  # a stock server without usage details still counts its prefix hits
     contradictions = [

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from http_server import FLAGS, STOCK, Server
 
+from sembench.witnesses.engine_events import summarize_file
+
 OVERLAPPED = [flag for flag in FLAGS if flag != "--disable-overlap-schedule"]
 PATCHED = [sys.executable, str(Path(__file__).with_name("patched_server.py"))]
 ROWS = {
@@ -66,6 +68,17 @@ def test_a_patch_reaches_the_scheduler_that_sglang_spawns(lives):
     assert lives["ours moved"]["meta_info"]["cached_tokens_details"]["host"] > 100
     assert "SemBlend" not in lives["stock log"]
     assert lives["stock moved"]["meta_info"]["cached_tokens"] < 10
+
+
+def test_sembench_reads_what_sglang_itself_prints(lives, tmp_path):
+    found = {}
+    for name in ("stock", "ours"):
+        (tmp_path / f"{name}.log").write_text(lives[f"{name} log"])
+        found[name] = summarize_file("sglang", str(tmp_path / f"{name}.log"))
+    assert (found["stock"]["materialization_events"], found["stock"]["semantic_hits"]) == (0, 0)
+    assert found["ours"]["materialized_tokens"] > 100
+    assert found["stock"]["errors"] == found["ours"]["errors"] == 0, found["ours"]["error_examples"]
+    assert found["stock"]["last_time_unix_s"] <= found["ours"]["first_time_unix_s"] + 1
 
 
 def test_the_answer_has_its_receipt(lives):

@@ -26,7 +26,7 @@ LINE = {
 
 
 class Server:
-    def __init__(self, log, model):
+    def __init__(self, log, model, connector=True):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -34,7 +34,7 @@ class Server:
         command += ["--served-model-name", "m", "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
         command += ["--kv-cache-memory-bytes", str(160 << 20), "--block-size", "32", "--max-num-seqs", "4"]
         command += ["--enable-prompt-tokens-details", "--port", str(self.port), "--host", "127.0.0.1"]
-        command += ["--kv-transfer-config", json.dumps(LINE)]
+        command += ["--kv-transfer-config", json.dumps(LINE)] if connector else []
         self.log, self.events = log, log.with_name("events.jsonl")
         environment = dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="1", SEMBLEND_QUALITY="fast")
         environment["SEMBLEND_EVENTS"] = str(self.events)

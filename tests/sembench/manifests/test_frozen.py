@@ -74,7 +74,9 @@ def test_an_empty_or_missing_folder_cannot_be_frozen(tmp_path, capsys):
 def snapshot(path: Path, **counters: float) -> Path:
     samples = [["semblend_tokens_total", {"kind": kind}, value] for kind, value in counters.items()]
     endpoints = {"http://engine/metrics": {"error": None, "samples": samples}}
-    path.write_text(json.dumps({"snapshot_version": SNAPSHOT_VERSION, "endpoints": endpoints}))
+    taken = {"a.json": 90.0, "b.json": 210.0}[path.name]
+    made = {"snapshot_version": SNAPSHOT_VERSION, "endpoints": endpoints, "taken_unix_s": taken}
+    path.write_text(json.dumps(made))
     return path
 
 
@@ -83,7 +85,8 @@ def claims(tmp_path: Path) -> tuple[Path, int]:
     records = live_records(3)
     total = sum(record.reused_tokens or 0 for record in records if record.arm == "warm")
     assert total > 0
-    write_result(tmp_path / "result.json", result_of(records))
+    run = {"first_sent_unix_s": 100.0, "last_finished_unix_s": 200.0}
+    write_result(tmp_path / "result.json", result_of(records, run=run))
     return tmp_path / "result.json", total
 
 
@@ -118,6 +121,16 @@ def test_an_engine_without_counters_bears_nothing_out(tmp_path, capsys, claims):
     snapshot(tmp_path / "b.json")
     assert window(tmp_path, "--result", claims[0]) == 1
     assert "has no counter for them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("taken", [150.0, None])
+def test_snapshots_that_were_not_taken_around_the_run_bear_nothing_out(tmp_path, capsys, claims, taken):
+    result, total = claims
+    snapshot(tmp_path / "a.json", reused=100)
+    after = json.loads(snapshot(tmp_path / "b.json", reused=100 + total).read_text())
+    (tmp_path / "b.json").write_text(json.dumps(after | {"taken_unix_s": taken}))
+    assert window(tmp_path, "--result", result, "--arm", "warm") == 1
+    assert "not taken around this run" in capsys.readouterr().err or taken is None
 
 
 def test_a_file_that_is_no_snapshot_is_refused(tmp_path, capsys):

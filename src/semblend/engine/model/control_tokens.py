@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from semblend.engine.model.template_marks import Marks
+from semblend.engine.model.chat_template import Marks
 from semblend.errors import InputError
 
 _BLANK = "▁"  # how sentencepiece writes a blank

@@ -1,4 +1,4 @@
-"""Answers of our own, as ASGI messages."""
+"""Answers of our own: of the paths that this server answers itself, and errors in place of an engine's answer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from semantickv.edge.exchange import ClientSide
 from semblend.wire.errors import ApiError
 
 if TYPE_CHECKING:
@@ -33,9 +34,21 @@ async def send_json(send: Send, value: Any, status: int = 200, headers: Iterable
     await send_bytes(send, status, json.dumps(value).encode(), b"application/json", headers)
 
 
-async def send_error(send: Send, error: ApiError, request_id: str = "") -> None:
+async def send_error(send: Send, error: ApiError) -> None:
     """Send an error in OpenAI's shape."""
-    headers = [(name.lower().encode(), value.encode()) for name, value in error.headers().items()]
+    await send_json(send, error.body(), error.status, _write_headers(error))
+
+
+def answer_error(client: ClientSide, error: ApiError, request_id: str = "") -> None:
+    """Answer a request that is not forwarded, or was in vain, with an error in OpenAI's shape."""
+    body = json.dumps(error.body()).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += _write_headers(error)
     if request_id:
         headers.append((b"x-request-id", request_id.encode("latin-1")))
-    await send_json(send, error.body(), error.status, headers)
+    client.start(error.status, headers)
+    client.write(body, is_last=True)
+
+
+def _write_headers(error: ApiError) -> list[tuple[bytes, bytes]]:
+    return [(name.lower().encode(), value.encode()) for name, value in error.headers().items()]

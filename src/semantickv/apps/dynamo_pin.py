@@ -15,16 +15,20 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from semantickv.apps.answers import NOT_FOUND, send_error, send_json
+from semantickv.apps.answers import NOT_FOUND, answer_error, send_error, send_json
 from semantickv.apps.callers import add_fields, identify_caller
 from semantickv.apps.edge_call import PROMPT_PATHS
+from semantickv.edge.asgi_side import AsgiSide
+from semantickv.edge.connection import AnswerHead
+from semantickv.edge.exchange import ClientSide, EngineExchange, EngineTimeouts, OutgoingRequest, fetch
 from semantickv.edge.faults import Fault
-from semantickv.edge.forward import ClientWatch, EngineAnswer, EngineTimeouts, OutgoingRequest, open_answer, relay
-from semantickv.edge.headers import find_header, select_request_headers
+from semantickv.edge.headers import find_header, select_request_headers, select_response_headers
 from semantickv.edge.intake import Intake, IntakeLimits
 from semantickv.edge.pool import ConnectionPool
 from semantickv.routing.fingerprint import NO_PIECES, PromptPieces, cut_prompt, load_cutter
@@ -57,6 +61,7 @@ log = logging.getLogger("semantickv")
 class PinCall:
     """One request under way."""
 
+    body: bytes
     outgoing: OutgoingRequest
     pieces: PromptPieces = NO_PIECES
     placement: Placement = _FREE
@@ -74,11 +79,12 @@ class PinGateway:
     running: Counter[WorkerKey] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     intake: Intake = field(init=False)
-    _timeouts: EngineTimeouts = field(init=False)
+    timeouts: EngineTimeouts = field(init=False)
+    _running: set[PinForwarding] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.intake = Intake(IntakeLimits(requests=self.settings.max_requests))
-        self._timeouts = EngineTimeouts(self.settings.timeout_s, self.settings.timeout_s)
+        self.timeouts = EngineTimeouts(self.settings.timeout_s, self.settings.timeout_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -87,7 +93,7 @@ class PinGateway:
             method, path = scope["method"], scope["path"]
             if method == "GET" and path == "/health":
                 await send_json(send, {"status": "ok" if self.workers else "waiting", "workers": len(self.workers)})
-            elif (method == "POST" and path in PROMPT_PATHS) or (method == "GET" and path == "/v1/models"):
+            elif self.is_forwarded(method, path):
                 await self._forward(scope, receive, send)
             else:
                 await send_error(send, NOT_FOUND)
@@ -98,44 +104,66 @@ class PinGateway:
 
     async def refresh_workers(self) -> None:
         """Ask the frontend who is there. A frontend that does not answer changes nothing."""
-        watch = ClientWatch(_never)
+        answer = await fetch(self.pool, HEALTH, HEALTH_TIMEOUTS, most_bytes=MOST_HEALTH_BYTES)
+        if isinstance(answer, Fault):
+            return
         try:
-            answer = await open_answer(self.pool, HEALTH, HEALTH_TIMEOUTS, watch)
-            if isinstance(answer, Fault):
-                return
-            data = await _read_all(answer)
-            self.workers = read_workers(json.loads(data), self.endpoint)
+            self.workers = read_workers(json.loads(answer.body), self.endpoint)
             self.evidence.note_workers(self.workers)
         except (ValueError, RecursionError):
             log.warning("the frontend's /health is not JSON")
-        finally:
-            watch.stop()
 
     # -- a request ---------------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def is_forwarded(method: str, path: str) -> bool:
+        """Whether a request goes to the frontend."""
+        return (method == "POST" and path in PROMPT_PATHS) or (method == "GET" and path == "/v1/models")
+
+    def forward(self, scope: Mapping[str, Any], body: bytes, began: float, client: ClientSide) -> PinForwarding:  # noqa: ARG002
+        """Send a request on that has a place in the intake. The place is given back in the end."""
+        try:
+            call = self._open(scope, body)
+        except BaseException:
+            self.intake.leave(body)
+            raise
+        self.counts[call.placement.reason.value] += 1
+        forwarding = PinForwarding(self, call, client)
+        self._running.add(forwarding)
+        forwarding.begin()
+        return forwarding
+
+    def refuse(self, scope: Mapping[str, Any], error: ApiError, client: ClientSide) -> None:  # noqa: ARG002
+        """Answer a request that is not forwarded with an error."""
+        answer_error(client, error)
+
+    def note_left(self, scope: Mapping[str, Any]) -> None:
+        """A client left before its request was whole: nothing is counted here."""
+
+    def note_end(self, forwarding: PinForwarding) -> None:
+        """A request has ended, whatever became of it."""
+        self._running.discard(forwarding)
+        self.intake.leave(forwarding.call.body)
+
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Take a request from an ASGI server, and send its answer there."""
         refused = self.intake.enter()
         if refused is not None:
             await send_error(send, refused)
             return
-        body = b""
+        body: bytes | ApiError | Fault | None = None
         try:
-            found = await self.intake.read_body(scope["headers"], receive)
-            if isinstance(found, ApiError):
-                await send_error(send, found)
-            elif not isinstance(found, Fault):
-                body = found
-                call = self._open(scope, body)
-                self.counts[call.placement.reason.value] += 1
-                watch = ClientWatch(receive)
-                try:
-                    await self._serve(call, send, watch)
-                finally:
-                    watch.stop()
+            body = await self.intake.read_body(scope["headers"], receive)
         finally:
-            self.intake.leave(body)
+            if not isinstance(body, bytes):
+                self.intake.leave(b"")
+        if isinstance(body, ApiError):
+            await send_error(send, body)
+        elif isinstance(body, bytes):
+            side = AsgiSide(send)
+            await side.run(receive, self.forward(scope, body, time.perf_counter(), side))
 
-    def _open(self, scope: Scope, body: bytes) -> PinCall:
+    def _open(self, scope: Mapping[str, Any], body: bytes) -> PinCall:
         """Read a request and decide where it goes. One that cannot be read, or that pins itself, passes as it is."""
         headers = select_request_headers(scope["headers"])
         query = scope["query_string"].decode("latin-1")
@@ -144,11 +172,11 @@ class PinGateway:
         view = read_prompt(body)
         fields = view.fields if scope["method"] == "POST" else {}
         if not fields or has_rules(fields) or find_header(headers, WORKER_HEADER):
-            return PinCall(outgoing)
+            return PinCall(body, outgoing)
         asked = add_fields(body, fields, {"nvext": ask_for_worker(fields)})
         pieces = self._cut(view, identify_caller(headers, self.settings.hash_key).namespace)
         states = [WorkerState(key, self.running[key]) for key in self.workers]
-        return PinCall(replace(outgoing, body=asked), pieces, self.evidence.choose(pieces, states))
+        return PinCall(body, replace(outgoing, body=asked), pieces, self.evidence.choose(pieces, states))
 
     @staticmethod
     def _cut(view: PromptView, caller: bytes) -> PromptPieces:
@@ -158,48 +186,7 @@ class PinGateway:
         words = [view.model, *(salt if isinstance(salt, str) else "" for salt in salts)]
         return cut_prompt(view.list_parts(), caller + "\0".join(words).encode("utf-8", "surrogatepass"))
 
-    async def _serve(self, call: PinCall, send: Send, watch: ClientWatch) -> None:
-        """Send a request to its worker. Where the frontend refuses the pin, send it once more without."""
-        worker = call.placement.worker
-        if worker is not None:
-            pinned = replace(call.outgoing, headers=[*call.outgoing.headers, *write_pin_headers(worker)])
-            self.evidence.note_placed(call.pieces, worker)
-            if await self._try(call, pinned, worker, send, watch) or watch.has_left:
-                return
-            self.counts["retried"] += 1
-            call.placement = Placement(None, PlacementReason.FAULT)
-        if await self._try(call, call.outgoing, None, send, watch) and worker is not None:
-            self.evidence.note_fault(worker)  # it was the pin: the same request is welcome elsewhere
-
-    async def _try(
-        self, call: PinCall, outgoing: OutgoingRequest, worker: WorkerKey | None, send: Send, watch: ClientWatch
-    ) -> bool:
-        """Send a request and pass the answer on. False if a pinned one was refused: nothing has been passed on."""
-        seen = PinnedAnswer()
-        if worker is not None:
-            self.running[worker] += 1
-        try:
-            answer = await open_answer(self.pool, outgoing, self._timeouts, watch)
-            if isinstance(answer, Fault):
-                if not watch.has_left:
-                    await send_error(send, answer.as_api_error())
-                return True  # the frontend itself is gone: another worker would not help
-            try:
-                if worker is not None and answer.head.status >= 400:
-                    return False
-                reason = call.placement.reason.value.encode()
-                headers = [(b"x-semantic-route", call.placement.outcome.value.encode()), (b"x-route-reason", reason)]
-                fault = await relay(answer, send, watch, headers=headers, observe=seen.observe)
-                if fault is None and answer.head.status < 400:
-                    self._learn(call, seen, worker)
-                return answer.head.status < 400 or worker is not None
-            finally:
-                answer.close()
-        finally:
-            if worker is not None:
-                self.running[worker] -= 1
-
-    def _learn(self, call: PinCall, seen: PinnedAnswer, worker: WorkerKey | None) -> None:
+    def learn(self, call: PinCall, seen: PinnedAnswer, worker: WorkerKey | None) -> None:
         """Remember who computed the prompt, and compare its cache with what was expected of it."""
         if not call.pieces.hashes or seen.worker is None:
             return
@@ -217,6 +204,8 @@ class PinGateway:
         task = asyncio.ensure_future(self._follow_workers())
         await send({"type": "lifespan.startup.complete"})
         await receive()
+        for forwarding in list(self._running):
+            forwarding.stop()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         self.pool.close()
@@ -228,19 +217,106 @@ class PinGateway:
             await asyncio.sleep(self.settings.health_s if self.workers else min(1.0, self.settings.health_s))
 
 
-async def _never() -> Any:
-    """A client that never leaves."""
-    await asyncio.Event().wait()
+class PinForwarding:
+    """One request to the frontend: to its worker and, where the frontend refuses the pin, once more without."""
 
+    __slots__ = ("_client", "_exchange", "_gateway", "_refused", "_seen", "_status", "_worker", "call")
 
-async def _read_all(answer: EngineAnswer) -> bytes:
-    """Read a short answer whole; nothing of one that breaks off or is too long."""
-    pieces: list[Any] = []
-    try:
-        while piece := await answer.read():
-            if isinstance(piece, Fault) or sum(map(len, pieces)) > MOST_HEALTH_BYTES:
-                return b""
-            pieces.append(piece)
-        return b"".join(pieces)
-    finally:
-        answer.close()
+    def __init__(self, gateway: PinGateway, call: PinCall, client: ClientSide) -> None:
+        self.call = call
+        self._gateway = gateway
+        self._client = client
+        self._exchange: EngineExchange | None = None
+        self._worker: WorkerKey | None = None
+        self._refused: WorkerKey | None = None
+        self._seen = PinnedAnswer()
+        self._status = 0
+
+    def begin(self) -> None:
+        """Send the request."""
+        worker = self.call.placement.worker
+        if worker is not None:
+            self._gateway.evidence.note_placed(self.call.pieces, worker)
+        self._send(worker)
+
+    # -- what the client's side calls ------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        if self._exchange is not None:
+            self._exchange.cancel()
+            self._end()
+
+    def stop(self) -> None:
+        if self._exchange is not None:
+            self._client.cut()
+            self.leave()
+
+    def pause(self) -> None:
+        if self._exchange is not None:
+            self._exchange.pause()
+
+    def resume(self) -> None:
+        if self._exchange is not None:
+            self._exchange.resume()
+
+    # -- what the exchange calls -----------------------------------------------------------------------------------
+
+    def take_head(self, head: AnswerHead) -> None:
+        call, gateway = self.call, self._gateway
+        assert self._exchange is not None
+        if self._worker is not None and head.status >= 400:
+            self._exchange.cancel()
+            self._refused = self._worker
+            self._release()
+            gateway.counts["retried"] += 1
+            call.placement = Placement(None, PlacementReason.FAULT)
+            self._send(None)
+            return
+        self._status = head.status
+        if self._refused is not None and head.status < 400:
+            gateway.evidence.note_fault(self._refused)  # it was the pin: the same request is welcome elsewhere
+        ours = [
+            (b"x-semantic-route", call.placement.outcome.value.encode()),
+            (b"x-route-reason", call.placement.reason.value.encode()),
+        ]
+        self._client.start(head.status, select_response_headers(head.headers, [name for name, _ in ours]) + ours)
+
+    def take_piece(self, piece: bytes, *, is_last: bool) -> None:
+        try:
+            self._client.write(piece, is_last=is_last)
+            self._seen.observe(piece)
+            if is_last and self._status < 400:
+                self._gateway.learn(self.call, self._seen, self._worker)
+        finally:
+            if is_last:
+                self._end()
+
+    def take_fault(self, fault: Fault) -> None:
+        """The frontend itself is gone: another worker would not help."""
+        if self._status:
+            self._client.cut()
+        else:
+            answer_error(self._client, fault.as_api_error())
+        self._end()
+
+    # -- helpers ---------------------------------------------------------------------------------------------------
+
+    def _send(self, worker: WorkerKey | None) -> None:
+        gateway, outgoing = self._gateway, self.call.outgoing
+        if worker is not None:
+            outgoing = replace(outgoing, headers=[*outgoing.headers, *write_pin_headers(worker)])
+            gateway.running[worker] += 1
+        self._worker = worker
+        self._exchange = EngineExchange(gateway.pool, outgoing, gateway.timeouts, self)
+        self._exchange.begin()
+
+    def _release(self) -> None:
+        """Take the request off its worker."""
+        if self._worker is not None:
+            self._gateway.running[self._worker] -= 1
+            self._worker = None
+
+    def _end(self) -> None:
+        self._exchange = None
+        self._release()
+        self._gateway.note_end(self)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from semantickv.apps.callers import Caller, add_fields, identify_caller, make_salt, write_fields
+from semantickv.edge.exchange import OutgoingRequest
 from semantickv.edge.faults import Fault
-from semantickv.edge.forward import OutgoingRequest
 from semantickv.edge.headers import find_header, select_request_headers
 from semantickv.routing.arranging import ArrangedRequest, MarkedRequest, read_marked
 from semantickv.routing.fingerprint import NO_PIECES, PromptPieces, cut_prompt
@@ -20,9 +20,6 @@ from semantickv.telemetry.request_span import RequestSpan
 from semblend.errors import InputError
 from semblend.prompt import Namespace
 from semblend.wire.errors import ApiError
-
-if TYPE_CHECKING:
-    from starlette.types import Scope
 
 PROMPT_PATHS = ("/v1/chat/completions", "/v1/completions")
 _HIDDEN = (b"x-tenant-id", b"x-request-id", b"x-session-id")
@@ -43,6 +40,8 @@ class EdgeCall:
     attempts: int = 0
     status: int = 0
     decision: RouteDecision | None = None
+    new_keys: Sequence[int] = ()
+    """What the prompt brought to its replica's memory that was not there."""
     fault: Fault | None = None
     first_byte: float | None = None
     reader: AnswerReader | None = None
@@ -66,8 +65,8 @@ class CallOpener:
     settings: EdgeSettings
     router: Router
 
-    def open(self, scope: Scope, body: bytes, began: float) -> EdgeCall | ApiError:
-        """Read who calls and what the prompt is. With salts, a prompt that cannot be read is refused."""
+    def open(self, scope: Mapping[str, Any], body: bytes, began: float) -> EdgeCall | ApiError:
+        """Read who calls and what the prompt is, from ASGI's scope. With salts, an unreadable prompt is refused."""
         path, settings = scope["path"], self.settings
         caller = identify_caller(scope["headers"], settings.hash_key)
         is_prompt = path in PROMPT_PATHS
@@ -113,7 +112,7 @@ class CallOpener:
             or bool(settings.salt_secret)
             or settings.session_hint == "body"
             or router.replicas[0].arranger is not None
-            or b'"session_id"' in body
+            or (len(router.replicas) > 1 and b'"session_id"' in body)
         )
 
     def arrange(self, call: EdgeCall, marked: MarkedRequest, decision: RouteDecision) -> None:

@@ -2,33 +2,35 @@
 
 ::
 
-    receive ─▶ Intake ─▶ Caller, PromptView ─▶ Router.choose ─▶ open_answer ─▶ relay ─▶ send
-                                  ▲                   │ a fault before the first byte
-                                  └───────────────────┘
+    ClientConnection ─▶ Intake ─▶ CallOpener ─▶ Forwarding ─▶ engine      the server of `semantickv router` and `proxy`
+    any ASGI server ─▶ __call__ ─▶ the same, and AsgiSide sends the answer
     and in the end one ExchangeRecord ─▶ metrics, the caller's record, the trace
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from semantickv.apps.answers import send_error
+from semantickv.apps.answers import answer_error, send_error
 from semantickv.apps.edge_call import PROMPT_PATHS, CallOpener, EdgeCall
+from semantickv.apps.forwarding import Forwarding, Lane
 from semantickv.apps.own_paths import OwnPaths
+from semantickv.edge.asgi_side import AsgiSide
+from semantickv.edge.exchange import CLIENT_LEFT, ClientSide, EngineTimeouts
 from semantickv.edge.faults import Fault, FaultKind
-from semantickv.edge.forward import ClientWatch, EngineAnswer, EngineTimeouts, open_answer, relay
 from semantickv.edge.headers import find_header
 from semantickv.edge.intake import Intake, IntakeLimits
 from semantickv.engine_state.feed import EngineFeeds, ServedPrompt
-from semantickv.routing.arranging import write_order
 from semantickv.routing.fingerprint import load_cutter
 from semantickv.routing.health import watch_health
-from semantickv.routing.router import NoReplica, RouteDecision, Router, RouteRequest
+from semantickv.routing.router import RouteDecision, Router, RouteRequest
 from semantickv.settings import EdgeSettings
-from semantickv.telemetry.answer_reader import AnswerReader
 from semantickv.telemetry.fleet_book import FleetBook
 from semantickv.telemetry.metrics import EdgeMetrics
 from semantickv.telemetry.record import EngineReceipt, ExchangeRecord, RecordStore
@@ -41,10 +43,13 @@ if TYPE_CHECKING:
 
     from semantickv.shared_state.redis_link import RedisLink
 
-MOST_ATTEMPTS = 3
 CLIENT_LEFT_STATUS = 499
+SETTLE_S = 0.002
+MOST_UNSETTLED = 64
+LARGE_BODY_BYTES = 1 << 20
+"""A body of this size is not kept after its request has ended."""
+log = logging.getLogger("semantickv")
 POST_PATHS = (*PROMPT_PATHS, "/v1/embeddings")
-STOPPED = Fault(FaultKind.STOPPED, "this server stops")
 
 
 @dataclass(slots=True)
@@ -63,7 +68,10 @@ class Gateway:
     opener: CallOpener = field(init=False)
     records: RecordStore = field(default_factory=RecordStore)
     fleet: FleetBook = field(default_factory=FleetBook)
-    _timeouts: EngineTimeouts = field(init=False)
+    _lane: Lane = field(init=False)
+    _running: set[Forwarding] = field(default_factory=set)
+    _unsettled: deque[tuple[EdgeCall, float]] = field(default_factory=deque)
+    """Requests that have ended, and when; not written down yet."""
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
     _started: float = field(default_factory=time.perf_counter)
 
@@ -81,15 +89,19 @@ class Gateway:
             self.link,
             self.fleet if self.shows_routes else None,
         )
-        self._timeouts = EngineTimeouts(self.settings.timeout_s, self.settings.timeout_s)
+        timeouts = EngineTimeouts(self.settings.timeout_s, self.settings.timeout_s)
+        self._lane = Lane(
+            self.router, self.opener, timeouts, self.shows_routes, self._note_sent, self._note_refused, self._note_end
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
         elif scope["type"] == "http":
-            if self._is_forwarded(scope["method"], scope["path"]):
+            if self.is_forwarded(scope["method"], scope["path"]):
                 await self._forward(scope, receive, send)
             else:
+                self.settle()
                 await self.own_paths.answer(scope, send)
 
     def warm_up(self) -> None:
@@ -99,6 +111,7 @@ class Gateway:
 
     def read_gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
         """The numbers of this moment, for /metrics."""
+        self.settle()
         replicas, log = self.router.replicas, self.trace_log
         counts = {} if log is None else {"written": log.written, "unread": log.unread, "dropped": log.dropped}
         return {
@@ -127,123 +140,114 @@ class Gateway:
     # -- a request that is forwarded -------------------------------------------------------------------------------
 
     @staticmethod
-    def _is_forwarded(method: str, path: str) -> bool:
+    def is_forwarded(method: str, path: str) -> bool:
+        """Whether a request goes to an engine; the rest is answered here."""
         if method == "POST":
             return path in POST_PATHS
         name = path.removeprefix("/v1/models/")
         return method == "GET" and (path == "/v1/models" or (name != path and ".." not in name.split("/")))
 
+    def forward(self, scope: Mapping[str, Any], body: bytes, began: float, client: ClientSide) -> Forwarding | None:
+        """Send a request on whose body was read and which has a place in the intake; None if it was refused.
+
+        What is left is done as bytes come, by calls from connection to connection. The place is given back in the end.
+        """
+        forwarding: Forwarding | None = None
+        try:
+            call = self.opener.open(scope, body, began)
+            if isinstance(call, ApiError):
+                self.refuse(scope, call, client)
+                self.intake.leave(body)
+                return None
+            if self.trace_log is not None and call.path in PROMPT_PATHS:
+                call.ticket = self.trace_log.take_ticket()
+            call.span = start_span(scope["method"], _name_path(call.path), scope["headers"])
+            if call.span is not None:
+                call.outgoing = replace(call.outgoing, headers=call.span.replace_context(call.outgoing.headers))
+            forwarding = Forwarding(self._lane, call, client)
+            self._running.add(forwarding)
+            forwarding.begin()
+        except BaseException:
+            if forwarding is None:
+                self.intake.leave(body)
+            else:
+                forwarding.stop()
+            raise
+        return forwarding
+
+    def refuse(self, scope: Mapping[str, Any], error: ApiError, client: ClientSide) -> None:
+        """Answer a request that is not forwarded with an error, and count it."""
+        self.metrics.count_refusal(_name_path(scope["path"]), error.status)
+        answer_error(client, error)
+
+    def note_left(self, scope: Mapping[str, Any]) -> None:
+        """Count a client that left before its request was whole."""
+        self.metrics.count_refusal(_name_path(scope["path"]), CLIENT_LEFT_STATUS)
+
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Take a request, serve it, and write down what became of it."""
+        """Take a request from an ASGI server, and send its answer there."""
         began = time.perf_counter()
         refused = self.intake.enter()
         if refused is not None:
             self.metrics.count_refusal(_name_path(scope["path"]), refused.status)
             await send_error(send, refused)
             return
-        body = b""
+        body: bytes | ApiError | Fault = CLIENT_LEFT
         try:
-            found = await self.intake.read_body(scope["headers"], receive)
-            if isinstance(found, ApiError):
-                self.metrics.count_refusal(_name_path(scope["path"]), found.status)
-                await send_error(send, found)
-            elif isinstance(found, Fault):
-                self.metrics.count_refusal(_name_path(scope["path"]), CLIENT_LEFT_STATUS)
-            else:
-                body = found
-                call = self.opener.open(scope, body, began)
-                if isinstance(call, ApiError):
-                    self.metrics.count_refusal(_name_path(scope["path"]), call.status)
-                    await send_error(send, call)
-                    return
-                if self.trace_log is not None and call.path in PROMPT_PATHS:
-                    call.ticket = self.trace_log.take_ticket()
-                call.span = start_span(scope["method"], _name_path(call.path), scope["headers"])
-                if call.span is not None:
-                    call.outgoing = replace(call.outgoing, headers=call.span.replace_context(call.outgoing.headers))
-                watch = ClientWatch(receive)
-                try:
-                    await self._serve(call, send, watch)
-                finally:
-                    watch.stop()
-                    self._close_call(call)
+            body = await self.intake.read_body(scope["headers"], receive)
         finally:
-            self.intake.leave(body)
+            if not isinstance(body, bytes):
+                self.intake.leave(b"")
+        if isinstance(body, ApiError):
+            self.metrics.count_refusal(_name_path(scope["path"]), body.status)
+            await send_error(send, body)
+        elif isinstance(body, Fault):
+            self.note_left(scope)
+        else:
+            side = AsgiSide(send)
+            await side.run(receive, self.forward(scope, body, began, side))
 
-    async def _serve(self, call: EdgeCall, send: Send, watch: ClientWatch) -> None:
-        """Send the request to one replica after another, until one has begun to answer or none is left."""
-        tried: list[Any] = []
-        while True:
-            decision = self.router.choose(call.route, tried)
-            if isinstance(decision, NoReplica):
-                break
-            call.attempts += 1
-            call.decision = decision
-            await self._try(call, decision, send, watch, tried)
-            tried.append(decision.replica)
-            if call.fault is None or not call.fault.may_retry or call.attempts >= MOST_ATTEMPTS or watch.has_left:
-                break
-        if call.status or watch.has_left:
-            return
-        error = call.fault.as_api_error() if call.fault is not None else _NO_REPLICA
-        call.status = error.status
-        await send_error(send, error, call.caller.request_id)
-
-    async def _try(
-        self, call: EdgeCall, decision: RouteDecision, send: Send, watch: ClientWatch, tried: list[Any]
-    ) -> None:
-        """Send the request to one replica and pass its answer on."""
-        if call.marked is not None:
-            self.opener.arrange(call, call.marked, decision)
-        self.router.start(decision, call.route)
-        # Once the request is on its way: to remember a prompt of 8k tokens takes some 30 µs.
-        asyncio.get_running_loop().call_soon(self._remember, decision, call.route)
-        call.fault = STOPPED  # stands if this task is cancelled
-        try:
-            answer = await open_answer(decision.replica.pool, call.outgoing, self._timeouts, watch)
-            if isinstance(answer, Fault):
-                call.fault = answer
-                return
-            try:
-                if answer.head.status == 503 and self._has_another(call, decision, tried):
-                    call.fault = Fault(FaultKind.BUSY)
-                    return
-                await self._pass_on(call, decision, answer, send, watch)
-            finally:
-                answer.close()
-        finally:
-            self.router.end(decision, call.fault, had_first_byte=call.first_byte is not None)
-
-    def _remember(self, decision: RouteDecision, route: RouteRequest) -> None:
-        """Remember a prompt that was sent, and tell the other routers."""
-        self.router.remember(decision, route)
+    def _note_sent(self, decision: RouteDecision, route: RouteRequest) -> list[int]:
+        """Remember a prompt that was sent, and tell the other routers. The engine has it already: nobody waits."""
+        new = self.router.remember(decision, route)
         if self.link is not None:
             self.link.exchange.note_placed(decision, route)
+        return new
 
-    async def _pass_on(
-        self, call: EdgeCall, decision: RouteDecision, answer: EngineAnswer, send: Send, watch: ClientWatch
-    ) -> None:
-        call.first_byte, call.status = time.perf_counter(), answer.head.status
-        self.router.note_first_byte(decision)
-        call.reader = AnswerReader(answer.head.headers)
-        if call.arranged is not None and decision.replica.arranger is not None and call.status == 200:
-            for one in call.arranged.sent:
-                decision.replica.arranger.record(one)
-        headers = [(b"x-request-id", call.caller.request_id.encode("latin-1"))]
-        if self.shows_routes:
-            headers += _write_route(decision, self.router.policy)
-        if call.arranged is not None and (order := write_order(call.arranged.groups)):
-            headers.append((b"x-semantic-order", order))
-        call.fault = await relay(answer, send, watch, headers=headers, observe=call.reader.observe)
+    def _note_refused(self, decision: RouteDecision, new: Sequence[int]) -> None:
+        """Forget what a prompt brought that its engine refused, here and in the other routers."""
+        self.router.forget(decision, new)
+        if self.link is not None and new:
+            self.link.exchange.note_refused(decision, new)
 
-    def _has_another(self, call: EdgeCall, decision: RouteDecision, tried: list[Any]) -> bool:
-        if call.attempts >= MOST_ATTEMPTS:
-            return False
-        return isinstance(self.router.choose(call.route, [*tried, decision.replica]), RouteDecision)
+    def _note_end(self, forwarding: Forwarding) -> None:
+        """Give a request's place back. What became of it is written down soon."""
+        self._running.discard(forwarding)
+        call = forwarding.call
+        self.intake.leave(call.body)
+        self._unsettled.append((call, time.perf_counter()))
+        is_large = len(call.body) > LARGE_BODY_BYTES
+        if is_large or call.span is not None or len(self._unsettled) >= MOST_UNSETTLED:
+            self.settle()  # a span ends when its request does
+        elif len(self._unsettled) == 1:
+            asyncio.get_running_loop().call_later(SETTLE_S, self.settle)
 
-    def _close_call(self, call: EdgeCall) -> None:
-        """Write down what became of a request."""
-        ended, reader = time.perf_counter(), call.reader
+    def settle(self) -> None:
+        """Write down what became of the requests that have ended: metrics, records, traces.
+
+        This takes as long as forwarding a request does, so it waits for a moment in which no bytes do. Whoever reads
+        what is written here asks for it first.
+        """
+        while self._unsettled:
+            call, ended = self._unsettled.popleft()
+            try:
+                self._close_call(call, ended)
+            except Exception:  # the client has its answer: what fails here costs a record
+                log.exception("a request could not be written down")
+
+    def _close_call(self, call: EdgeCall, ended: float) -> None:
+        """Write down what became of a request that ended at ``ended``."""
+        reader = call.reader
         receipt = EngineReceipt() if reader is None or call.fault is not None else reader.read_receipt()
         decision, fault = call.decision, call.fault
         left = fault is not None and fault.kind is FaultKind.CLIENT_LEFT
@@ -323,6 +327,9 @@ class Gateway:
             self._tasks.append(asyncio.ensure_future(self.link.run()))
         await send({"type": "lifespan.startup.complete"})
         await receive()
+        for forwarding in list(self._running):
+            forwarding.stop()
+        self.settle()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -331,22 +338,6 @@ class Gateway:
         if self.trace_log is not None:
             await asyncio.to_thread(self.trace_log.close)
         await send({"type": "lifespan.shutdown.complete"})
-
-
-_NO_REPLICA = ApiError(503, "no engine can serve", hint="try again in a moment", code="no_replica", retry_after_s=1)
-
-
-def _write_route(decision: RouteDecision, policy: str) -> list[tuple[bytes, bytes]]:
-    """The headers that say where a request went, and why. They speak of the caller's own prompts only."""
-    outcome, replica = decision.outcome.value.encode(), decision.replica.id.encode()
-    return [
-        (b"x-semantic-route", outcome),
-        (b"x-semantic-placement", outcome),
-        (b"x-semantic-score", f"{decision.score:.4f}".encode()),
-        (b"x-route-reason", f"{policy};{decision.reason.value}".encode()),
-        (b"x-replica-id", replica),
-        (b"x-semantickv-replica", replica),
-    ]
 
 
 def _name_path(path: str) -> str:

@@ -69,7 +69,12 @@ def make_server(
         host=host,
         port=port,
         loop="uvloop" if find_spec("uvloop") else "asyncio",
-        http=partial(ClientConnection, books=Connections(connections), deadlines=deadlines),  # type: ignore[arg-type]
+        http=partial(  # type: ignore[arg-type]
+            ClientConnection,
+            books=Connections(connections),
+            deadlines=deadlines,
+            direct=app if hasattr(app, "forward") else None,
+        ),
         timeout_keep_alive=int(deadlines.idle_s),
         ws="none",
         lifespan="on",

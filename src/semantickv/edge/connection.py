@@ -1,7 +1,8 @@
 """One HTTP/1.1 connection to an engine, one exchange at a time. The parser is httptools (llhttp).
 
 Why not a client library: with an 8k-token prompt, uvicorn and httpx add 1.8 ms to a request, uvicorn and aiohttp
-0.4 ms, this module 0.2 ms (docs/research/decisions/0095-forwarding-core.md).
+0.4 ms, this module 0.2 ms (docs/research/decisions/0095-forwarding-core.md). Nothing waits here: whoever sent the
+request is called when something of its answer has come (docs/research/decisions/0107-from-socket-to-socket.md).
 
 A connection is used again only after an answer that ended where its head said, with nothing behind it. Bytes that
 nobody asked for close it: they must never become part of the next client's answer.
@@ -10,9 +11,8 @@ nobody asked for close it: they must never become part of the next client's answ
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import httptools
 
@@ -20,8 +20,6 @@ from semantickv.edge.faults import Fault, FaultKind
 from semantickv.edge.headers import RawHeaders
 
 MOST_HEAD_BYTES = 64 << 10
-HIGH_WATER_BYTES = 256 << 10
-"""Bytes of an answer held for a client that reads slowly; beyond that the engine is not read from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +30,26 @@ class AnswerHead:
     headers: RawHeaders
 
 
+class AnswerTaker(Protocol):
+    """Who sent a request: it is called as the answer comes. After a last piece or a fault nothing comes any more."""
+
+    def take_head(self, head: AnswerHead) -> None:
+        """Take status and headers. A piece follows at once; it may be empty."""
+
+    def take_piece(self, piece: bytes, *, is_last: bool) -> None:
+        """Take bytes of the answer."""
+
+    def take_fault(self, fault: Fault) -> None:
+        """Take the reason for which there is no answer, or no end of it."""
+
+
 class EngineConnection(asyncio.Protocol):
-    """Use `send`, `read_head`, then `read` until it returns no bytes. `fail` ends an exchange from outside."""
+    """Use `send`; the taker gets what comes. `let_go` ends an exchange from outside, and the taker hears no more."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._parser: Any = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._pieces: deque[bytes] = deque()
-        self._held_bytes = 0
-        self._is_paused = False
+        self._taker: AnswerTaker | None = None
         self._is_clean = True
         self._is_lost = False
         self._reset()
@@ -49,76 +57,63 @@ class EngineConnection(asyncio.Protocol):
     def _reset(self) -> None:
         self._headers: list[tuple[bytes, bytes]] = []
         self._head: AnswerHead | None = None
+        self._is_head_taken = False
         self._head_bytes = 0
+        self._pieces: list[bytes] = []
         self._has_ended = False
         self._ends_with_connection = False
-        self._fault: Fault | None = None
         self.has_bytes = False
         """Whether anything has come back in this exchange."""
 
     # -- the exchange ----------------------------------------------------------------------------------------------
 
-    def send(self, head: bytes, body: bytes) -> None:
+    def send(self, head: bytes, body: bytes, taker: AnswerTaker) -> None:
         """Begin an exchange: write a request. Only on a connection that `is_reusable`, or a new one."""
         assert self._transport is not None
         self._reset()
+        self._taker = taker
         self._parser = httptools.HttpResponseParser(self)
         if len(body) <= 1 << 16:
             self._transport.write(head + body)  # one packet where it fits
         else:
             self._transport.writelines((head, body))
 
-    async def read_head(self, timeout_s: float) -> AnswerHead | Fault:
-        """Wait for status and headers."""
-        while self._head is None and self._fault is None:
-            if not await self._wait(timeout_s):
-                self.fail(Fault(FaultKind.NO_ANSWER, f"no answer in {timeout_s:g} s"))
-        if self._fault is not None:
-            return replace(self._fault, is_mid_answer=False)  # nothing has been passed on, whatever came
-        assert self._head is not None
-        return self._head
+    def pause(self) -> None:
+        """Read no more for now: the client does not keep up."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
 
-    async def read(self, timeout_s: float) -> bytes | Fault:
-        """Wait for bytes of the answer and return all that have come; no bytes at its end."""
-        while not self._pieces and not self._has_ended and self._fault is None:
-            if not await self._wait(timeout_s):
-                self.fail(Fault(FaultKind.STALLED, f"nothing for {timeout_s:g} s", is_mid_answer=True))
-        if self._pieces:  # what came before a fault is passed on first
-            found = self._pieces.popleft() if len(self._pieces) == 1 else b"".join(self._pieces)
-            self._pieces.clear()
-            self._held_bytes = 0
-            self._resume()
-            return found
-        return self._fault or b""
+    def resume(self) -> None:
+        """Read again."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
-    @property
-    def is_read(self) -> bool:
-        """Whether the answer has ended and all of it was read."""
-        return self._has_ended and not self._pieces
-
-    def fail(self, fault: Fault) -> None:
-        """End the exchange with a fault and close the connection, from the engine's side or from the client's."""
-        if self._fault is None and not self._has_ended:
-            self._fault = fault
-        self._is_clean = False
-        if self._transport is not None:
-            self._transport.abort()
-        self._wake()
+    def let_go(self) -> None:
+        """Call the taker no more. An answer that has not ended is cut."""
+        self._taker = None
+        if not self._has_ended:
+            self.close()
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection; its taker hears no more of it."""
         self._is_clean = False
+        self._taker = None
         if self._transport is not None:
             self._transport.abort()
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the answer has begun."""
+        return self._head is not None
 
     @property
     def is_reusable(self) -> bool:
-        """Whether another exchange may begin here. Bytes that nobody read would stand in front of its answer."""
+        """Whether another exchange may begin here: `send` drops what nobody read of the last answer."""
         transport = self._transport
         return (
             self._is_clean
             and not self._is_lost
-            and (self.is_read or self._parser is None)
+            and (self._has_ended or self._parser is None)
             and transport is not None
             and not transport.is_closing()
             and transport.get_write_buffer_size() == 0
@@ -130,7 +125,7 @@ class EngineConnection(asyncio.Protocol):
         self._transport = transport  # type: ignore[assignment]  # uvloop's are no subclass of asyncio's
 
     def data_received(self, data: bytes) -> None:
-        if self._parser is None or self._has_ended:
+        if self._taker is None:
             self.close()  # nobody asked for this
             return
         self.has_bytes = True
@@ -144,21 +139,21 @@ class EngineConnection(asyncio.Protocol):
         if self._head is None and self._head_bytes > MOST_HEAD_BYTES:
             self._refuse(f"more than {MOST_HEAD_BYTES} bytes of headers")
             return
-        self._wake()
+        self._deliver()
 
     def eof_received(self) -> bool:
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_lost = True
-        if self._parser is not None and not self._has_ended and self._fault is None:
-            if self._head is not None and self._ends_with_connection and exc is None:
-                self._has_ended = True
-            elif self._head is not None:
-                self._fault = Fault(FaultKind.CUT_OFF, _describe(exc), is_mid_answer=True)
-            else:
-                self._fault = Fault(FaultKind.CLOSED_EARLY, _describe(exc))
-        self._wake()
+        self._transport = None
+        if self._head is None:
+            self._fail(Fault(FaultKind.CLOSED_EARLY, _describe(exc)))
+        elif self._ends_with_connection and exc is None:
+            self._has_ended = True
+            self._deliver()
+        else:
+            self._fail(Fault(FaultKind.CUT_OFF, _describe(exc), is_mid_answer=True))
 
     # -- what the parser calls -------------------------------------------------------------------------------------
 
@@ -175,18 +170,15 @@ class EngineConnection(asyncio.Protocol):
         status = self._parser.get_status_code()
         if 100 <= status < 200:
             return  # on_message_complete drops it
-        names = {name for name, _ in self._headers}
-        self._ends_with_connection = not names & {b"content-length", b"transfer-encoding"}
+        self._ends_with_connection = True
+        for name, _ in self._headers:
+            if name in _FRAMING:
+                self._ends_with_connection = False
         self._head = AnswerHead(status, self._headers)
 
     def on_body(self, body: bytes) -> None:
-        if self._has_ended:
-            return
-        self._pieces.append(body)
-        self._held_bytes += len(body)
-        if self._held_bytes > HIGH_WATER_BYTES and not self._is_paused and self._transport is not None:
-            self._is_paused = True
-            self._transport.pause_reading()
+        if not self._has_ended:
+            self._pieces.append(body)
 
     def on_message_complete(self) -> None:
         if self._head is None:  # 100 Continue, 103 Early Hints: the answer is still to come
@@ -198,40 +190,45 @@ class EngineConnection(asyncio.Protocol):
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
-    def _refuse(self, reason: str) -> None:
-        """End the exchange because the engine's bytes are not HTTP."""
-        if self._has_ended:
-            self.close()
-            self._wake()
+    def _deliver(self) -> None:
+        """Give the taker what the last bytes held: a head, the pieces of the body as one, the end."""
+        taker = self._taker
+        if taker is None or self._head is None:
             return
-        self.fail(Fault(FaultKind.GARBAGE, reason[:200], is_mid_answer=self._head is not None))
+        is_new = not self._is_head_taken
+        if is_new:
+            self._is_head_taken = True
+            taker.take_head(self._head)
+            if self._taker is not taker:
+                return  # it wanted no more than the head
+        if not (is_new or self._pieces or self._has_ended):
+            return
+        piece = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces = []
+        if self._has_ended:
+            self._taker = None
+        taker.take_piece(piece, is_last=self._has_ended)
 
-    def _resume(self) -> None:
-        if self._is_paused and self._transport is not None and not self._transport.is_closing():
-            self._is_paused = False
-            self._transport.resume_reading()
+    def _refuse(self, reason: str) -> None:
+        """End the exchange because the engine's bytes are not HTTP. An answer that was whole before them stays so."""
+        self._is_clean = False
+        if self._has_ended:
+            self._deliver()
+        elif self._is_head_taken:
+            self._deliver()  # what came before the garbage is passed on first
+            self._fail(Fault(FaultKind.GARBAGE, reason[:200], is_mid_answer=True))
+        else:
+            self._fail(Fault(FaultKind.GARBAGE, reason[:200]))
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def _wait(self, timeout_s: float) -> bool:
-        """Wait until something came; False if nothing did in time."""
-        loop = asyncio.get_running_loop()
-        self._waiter = waiter = loop.create_future()
-        timer = loop.call_later(timeout_s, _expire, waiter)
-        try:
-            return await waiter is None
-        except TimeoutError:
-            return False
-        finally:
-            timer.cancel()
-            self._waiter = None
+    def _fail(self, fault: Fault) -> None:
+        """End the exchange with a fault, if there is one under way."""
+        taker = self._taker
+        self.close()
+        if taker is not None:
+            taker.take_fault(fault)
 
 
-def _expire(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_exception(TimeoutError())
+_FRAMING = (b"content-length", b"transfer-encoding")
 
 
 def _describe(error: Exception | None) -> str:

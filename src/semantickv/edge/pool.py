@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from semantickv.edge.addresses import EngineAddress
 from semantickv.edge.connection import EngineConnection
@@ -14,14 +13,6 @@ from semantickv.edge.faults import Fault, FaultKind
 
 MOST_IDLE = 256
 IDLE_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class TakenConnection:
-    """A connection for one exchange. ``is_used``: it has served before, so the engine may just have closed it."""
-
-    connection: EngineConnection
-    is_used: bool
 
 
 class ConnectionPool:
@@ -37,14 +28,18 @@ class ConnectionPool:
         self._clock = clock
         self._idle: deque[tuple[float, EngineConnection]] = deque()
 
-    async def take(self, *, fresh: bool = False) -> TakenConnection | Fault:
-        """Take an idle connection, or open one. ``fresh``: open one in any case."""
-        while self._idle and not fresh:
+    def take_idle(self) -> EngineConnection | None:
+        """Take an idle connection; None if there is none. The engine may just have closed it."""
+        while self._idle:
             since, connection = self._idle.pop()
             if connection.is_reusable and self._clock() - since <= IDLE_S:
                 self.open += 1
-                return TakenConnection(connection, is_used=True)
+                return connection
             connection.close()
+        return None
+
+    async def connect(self) -> EngineConnection | Fault:
+        """Open a connection, and take it."""
         self.open += 1
         try:
             found = await self._connect()
@@ -53,8 +48,7 @@ class ConnectionPool:
             raise
         if isinstance(found, Fault):
             self.open -= 1
-            return found
-        return TakenConnection(found, is_used=False)
+        return found
 
     def give_back(self, connection: EngineConnection) -> None:
         """Keep a connection whose exchange ended well for the next one; close any other."""

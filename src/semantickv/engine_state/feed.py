@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from semantickv.edge.exchange import EngineTimeouts, OutgoingRequest, fetch
 from semantickv.edge.faults import Fault
-from semantickv.edge.forward import ClientWatch, EngineTimeouts, OutgoingRequest, open_answer
 from semantickv.edge.headers import RawHeaders
 from semantickv.engine_state.blocks import BlockChange, EngineBlocks, list_marks, split_event, start_chain
 from semantickv.engine_state.events import AllBlocksCleared, KvEvent
@@ -207,27 +207,11 @@ async def ask_tokens(prompt: ServedPrompt) -> tuple[int, ...]:
     if prompt.authorization:
         headers = [*headers, (b"authorization", prompt.authorization)]
     request = OutgoingRequest("POST", "/tokenize", headers, json.dumps(fields).encode())
-    watch = ClientWatch(_never)
+    answer = await fetch(prompt.replica.pool, request, TIMEOUTS, most_bytes=MOST_ANSWER_BYTES)
+    if isinstance(answer, Fault) or answer.status != 200:
+        return ()
     try:
-        answer = await open_answer(prompt.replica.pool, request, TIMEOUTS, watch)
-        if isinstance(answer, Fault):
-            return ()
-        pieces: list[bytes] = []
-        try:
-            while piece := await answer.read():
-                if isinstance(piece, Fault) or sum(map(len, pieces)) > MOST_ANSWER_BYTES:
-                    return ()
-                pieces.append(piece)
-        finally:
-            answer.close()
-        tokens = json.loads(b"".join(pieces))["tokens"] if answer.head.status == 200 else ()
+        tokens = json.loads(answer.body)["tokens"]
         return tuple(tokens) if all(type(one) is int for one in tokens) else ()
     except (ValueError, KeyError, TypeError, RecursionError):
         return ()
-    finally:
-        watch.stop()
-
-
-async def _never() -> Any:
-    """A client that never leaves."""
-    await asyncio.Event().wait()

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from semantickv.edge.exchange import EngineTimeouts, OutgoingRequest, fetch
 from semantickv.edge.faults import Fault
-from semantickv.edge.forward import ClientWatch, EngineTimeouts, OutgoingRequest, open_answer
 from semantickv.routing.replica import Replica
 
 PROBE = OutgoingRequest("GET", "/health", [], b"")
@@ -16,20 +16,8 @@ PROBE_TIMEOUTS = EngineTimeouts(answer_s=2.0, silence_s=2.0)
 
 async def probe_replica(replica: Replica) -> bool:
     """Ask one replica; any answer below 500 counts: an engine without /health is alive as well."""
-    watch = ClientWatch(_never)
-    try:
-        answer = await open_answer(replica.pool, PROBE, PROBE_TIMEOUTS, watch)
-        if isinstance(answer, Fault):
-            return False
-        try:
-            while piece := await answer.read():
-                if isinstance(piece, Fault):
-                    return False
-            return answer.head.status < 500
-        finally:
-            answer.close()
-    finally:
-        watch.stop()
+    answer = await fetch(replica.pool, PROBE, PROBE_TIMEOUTS)
+    return not isinstance(answer, Fault) and answer.status < 500
 
 
 async def watch_health(
@@ -41,8 +29,3 @@ async def watch_health(
         for replica, result in zip(replicas, results, strict=True):
             replica.note_probe(result is True)  # an error is no good sign either
         await sleep(every_s)
-
-
-async def _never() -> Any:
-    """A client that never leaves."""
-    await asyncio.Event().wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import compress, islice
 
@@ -23,15 +24,18 @@ class Overlap:
     any_tokens: int = 0
 
 
+NO_OVERLAP = Overlap()
+
+
 class ReplicaMemory:
     """The pieces that one replica has seen, least recently seen first; at most ``most_tokens`` of them.
 
-        >>> from semantickv.routing.fingerprint import PromptPieces
-    from semantickv.routing.holders import HolderIndex
-        >>> memory = ReplicaMemory(most_tokens=100)
-        >>> memory.note(PromptPieces((1, 2), (11, 12), (40, 40), (1.0, 1.0)))
-        >>> memory.match(PromptPieces((2, 3), (22, 23), (40, 40), (1.0, 1.0)))
-        Overlap(prefix_tokens=0, any_tokens=40)
+    >>> from semantickv.routing.fingerprint import PromptPieces
+    >>> memory = ReplicaMemory(most_tokens=100)
+    >>> memory.note(PromptPieces((1, 2), (11, 12), (40, 40), (1.0, 1.0)))
+    [2, 12, 1, 11]
+    >>> memory.match(PromptPieces((2, 3), (22, 23), (40, 40), (1.0, 1.0)))
+    Overlap(prefix_tokens=0, any_tokens=40)
     """
 
     def __init__(self, most_tokens: int) -> None:
@@ -58,9 +62,13 @@ class ReplicaMemory:
         found = sum(compress(pieces.worths, map(has, pieces.hashes)))
         return Overlap(prefix, round(found / pieces.total_worth * pieces.total_tokens) if found else 0)
 
-    def note(self, pieces: PromptPieces) -> None:
-        """Remember a prompt. The end goes in first: like an engine, this forgets the ends of prompts first."""
+    def note(self, pieces: PromptPieces) -> list[int]:
+        """Remember a prompt, and return the pieces and chains that are new.
+
+        The end goes in first: like an engine, this forgets the ends of prompts first.
+        """
         seen, index = self._seen, self._index
+        new: list[int] = []
         for at in reversed(range(len(pieces.hashes))):
             value, chain = pieces.hashes[at], pieces.chains[at]
             if value in seen:
@@ -68,13 +76,22 @@ class ReplicaMemory:
             else:
                 seen[value] = pieces.tokens[at]
                 self.tokens += pieces.tokens[at]
-                if index is not None:
-                    index.add(value, self._row)
-            if index is not None and chain not in seen:
-                index.add(chain, self._row)
-            seen[chain] = 0
-            seen.move_to_end(chain)
+                new.append(value)
+            if chain in seen:
+                seen.move_to_end(chain)
+            else:
+                seen[chain] = 0
+                new.append(chain)
+        if index is not None:
+            for key in new:
+                index.add(key, self._row)
         self._make_room()
+        return new
+
+    def forget(self, keys: Iterable[int]) -> None:
+        """Forget pieces and chains: the engine refused the prompt that brought them."""
+        for key in keys:
+            self.drop(key)
 
     def learn(self, expected_tokens: int, found_tokens: int) -> None:
         """Compare what this memory expected of a prompt's beginning with what the engine reused of it.

@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from semantickv.edge.faults import Fault
 from semantickv.routing.fingerprint import NO_PIECES, PromptPieces
 from semantickv.routing.holders import Column, HolderIndex
-from semantickv.routing.locality import Overlap
+from semantickv.routing.locality import NO_OVERLAP, Overlap
 from semantickv.routing.policies import POLICIES, Standing
 from semantickv.routing.replica import Replica
 from semantickv.routing.standings import (
@@ -166,14 +166,14 @@ class Router:
         if not able:
             return NoReplica(len(tried))
         if len(able) == 1:
-            return self._decide(able[0], RouteReason.ONLY_ONE, request, self._match(able[0], request))
+            return _decide(able[0], RouteReason.ONLY_ONE, request, self._match(able[0], request))
         running = [replica.running + replica.running_elsewhere for replica in able]
         limit = self._guard.compute_limit(running)
         free = [one for one, has in zip(able, running, strict=True) if has < limit] if max(running) >= limit else able
         free = free or able
         home = self._homes.get(self.find_home_key(request)) if request.session else None
         if home is not None and home in free:
-            return self._decide(home, RouteReason.SESSION, request, self._match(home, request))
+            return _decide(home, RouteReason.SESSION, request, self._match(home, request))
         if self._index is not None and len(free) >= MANY_REPLICAS:
             return self._choose_among_many(self._index, free, request)
         overlaps = [self._match(replica, request) for replica in free]
@@ -181,8 +181,7 @@ class Router:
         standings = describe_replicas(free, overlaps, request.pieces.total_tokens, head)
         policy = POLICIES[self.policy]
         best = max(range(len(free)), key=lambda at: policy(standings[at]))
-        decision = self._decide(free[best], RouteReason.POLICY, request, overlaps[best])
-        return replace(decision, candidates=free, standings=standings)
+        return _decide(free[best], RouteReason.POLICY, request, overlaps[best], free, standings)
 
     def _choose_among_many(self, index: HolderIndex, free: Sequence[Replica], request: RouteRequest) -> RouteDecision:
         """The same choice by columns: one by one, a thousand replicas would take 8 ms and more."""
@@ -196,11 +195,9 @@ class Router:
         standing = describe_columns(free, prefix, anywhere, request.pieces.total_tokens, ranks)
         best = find_best(POLICIES[self.policy](standing))
         overlap = Overlap(int(prefix[best]), int(anywhere[best]))
-        decision = self._decide(free[best], RouteReason.POLICY, request, overlap)
         shown = list_shown(standing, best)
-        return replace(
-            decision, candidates=[free[at] for at in shown], standings=[pick_row(standing, at) for at in shown]
-        )
+        candidates, standings = [free[at] for at in shown], [pick_row(standing, at) for at in shown]
+        return _decide(free[best], RouteReason.POLICY, request, overlap, candidates, standings)
 
     def start(self, decision: RouteDecision, request: RouteRequest) -> None:
         """Count a request to its replica. `remember` its prompt there soon: the next one like it may come at once."""
@@ -236,9 +233,13 @@ class Router:
         if len(self._homes) > MOST_SESSIONS:
             self._homes.popitem(last=False)
 
-    def remember(self, decision: RouteDecision, request: RouteRequest) -> None:
-        """Remember that the replica has seen this prompt."""
-        decision.replica.memory.note(request.pieces)
+    def remember(self, decision: RouteDecision, request: RouteRequest) -> list[int]:
+        """Remember that the replica has seen this prompt; return what is new there, for `forget`."""
+        return decision.replica.memory.note(request.pieces)
+
+    def forget(self, decision: RouteDecision, new: Sequence[int]) -> None:
+        """The replica refused a prompt: what it alone brought is not there. Its session stays with the replica."""
+        decision.replica.memory.forget(new)
 
     def note_first_byte(self, decision: RouteDecision) -> None:
         """The prompt is computed: what is left is the answer."""
@@ -262,7 +263,7 @@ class Router:
     def _match(self, replica: Replica, request: RouteRequest) -> Overlap:
         """What a replica has of the prompt that its engine could reuse."""
         if not request.pieces.hashes or self._ignores_prompts:
-            return Overlap()
+            return NO_OVERLAP
         overlap = replica.memory.match(request.pieces)
         if self._counts_beginnings_only(request):
             return Overlap(overlap.prefix_tokens, overlap.prefix_tokens)
@@ -276,10 +277,18 @@ class Router:
         prefix, anywhere = index.match(request.pieces)
         return (prefix, prefix) if self._counts_beginnings_only(request) else (prefix, anywhere)
 
-    def _decide(self, replica: Replica, reason: RouteReason, request: RouteRequest, overlap: Overlap) -> RouteDecision:
-        total = request.pieces.total_tokens
-        known = max(overlap.prefix_tokens, overlap.any_tokens)
-        return RouteDecision(replica, name_outcome(overlap), reason, overlap, total, max(0, total - known))
+
+def _decide(
+    replica: Replica,
+    reason: RouteReason,
+    request: RouteRequest,
+    overlap: Overlap,
+    candidates: Sequence[Replica] = (),
+    standings: Sequence[Standing] = (),
+) -> RouteDecision:
+    total = request.pieces.total_tokens
+    new = max(0, total - max(overlap.prefix_tokens, overlap.any_tokens))
+    return RouteDecision(replica, name_outcome(overlap), reason, overlap, total, new, candidates, standings)
 
 
 def name_outcome(overlap: Overlap) -> Outcome:

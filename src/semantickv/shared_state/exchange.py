@@ -8,13 +8,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from semantickv.routing.fingerprint import PromptPieces
 from semantickv.routing.replica import Replica
 from semantickv.routing.router import RouteDecision, Router, RouteRequest
-from semantickv.shared_state.messages import MOST_KEYS, Failing, Hello, Known, Load, Message, Placed, name_replica
+from semantickv.shared_state.messages import (
+    MOST_KEYS,
+    Failing,
+    Hello,
+    Known,
+    Load,
+    Message,
+    Placed,
+    Refused,
+    name_replica,
+)
 
 MOST_OUTGOING = 4096
 """Messages that wait for Redis. When it is gone, the oldest make room; a `Hello` brings what was missed."""
@@ -62,6 +72,11 @@ class StateExchange:
             list(pieces.hashes[:most]), list(pieces.chains[:most]), list(pieces.tokens[:most]), home,
         )  # fmt: skip
         self._put(message)
+
+    def note_refused(self, decision: RouteDecision, new: Sequence[int]) -> None:
+        """The replica refused a request: what it alone brought is not there."""
+        for at in range(0, len(new), MOST_KEYS):
+            self._put(Refused(self._name_of[decision.replica.id], list(new[at : at + MOST_KEYS])))
 
     def note_joined(self) -> None:
         """Redis is there, for the first time or again: ask the others, and tell them."""
@@ -119,6 +134,8 @@ class StateExchange:
                     tuple(message.hashes), tuple(message.chains), tuple(message.tokens), (1.0,) * len(message.hashes)
                 )
                 self.router.note_placed_elsewhere(replica, pieces, message.home)
+            elif isinstance(message, Refused):
+                replica.memory.forget(message.keys)
             elif isinstance(message, Known):
                 for key, tokens in zip(message.keys, message.tokens, strict=True):
                     replica.memory.add(key, tokens)

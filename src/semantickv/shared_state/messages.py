@@ -30,6 +30,13 @@ class Placed(msgspec.Struct, frozen=True, tag="placed", array_like=True):
     home: Key = 0
 
 
+class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
+    """An engine refused a prompt that was `Placed`: these pieces and chains came with it, and are not there."""
+
+    replica: Name
+    keys: Keys
+
+
 class Known(msgspec.Struct, frozen=True, tag="known", array_like=True):
     """A part of what a router remembers of a replica, oldest first."""
 
@@ -56,7 +63,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
     """This router came, or came back: tell it what you know."""
 
 
-Message = Placed | Known | Failing | Load | Hello
+Message = Placed | Refused | Known | Failing | Load | Hello
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Message])
 

@@ -64,7 +64,7 @@ class FleetBook:
             totals.prompt_tokens += receipt.prompt_tokens
             totals.reused_tokens += receipt.reused_tokens
         self._decisions.append(self._describe(record, decision))
-        if pieces.total_tokens >= LEAST_DOCUMENT_TOKENS:
+        if pieces.total_tokens >= LEAST_DOCUMENT_TOKENS and record.status < 400:
             self._note_document(pieces)
 
     def list_decisions(self) -> list[dict[str, Any]]:

@@ -244,6 +244,7 @@ def test_a_trace_holds_no_text_and_can_be_replayed(tmp_path):
             for _ in range(2):
                 await ask(app, "POST", CHAT, body=chat("Be brief.", "CONTEXT: " + DOCUMENT), headers=headers)
             latest = json.loads((await ask(app, "GET", "/v1/traces/latest"))[1])["requests"]
+            app.settle()
             app.trace_log.close()
         text = (tmp_path / "t.jsonl").read_text()
         assert (tmp_path / "t.jsonl").stat().st_mode & 0o077 == 0
@@ -266,6 +267,7 @@ def test_text_is_kept_only_on_request(tmp_path):
         async with ScriptedEngine() as engine:
             app = proxy_with_traces(engine.url, tmp_path / "t.jsonl", redact=False)
             await ask(app, "POST", CHAT, body=chat("What is a clause?"))
+            app.settle()
             app.trace_log.close()
         assert "What is a clause?" in (tmp_path / "t.jsonl").read_text()
 
@@ -281,6 +283,7 @@ def test_a_request_that_failed_leaves_no_trace_and_holds_nobody_up(tmp_path):
             app = proxy_with_traces(engine.url, tmp_path / "t.jsonl")
             for _ in range(3):
                 await ask(app, "POST", CHAT, body=chat("Hi"))
+            app.settle()
             app.trace_log.close()
         assert len((tmp_path / "t.jsonl").read_text().splitlines()) == 1
 
@@ -300,6 +303,7 @@ def test_a_trace_worker_that_dies_costs_traces_and_no_answer(tmp_path):
             app.trace_log = TraceLog(TraceOptions(str(tmp_path / "t.jsonl")), Dying())
             client, _ = await ask(app, "POST", CHAT, body=chat("Hi"))
             assert client.status == 200
+            app.settle()
             assert app.trace_log.dropped == 1
             assert 'semantickv_traces_total{result="dropped"} 1.0' in app.metrics.write().decode()
 
@@ -320,6 +324,39 @@ def test_a_document_goes_where_it_was_seen_although_other_text_stands_before_it(
                 assert again.headers["x-replica-id"] == first.headers["x-replica-id"]
                 assert again.headers["x-semantic-route"] == "semantic_placement"
                 assert float(again.headers["x-semantic-score"]) > 0.8
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "refusal", [answer_json({"error": {}}, status=400), answer_json({"error": {}}, status=429), die_after()]
+)
+def test_what_an_engine_refused_is_not_taken_to_be_there(refusal):
+    async def test():
+        async with fleet(2) as (app, engines):
+            for engine in engines:
+                engine.default = refusal
+            await ask(app, "POST", CHAT, body=chat("Be brief.", DOCUMENT))
+            assert all(one.memory.tokens == 0 for one in app.router.replicas)
+            assert json.loads((await ask(app, "GET", "/v1/fleet"))[1])["documents"] == []
+            for engine in engines:
+                engine.default = answer_json({"ok": True})
+            cold, _ = await ask(app, "POST", CHAT, body=chat("Be brief.", DOCUMENT))
+            assert (cold.status, cold.headers["x-semantic-score"]) == (200, "0.0000")
+
+    run(test())
+
+
+def test_a_refusal_takes_nothing_away_that_was_there_before():
+    async def test():
+        async with fleet(2) as (app, engines):
+            first, _ = await ask(app, "POST", CHAT, body=chat("Be brief.", DOCUMENT))
+            home = int(first.headers["x-replica-id"].removeprefix("r"))
+            engines[home].plan(answer_json({"error": {}}, status=400))
+            refused, _ = await ask(app, "POST", CHAT, body=chat("Be brief.", DOCUMENT, "Why?"))
+            assert refused.status == 400
+            again, _ = await ask(app, "POST", CHAT, body=chat("Be brief.", DOCUMENT))
+            assert (again.headers["x-replica-id"], again.headers["x-semantic-score"]) == (f"r{home}", "1.0000")
 
     run(test())
 

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semantickv.edge.addresses import EngineAddress
-from semantickv.edge.connection import HIGH_WATER_BYTES
+from semantickv.edge.asgi_side import HIGH_WATER_BYTES, AsgiSide
+from semantickv.edge.connection import AnswerHead
+from semantickv.edge.exchange import CLIENT_LEFT, EngineExchange, EngineTimeouts, OutgoingRequest
 from semantickv.edge.faults import Fault, FaultKind
-from semantickv.edge.forward import ClientWatch, EngineTimeouts, OutgoingRequest, open_answer, relay
 from semantickv.edge.headers import select_request_headers, select_response_headers
 from semantickv.edge.pool import IDLE_S, ConnectionPool
 from semantickv.edge.scripted_engine import (
@@ -42,18 +43,41 @@ class Forwarder:
         body = (await receive())["body"]
         target = scope["path"] + ("?" + scope["query_string"].decode() if scope["query_string"] else "")
         request = OutgoingRequest(scope["method"], target, select_request_headers(scope["headers"]), body)
-        watch = ClientWatch(receive)
-        try:
-            answer = await open_answer(self.pool, request, self.timeouts, watch)
-            if isinstance(answer, Fault):
-                self.faults.append(answer)
-                return
-            try:
-                self.faults.append(await relay(answer, send, watch))
-            finally:
-                answer.close()
-        finally:
-            watch.stop()
+        side = AsgiSide(send)
+        await side.run(receive, PlainForwarding(self, request, side))
+
+
+class PlainForwarding:
+    """One request to the one engine: its answer goes to the client as it is, and its fault into ``app.faults``."""
+
+    def __init__(self, app: Forwarder, request: OutgoingRequest, side: AsgiSide) -> None:
+        self.app, self.side, self.is_over = app, side, False
+        self.exchange = EngineExchange(app.pool, request, app.timeouts, self)
+        self.pause, self.resume = self.exchange.pause, self.exchange.resume
+        self.exchange.begin()
+
+    def take_head(self, head: AnswerHead) -> None:
+        self.side.start(head.status, select_response_headers(head.headers))
+
+    def take_piece(self, piece: bytes, *, is_last: bool) -> None:
+        self.side.write(piece, is_last=is_last)
+        if is_last:
+            self.end(None)
+
+    def take_fault(self, fault: Fault) -> None:
+        self.side.cut()
+        self.end(fault)
+
+    def leave(self) -> None:
+        if not self.is_over:
+            self.exchange.cancel()
+            self.end(CLIENT_LEFT)
+
+    stop = leave
+
+    def end(self, fault: Fault | None) -> None:
+        self.is_over = True
+        self.app.faults.append(fault)
 
 
 def run(test: Any) -> None:
@@ -352,12 +376,17 @@ def test_an_answer_that_nobody_read_does_not_stand_in_front_of_the_next_one():
         async with ScriptedEngine() as engine:
             engine.plan(answer_json({"secret": "of the first client"}, status=503), answer_json({"second": True}))
             app = Forwarder(engine.url)
-            watch = ClientWatch(asyncio.Event().wait)
             request = OutgoingRequest("POST", "/v1/completions", [], b"{}")
-            dropped = await open_answer(app.pool, request, app.timeouts, watch)
-            assert not isinstance(dropped, Fault)
-            dropped.close()
-            watch.stop()
+            dropped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+            class Dropping:
+                def take_head(self, head: AnswerHead) -> None:
+                    exchange.cancel()
+                    dropped.set_result(head.status)
+
+            exchange = EngineExchange(app.pool, request, app.timeouts, Dropping())
+            exchange.begin()
+            assert await dropped == 503
             client, body = await ask(app, "POST", "/v1/completions", body=b"{}")
             assert (client.status, body) == (200, b'{"second": true}')
 

@@ -118,6 +118,25 @@ def test_a_document_that_one_router_placed_is_known_to_the_other(tmp_path):
     run(test())
 
 
+def test_what_an_engine_refused_to_one_router_is_not_believed_by_the_other(tmp_path):
+    async def test():
+        with RedisServer(tmp_path) as redis:
+            async with routers(redis.url) as ((first, second), engines):
+                await wait_connected(first, second)
+                kept = [engine.default for engine in engines]
+                for engine in engines:
+                    engine.default = answer_json({"error": {}}, status=400)
+                client, _ = await ask(first, "POST", CHAT, body=chat(write_document("a")))
+                assert client.status == 400
+                for engine, default in zip(engines, kept, strict=True):
+                    engine.default = default
+                await send(first, write_document("b"))  # comes after the refusal
+                await wait_until(lambda: any(count_known(second, write_document("b"))))
+                assert count_known(second, write_document("a")) == [0, 0, 0]
+
+    run(test())
+
+
 def test_a_session_keeps_its_replica_across_routers(tmp_path):
     async def test():
         with RedisServer(tmp_path) as redis:

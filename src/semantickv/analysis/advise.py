@@ -55,6 +55,7 @@ class Advice:
     knee: int  # index into the sizes
     hours: float
     at_knee: SimulationResult
+    ceiling: Point  # LRU with room for everything: what a prefix cache could ever give on this trace
     rate: float = 1.0  # share of the blocks that were simulated
     hour_cost: float | None = None
 
@@ -67,9 +68,9 @@ class Advice:
         return count_kv_bytes_per_token(self.model, self.dtype)
 
     @property
-    def ceiling(self) -> Point:
-        """LRU where everything fits: what a prefix cache could ever give on this trace."""
-        return self.curves["lru"][-1]
+    def can_tell(self) -> bool:
+        """Whether the trace says what prompts hold. One that has their lengths alone says nothing about a cache."""
+        return self.trace.holds_content
 
     def get_point_at_knee(self, policy: str) -> Point:
         """Return the result of ``policy`` at the advised size."""
@@ -128,7 +129,10 @@ class Advice:
             "sampled": self.rate,
             "kv": {"model": self.model, "dtype": self.dtype, "bytes_per_token": self.token_bytes},
             "latency": self.latency.as_json(),
-            "advice": {
+            "ceiling": list_points([self.ceiling])[0] if self.can_tell else None,
+            "advice": None
+            if not self.can_tell
+            else {
                 "policy": self.policy,
                 "tokens": self.sizes[self.knee],
                 "gib": round(self.to_gib(self.sizes[self.knee]), 4),
@@ -184,6 +188,7 @@ def advise(
         knee=knee,
         hours=float(trace.arrival_s[-1] - trace.arrival_s[0]) / 3600 if len(trace) else 0.0,
         at_knee=simulate(forest, best, Capacity.tokens(steps[knee]), seed=seed),
+        ceiling=_simulate_sizes(forest, "lru", [count_all_tokens(forest)], 1.0, seed)[0],
         rate=rate,
         hour_cost=hour_cost,
     )
@@ -191,9 +196,14 @@ def advise(
 
 def choose_sizes(trace: Trace, forest: Forest) -> tuple[int, ...]:
     """Choose ten cache sizes in tokens: from about the longest prompt to room for everything, in equal ratios."""
-    everything = max(2, int(forest.tokens.sum(dtype=np.int64)))
+    everything = count_all_tokens(forest)
     least = max(1, min(int(trace.request_tokens.max(initial=1)), everything // 2), everything // 512)
     return tuple(int(size) for size in np.unique(np.geomspace(least, everything, SIZES).astype(np.int64)))
+
+
+def count_all_tokens(forest: Forest) -> int:
+    """Count the tokens of a cache that holds all of the trace."""
+    return max(2, int(forest.tokens.sum(dtype=np.int64)))
 
 
 def choose_policy(curves: Mapping[str, Sequence[Point]]) -> tuple[str, int]:

@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
     trace = trace_flags.read_trace(args)
     latency, _, _ = trace_flags.choose_latency(args, trace)
     sizes = None
-    if args.to_gib:
-        sizes = [int(gib * 2**30) // count_kv_bytes_per_token(args.model, args.dtype) for gib in args.to_gib]
+    if args.gib:
+        sizes = [int(gib * 2**30) // count_kv_bytes_per_token(args.model, args.dtype) for gib in args.gib]
     advice = advise(
         trace,
         policies=args.policies,

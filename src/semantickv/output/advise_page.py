@@ -54,6 +54,8 @@ def write_advice(advice: Advice, folder: Path) -> None:
 
 def format_headline(advice: Advice) -> str:
     """Write the advice in one sentence: policy, memory and hit rate."""
+    if not advice.can_tell:
+        return "This trace cannot tell whether a cache would help"
     size, rate = advice.sizes[advice.knee], advice.get_point_at_knee(advice.policy).token_hit_rate
     if advice.ceiling.token_hit_rate < NOISE:
         return "A prefix cache would not help this traffic"
@@ -64,14 +66,16 @@ def format_headline(advice: Advice) -> str:
 def format_lead(advice: Advice) -> str:
     """Compare the advised point with unlimited memory, with LRU and with the bound, in words."""
     here, lru, ceiling = advice.get_point_at_knee(advice.policy), advice.get_point_at_knee("lru"), advice.ceiling
-    if ceiling.token_hit_rate < NOISE:
+    if not advice.can_tell:
         return (
-            f"Even with room for everything, {ceiling.token_hit_rate:.1%} of the prompt tokens would come from it. "
-            + ("The trace's format holds no shared blocks." if advice.trace.format == "azure" else "")
+            "It says how long prompts were and not what they held, so nothing is known about what they share. Collect "
+            "one with `semantickv collect`, or record the engine's KV events."
         )
+    if ceiling.token_hit_rate < NOISE:
+        return f"Even with room for everything, {ceiling.token_hit_rate:.1%} of the prompt tokens would come from it."
     words = [
         f"That is {_format_share(here.token_hit_rate, ceiling.token_hit_rate)} of what any amount of memory could give "
-        f"({ceiling.token_hit_rate:.0%}, at {_format_gib(advice.to_gib(advice.sizes[-1]))})."
+        f"({ceiling.token_hit_rate:.0%}; all of the trace fits into {_format_gib(advice.to_gib(ceiling.tokens))})."
     ]
     if advice.policy == "lru":
         words.append(f"No other policy beats LRU there by more than {NOISE:.1%}, so the simplest one is advised.")
@@ -84,7 +88,9 @@ def format_lead(advice: Advice) -> str:
 
 
 def build_cards(advice: Advice) -> list[tuple[str, str]]:
-    """Build the four key figures, each with its explanation."""
+    """Build the four key figures, each with its explanation; none where the trace cannot tell."""
+    if not advice.can_tell:
+        return []
     found = [
         (
             _format_gib(advice.to_gib(advice.sizes[advice.knee])),
@@ -101,6 +107,8 @@ def build_cards(advice: Advice) -> list[tuple[str, str]]:
 
 def describe_reuse_at_any_position(advice: Advice) -> str:
     """Describe how many tokens reuse of blocks at any position would add."""
+    if not advice.can_tell:
+        return "This trace cannot tell."
     if not advice.anywhere:
         return (
             "This trace cannot tell: its ids stand for a block and everything before it. Collect one with "

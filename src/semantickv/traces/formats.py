@@ -31,6 +31,7 @@ from semantickv.traces.request import TraceRequest
 from semblend.errors import InputError
 
 FORMATS: Final = ("semantickv", "mooncake", "bailian", "azure")
+FORMATS_WITHOUT_CONTENT: Final = frozenset({"azure"})
 MAX_LINE_BYTES: Final = 64 << 20
 _DEFAULT_BLOCK: Final = {"mooncake": 512, "bailian": 16, "azure": 512}
 _INT64: Final = 2**63

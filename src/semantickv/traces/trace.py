@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from semantickv.traces.formats import TraceFile
+from semantickv.traces.formats import FORMATS_WITHOUT_CONTENT, TraceFile
 from semantickv.traces.request import TraceRequest
 from semblend.errors import InputError
 
@@ -62,6 +62,11 @@ class Trace:
     chained: bool = False
     request_ids: tuple[str, ...] = field(default=(), repr=False)
     sessions: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def holds_content(self) -> bool:
+        """Whether ids say which blocks are equal; a trace of lengths alone gives every block an id of its own."""
+        return self.format not in FORMATS_WITHOUT_CONTENT
 
     @staticmethod
     def from_requests(requests: Iterable[TraceRequest], name: str = "trace") -> Trace:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semantickv.analysis.advise import Advice, Point, advise, choose_policy, count_hits_by_type, find_knee
+from semantickv.cli import main
 from semantickv.output import advise_page
 from semantickv.simulator.policies import POLICIES
 from semantickv.traces.trace import Trace, TraceRequest
@@ -85,6 +86,44 @@ def test_traffic_without_reuse_is_told_so() -> None:
     none = advise(Trace.from_requests(requests), policies=("lru",))
     assert "would not help" in advise_page.format_headline(none)
     assert "0.0%" in advise_page.format_lead(none)
+
+
+def test_the_ceiling_is_computed_whatever_sizes_were_tried() -> None:
+    trace = generate_workload(["rag_shared_corpus"], sessions=40, requests=3, seed=1)
+    small = advise(trace, policies=("lru",), sizes=[500, 1000])
+    large = advise(trace, policies=("lru",))
+    assert small.ceiling == large.ceiling == large.curves["lru"][-1]
+    assert small.ceiling.token_hit_rate > small.curves["lru"][-1].token_hit_rate + 0.1
+    seen: set[tuple[int, ...]] = set()  # by brute force: all beginnings of all prompts so far
+    hit = 0
+    for at in range(len(trace)):
+        part = slice(trace.starts[at], trace.starts[at + 1])
+        ids, tokens = trace.ids[part].tolist(), trace.tokens[part].tolist()
+        hit += sum(tokens[n] for n in range(len(ids)) if tuple(ids[: n + 1]) in seen)
+        seen |= {tuple(ids[: n + 1]) for n in range(len(ids))}
+    assert small.ceiling.tokens_saved == hit
+    assert f"({small.ceiling.token_hit_rate:.0%};" in advise_page.format_lead(small)
+
+
+def test_a_trace_of_lengths_alone_is_told_that_it_cannot_tell(tmp_path: Path) -> None:
+    trace = tmp_path / "azure.csv"
+    trace.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00,4000,10\n2024-05-10 00:00:01,900,5\n"
+    )
+    made = advise(Trace.read(trace), policies=("lru",))
+    assert "cannot tell" in advise_page.format_headline(made)
+    assert "would not help" not in advise_page.format_markdown(made)
+    assert made.as_json()["advice"] is None
+    advise_page.write_advice(made, tmp_path)
+
+
+def test_the_command_writes_the_page_for_the_sizes_that_were_asked_for(tmp_path: Path, capsys) -> None:
+    trace = Path(__file__).parents[3] / "examples" / "traces" / "rag_serving_trace.jsonl"
+    sizes = ["--gib", "0.5", "2", "--policies", "lru", "--json", "--output-dir", str(tmp_path)]
+    assert main(["advise", "--trace", str(trace), *sizes]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [point["gib"] for point in found["curves"]["lru"]] == pytest.approx([0.5, 2], rel=1e-3)
+    assert list(tmp_path.glob("*/advice.html"))
 
 
 def test_all_policies_are_compared_by_default() -> None:

@@ -23,6 +23,7 @@ BLOCK_SIZE = 16
 STOCK, SEMANTIC = "stock", "semantic"
 """Names of the model: as the workers serve it, and as our router does."""
 UP_S = 120.0
+VLLM_UP_S = 400.0
 VLLM_STARTER = Path(__file__).parents[1] / "tests" / "engines" / "dynamo" / "vllm_worker.py"
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>{% endfor %}"
@@ -148,6 +149,15 @@ class DynamoDeployment:
             python=python, DYN_TCP_RPC_PORT=str(self._take_rpc_port("vllm")), **variables,
         )  # fmt: skip
 
+    def start_vllm_worker_on_cpu(self) -> None:
+        """The same with what .ci/engines/dynamo names, and the flags that a small machine needs."""
+        library = os.environ["SEMBLEND_TEST_DYNAMO_LIBRARY"]
+        self.start_vllm_worker(
+            os.environ["SEMBLEND_TEST_DYNAMO_VLLM"], "--dtype", "float32", "--max-model-len", "4096", "--enforce-eager",
+            PYTHONPATH=f"{library}:{os.environ.get('PYTHONPATH', '')}", VLLM_CPU_KVCACHE_SPACE="1",
+            VLLM_CPU_NUM_OF_RESERVED_CPU="0", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1",
+        )  # fmt: skip
+
     def wait_until_served(self, count: int) -> None:
         """Until the frontend lists so many workers, and serves every model that it should."""
         self.wait_for_workers(count)
@@ -186,7 +196,8 @@ class DynamoDeployment:
             if len(self.list_workers()) != count:
                 raise OSError("not yet")
 
-        self.processes["frontend"].wait_until(check, UP_S)
+        slowest = self.processes.get("vllm", self.processes["frontend"])  # whose log says why nothing comes
+        slowest.wait_until(check, VLLM_UP_S if "vllm" in self.processes else UP_S)
 
     def wait_for_model(self, name: str) -> None:
         """Until the frontend serves it."""
@@ -208,21 +219,9 @@ class DynamoDeployment:
         **nvext: Any,
     ) -> Answer:
         """Ask one question over HTTP and read who answered."""
-        if isinstance(messages, str):
-            messages = [("user", messages)]
-        body = {
-            "model": model,
-            "messages": [{"role": role, "content": text} for role, text in messages],
-            "max_tokens": answer_tokens,
-            "temperature": 0,
-            "nvext": {"extra_fields": ["worker_id", "engine_data", "timing"], **nvext},
-        }
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.pin_port if through_pin else self.port}/v1/chat/completions",
-            json.dumps(body).encode(),
-            {"content-type": "application/json"}
-            | ({} if pin_to is None else {"x-dynamo-worker-instance-id": str(pin_to)}),
-        )
+        request = self._write_request(messages, model, answer_tokens, through_pin=through_pin, **nvext)
+        if pin_to is not None:
+            request.add_header("x-dynamo-worker-instance-id", str(pin_to))
         try:
             with urllib.request.urlopen(request, timeout=120) as answer:
                 value, reason = json.loads(answer.read()), answer.headers.get("x-route-reason", "")
@@ -243,6 +242,12 @@ class DynamoDeployment:
             receipt=(data.get("kv_transfer_params") or {}).get("semblend") or {},
         )
 
+    def ask_and_leave(self, text: str, model: str = SEMANTIC) -> None:
+        """Ask for a long answer, read its beginning, and close the connection."""
+        request = self._write_request(text, model, 20_000, stream=True)
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            answer.read(64)
+
     def read_log(self, name: str) -> str:
         """What a process has printed."""
         return self.processes[name].log.read_text(errors="replace")
@@ -251,6 +256,29 @@ class DynamoDeployment:
         port = find_port()
         self._rpc_ports[port] = name
         return port
+
+    def _write_request(
+        self,
+        messages: str | Sequence[tuple[str, str]],
+        model: str,
+        answer_tokens: int,
+        *,
+        through_pin: bool = False,
+        stream: bool = False,
+        **nvext: Any,
+    ) -> urllib.request.Request:
+        if isinstance(messages, str):
+            messages = [("user", messages)]
+        body = {
+            "model": model,
+            "messages": [{"role": role, "content": text} for role, text in messages],
+            "max_tokens": answer_tokens,
+            "temperature": 0,
+            "stream": stream,
+            "nvext": {"extra_fields": ["worker_id", "engine_data", "timing"], **nvext},
+        }
+        url = f"http://127.0.0.1:{self.pin_port if through_pin else self.port}/v1/chat/completions"
+        return urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
 
     def make_environment(self, **variables: str) -> dict[str, str]:
         """The environment of a process that joins this deployment."""

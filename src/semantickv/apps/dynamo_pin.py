@@ -110,6 +110,9 @@ class PinGateway:
         try:
             self.workers = read_workers(json.loads(answer.body), self.endpoint)
             self.evidence.note_workers(self.workers)
+            for gone in self.running.keys() - set(self.workers):
+                if not self.running[gone]:
+                    del self.running[gone]
         except (ValueError, RecursionError):
             log.warning("the frontend's /health is not JSON")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -73,6 +74,17 @@ def test_load_sends_a_request_elsewhere(dynamo, documents):
     assert moved - {first.worker}
     # A worker to which Dynamo moved the document has it from then on.
     assert {answer.worker for answer in answers if answer.reason == "donors"} <= moved | {first.worker}
+
+
+def test_a_client_that_leaves_frees_its_worker(dynamo, documents):
+    """Twenty clients leave in the middle of long answers; if the books still held them, the guard would see a load."""
+    home = dynamo.ask("One. " + documents[0]).worker
+    with ThreadPoolExecutor(20) as pool:
+        list(pool.map(lambda n: dynamo.ask_and_leave(f"Number {n}. " + documents[0]), range(20)))
+    deadline = time.monotonic() + 20
+    while (answer := dynamo.ask("Later. " + documents[0])).reason != "donors" and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert (answer.reason, answer.worker) == ("donors", home)
 
 
 def test_a_pin_to_nobody_is_dynamos_to_refuse(dynamo):

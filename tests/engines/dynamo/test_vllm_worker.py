@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PYTHON = os.environ.get("SEMBLEND_TEST_DYNAMO_VLLM", "")
 MODEL = Path(os.environ.get("SEMBLEND_TEST_VLLM_MODEL", "missing"))
-LIBRARY = os.environ.get("SEMBLEND_TEST_DYNAMO_LIBRARY", "")
 TEXTS = (
     "The harbour board met on Tuesday to hear the engineer's report on the north quay. ",
     "A bakery in the old town keeps its sourdough in a cellar that was cut into the rock two hundred years ago. ",
@@ -17,7 +15,10 @@ TEXTS = (
 )
 
 
-@pytest.mark.skipif(not PYTHON, reason="no vLLM for Dynamo here: .ci/engines/vllm-cpu setup, then .ci/engines/dynamo")
+@pytest.mark.skipif(
+    "SEMBLEND_TEST_DYNAMO_VLLM" not in os.environ,
+    reason="no vLLM for Dynamo here: .ci/engines/vllm-cpu setup, then .ci/engines/dynamo",
+)
 def test_documents_stay_with_the_engine_that_has_them_and_cost_less_prefill(tmp_path):
     from _dynamo_deployment import DynamoDeployment
 
@@ -26,11 +27,7 @@ def test_documents_stay_with_the_engine_that_has_them_and_cost_less_prefill(tmp_
         for text in TEXTS
     ]
     with DynamoDeployment(tmp_path, workers=0, block_size=32, model=MODEL) as dynamo:
-        dynamo.start_vllm_worker(
-            PYTHON, "--dtype", "float32", "--max-model-len", "4096", "--enforce-eager",
-            PYTHONPATH=f"{LIBRARY}:{os.environ.get('PYTHONPATH', '')}", VLLM_CPU_KVCACHE_SPACE="1",
-            VLLM_CPU_NUM_OF_RESERVED_CPU="0", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1",
-        )  # fmt: skip
+        dynamo.start_vllm_worker_on_cpu()
         dynamo.wait_until_served(1)
         (home,) = dynamo.list_workers()
         cold = [dynamo.ask(f"What is this about?\n{document}", answer_tokens=2) for document in documents]

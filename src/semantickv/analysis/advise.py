@@ -7,12 +7,13 @@ advised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from semantickv.analysis.engines import ENGINES, GIB, KvMemory, list_engines_with
 from semantickv.analysis.latency import BOUNDS, LatencyModel
 from semantickv.analysis.mrc import simulate_curve
 from semantickv.simulator.capacity import Capacity, count_kv_bytes_per_token
@@ -25,7 +26,6 @@ from semblend.errors import InputError
 NOISE = 0.005
 """Hit rates that differ by less than this are called equal: half a point."""
 SIZES = 10
-GIB = 2**30
 MOST_ACCESSES = 60_000_000  # accesses times sizes times policies beyond which curves come from samples: about a minute
 
 
@@ -58,6 +58,15 @@ class Advice:
     ceiling: Point  # LRU with room for everything: what a prefix cache could ever give on this trace
     rate: float = 1.0  # share of the blocks that were simulated
     hour_cost: float | None = None
+    engine: str = ""  # only its policies are advised; "": those of any
+
+    @property
+    def command(self) -> str:
+        """What sets the advised policy and memory in the chosen engine; empty where none was chosen."""
+        if not self.engine:
+            return ""
+        tokens = self.sizes[self.knee]
+        return ENGINES[self.engine].write(self.policy, KvMemory(tokens, tokens * self.token_bytes))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -134,6 +143,9 @@ class Advice:
             if not self.can_tell
             else {
                 "policy": self.policy,
+                "engine": self.engine or None,
+                "command": self.command or None,
+                "engines_that_have_it": list_engines_with(self.policy),
                 "tokens": self.sizes[self.knee],
                 "gib": round(self.to_gib(self.sizes[self.knee]), 4),
                 "token_hit_rate": self.get_point_at_knee(self.policy).token_hit_rate,
@@ -155,10 +167,16 @@ def advise(
     dtype: str = "bf16",
     sizes: Sequence[int] | None = None,
     hour_cost: float | None = None,
+    engine: str = "",
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Advice:
-    """Simulate every policy at every size and choose one of each. ``sizes`` are tokens of KV (default: ten sizes)."""
+    """Simulate every policy at every size and choose one of each. ``sizes`` are tokens of KV (default: ten sizes).
+
+    With an ``engine`` only its policies are advised; the others are simulated and drawn.
+    """
+    if engine and engine not in ENGINES:
+        raise InputError(f"unknown engine {engine!r}", hint="one of " + ", ".join(ENGINES))
     chosen = tuple(dict.fromkeys(["lru", *(policies or POLICIES)]))
     count_kv_bytes_per_token(model, dtype)  # reports an unknown model before the long work
     forest = build_forest(trace, "prefix")
@@ -171,7 +189,7 @@ def advise(
     for policy in chosen:
         say(f"{policy}: {len(steps)} sizes" + (f", {rate:.1%} of the blocks" if rate < 1 else ""))
         curves[policy] = _simulate_sizes(forest, policy, steps, rate, seed)
-    best, knee = choose_policy(curves)
+    best, knee = choose_policy(curves, ENGINES[engine].policies if engine else None)
     anywhere: tuple[Point, ...] = ()
     if not trace.chained:
         say(f"{best}, blocks at any position")
@@ -191,6 +209,7 @@ def advise(
         ceiling=_simulate_sizes(forest, "lru", [count_all_tokens(forest)], 1.0, seed)[0],
         rate=rate,
         hour_cost=hour_cost,
+        engine=engine,
     )
 
 
@@ -206,13 +225,16 @@ def count_all_tokens(forest: Forest) -> int:
     return max(2, int(forest.tokens.sum(dtype=np.int64)))
 
 
-def choose_policy(curves: Mapping[str, Sequence[Point]]) -> tuple[str, int]:
-    """Choose the policy to advise and the index of the knee in the sizes.
+def choose_policy(curves: Mapping[str, Sequence[Point]], among: Collection[str] | None = None) -> tuple[str, int]:
+    """Choose the policy to advise (``among`` these, None: all) and the index of the knee in the sizes.
 
-    The knee is found on the best hit rate of all policies that do not know the future. LRU is advised unless another
-    policy is better there by more than `NOISE`.
+    The knee is found on the best hit rate of the policies that can be chosen and do not know the future. LRU is advised
+    unless another policy is better there by more than `NOISE`.
     """
-    online = {policy: points for policy, points in curves.items() if policy not in BOUNDS}
+    online = {
+        policy: points for policy, points in curves.items()
+        if policy not in BOUNDS and (among is None or policy in among or policy == "lru")
+    }  # fmt: skip
     edge = [max(points[at].token_hit_rate for points in online.values()) for at in range(len(curves["lru"]))]
     knee = find_knee([point.tokens for point in curves["lru"]], edge)
     best = max(online, key=lambda policy: (online[policy][knee].token_hit_rate, policy == "lru"))

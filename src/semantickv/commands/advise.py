@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from semantickv.analysis.advise import advise
+from semantickv.analysis.engines import ENGINES
 from semantickv.commands import trace_flags
 from semantickv.output import advise_page
 from semantickv.output.files import make_folder
@@ -27,6 +28,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bf16", help="of that KV (%(default)s)")
     parser.add_argument("--gib", nargs="+", type=float, metavar="GIB", help="sizes to try (default: ten, chosen)")
     parser.add_argument("--hour-cost", type=float, metavar="PRICE", help="price of an hour of prefill, any currency")
+    parser.add_argument("--engine", choices=tuple(ENGINES), default="", help="advise only what this engine has")
     trace_flags.add_latency_flags(parser)
     parser.add_argument("--seed", type=int, default=0, help="for policies that draw (default: %(default)s)")
     parser.add_argument("--output-dir", default="outputs/advise", metavar="DIR", help="parent (default: %(default)s)")
@@ -52,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         sizes=sizes,
         hour_cost=args.hour_cost,
+        engine=args.engine,
         seed=args.seed,
         progress=say,
     )
@@ -62,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"{advise_page.format_headline(advice)} (simulated)")
         print(advise_page.format_lead(advice))
+        print(advise_page.describe_how_to_set_it(advice))
         print(advise_page.describe_reuse_at_any_position(advice))
     say(f"wrote {folder / 'advice.html'}")
     return 0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import html
 import io
+import re
 from pathlib import Path
 from typing import Any
 
 from semantickv.analysis.advise import NOISE, Advice, count_hits_by_type
+from semantickv.analysis.engines import ENGINES, list_engines_with
 from semantickv.analysis.latency import BOUNDS, SIMULATED_NOTE
 from semantickv.output import plots
 from semblend.cli.output import write_json, write_text
@@ -85,6 +87,20 @@ def format_lead(advice: Advice) -> str:
     if bound and advice.get_point_at_knee(bound).token_hit_rate > here.token_hit_rate:
         words.append(f"Knowing the future ({bound}) would give {advice.get_point_at_knee(bound).token_hit_rate:.1%}.")
     return " ".join(words)
+
+
+def describe_how_to_set_it(advice: Advice) -> str:
+    """Say what to type for the chosen engine, or which engines have the advised policy."""
+    if not advice.can_tell or advice.ceiling.token_hit_rate < NOISE:
+        return "Nothing to set."
+    if advice.engine:
+        return f"In {advice.engine} ({ENGINES[advice.engine].tier} memory): `{advice.command}`."
+    engines = list_engines_with(advice.policy)
+    if not engines:
+        return (
+            f"No engine that we know has {advice.policy}: `--engine {'|'.join(ENGINES)}` advises what one of them has."
+        )
+    return f"{_format_policy(advice.policy)} is what {', '.join(engines)} have; `--engine` prints the flags."
 
 
 def build_cards(advice: Advice) -> list[tuple[str, str]]:
@@ -204,6 +220,10 @@ def format_markdown(advice: Advice) -> str:
         "",
         f"![Hit rate against memory]({FIGURE})",
         "",
+        "## How to set it",
+        "",
+        describe_how_to_set_it(advice),
+        "",
         "## Token hit rate by policy and memory",
         "",
         "| policy | " + " | ".join(heads) + " |",
@@ -262,6 +282,7 @@ def format_html(advice: Advice) -> str:
 <p class="lead">{esc(format_lead(advice))}</p>
 <div class="cards">{shown}</div>
 <figure>{_draw_svg(advice)}</figure>
+<h2>How to set it</h2><p>{_mark_code(esc(describe_how_to_set_it(advice)))}</p>
 <h2>Token hit rate by policy and memory (best of a size in bold)</h2>
 <table><tr><th>policy</th>{"".join(f"<th>{head}</th>" for head in heads)}</tr>{rows}</table>
 <h2>Beyond prefixes</h2><p>{esc(describe_reuse_at_any_position(advice)).replace("`", "")}</p>
@@ -282,6 +303,11 @@ def _describe_traffic(advice: Advice) -> str:
         f"{facts['requests']:,} requests{over}, {facts['prompt_tokens']:,} prompt tokens, "
         f"{facts['block_accesses']:,} block accesses."
     )
+
+
+def _mark_code(text: str) -> str:
+    """Put what stands between backticks into code elements; the text is escaped already."""
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", text)
 
 
 def _format_policy(policy: str) -> str:

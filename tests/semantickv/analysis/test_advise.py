@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semantickv.analysis.advise import Advice, Point, advise, choose_policy, count_hits_by_type, find_knee
+from semantickv.analysis.engines import ENGINES
 from semantickv.cli import main
 from semantickv.output import advise_page
 from semantickv.simulator.policies import POLICIES
@@ -124,6 +127,27 @@ def test_the_command_writes_the_page_for_the_sizes_that_were_asked_for(tmp_path:
     found = json.loads(capsys.readouterr().out)
     assert [point["gib"] for point in found["curves"]["lru"]] == pytest.approx([0.5, 2], rel=1e-3)
     assert list(tmp_path.glob("*/advice.html"))
+
+
+def test_only_what_the_engine_has_is_advised() -> None:
+    curves = {"lru": curve(0.1, 0.3, 0.4), "lfu": curve(0.1, 0.35, 0.4), "gdsf": curve(0.2, 0.39, 0.4)}
+    assert choose_policy(curves)[0] == "gdsf"
+    assert choose_policy(curves, ENGINES["sglang"].policies)[0] == "lfu"
+    assert choose_policy(curves, ENGINES["vllm"].policies)[0] == "lru"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_page_prints_the_flags_of_the_chosen_engine(engine: str, advice: Advice) -> None:
+    made = replace(advice, engine=engine, policy="lru")
+    size = made.sizes[made.knee]
+    numbers = {str(size), str(size * made.token_bytes), f"{size * made.token_bytes / 1e9:.1f}"}
+    assert numbers & set(re.findall(r"[\d.]+", made.command))
+    assert made.command in html.unescape(advise_page.format_html(made))
+    assert made.as_json()["advice"]["command"] == made.command
+
+
+def test_a_policy_that_no_engine_has_is_called_so(advice: Advice) -> None:
+    assert "No engine" in advise_page.describe_how_to_set_it(replace(advice, policy="s3fifo"))
 
 
 def test_all_policies_are_compared_by_default() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import subprocess
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -20,6 +22,16 @@ from semblend import SemBlend, SemBlendConfig
 from semblend.engine.server.fake_engine import FakeEngine
 
 MODEL = "fake"
+ENGINES = Path(__file__).parents[3] / ".engines"
+VLLM, TOKENIZER = ENGINES / "vllm", ENGINES / "models" / "smollm2-135m"
+BENCH_SERVE = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
 DOCUMENT = " ".join(f"clause{n}" for n in range(300))
 
 
@@ -117,6 +129,29 @@ def test_curl_gets_json_and_events(router):
     assert "transfer-encoding: chunked" in curl("-i", "--http1.1", stream=True).lower()
     assert json.loads(curl("-H", "Expect: 100-continue"))["choices"]
     assert json.loads(curl("-H", "Transfer-Encoding: chunked"))["choices"]
+
+
+def test_vllms_own_benchmark_runs_against_the_router(router, tmp_path):
+    """``vllm bench serve`` of a real vLLM, unchanged: it waits for the server, warms up, sends, and counts."""
+    if not (VLLM / "bin" / "python").exists() or not TOKENIZER.exists():
+        pytest.skip("no vLLM here: .ci/engines/vllm-cpu setup")
+    url, app = router
+    requests, before = 24, sum(replica.served for replica in app.router.replicas)
+    # The package of the CPU is called vllm-cpu, and the command asks for the version of "vllm"; this is what it calls.
+    command = [str(VLLM / "bin" / "python"), "-c", BENCH_SERVE, "--backend", "openai-chat", "--model", MODEL]
+    command += ["--base-url", url, "--endpoint", "/v1/chat/completions", "--tokenizer", str(TOKENIZER)]
+    command += ["--dataset-name", "random", "--random-input-len", "128", "--random-output-len", "8", "--disable-tqdm"]
+    command += ["--num-prompts", str(requests), "--request-rate", "100", "--max-concurrency", "8", "--seed", "1"]
+    command += ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json"]
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONPATH": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, **quiet})
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["failed"]) == (requests, 0)
+    assert result["total_output_tokens"] >= requests
+    assert result["median_ttft_ms"] > 0
+    assert sum(replica.served for replica in app.router.replicas) - before >= requests
+    assert sum(replica.running for replica in app.router.replicas) == 0
 
 
 def test_a_load_like_vllms_benchmark_is_served_and_accounted_for(router):

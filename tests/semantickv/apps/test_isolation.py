@@ -10,7 +10,7 @@ import pytest
 from asgi_client import ask
 
 from semantickv.apps.build import build_router
-from semantickv.edge.scripted_engine import ScriptedEngine, answer_json
+from semantickv.edge.scripted_engine import EngineSide, ScriptedEngine, answer_json
 from semantickv.routing.policies import POLICIES
 from semantickv.settings import EdgeSettings
 
@@ -24,9 +24,31 @@ def chat(text: str, **more: Any) -> bytes:
     return json.dumps({"model": "m", "messages": [{"role": "user", "content": text}], **more}).encode()
 
 
-async def look(sent_by_a: str, **settings: Any) -> dict[str, Any]:
-    """Let A send a text several times; return all that B sees of asking for `SECRET`, and what B's engine gets."""
-    engines = [ScriptedEngine(default=answer_json({"ok": True})) for _ in range(3)]
+class CachingEngine:
+    """Says how much of a prompt it had, as engines do: by the salt and the text of the prompts that it saw."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[str, str]] = set()
+
+    async def answer(self, side: EngineSide) -> None:
+        fields = json.loads(side.request.body)
+        key = (fields.get("cache_salt", ""), fields["messages"][-1]["content"])
+        details = {"cached_tokens": 900 if key in self.seen else 0}
+        self.seen.add(key)
+        usage = {"prompt_tokens": 1000, "completion_tokens": 1, "prompt_tokens_details": details}
+        receipt = {"exact_tokens": details["cached_tokens"], "reused_tokens": 0, "reason": None}
+        await answer_json({"ok": True, "usage": usage, "semblend": receipt})(side)
+
+
+async def look(sent_by_a: str, *, caching: bool = False, replicas: int = 3, **settings: Any) -> dict[str, Any]:
+    """Let A send a text several times; return all that B sees of asking for `SECRET`, and what B's engine gets.
+
+    Of the times in B's record it is kept which of them there are, not how long they were.
+    """
+    engines = [
+        ScriptedEngine(default=CachingEngine().answer if caching else answer_json({"ok": True}))
+        for _ in range(replicas)
+    ]
     for engine in engines:
         await engine.start()
     try:
@@ -44,7 +66,7 @@ async def look(sent_by_a: str, **settings: Any) -> dict[str, Any]:
             record = json.loads(
                 (await ask(app, "GET", f"/v1/requests/{name}", headers={"Authorization": "Bearer b"}))[1]
             )
-            seen["records"].append({key: value for key, value in record.items() if key not in TIMES})
+            seen["records"].append({key: value is None if key in TIMES else value for key, value in record.items()})
         for path in ("/v1/requests/a-0", "/metrics", "/v1/replicas", "/v1/traces/latest", "/v1/fleet"):
             client, body = await ask(app, "GET", path, headers={"Authorization": "Bearer b", "X-Tenant-ID": "a"})
             seen["foreign"].append((path, client.status, body))
@@ -78,6 +100,30 @@ def test_what_another_tenant_sent_changes_nothing_that_a_tenant_sees(policy, mor
         first_headers = dict(same["answers"][0][1])
         assert first_headers["x-semantic-route"] == "cold_fallback"
         assert first_headers["x-semantic-score"] == "0.0000"
+
+    asyncio.run(test())
+
+
+def test_receipts_tell_nothing_of_another_tenant_where_keys_have_salts():
+    async def test() -> None:
+        async with asyncio.timeout(30):
+            same, other = [
+                await look(text, caching=True, salt_secret="s", admin_key="operator") for text in (SECRET, OTHER)
+            ]
+        assert strip_ports(same) == strip_ports(other)
+        kept = [record["receipt"]["exact_tokens"] for record in same["records"]]
+        assert (kept[0], kept[-1]) == (0, 900)  # B's own first request is known when it comes again
+
+    asyncio.run(test())
+
+
+def test_without_salts_it_is_the_engine_that_tells():
+    """The test above can fail: one engine, no salts, and B's receipt says that somebody had sent the text."""
+
+    async def test() -> None:
+        async with asyncio.timeout(30):
+            same, other = [await look(text, caching=True, replicas=1) for text in (SECRET, OTHER)]
+        assert [seen["records"][0]["receipt"]["exact_tokens"] for seen in (same, other)] == [900, 0]
 
     asyncio.run(test())
 

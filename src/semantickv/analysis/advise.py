@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from semantickv.analysis.engines import ENGINES, GIB, KvMemory, list_engines_with
 from semantickv.analysis.latency import BOUNDS, LatencyModel
 from semantickv.analysis.mrc import simulate_curve
+from semantickv.analysis.sizing import Prices, find_knee, find_paying_size
 from semantickv.simulator.capacity import Capacity, count_kv_bytes_per_token
 from semantickv.simulator.forest import Forest, build_forest
 from semantickv.simulator.policies import POLICIES
@@ -58,6 +60,9 @@ class Advice:
     ceiling: Point  # LRU with room for everything: what a prefix cache could ever give on this trace
     rate: float = 1.0  # share of the blocks that were simulated
     hour_cost: float | None = None
+    prices: Prices | None = None  # without them the size is the knee
+    pays: bool = True  # False: at these prices no size earns what it costs
+    half: int | None = None  # index of the size that the first half of the trace asks for; None where it is too short
     engine: str = ""  # only its policies are advised; "": those of any
 
     @property
@@ -75,6 +80,11 @@ class Advice:
     @property
     def token_bytes(self) -> int:
         return count_kv_bytes_per_token(self.model, self.dtype)
+
+    @property
+    def is_stable(self) -> bool:
+        """Whether half of the trace asks for the same size, or for one of its neighbours."""
+        return self.half is not None and abs(self.half - self.knee) <= 1
 
     @property
     def can_tell(self) -> bool:
@@ -148,6 +158,10 @@ class Advice:
                 "engines_that_have_it": list_engines_with(self.policy),
                 "tokens": self.sizes[self.knee],
                 "gib": round(self.to_gib(self.sizes[self.knee]), 4),
+                "size_chosen_by": "price" if self.prices else "knee",
+                "pays": self.pays,
+                "gib_by_the_first_half": None if self.half is None else round(self.to_gib(self.sizes[self.half]), 4),
+                "stable": self.is_stable,
                 "token_hit_rate": self.get_point_at_knee(self.policy).token_hit_rate,
                 "prefill_hours_saved_a_day": self.saved_a_day,
                 "avg_ttft_ms_without_a_cache": self.ttft_cold_ms,
@@ -167,13 +181,15 @@ def advise(
     dtype: str = "bf16",
     sizes: Sequence[int] | None = None,
     hour_cost: float | None = None,
+    gib_hour_cost: float | None = None,
     engine: str = "",
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Advice:
     """Simulate every policy at every size and choose one of each. ``sizes`` are tokens of KV (default: ten sizes).
 
-    With an ``engine`` only its policies are advised; the others are simulated and drawn.
+    With an ``engine`` only its policies are advised; the others are simulated and drawn. With both prices
+    (``hour_cost`` of prefill, ``gib_hour_cost`` of memory) the size is the one that earns most, else the knee.
     """
     if engine and engine not in ENGINES:
         raise InputError(f"unknown engine {engine!r}", hint="one of " + ", ".join(ENGINES))
@@ -189,7 +205,12 @@ def advise(
     for policy in chosen:
         say(f"{policy}: {len(steps)} sizes" + (f", {rate:.1%} of the blocks" if rate < 1 else ""))
         curves[policy] = _simulate_sizes(forest, policy, steps, rate, seed)
-    best, knee = choose_policy(curves, ENGINES[engine].policies if engine else None)
+    among = ENGINES[engine].policies if engine else None
+    line = latency or LatencyModel()
+    prices = Prices(hour_cost, gib_hour_cost) if hour_cost is not None and gib_hour_cost is not None else None
+    rule = SizeRule(line, count_kv_bytes_per_token(model, dtype), prices)
+    best, found = choose_policy(curves, among, partial(rule.choose, hours=_count_hours(trace)))
+    knee = 0 if found is None else found
     anywhere: tuple[Point, ...] = ()
     if not trace.chained:
         say(f"{best}, blocks at any position")
@@ -197,20 +218,59 @@ def advise(
     return Advice(
         trace=trace,
         facts=describe_trace(trace),
-        latency=latency or LatencyModel(),
+        latency=line,
         model=model,
         dtype=dtype,
         curves=curves,
         anywhere=anywhere,
         policy=best,
         knee=knee,
-        hours=float(trace.arrival_s[-1] - trace.arrival_s[0]) / 3600 if len(trace) else 0.0,
+        hours=_count_hours(trace),
         at_knee=simulate(forest, best, Capacity.tokens(steps[knee]), seed=seed),
         ceiling=_simulate_sizes(forest, "lru", [count_all_tokens(forest)], 1.0, seed)[0],
         rate=rate,
         hour_cost=hour_cost,
+        prices=prices,
+        pays=found is not None,
+        half=_choose_by_half(trace, best, steps, rule, seed),
         engine=engine,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRule:
+    """Chooses a size from a policy's points: by prices where there are both, else the knee."""
+
+    latency: LatencyModel
+    token_bytes: int
+    prices: Prices | None
+
+    def choose(self, points: Sequence[Point], hours: float) -> int | None:
+        """Return the index of the size; None where no size pays."""
+        if self.prices is None or not hours:
+            return choose_knee(points)
+        each = self.latency.token_latency_ms / 3.6e6 * self.prices.prefill_hour / hours
+        gib = [point.tokens * self.token_bytes / GIB for point in points]
+        return find_paying_size(gib, [point.tokens_saved * each for point in points], self.prices.gib_hour)
+
+
+def choose_knee(points: Sequence[Point]) -> int:
+    """Return the index of the size from which more memory brings little."""
+    return find_knee([point.tokens for point in points], [point.token_hit_rate for point in points])
+
+
+def _count_hours(trace: Trace) -> float:
+    return float(trace.arrival_s[-1] - trace.arrival_s[0]) / 3600 if len(trace) else 0.0
+
+
+def _choose_by_half(trace: Trace, policy: str, steps: Sequence[int], rule: SizeRule, seed: int) -> int | None:
+    """Return the index of the size that the first half of the trace asks for; None where that is nothing."""
+    half = trace.take_first(len(trace) // 2)
+    if not len(half):
+        return None
+    rate = min(1.0, MOST_ACCESSES / max(1, half.block_accesses * len(steps)))
+    points = _simulate_sizes(build_forest(half, "prefix"), policy, steps, rate, seed)
+    return rule.choose(points, _count_hours(half))
 
 
 def choose_sizes(trace: Trace, forest: Forest) -> tuple[int, ...]:
@@ -225,34 +285,29 @@ def count_all_tokens(forest: Forest) -> int:
     return max(2, int(forest.tokens.sum(dtype=np.int64)))
 
 
-def choose_policy(curves: Mapping[str, Sequence[Point]], among: Collection[str] | None = None) -> tuple[str, int]:
-    """Choose the policy to advise (``among`` these, None: all) and the index of the knee in the sizes.
+def choose_policy(
+    curves: Mapping[str, Sequence[Point]],
+    among: Collection[str] | None = None,
+    choose_size: Callable[[Sequence[Point]], int | None] | None = None,
+) -> tuple[str, int | None]:
+    """Choose the policy to advise (``among`` these, None: all) and the index of the size (None: none pays).
 
-    The knee is found on the best hit rate of the policies that can be chosen and do not know the future. LRU is advised
-    unless another policy is better there by more than `NOISE`.
+    The size is found on the best points of the policies that can be chosen and do not know the future; without a rule
+    it is the knee. LRU is advised unless another policy is better there by more than `NOISE`.
     """
     online = {
         policy: points for policy, points in curves.items()
         if policy not in BOUNDS and (among is None or policy in among or policy == "lru")
     }  # fmt: skip
-    edge = [max(points[at].token_hit_rate for points in online.values()) for at in range(len(curves["lru"]))]
-    knee = find_knee([point.tokens for point in curves["lru"]], edge)
+    best_points = [
+        max((points[at] for points in online.values()), key=lambda point: point.token_hit_rate)
+        for at in range(len(curves["lru"]))
+    ]
+    found = choose_size(best_points) if choose_size else choose_knee(best_points)
+    knee = 0 if found is None else found
     best = max(online, key=lambda policy: (online[policy][knee].token_hit_rate, policy == "lru"))
     gain = online[best][knee].token_hit_rate - online["lru"][knee].token_hit_rate
-    return (best if gain > NOISE else "lru"), knee
-
-
-def find_knee(sizes: Sequence[int], rates: Sequence[float]) -> int:
-    """Return the index at which the curve is highest above the straight line from no memory to all of it.
-
-    >>> find_knee([1, 2, 4, 8, 16], [0.1, 0.3, 0.5, 0.52, 0.53])
-    2
-    """
-    if not rates or rates[-1] <= 0:
-        return 0
-    top = max(rates)
-    above = [rate / top - size / sizes[-1] for size, rate in zip(sizes, rates, strict=True)]
-    return int(np.argmax(above))
+    return (best if gain > NOISE else "lru"), found
 
 
 def _ignore(_: str) -> None:

@@ -28,6 +28,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bf16", help="of that KV (%(default)s)")
     parser.add_argument("--gib", nargs="+", type=float, metavar="GIB", help="sizes to try (default: ten, chosen)")
     parser.add_argument("--hour-cost", type=float, metavar="PRICE", help="price of an hour of prefill, any currency")
+    parser.add_argument("--gib-hour-cost", type=float, metavar="PRICE", help="price of a GiB of KV memory for an hour")
     parser.add_argument("--engine", choices=tuple(ENGINES), default="", help="advise only what this engine has")
     trace_flags.add_latency_flags(parser)
     parser.add_argument("--seed", type=int, default=0, help="for policies that draw (default: %(default)s)")
@@ -41,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
     for name in args.policies or ():
         if name not in POLICIES:
             raise InputError(f"unknown policy {name!r}", hint="one of " + ", ".join(POLICIES))
+    if args.gib_hour_cost is not None and args.hour_cost is None:
+        raise InputError("--gib-hour-cost needs --hour-cost", hint="memory is weighed against hours of prefill")
     trace = trace_flags.read_trace(args)
     latency, _, _ = trace_flags.choose_latency(args, trace)
     sizes = None
@@ -54,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         sizes=sizes,
         hour_cost=args.hour_cost,
+        gib_hour_cost=args.gib_hour_cost,
         engine=args.engine,
         seed=args.seed,
         progress=say,

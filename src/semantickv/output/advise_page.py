@@ -61,6 +61,8 @@ def format_headline(advice: Advice) -> str:
     size, rate = advice.sizes[advice.knee], advice.get_point_at_knee(advice.policy).token_hit_rate
     if advice.ceiling.token_hit_rate < NOISE:
         return "A prefix cache would not help this traffic"
+    if not advice.pays:
+        return "At these prices no memory for a cache pays"
     memory = _format_gib(advice.to_gib(size))
     return f"{_format_policy(advice.policy)} with {memory} of KV: {rate:.0%} of prompt tokens from cache"
 
@@ -162,6 +164,7 @@ def list_limits(advice: Advice) -> list[str]:
         f"Hit rates within {NOISE:.1%} of each other are called equal. Belady knows the future and is no policy to "
         "run; with blocks of different length it is a guide, not a strict bound.",
     ]
+    found.append(describe_stability(advice))
     if 0 < advice.hours < 24:
         found.append(
             f"A day is taken to be {24 / advice.hours:,.0f} times this trace of {advice.hours * 60:,.0f} minutes."
@@ -175,6 +178,16 @@ def list_limits(advice: Advice) -> list[str]:
     if advice.trace.skipped:
         found.append(f"{advice.trace.skipped:,} bad lines of the trace were skipped.")
     return found
+
+
+def describe_stability(advice: Advice) -> str:
+    """Say whether the first half of the trace asks for the same memory."""
+    if advice.half is None:
+        return "The trace is too short: its first half asks for no size at all."
+    half = _format_gib(advice.to_gib(advice.sizes[advice.half]))
+    if advice.is_stable:
+        return f"The first half of the trace asks for {half}: the same size, or the one beside it."
+    return f"The trace is too short to choose a size: its first half asks for {half}."
 
 
 def build_policy_rows(advice: Advice, strong: str = "**{}**") -> list[tuple[str, ...]]:

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semantickv.analysis.advise import Advice, Point, advise, choose_policy, count_hits_by_type, find_knee
+from semantickv.analysis.advise import Advice, Point, advise, choose_policy, count_hits_by_type
 from semantickv.analysis.engines import ENGINES
+from semantickv.analysis.sizing import find_knee, find_paying_size
 from semantickv.cli import main
 from semantickv.output import advise_page
 from semantickv.simulator.policies import POLICIES
@@ -148,6 +149,40 @@ def test_the_page_prints_the_flags_of_the_chosen_engine(engine: str, advice: Adv
 
 def test_a_policy_that_no_engine_has_is_called_so(advice: Advice) -> None:
     assert "No engine" in advise_page.describe_how_to_set_it(replace(advice, policy="s3fifo"))
+
+
+@given(
+    earned=st.lists(st.floats(0, 100), min_size=1, max_size=10).map(sorted),
+    price=st.floats(0.001, 100),
+)
+def test_the_paying_size_earns_most_after_its_memory_is_paid(earned: list[float], price: float) -> None:
+    gib = [float(2**at) for at in range(len(earned))]
+    left = [saved - size * price for size, saved in zip(gib, earned, strict=True)]
+    found = find_paying_size(gib, earned, price)
+    if found is None:
+        assert max(left) <= 0
+    else:
+        assert left[found] == max(left) > 0
+
+
+def test_dear_memory_is_not_advised_and_cheap_memory_is_all_bought(advice: Advice) -> None:
+    def by_price(gib_hour: float) -> Advice:
+        return advise(advice.trace, policies=("lru",), hour_cost=3.0, gib_hour_cost=gib_hour)
+
+    assert not by_price(1e9).pays
+    assert "no memory" in advise_page.format_headline(by_price(1e9))
+    cheap, dear = by_price(1e-9), by_price(0.01)
+    assert cheap.knee == len(cheap.sizes) - 1
+    assert dear.knee <= cheap.knee
+    assert cheap.as_json()["advice"]["size_chosen_by"] == "price"
+
+
+def test_a_trace_whose_half_asks_for_another_size_is_called_too_short(advice: Advice) -> None:
+    far = replace(advice, half=advice.knee + 2)
+    assert "too short" in advise_page.describe_stability(far)
+    assert "too short" in advise_page.describe_stability(replace(advice, half=None))
+    assert "too short" not in advise_page.describe_stability(replace(advice, half=advice.knee))
+    assert advise_page.describe_stability(far) in advise_page.list_limits(far)
 
 
 def test_all_policies_are_compared_by_default() -> None:

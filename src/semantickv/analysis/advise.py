@@ -28,6 +28,8 @@ from semblend.errors import InputError
 NOISE = 0.005
 """Hit rates that differ by less than this are called equal: half a point."""
 SIZES = 10
+STABLE_TIMES = 1.5
+"""Two sizes that differ by no more than this are called the same: about a step between two sizes that are tried."""
 MOST_ACCESSES = 60_000_000  # accesses times sizes times policies beyond which curves come from samples: about a minute
 
 
@@ -62,7 +64,7 @@ class Advice:
     hour_cost: float | None = None
     prices: Prices | None = None  # without them the size is the knee
     pays: bool = True  # False: at these prices no size earns what it costs
-    half: int | None = None  # index of the size that the first half of the trace asks for; None where it is too short
+    half: int | None = None  # tokens that the first half of the trace asks for; None where it asks for nothing
     engine: str = ""  # only its policies are advised; "": those of any
 
     @property
@@ -83,8 +85,11 @@ class Advice:
 
     @property
     def is_stable(self) -> bool:
-        """Whether half of the trace asks for the same size, or for one of its neighbours."""
-        return self.half is not None and abs(self.half - self.knee) <= 1
+        """Whether half of the trace, on its own, asks for about as much memory: within `STABLE_TIMES`."""
+        if self.half is None:
+            return not self.pays
+        less, more = sorted((self.half, self.sizes[self.knee]))
+        return self.pays and more <= STABLE_TIMES * less
 
     @property
     def can_tell(self) -> bool:
@@ -160,7 +165,7 @@ class Advice:
                 "gib": round(self.to_gib(self.sizes[self.knee]), 4),
                 "size_chosen_by": "price" if self.prices else "knee",
                 "pays": self.pays,
-                "gib_by_the_first_half": None if self.half is None else round(self.to_gib(self.sizes[self.half]), 4),
+                "gib_by_the_first_half": None if self.half is None else round(self.to_gib(self.half), 4),
                 "stable": self.is_stable,
                 "token_hit_rate": self.get_point_at_knee(self.policy).token_hit_rate,
                 "prefill_hours_saved_a_day": self.saved_a_day,
@@ -232,7 +237,7 @@ def advise(
         hour_cost=hour_cost,
         prices=prices,
         pays=found is not None,
-        half=_choose_by_half(trace, best, steps, rule, seed),
+        half=_choose_by_half(trace, best, sizes, rule, seed),
         engine=engine,
     )
 
@@ -263,14 +268,16 @@ def _count_hours(trace: Trace) -> float:
     return float(trace.arrival_s[-1] - trace.arrival_s[0]) / 3600 if len(trace) else 0.0
 
 
-def _choose_by_half(trace: Trace, policy: str, steps: Sequence[int], rule: SizeRule, seed: int) -> int | None:
-    """Return the index of the size that the first half of the trace asks for; None where that is nothing."""
+def _choose_by_half(trace: Trace, policy: str, sizes: Sequence[int] | None, rule: SizeRule, seed: int) -> int | None:
+    """Return the tokens that the first half of the trace asks for on its own; None where that is nothing."""
     half = trace.take_first(len(trace) // 2)
     if not len(half):
         return None
+    forest = build_forest(half, "prefix")
+    steps = tuple(sorted(set(sizes))) if sizes else choose_sizes(half, forest)
     rate = min(1.0, MOST_ACCESSES / max(1, half.block_accesses * len(steps)))
-    points = _simulate_sizes(build_forest(half, "prefix"), policy, steps, rate, seed)
-    return rule.choose(points, _count_hours(half))
+    found = rule.choose(_simulate_sizes(forest, policy, steps, rate, seed), _count_hours(half))
+    return None if found is None else steps[found]
 
 
 def choose_sizes(trace: Trace, forest: Forest) -> tuple[int, ...]:

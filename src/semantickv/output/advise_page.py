@@ -181,13 +181,11 @@ def list_limits(advice: Advice) -> list[str]:
 
 
 def describe_stability(advice: Advice) -> str:
-    """Say whether the first half of the trace asks for the same memory."""
-    if advice.half is None:
-        return "The trace is too short: its first half asks for no size at all."
-    half = _format_gib(advice.to_gib(advice.sizes[advice.half]))
+    """Say whether the first half of the trace, on its own, asks for the same memory."""
+    half = "no memory at all" if advice.half is None else _format_gib(advice.to_gib(advice.half))
     if advice.is_stable:
-        return f"The first half of the trace asks for {half}: the same size, or the one beside it."
-    return f"The trace is too short to choose a size: its first half asks for {half}."
+        return f"The first half of the trace, on its own, asks for {half}: about the same."
+    return f"The trace is too short to choose a size: its first half, on its own, asks for {half}."
 
 
 def build_policy_rows(advice: Advice, strong: str = "**{}**") -> list[tuple[str, ...]]:

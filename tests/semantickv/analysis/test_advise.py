@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -178,11 +179,23 @@ def test_dear_memory_is_not_advised_and_cheap_memory_is_all_bought(advice: Advic
 
 
 def test_a_trace_whose_half_asks_for_another_size_is_called_too_short(advice: Advice) -> None:
-    far = replace(advice, half=advice.knee + 2)
-    assert "too short" in advise_page.describe_stability(far)
-    assert "too short" in advise_page.describe_stability(replace(advice, half=None))
-    assert "too short" not in advise_page.describe_stability(replace(advice, half=advice.knee))
-    assert advise_page.describe_stability(far) in advise_page.list_limits(far)
+    here = advice.sizes[advice.knee]
+    for half in (3 * here, here // 3, None):
+        far = replace(advice, half=half)
+        assert "too short" in advise_page.describe_stability(far)
+        assert advise_page.describe_stability(far) in advise_page.list_limits(far)
+    assert "too short" not in advise_page.describe_stability(replace(advice, half=here))
+
+
+def test_memory_that_only_the_length_of_the_trace_asks_for_shows() -> None:
+    """Half of the requests bring a new document, half return to one of long ago: the longer the trace, the more fits."""
+    chance = random.Random(1)
+    ids = [number if number % 2 == 0 else 2 * chance.randrange(number // 2 + 1) for number in range(600)]
+    requests = [TraceRequest(str(n), float(n), (one,), (1000,), ("doc",)) for n, one in enumerate(ids)]
+    growing = advise(Trace.from_requests(requests), policies=("lru",))
+    assert growing.half is not None
+    assert growing.half < growing.sizes[growing.knee]
+    assert "too short" in advise_page.describe_stability(growing)
 
 
 def test_all_policies_are_compared_by_default() -> None:

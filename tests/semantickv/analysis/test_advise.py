@@ -188,7 +188,7 @@ def test_a_trace_whose_half_asks_for_another_size_is_called_too_short(advice: Ad
 
 
 def test_memory_that_only_the_length_of_the_trace_asks_for_shows() -> None:
-    """Half of the requests bring a new document, half return to one of long ago: the longer the trace, the more fits."""
+    """Half of the requests bring a new document, half return to an old one: the longer the trace, the more fits."""
     chance = random.Random(1)
     ids = [number if number % 2 == 0 else 2 * chance.randrange(number // 2 + 1) for number in range(600)]
     requests = [TraceRequest(str(n), float(n), (one,), (1000,), ("doc",)) for n, one in enumerate(ids)]

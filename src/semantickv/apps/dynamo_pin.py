@@ -290,6 +290,9 @@ class PinForwarding:
             self._seen.observe(piece)
             if is_last and self._status < 400:
                 self._gateway.learn(self.call, self._seen, self._worker)
+        except Exception:
+            self._client.cut()
+            raise
         finally:
             if is_last:
                 self._end()

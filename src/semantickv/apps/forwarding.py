@@ -130,6 +130,9 @@ class Forwarding:
         try:
             self._client.write(piece, is_last=is_last)
             call.reader.observe(piece)
+        except Exception:
+            self._client.cut()
+            raise
         finally:
             if is_last:
                 self._end_attempt(None)

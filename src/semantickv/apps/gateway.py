@@ -307,7 +307,7 @@ class Gateway:
             began_s=call.began - start,
             ended_s=ended - start,
             first_token_s=None if first_token is None else first_token - start,
-            session=call.caller.session,
+            session=call.caller.with_session(call.view.fields.get("session_id")).session,
             tenant=call.caller.tenant,
             usage=usage,
             metadata={name: value for name, value in metadata.items() if value is not None},

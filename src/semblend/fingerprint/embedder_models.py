@@ -184,6 +184,8 @@ class OnnxEncoder:
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
         model = str(self._files.onnx) if self._files.onnx else build_bert_onnx(self._files.folder)
+        if self._provider == "CUDAExecutionProvider" and hasattr(onnxruntime, "preload_dlls"):
+            onnxruntime.preload_dlls()  # CUDA and cuDNN from pip's packages, which no search path names
         session = onnxruntime.InferenceSession(model, options, providers=[self._provider])
         if self._provider not in session.get_providers():  # ONNX Runtime falls back to the CPU without an error
             raise MissingDependencyError(

@@ -262,6 +262,21 @@ def test_a_trace_holds_no_text_and_can_be_replayed(tmp_path):
     run(test())
 
 
+def test_a_session_that_the_body_names_is_in_the_trace_of_the_proxy_too(tmp_path):
+    async def test():
+        async with ScriptedEngine() as engine:
+            app = proxy_with_traces(engine.url, tmp_path / "t.jsonl", key="k")
+            for more, headers in (({"session_id": "s"}, {}), ({}, {"X-Session-ID": "s"}), ({}, {})):
+                await ask(app, "POST", CHAT, body=chat("Hi", **more), headers=headers)
+            app.settle()
+            app.trace_log.close()
+        named, header, without = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+        assert named["session_id"] == header["session_id"]
+        assert "session_id" not in without
+
+    run(test())
+
+
 def test_text_is_kept_only_on_request(tmp_path):
     async def test():
         async with ScriptedEngine() as engine:

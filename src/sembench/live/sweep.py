@@ -93,7 +93,8 @@ async def run_sweep(
     on_done: Callable[[int, int], None],
 ) -> tuple[list[LoadPoint], list[TimedAnswer]]:
     """Run every point that the log does not hold yet. Return all points, and the answers of the last one."""
-    points, timed = [], []
+    points: list[LoadPoint] = []
+    timed: list[TimedAnswer] = []
     for rate, most in settings.list_points():
         known = log.find(rate, most)
         if known is None:

@@ -25,7 +25,8 @@ NEGATIVE = "negative_control"
 RUN_TOKENS = 16
 FEWEST_SHARED = 3
 """A donor shares at least so many places with a full block of 16 tokens: 18 tokens in a row."""
-MOST_WORDS = 600
+FEWEST_WORDS, MOST_WORDS = 40, 600
+"""A made-up negative control is as long as the prompts of the log, within these bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,8 @@ class TrafficBuilder:
         drawn = random.Random(self.options.seed)
         lonely = [at for at in range(len(kept)) if index.count_partners(at) == 0]
         drawn.shuffle(lonely)
+        lengths = sorted(len((prompt.text or "").split()) for prompt in kept)
+        words = min(max(lengths[len(lengths) // 2], FEWEST_WORDS), MOST_WORDS)
         for number in range(self.options.negatives):
             donor = kept[drawn.randrange(len(kept))]
             if number < len(lonely):
@@ -80,7 +83,7 @@ class TrafficBuilder:
                 donor = others[drawn.randrange(len(others))]
                 yield _make_case(prompt, [donor], negative=True, number=lonely[number])
             else:
-                text = write_document(f"negative:{self.options.seed}:{number}", MOST_WORDS).context
+                text = write_document(f"negative:{self.options.seed}:{number}", words).context
                 made = LoggedPrompt(line=0, text=f"{text}\n\nWhat is this text about?", tenant=donor.tenant)
                 yield _make_case(made, [donor], negative=True, number=number)
 

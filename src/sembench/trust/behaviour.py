@@ -25,6 +25,7 @@ FEWEST_HITS = 3
 MOST_DROP = 0.2
 """How far the mean F1 of reused answers against cold may lie below that of cold answers asked twice."""
 ECHO_SHARE = 0.5
+MOST_FAILED = 0.05
 
 
 def find_doubtful_behaviour(records: Sequence[RequestRecord]) -> list[Finding]:
@@ -159,6 +160,12 @@ def _find_missing(records: Sequence[RequestRecord], pairs: Sequence[ArmPair]) ->
     positives = [record for record in records if not record.negative_control and not record.cross_tenant]
     if not any(record.backend_confirmed_tokens for record in positives):
         yield Finding(Doubt.NOTHING_CONFIRMED, f"none of {len(positives)} requests has confirmed reuse")
+    if not any(record.negative_control and record.error is None for record in records):
+        yield Finding(Doubt.NO_NEGATIVES, "no negative control was answered")
+    failed = [record for record in records if record.error is not None]
+    if len(failed) > MOST_FAILED * len(records):
+        words = f"{len(failed)} of {len(records)} requests failed, such as {failed[0].item_id}: {failed[0].error}"
+        yield Finding(Doubt.REQUESTS_FAILED, words[:300])
     hits = sum(bool(pair.hit) for pair in pairs if not pair.cold.negative_control)
     if not any(pair.rerun is not None for pair in pairs):
         yield Finding(Doubt.NOT_PAIRED, "time was not measured against cold requests; run with --paired")

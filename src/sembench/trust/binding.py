@@ -16,6 +16,7 @@ from sembench.files import hash_file
 from sembench.manifests.cases import read_manifest
 from sembench.result import Result
 from sembench.trust.doubts import Doubt, Finding
+from sembench.values import read_float
 from sembench.witnesses.audit import CLOCK_SLACK_S, strip_id
 
 CALIBRATION_VERSION = "sembench.calibration.v1"
@@ -79,20 +80,20 @@ def bind_summary(summary: Mapping[str, Any], result: Result) -> BoundSummary:
 
 def _covers(summary: Mapping[str, Any], run: Mapping[str, Any], *, has_names: bool) -> bool:
     """Return whether a log without names of requests was written while the run was under way."""
-    first, last = summary.get("first_time_unix_s"), summary.get("last_time_unix_s")
-    sent, finished = run.get("first_sent_unix_s"), run.get("last_finished_unix_s")
-    if has_names or None in (first, last, sent, finished):
+    first, last = read_float(summary.get("first_time_unix_s")), read_float(summary.get("last_time_unix_s"))
+    sent, finished = read_float(run.get("first_sent_unix_s")), read_float(run.get("last_finished_unix_s"))
+    if has_names or first is None or last is None or sent is None or finished is None:
         return False
-    return float(first) <= finished + CLOCK_SLACK_S and float(last) >= sent - CLOCK_SLACK_S  # type: ignore[arg-type]
+    return first <= finished + CLOCK_SLACK_S and last >= sent - CLOCK_SLACK_S
 
 
 def _is_inside(part: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
     """Return whether all of these events happened during the run."""
-    first, last = part.get("first_unix_s"), part.get("last_unix_s")
-    sent, finished = run.get("first_sent_unix_s"), run.get("last_finished_unix_s")
-    if not part.get("events") or None in (first, last, sent, finished):
+    first, last = read_float(part.get("first_unix_s")), read_float(part.get("last_unix_s"))
+    sent, finished = read_float(run.get("first_sent_unix_s")), read_float(run.get("last_finished_unix_s"))
+    if not part.get("events") or first is None or last is None or sent is None or finished is None:
         return False
-    return sent - CLOCK_SLACK_S <= first and last <= finished + CLOCK_SLACK_S  # type: ignore[operator]
+    return sent - CLOCK_SLACK_S <= first and last <= finished + CLOCK_SLACK_S
 
 
 def _read(part: Mapping[str, Any], name: str) -> int:

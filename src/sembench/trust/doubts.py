@@ -27,6 +27,8 @@ class Doubt(StrEnum):
     ANSWERS_LEFT_COLD = "answers_left_cold"
     NOTHING_CONFIRMED = "nothing_confirmed"
     NOT_PAIRED = "not_paired"
+    NO_NEGATIVES = "no_negatives"
+    REQUESTS_FAILED = "requests_failed"
 
 
 MEANINGS: Mapping[Doubt, str] = {
@@ -47,8 +49,10 @@ MEANINGS: Mapping[Doubt, str] = {
     Doubt.ANSWERS_LEFT_COLD: "Reuse changed answers more than running cold twice does.",
     Doubt.NOTHING_CONFIRMED: "No request reused anything that was confirmed.",
     Doubt.NOT_PAIRED: "Without cold, warm and rerun arms nobody can say what reuse saved.",
+    Doubt.NO_NEGATIVES: "No unrelated pair was answered, so that reuse where none may be was not looked for.",
+    Doubt.REQUESTS_FAILED: "More than one request of twenty failed, so that the rest may be a lucky choice.",
 }
-OPEN = frozenset({Doubt.NOTHING_CONFIRMED, Doubt.NOT_PAIRED})
+OPEN = frozenset({Doubt.NOTHING_CONFIRMED, Doubt.NOT_PAIRED, Doubt.NO_NEGATIVES, Doubt.REQUESTS_FAILED})
 """What was not shown, rather than what was shown to be wrong: it fails the default gates, not requested ones."""
 INTEGRITY = frozenset({Doubt.EDITED_RESULT, Doubt.IMPOSSIBLE_NUMBERS, Doubt.MIXED_SERVERS, Doubt.FOREIGN_EVIDENCE})
 """What is wrong with the files themselves; no flag lets it pass."""

@@ -153,6 +153,22 @@ def test_a_run_is_not_continued_on_another_server(tmp_path: Path, capsys: Captur
     assert "was begun with servers" in capsys.readouterr().err
 
 
+def test_arms_of_two_servers_are_found_when_they_are_merged(tmp_path: Path, capsys: Capture):
+    cases, files = manifest(tmp_path, 2, 1), {}
+    for arm in ("cold", "warm"):  # the cold arm comes from a slower server
+        with LyingBackend(slow_s=0.2 if arm == "cold" else 0.02).serving() as server:
+            assert gateway_code(server.url, tmp_path, "--arm", arm, cases=cases) == 0
+        files[arm] = (tmp_path / "result.json").rename(tmp_path / f"{arm}.json")
+    merged = tmp_path / "merged.json"
+    assert (
+        main(["merge-results", "--cold", str(files["cold"]), "--warm", str(files["warm"]), "--output", str(merged)])
+        == 0
+    )
+    code, names = judge(capsys, merged)
+    assert code == 1
+    assert "mixed_servers" in names
+
+
 def test_a_continued_run_keeps_its_name_and_passes(tmp_path: Path, capsys: Capture):
     cases, backend = manifest(tmp_path, 8, 2), LyingBackend(die_after=9, slow_s=PLAIN["slow_s"])
     with backend.serving() as server:

@@ -107,6 +107,13 @@ def test_hits_that_are_not_faster_save_nothing() -> None:
     assert Doubt.HITS_SAVE_NOTHING in {one.doubt for one in examine(result_of(slow)).findings}
 
 
+def test_a_run_whose_negatives_all_failed_is_not_enough() -> None:
+    broken = changed(live_records(2), lambda r: r.negative_control, error="HTTP 400: too long")
+    examined = examine(result_of(broken))
+    assert [one.doubt for one in examined.findings] == [Doubt.NO_NEGATIVES, Doubt.REQUESTS_FAILED]
+    assert examined.grave == ()  # nothing is shown to be wrong, so requested gates are judged; the default ones fail
+
+
 def test_an_answer_is_overlong_by_its_count_or_by_its_words() -> None:
     record = replace(live_records(1)[0], max_tokens=10, output_tokens=10, output_text="word " * 20)
     assert not is_overlong(record)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
+from typing import Any
 
-from sembench.live.session import summarize_result
+from sembench.live.session import describe_window, summarize_result
 from sembench.result import RequestRecord, Result, read_result, write_result
 from sembench.scoring.record_scores import ComparableAnswer, score_against_cold
 from sembench.scoring.results import build_result
@@ -47,13 +48,25 @@ def run(args: argparse.Namespace) -> int:
         records = join_all(records, log, _read_block_size(warm))
     result = build_result(
         records,
-        run={**(warm.run or {}), "arm": "paired", **({"run_id": args.run_id} if args.run_id else {})},
+        run={
+            **(warm.run or {}),
+            "arm": "paired",
+            **({"run_id": args.run_id} if args.run_id else {}),
+            **describe_window(records),
+            "sessions": [session for one in runs.values() for session in _list_sessions(one)],
+        },
         config={**warm.config, "merged_from": {arm: (one.run or {}).get("run_id") for arm, one in runs.items()}},
         engine=warm.engine,
     )
     write_result(args.output, result)
     print(json.dumps(summarize_result(result, args.output)))
     return 0
+
+
+def _list_sessions(result: Result) -> list[Any]:
+    """Return the sessions of a run; arms that were measured on different servers are found by them."""
+    sessions = (result.run or {}).get("sessions")
+    return list(sessions) if isinstance(sessions, list) else []
 
 
 def _read_block_size(result: Result) -> int:

@@ -49,7 +49,7 @@ def find_doubtful_behaviour(records: Sequence[RequestRecord]) -> list[Finding]:
 def compute_luck(firsts: int, cases: int, arms: int) -> float:
     """Return the probability that one of ``arms`` equal arms is the fastest in at least ``firsts`` of the cases.
 
-    >>> round(compute_luck(3, 3, 3), 4), compute_luck(0, 3, 3)
+    >>> round(compute_luck(3, 3, 3), 4), round(compute_luck(0, 3, 3), 4)
     (0.037, 1.0)
     """
     share = 1.0 / arms

@@ -24,7 +24,7 @@ STOCK, SEMANTIC = "stock", "semantic"
 """Names of the model: as the workers serve it, and as our router does."""
 UP_S = 120.0
 VLLM_UP_S = 400.0
-VLLM_STARTER = Path(__file__).parents[1] / "tests" / "engines" / "dynamo" / "vllm_worker.py"
+VLLM_STARTER = Path(__file__).parents[1] / "tests" / "engines" / "dynamo" / "start_vllm.py"
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"

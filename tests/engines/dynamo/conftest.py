@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-collect_ignore = ["vllm_worker.py"]  # runs in vLLM's environment alone
+collect_ignore = ["start_vllm.py"]  # runs in vLLM's environment alone
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

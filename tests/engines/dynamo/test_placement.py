@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +89,17 @@ def test_a_client_that_leaves_frees_its_worker(dynamo, documents):
     while (answer := dynamo.ask("Later. " + documents[0])).reason != "donors" and time.monotonic() < deadline:
         time.sleep(0.5)
     assert (answer.reason, answer.worker) == ("donors", home)
+
+
+def test_an_operator_can_ask_why_requests_went_where_they_went(dynamo, documents):
+    dynamo.ask("One. " + documents[0])
+    dynamo.ask("Two. " + documents[0])
+    script = Path(__file__).with_name("ask_status.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script], env=dynamo.make_environment(), capture_output=True, timeout=90
+    )
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert min(counts["unknown"], counts["donors"]) >= 1
 
 
 def test_a_pin_to_nobody_is_dynamos_to_refuse(dynamo):

@@ -32,7 +32,7 @@ def trtllm_markdown() -> str:
         "",
         "| flag | meaning |",
         "|---|---|",
-        *(f"| `{' '.join(filter(None, (one.option_strings[-1], one.metavar)))}` | {one.help} |" for one in flags),
+        *(f"| `{one.option_strings[-1]} {one.metavar or ''}`".replace(" `", "`") + f" | {one.help} |" for one in flags),
         "",
         "## Settings of the connector",
         "",

@@ -269,6 +269,18 @@ def test_a_dynamo_that_tells_nothing_still_serves(caplog):
     assert "Dynamo chooses" in caplog.text
 
 
+def test_a_fault_that_lasts_does_not_fill_the_log(caplog):
+    async def test():
+        one = Deployment()
+        one.dynamo.fault = RuntimeError("the indexer is gone")
+        for at in range(100):
+            await one.serve(ask(at))
+        assert one.router.counts["evidence_faults"] == 100
+
+    run(test())
+    assert len(caplog.records) == 7
+
+
 def test_an_answer_tells_of_its_placement_only_to_whoever_asked():
     async def test():
         one = Deployment()

@@ -104,7 +104,7 @@ class SemanticRouter(Generic[PromptT]):
             self._evidence.note_workers([state.key for state in states])
             return routed, prompt, self._evidence.choose(prompt, states)
         except Exception as error:
-            log.warning("the evidence failed, Dynamo chooses: %s: %s", type(error).__name__, error)
+            self._report(error)
             return routed, None, Placement(None, PlacementReason.FAULT)
 
     def _note_placed(self, prompt: PromptT | None, worker: WorkerKey) -> None:
@@ -134,8 +134,11 @@ class SemanticRouter(Generic[PromptT]):
             self._report(error)
 
     def _report(self, error: Exception) -> None:
+        """Count a fault of ours; log the first, the second, the fourth …: a lasting one must not fill a disk."""
         self.counts["evidence_faults"] += 1
-        log.warning("the evidence failed: %s: %s", type(error).__name__, error)
+        count = self.counts["evidence_faults"]
+        if count.bit_count() == 1:
+            log.warning("the evidence failed (%d times), Dynamo chooses: %s: %s", count, type(error).__name__, error)
 
 
 def _is_gone(error: Exception) -> bool:

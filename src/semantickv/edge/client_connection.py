@@ -168,6 +168,7 @@ class ClientConnection(HttpToolsProtocol):
             self._direct is not None
             or self.expect_100_continue
             or (cycle is not None and not cycle.response_complete)
+            or self.flow.write_paused  # the last answer is not out yet, and nobody will say again that it waits
             or parser.should_upgrade()
             or parser.get_http_version() != "1.1"
         ):

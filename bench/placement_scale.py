@@ -21,8 +21,8 @@ import csv
 import gzip
 import heapq
 import json
+import os
 import random
-import resource
 import subprocess
 import sys
 import time
@@ -228,17 +228,22 @@ def run_policy(name: str, policy: str, arrivals: list[Arrival], fleet: Fleet) ->
     )  # fmt: skip
 
 
+def read_rss_bytes() -> int:
+    """Resident memory of this process now; the largest ever would be that of the process that started it."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def fill_memory(replicas: int, tracked_tokens: int) -> dict[str, float]:
     """What a router takes whose memories are full, each with pieces of its own; for a process of its own."""
     pool = ConnectionPool(EngineAddress("http", "nowhere", 1))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = read_rss_bytes()
     router = Router([Replica(f"r{n}", pool, ReplicaMemory(tracked_tokens)) for n in range(replicas)])
     pieces_each = tracked_tokens // PIECE_TOKENS
     for row, replica in enumerate(router.replicas):
         for start in range(0, pieces_each, 128):
             values = [row << 32 | start + n for n in range(min(128, pieces_each - start))]
             replica.memory.note(make_pieces(values, PIECE_TOKENS))
-    taken = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    taken = read_rss_bytes() - before
     tokens = sum(replica.memory.tokens for replica in router.replicas)
     return {"bytes": taken, "tokens": tokens, "bytes_per_token": taken / tokens}
 

@@ -17,7 +17,7 @@ VARIABLES = {
     "SEMANTICKV_SESSION_HINT": "How engines hear of a session: header (default: X-Session-ID, for vLLM) or body "
     "(session_id as well, for SGLang; the body is written again then).",
     "SEMANTICKV_MAX_TRACKED_TOKENS": "Tokens that the router remembers of each replica (default 2000000); of all "
-    "together at most 512 million.",
+    "together at most 256 million.",
     "SEMANTICKV_ARRANGE": "false leaves marked passages to the engines (default true: the router orders them).",
     "SEMANTICKV_KV_EVENTS": "Where the replicas publish KV events, in their order, with commas between: "
     "tcp://host:5557, or tcp://host:5557|tcp://host:5558 with the address of the replay; empty for one that does not.",

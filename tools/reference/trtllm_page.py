@@ -32,7 +32,10 @@ def trtllm_markdown() -> str:
         "",
         "| flag | meaning |",
         "|---|---|",
-        *(f"| `{one.option_strings[-1]} {one.metavar or ''}`".replace(" `", "`") + f" | {one.help} |" for one in flags),
+        *(
+            f"| `{' '.join(str(word) for word in (one.option_strings[-1], one.metavar) if word)}` | {one.help} |"
+            for one in flags
+        ),
         "",
         "## Settings of the connector",
         "",

@@ -73,7 +73,7 @@ def test_being_faster_by_luck_is_not_a_hit(tmp_path):
     assert result.paired["hit_rate"] == 0.0
     assert result.paired["hit_only_ttft_speedup_median"] is None
     assert result.aggregate["backend_confirmed_tokens"] == 0
-    assert result.paired["faster_without_reuse"] == 5
+    assert result.paired["faster_without_reuse"] > 0
     # unrelated prompts gained as much, so whatever it was, it was not reuse
     assert result.paired["negative_control_ttft_speedup_median"] > 2
 

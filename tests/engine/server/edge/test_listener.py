@@ -213,12 +213,12 @@ def test_a_client_that_reads_slowly_gets_its_whole_answer():
     fake = Flood()
     fake.chunks = 120
     pause = threading.Event()
-    with run_server(fake, write_timeout_s=1) as server, server.connect() as wire:
+    with run_server(fake, write_timeout_s=3) as server, server.connect() as wire:  # all of it takes longer than that
         wire.sendall(post_bytes(CHAT, chat(), "Connection: close\r\n"))
         size = 0
         while part := wire.recv(200_000):
             size += len(part)
-            pause.wait(0.03)
+            pause.wait(0.06)
         assert size > 12_000_000
 
 

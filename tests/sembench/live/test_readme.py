@@ -101,14 +101,22 @@ def test_the_readmes_commands_end_in_passing_gates_and_each_harm_in_a_failing_on
 
     cold = house.asked(cases["forms"][:2], "cold", "--no-reuse", "--isolation", "none")
     assert house.gates(cold, "--min-backend-confirmed-block-rate", "0.05") == 1
-    assert reasons(capsys)[0].startswith("--min-backend-confirmed-block-rate: backend_confirmed_block_rate is 0 ")
+    found = reasons(capsys)  # an engine logs nothing of requests that opted out, so its log is no witness of this run
+    assert [reason.partition(":")[0] for reason in found] == [
+        "evidence_of_another_run", "--min-backend-confirmed-block-rate"
+    ]  # fmt: skip
+    assert found[1].startswith("--min-backend-confirmed-block-rate: backend_confirmed_block_rate is 0 ")
 
     wrong = [replace(case, negative_control=True, answers=("another thing",)) for case in cases["forms"][2:4]]
     harm = house.asked(wrong, "harm", "--isolation", "none")
     assert house.gates(harm, "--max-negative-control-confirmed-rate", "0.0", "--min-quality-pass-rate", "0.80") == 1
-    quality, negatives = sorted(reasons(capsys), reverse=True)
-    assert negatives.startswith("--max-negative-control-confirmed-rate: negative_control_backend_confirmed_rate is 0.2")
-    assert quality.startswith("--min-quality-pass-rate: quality_pass_rate is 0 ")
+    found = reasons(capsys)
+    for said in (
+        "reuse_on_negatives: ",
+        "--max-negative-control-confirmed-rate: negative_control_backend_confirmed_rate is 0.2",
+        "--min-quality-pass-rate: quality_pass_rate is 0 ",
+    ):
+        assert any(reason.startswith(said) for reason in found), found
 
 
 def test_the_sglang_command_runs_on_the_same_server(house, cases):

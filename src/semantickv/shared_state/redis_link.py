@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from contextlib import suppress
 from typing import Any
 
 from semantickv.shared_state.exchange import StateExchange
@@ -163,11 +164,9 @@ def _decode(name: Any) -> str:
 
 
 async def _close(client: Any) -> None:
-    try:
+    with suppress(Exception):  # it is broken already, and the next link says so
         async with asyncio.timeout(COMMAND_S):
             await client.aclose()
-    except Exception:  # it is broken already
-        pass
 
 
 def _import_redis() -> Any:

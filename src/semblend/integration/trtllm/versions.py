@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 
-from semblend.integration.version_support import Support, VersionEvidence
+from semblend.integration.version_support import Support, VersionEvidence, find_support
 
 _NEVER_RUN = "never run. The connector's interface was read in its published sources"
 
@@ -36,14 +36,4 @@ def support(version: str) -> Support:
     >>> support("1.4.0rc1").evidence, support("0.21.0").evidence
     (<VersionEvidence.STATIC: 'static'>, <VersionEvidence.NONE: 'none'>)
     """
-    minor = ".".join(version.split("+")[0].split(".")[:2])
-    for row in SUPPORTED:
-        if row.version == minor:
-            return row
-    first, last = SUPPORTED[0].version, SUPPORTED[-1].version
-    return Support(
-        minor,
-        VersionEvidence.NONE,
-        f"TensorRT-LLM {version} was never looked at, and this SemBlend knows {first} to {last}; "
-        f"install a newer semblend-suite, or TensorRT-LLM {last}",
-    )
+    return find_support(version, SUPPORTED, "TensorRT-LLM")

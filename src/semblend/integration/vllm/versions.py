@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from semblend.integration.version_support import Support, VersionEvidence
+from semblend.integration.version_support import Support, VersionEvidence, find_support
 
 _SOURCES = "no split of hits by source"
 _CPU = "the reuse and safety tests on a CPU, model runner V1, float32"
@@ -35,17 +35,7 @@ def support(version: str) -> Support:
     >>> support("0.32.1").evidence, support("0.19.0").evidence
     (<VersionEvidence.RUN: 'run'>, <VersionEvidence.NONE: 'none'>)
     """
-    minor = ".".join(version.split("+")[0].split(".")[:2])
-    for row in SUPPORTED:
-        if row.version == minor:
-            return row
-    first, last = SUPPORTED[0].version, SUPPORTED[-1].version
-    return Support(
-        minor,
-        VersionEvidence.NONE,
-        f"vLLM {version} was never looked at, and this SemBlend knows {first} to {last}; "
-        f"install a newer semblend-suite, or vLLM {last}",
-    )
+    return find_support(version, SUPPORTED, "vLLM")
 
 
 def is_known(version: str) -> bool:

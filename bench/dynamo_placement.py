@@ -149,23 +149,25 @@ def main() -> None:
     _report.add_common_arguments(parser, "dynamo_placement")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=240)
+    parser.add_argument("--only", default="", help="only arms whose name has this in it")
     args = parser.parse_args()
     if args.quick:
         args.seeds, args.requests = 1, 40
     data = _report.data_dir(args)
+    arms = [arm for arm in ARMS if args.only in arm.name]
     report = _report.Report("dynamo_placement", args)
     rows, kept = [], []
     for stream, is_shifted in (("equal beginnings", False), ("shifted", True)):
         found: defaultdict[str, list[Outcome]] = defaultdict(list)
         for seed in range(args.seed, args.seed + args.seeds):
             asks = make_asks(data, seed, args.requests, is_shifted=is_shifted)
-            for arm in ARMS:
+            for arm in arms:
                 with tempfile.TemporaryDirectory() as folder:
                     outcome = run_arm(arm, asks, Path(folder))
                 found[arm.name].append(outcome)
                 kept.append({"stream": stream, "seed": seed, "arm": arm.name, **asdict(outcome)})
                 _report.progress(f"{stream}, seed {seed}, {arm.name}: {outcome}")
-        rows += [[stream, arm.name, *summarize(found[arm.name])] for arm in ARMS]
+        rows += [[stream, arm.name, *summarize(found[arm.name])] for arm in arms]
     columns = ["stream", "placed by", "arrived at a home", "copies", "cached", "busiest / mean", "errors"]
     report.table(
         f"Placement in a real Dynamo, {WORKERS} mockers, {args.requests} requests, {CLIENTS} clients", columns, rows

@@ -194,7 +194,7 @@ class TestFile:
             assert "damaged" in caplog.text or "set aside" in caplog.text
             again.close()
 
-    @pytest.mark.parametrize("content", [b"semblend.arrange 2\nmore", b"\x00\xff a picture"])
+    @pytest.mark.parametrize("content", [b"semblend.arrange 1\nmore", b"\x00\xff a picture"])
     def test_a_file_of_another_kind_or_version_is_set_aside_with_a_warning(self, tmp_path, caplog, content):
         path = tmp_path / "orders"
         path.write_bytes(content)

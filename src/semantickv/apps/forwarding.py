@@ -23,6 +23,7 @@ from semantickv.routing.arranging import write_order
 from semantickv.routing.replica import Replica
 from semantickv.routing.router import NoReplica, RouteDecision, Router, RouteRequest
 from semantickv.telemetry.answer_reader import AnswerReader
+from semblend.arrange import Arrangement
 from semblend.wire.errors import ApiError
 
 MOST_ATTEMPTS = 3
@@ -42,6 +43,8 @@ class Lane:
     """Called once a request is on its way to a replica; returns what it brings there."""
     note_refused: Callable[[RouteDecision, Sequence[int]], None]
     """Called if the replica did not take the request, with what it brought."""
+    note_arranged: Callable[[RouteDecision, Sequence[Arrangement]], None]
+    """Called if the replica took a request whose passages were arranged."""
     note_end: Callable[[Forwarding], None]
     """Called once, when a request has ended, whatever became of it."""
 
@@ -113,10 +116,8 @@ class Forwarding:
             lane.note_refused(decision, call.new_keys)
         lane.router.note_first_byte(decision)
         call.reader = AnswerReader(head.headers)
-        arranger = decision.replica.arranger
-        if call.arranged is not None and arranger is not None and head.status == 200:
-            for one in call.arranged.sent:
-                arranger.record(one)
+        if call.arranged is not None and head.status == 200:
+            lane.note_arranged(decision, call.arranged.sent)
         ours = [(b"x-request-id", call.caller.request_id.encode("latin-1"))]
         if lane.shows_routes:
             ours += write_route(decision, lane.router.policy)

@@ -36,6 +36,7 @@ from semantickv.telemetry.metrics import EdgeMetrics
 from semantickv.telemetry.record import EngineReceipt, ExchangeRecord, RecordStore
 from semantickv.telemetry.request_span import start_span
 from semantickv.telemetry.trace_log import TraceJob, TraceLog
+from semblend.arrange import Arrangement
 from semblend.wire.errors import ApiError
 
 if TYPE_CHECKING:
@@ -91,8 +92,9 @@ class Gateway:
         )
         timeouts = EngineTimeouts(self.settings.timeout_s, self.settings.timeout_s)
         self._lane = Lane(
-            self.router, self.opener, timeouts, self.shows_routes, self._note_sent, self._note_refused, self._note_end
-        )
+            self.router, self.opener, timeouts, self.shows_routes,
+            self._note_sent, self._note_refused, self._note_arranged, self._note_end,
+        )  # fmt: skip
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -219,6 +221,15 @@ class Gateway:
         self.router.forget(decision, new)
         if self.link is not None and new:
             self.link.exchange.note_refused(decision, new)
+
+    def _note_arranged(self, decision: RouteDecision, sent: Sequence[Arrangement]) -> None:
+        """Remember in which orders a replica got passages, and tell the other routers."""
+        if decision.replica.arranger is None:
+            return
+        for one in sent:
+            decision.replica.arranger.record(one)
+        if self.link is not None:
+            self.link.exchange.note_arranged(decision, [one.to_sent() for one in sent])
 
     def _note_end(self, forwarding: Forwarding) -> None:
         """Give a request's place back. What became of it is written down soon."""

@@ -2,7 +2,9 @@
 
 The memory, the policy and the load guard are those of `semantickv router`. Two things differ. A worker's load, and what
 it holds of a prompt's beginning, come from Dynamo, which follows the workers' KV events. And a prompt that nobody has
-seen is not placed here: Dynamo chooses, and this memory learns where it went.
+seen is not placed here: Dynamo chooses, and this memory learns where it went. A prompt of which little is known, such
+as a common instruction, is placed here, by what the workers got of late: Dynamo would send all of them to the worker
+that has the instruction in its cache, and we would keep them there.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from semantickv.routing.holders import Column, HolderIndex
 from semantickv.routing.locality import Overlap, ReplicaMemory
 from semantickv.routing.policies import Standing, semantic_locality
 from semantickv.routing.prompt_view import PromptPart
-from semantickv.routing.router import LEAST_OVERLAP_TOKENS, EngineReuse, LoadGuard, name_outcome
-from semantickv.routing.standings import ANSWER_TOKENS, find_best
+from semantickv.routing.router import LEAST_OVERLAP_TOKENS, RECENT_PLACED, EngineReuse, LoadGuard, name_outcome
+from semantickv.routing.standings import ANSWER_TOKENS, NEW_SHARE, RECENT_TOKENS, find_best
 from semblend.integration.dynamo.placement import Placement, PlacementReason, WorkerKey, WorkerState
 from semblend.prompt import Namespace
 
@@ -59,6 +61,8 @@ class WorkerEvidence:
         self._memories: dict[WorkerKey, ReplicaMemory] = {}
         self._avoided: dict[WorkerKey, float] = {}
         self._last_turns: dict[WorkerKey, int] = {}
+        self._recent: dict[WorkerKey, float] = {}
+        """Requests that a worker got of late, as of its last turn; `_count_recent` lets them fade."""
         self._turn = 0
 
     def read(self, token_ids: Sequence[int], namespace: Namespace) -> PromptPieces:
@@ -66,7 +70,7 @@ class WorkerEvidence:
         return cut_prompt([PromptPart("other", array("I", token_ids).tobytes())], namespace.digest.encode())
 
     def choose(self, prompt: PromptPieces, workers: Sequence[WorkerState]) -> Placement:
-        """Pin the prompt to the worker that costs least, if that one has seen it; leave it to Dynamo otherwise."""
+        """Pin the prompt to the worker that costs least; leave it to Dynamo if nobody, or nobody free, has seen it."""
         now = self._clock()
         able = [one for one in workers if self._avoided.get(one.key, 0.0) <= now]
         total = prompt.total_tokens
@@ -79,12 +83,14 @@ class WorkerEvidence:
         running = [one.running for one in able]
         limit = self._guard.compute_limit(running)
         free = np.array([at for at, has in enumerate(running) if has < limit], np.int64)
-        at = self._find_best(able, free, prefix, anywhere, total) if len(free) else None
-        if at is None or anywhere[at] < LEAST_OVERLAP_TOKENS:  # whoever has seen it has too much to do
+        is_new = bool(anywhere.max() < NEW_SHARE * total)
+        at = self._find_best(able, free, prefix, anywhere, total, is_new) if len(free) else None
+        has_seen = at is not None and anywhere[at] >= LEAST_OVERLAP_TOKENS
+        if at is None or not (has_seen or is_new):  # whoever has seen it has too much to do
             return Placement(None, PlacementReason.LOAD, prompt_tokens=total)
         return Placement(
             able[at].key,
-            PlacementReason.DONORS,
+            PlacementReason.DONORS if has_seen else PlacementReason.SPREAD,
             name_outcome(Overlap(int(prefix[at]), int(anywhere[at]))),
             known_tokens=int(anywhere[at]),
             expected_prefix_tokens=int(sent[at]),
@@ -98,13 +104,14 @@ class WorkerEvidence:
         listed = set(workers)
         for key in self._memories.keys() - listed:
             self._forget(key)
-        for known in (self._avoided, self._last_turns):
+        for known in (self._avoided, self._last_turns, self._recent):
             for key in known.keys() - listed:
                 del known[key]
 
     def note_placed(self, prompt: PromptPieces, worker: WorkerKey) -> None:
         """Remember that a worker computes this prompt."""
         self._turn += 1
+        self._recent[worker] = 1 + self._count_recent(worker)
         self._last_turns[worker] = self._turn
         memory = self._memories.get(worker)
         if memory is None:
@@ -147,15 +154,32 @@ class WorkerEvidence:
         prefix = np.maximum(sent, [one.prefix_tokens or 0 for one in workers])
         return sent, prefix, prefix if self.reuse is EngineReuse.PREFIX else np.maximum(prefix, anywhere)
 
+    def _count_recent(self, worker: WorkerKey) -> float:
+        """Requests that a worker got of late; they fade with every request that any worker gets."""
+        if worker not in self._recent:
+            return 0.0
+        age = self._turn - self._last_turns[worker]
+        return self._recent[worker] * (1 - 1 / (RECENT_PLACED * len(self._recent))) ** age
+
     def _find_best(
-        self, workers: Sequence[WorkerState], free: Column, prefix: Column, anywhere: Column, total: int
+        self,
+        workers: Sequence[WorkerState],
+        free: Column,
+        prefix: Column,
+        anywhere: Column,
+        total: int,
+        is_new: bool,
     ) -> int:
-        """The row of the free worker that costs least."""
+        """The row of the free worker that costs least. What a worker got of late weighs against it for a new prompt."""
         running = np.array([one.running for one in workers])
+        waiting = np.array([one.waiting_tokens for one in workers]) + ANSWER_TOKENS * running
+        if is_new:
+            recent = np.array([self._count_recent(one.key) for one in workers])
+            waiting += np.rint(RECENT_TOKENS * (recent - recent.min())).astype(np.int64)
         standing = Standing(
             running=running[free],
             last_turn=np.array([self._last_turns.get(one.key, 0) for one in workers])[free],
-            waiting_tokens=(np.array([one.waiting_tokens for one in workers]) + ANSWER_TOKENS * running)[free],
+            waiting_tokens=waiting[free],
             prompt_tokens=total,
             prefix_tokens=prefix[free],
             any_tokens=anywhere[free],

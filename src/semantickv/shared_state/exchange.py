@@ -21,15 +21,19 @@ from semantickv.shared_state.messages import (
     Known,
     Load,
     Message,
+    Ordered,
     Placed,
     Refused,
     name_replica,
 )
+from semblend.arrange import Sent
 
 MOST_OUTGOING = 4096
 """Messages that wait for Redis. When it is gone, the oldest make room; a `Hello` brings what was missed."""
 MOST_SNAPSHOT_KEYS = 64_000
 """Of one replica, the most recent so many hashes are told to a router that comes; some 2 million tokens."""
+MOST_SNAPSHOT_ORDERS = 512
+"""Of one replica, the last so many orders of passages are told to a router that comes."""
 SNAPSHOT_PAUSE_S = 10.0
 LOAD_LIFE_S = 3.0
 """The load that another router reported counts for so long."""
@@ -78,6 +82,11 @@ class StateExchange:
         for at in range(0, len(new), MOST_KEYS):
             self._put(Refused(self._name_of[decision.replica.id], list(new[at : at + MOST_KEYS])))
 
+    def note_arranged(self, decision: RouteDecision, sent: Sequence[Sent]) -> None:
+        """The replica got passages in these orders."""
+        for one in sent:
+            self._put_order(decision.replica, one)
+
     def note_joined(self) -> None:
         """Redis is there, for the first time or again: ask the others, and tell them."""
         self._snapshot_at = float("-inf")
@@ -110,6 +119,13 @@ class StateExchange:
         for one in self.router.replicas:
             for keys, tokens in _split(one.memory.list_recent(MOST_SNAPSHOT_KEYS)):
                 self._put(Known(self._name_of[one.id], keys, tokens))
+            for sent in one.arranger.list_sent(MOST_SNAPSHOT_ORDERS) if one.arranger is not None else ():
+                self._put_order(one, sent)
+
+    def _put_order(self, replica: Replica, sent: Sent) -> None:
+        if sent.keys and len(sent.keys) <= MOST_KEYS:
+            name = self._name_of[replica.id]
+            self._put(Ordered(name, sent.owner, sent.scope, sent.root, list(sent.keys), list(sent.sizes)))
 
     def _put(self, message: Message) -> None:
         if len(self._outgoing) >= MOST_OUTGOING:
@@ -139,6 +155,10 @@ class StateExchange:
             elif isinstance(message, Known):
                 for key, tokens in zip(message.keys, message.tokens, strict=True):
                     replica.memory.add(key, tokens)
+            elif isinstance(message, Ordered):
+                if replica.arranger is not None:
+                    sizes = tuple(message.sizes)
+                    replica.arranger.take(Sent(message.owner, message.scope, message.root, tuple(message.keys), sizes))
             elif isinstance(message, Load):
                 self._loads[sender, replica.id] = (self._clock(), message)
             elif replica.can_serve:

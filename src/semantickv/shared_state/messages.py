@@ -18,6 +18,9 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1_000_000_000)]
 Name = Annotated[str, msgspec.Meta(max_length=64)]
 Keys = Annotated[list[Key], msgspec.Meta(max_length=MOST_KEYS)]
 Counts = Annotated[list[Count], msgspec.Meta(max_length=MOST_KEYS)]
+Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Scope = Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
+Digests = Annotated[list[Digest], msgspec.Meta(min_length=1, max_length=MOST_KEYS)]
 
 
 class Placed(msgspec.Struct, frozen=True, tag="placed", array_like=True):
@@ -45,6 +48,17 @@ class Known(msgspec.Struct, frozen=True, tag="known", array_like=True):
     tokens: Counts
 
 
+class Ordered(msgspec.Struct, frozen=True, tag="ordered", array_like=True):
+    """Passages went to a replica in this order: `semblend.arrange.Sent` without its name."""
+
+    replica: Name
+    owner: Digest
+    scope: Scope
+    root: Digest
+    keys: Digests
+    sizes: Counts
+
+
 class Failing(msgspec.Struct, frozen=True, tag="failing", array_like=True):
     """A replica does not answer this router. Others look for themselves."""
 
@@ -63,7 +77,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
     """This router came, or came back: tell it what you know."""
 
 
-Message = Placed | Refused | Known | Failing | Load | Hello
+Message = Placed | Refused | Known | Ordered | Failing | Load | Hello
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Message])
 
@@ -97,4 +111,6 @@ def _is_even(message: Message) -> bool:
     """Whether the lists of a message belong together."""
     if isinstance(message, Placed):
         return len(message.hashes) == len(message.chains) == len(message.tokens)
+    if isinstance(message, Ordered):
+        return len(message.keys) == len(message.sizes)
     return not isinstance(message, Known) or len(message.keys) == len(message.tokens)

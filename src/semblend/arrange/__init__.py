@@ -27,6 +27,7 @@ from semblend.arrange.groups import (
 from semblend.arrange.hygiene import find_volatile_fields
 from semblend.arrange.keep import Keep
 from semblend.arrange.marks import PassageGroup
+from semblend.arrange.memory import Sent
 from semblend.arrange.repeats import Deduplicated, Reference, replace_repeats
 from semblend.arrange.volatile import VolatileField, move_to_end
 
@@ -41,6 +42,7 @@ __all__ = [
     "Keep",
     "PassageGroup",
     "Reference",
+    "Sent",
     "VolatileField",
     "arrange_messages",
     "arrange_parts",

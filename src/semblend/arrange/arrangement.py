@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from semblend.arrange.memory import Sent
+
 
 @dataclass(frozen=True, slots=True)
 class Expected:
@@ -30,6 +32,10 @@ class Arrangement:
     root: bytes
     keys: tuple[bytes, ...]
     sizes: tuple[int, ...]
+
+    def to_sent(self) -> Sent:
+        """What is remembered of a prompt in this order."""
+        return Sent(self.owner, self.scope, self.root, self.keys, self.sizes)
 
     def find_place(self, index: int) -> int:
         """Where a passage of the caller stands now: for citations."""

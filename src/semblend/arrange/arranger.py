@@ -6,6 +6,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 
 from semblend.arrange.arrangement import Arrangement, Expected
@@ -76,9 +77,9 @@ class Arranger:
         """
         _check(passages, keep, scores)
         namespace = namespace or NO_NAMESPACE
-        keys = tuple(map(_digest, passages))
-        sizes = tuple(self._count(one) if isinstance(one, str) else len(one) for one in passages)
         scope = namespace.digest.encode()
+        keys = tuple(_digest(one, scope) for one in passages)
+        sizes = tuple(self._count(one) if isinstance(one, str) else len(one) for one in passages)
         root = _digest(before, scope)
         with self._lock:
             order, exact = self._find_order(keys, sizes, scope, root, keep, scores)
@@ -101,13 +102,20 @@ class Arranger:
 
     def record(self, arrangement: Arrangement) -> None:
         """The prompt was sent in this order."""
-        one = arrangement
-        sent = Sent(one.owner, one.scope, one.root, one.keys, one.sizes)
+        self.take(arrangement.to_sent())
+
+    def take(self, sent: Sent) -> None:
+        """The same for a sequence that another arranger has recorded: both of them order passages for one engine."""
         with self._lock:
             self._memory.add(sent)
             if self._file is not None:
                 self._file.add(sent)
                 self._tidy_file()
+
+    def list_sent(self, most: int) -> list[Sent]:
+        """The sequences that were sent last, the oldest of them first: what another arranger may `take`."""
+        with self._lock:
+            return list(islice(self._memory, max(0, len(self._memory) - most), None))
 
     def forget(
         self,
@@ -123,7 +131,7 @@ class Arranger:
         at their beginning are still held.
         """
         scope = (namespace or NO_NAMESPACE).digest.encode()
-        keys = tuple(map(_digest, passages))
+        keys = tuple(_digest(one, scope) for one in passages)
         with self._lock:
             roots = {_digest(before, scope)} if before is not None else self._memory.find_roots(scope, keys)
             return sum(self._drop(root, keys, kept) for root in roots) > 0
@@ -205,7 +213,7 @@ def _check(passages: Sequence[Passage], keep: Keep, scores: Sequence[float] | No
 
 
 def _digest(passage: Passage, scope: bytes = b"") -> bytes:
-    """Sixteen bytes that stand for a text or for tokens; never the same for both."""
+    """Sixteen bytes that stand for a text or for tokens; never the same for both, nor in two namespaces."""
     if isinstance(passage, str):
         raw, kind = passage.encode("utf-8", "surrogatepass"), b"text"
     else:

@@ -20,7 +20,7 @@ from semblend.arrange.memory import Sent
 from semblend.errors import StoreError
 
 log = logging.getLogger("semblend.arrange")
-HEADER = b"semblend.arrange 1\n"
+HEADER = b"semblend.arrange 2\n"
 KEY_BYTES = 16
 LONGEST_ENTRY = 64 << 20
 LEAST_PASSAGES = 1_024

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,6 +55,24 @@ def test_a_few_tokens_in_common_are_chance():
     evidence = WorkerEvidence(100_000)
     evidence.note_placed(evidence.read([1, *DOCUMENT[:40]], NOWHERE), A)
     assert evidence.choose(evidence.read([2, *DOCUMENT[:40]], NOWHERE), IDLE).worker is None
+
+
+def test_new_documents_behind_one_instruction_are_spread_and_then_stay():
+    """Dynamo would send all of them to the worker that has the instruction in its cache."""
+    evidence = WorkerEvidence(1_000_000)
+    instruction = list(range(200))
+    evidence.note_placed(evidence.read([*instruction, *DOCUMENT], NOWHERE), A)
+    homes = {}
+    for seed in range(12):
+        tokens = np.random.default_rng(100 + seed).integers(0, 50_000, 2000).tolist()
+        prompt = evidence.read([*instruction, *tokens], NOWHERE)
+        homes[seed] = evidence.choose(prompt, IDLE)
+        evidence.note_placed(prompt, homes[seed].worker)
+        assert evidence.choose(prompt, IDLE).worker == homes[seed].worker
+    counts = Counter(found.worker for found in homes.values())
+    assert set(counts) == {A, B, C}
+    assert max(counts.values()) <= 6
+    assert PlacementReason.SPREAD in {found.reason for found in homes.values()}
 
 
 def test_no_worker_at_all_is_left_to_dynamo():
@@ -107,8 +127,8 @@ def test_a_pin_names_a_listed_worker_that_has_seen_the_prompt(states):
         assert found.reason in (PlacementReason.UNKNOWN, PlacementReason.LOAD)
     else:
         state = next(one for one in states if one.key == found.worker)
-        assert state.key == B or (state.prefix_tokens or 0) >= 64
-        assert found.known_tokens >= 64
+        assert state.key == B or (state.prefix_tokens or 0) >= 64 or found.reason is PlacementReason.SPREAD
+        assert found.known_tokens >= 64 or found.reason is PlacementReason.SPREAD
 
 
 @settings(max_examples=40, deadline=None)
@@ -121,31 +141,40 @@ def test_the_choice_is_that_of_one_worker_after_the_other(placed, loads):
     workers = [WorkerState(WorkerKey(at), *load) for at, load in enumerate(loads)]
     evidence, plain = WorkerEvidence(4000), [ReplicaMemory(4000) for _ in workers]
     turns = [0] * len(workers)
+    recent = [0.0] * len(workers)
+
+    def fade(at, turn):
+        return recent[at] * (1 - 1 / (16 * max(1, sum(map(bool, turns))))) ** (turn - turns[at])
+
     for turn, (seed, at) in enumerate(placed, start=1):
         pieces = evidence.read(np.random.default_rng(seed).integers(0, 50_000, 600).tolist(), NOWHERE)
         evidence.note_placed(pieces, WorkerKey(at))
         plain[at].note(pieces)
+        recent[at] = 1 + (fade(at, turn) if turns[at] else 0)
         turns[at] = turn
     asked = [3, 1, *np.random.default_rng(2).integers(0, 50_000, 600).tolist()]
     prompt = evidence.read(asked, NOWHERE)
     limit = LoadGuard().compute_limit([one.running for one in workers])
-    best, most = None, 0
+    own = [memory.match(prompt) for memory in plain]
+    prefixes = [max(has.prefix_tokens, one.prefix_tokens) for has, one in zip(own, workers, strict=True)]
+    knowns = [max(prefix, has.any_tokens) for prefix, has in zip(prefixes, own, strict=True)]
+    most, faded = max(knowns), [fade(at, len(placed)) for at in range(len(workers))]
+    is_new = most < 0.5 * prompt.total_tokens
+    best = None
     for at, one in enumerate(workers):
-        own = plain[at].match(prompt)
-        prefix = max(own.prefix_tokens, one.prefix_tokens)
-        known = max(prefix, own.any_tokens)
-        most = max(most, known)
-        waiting = one.waiting_tokens + 256 * one.running
+        prefix, known = prefixes[at], knowns[at]
+        waiting = one.waiting_tokens + 256 * one.running + is_new * round(512 * (faded[at] - min(faded)))
         rank = semantic_locality(Standing(one.running, turns[at], waiting, prompt.total_tokens, prefix, known, 0))
         if one.running < limit and (best is None or rank > best[0]):
             best = (rank, one.key, known)
     found = evidence.choose(prompt, workers)
     if most < 64:
         assert found.reason is PlacementReason.UNKNOWN
-    elif best is None or best[2] < 64:
+    elif best is None or (best[2] < 64 and not is_new):
         assert found.reason is PlacementReason.LOAD
     else:
         assert (found.worker, found.known_tokens) == best[1:]
+        assert found.reason is (PlacementReason.DONORS if best[2] >= 64 else PlacementReason.SPREAD)
 
 
 def test_rows_of_workers_that_come_and_go_are_used_again():

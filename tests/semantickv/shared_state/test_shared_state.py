@@ -26,6 +26,7 @@ from semantickv.shared_state.messages import (
     Hello,
     Known,
     Load,
+    Ordered,
     Placed,
     name_replica,
     read_messages,
@@ -133,6 +134,50 @@ def test_what_an_engine_refused_to_one_router_is_not_believed_by_the_other(tmp_p
                 await send(first, write_document("b"))  # comes after the refusal
                 await wait_until(lambda: any(count_known(second, write_document("b"))))
                 assert count_known(second, write_document("a")) == [0, 0, 0]
+
+    run(test())
+
+
+async def send_passages(app: Gateway, names: str) -> tuple[int, list[int]]:
+    """Send passages that may change places; return the engine that served them, and the order in which it got them."""
+    passages = [write_document(name) for name in names]
+    fields = {"model": "m", "messages": [{"role": "user", "content": "Compare."}], "semblend": {"passages": passages}}
+    client, body = await ask(app, "POST", CHAT, body=json.dumps(fields).encode())
+    assert client.status == 200
+    return json.loads(body)["served_by"], json.loads(client.headers["x-semantic-order"])[0]["order"]
+
+
+def count_orders(app: Gateway) -> int:
+    return sum(len(one.arranger) for one in app.router.replicas)
+
+
+def test_passages_go_in_the_order_in_which_another_router_sent_them(tmp_path):
+    async def test():
+        with RedisServer(tmp_path) as redis:
+            async with routers(redis.url) as ((first, second), _):
+                await wait_connected(first, second)
+                home, order = await send_passages(first, "abc")
+                assert order == [0, 1, 2]
+                await wait_until(lambda: count_orders(second))
+                assert await send_passages(second, "cab") == (home, [1, 2, 0])
+
+    run(test())
+
+
+def test_a_router_that_comes_later_is_told_the_orders_too(tmp_path):
+    async def test():
+        with RedisServer(tmp_path) as redis:
+            async with routers(redis.url, count=1) as ((first,), engines):
+                await wait_connected(first)
+                home, _ = await send_passages(first, "abcd")
+                first.link.exchange._snapshot_at = float("-inf")
+                urls = tuple(one.url for one in engines)
+                late = build_router(EdgeSettings(replicas=urls, trace=False, redis_url=redis.url, hash_key=KEY))
+                link = asyncio.ensure_future(late.link.run())
+                await wait_until(lambda: count_orders(late))
+                assert await send_passages(late, "dbca") == (home, [3, 1, 2, 0])
+                link.cancel()
+                await asyncio.gather(link, return_exceptions=True)
 
     run(test())
 
@@ -403,6 +448,15 @@ def test_messages_come_back_as_they_were(pieces, home):
 @given(st.binary(max_size=100))
 def test_no_bytes_break_the_reader_of_messages(data):
     assert read_messages(data) is None or isinstance(read_messages(data), list)
+
+
+@given(st.lists(st.tuples(st.binary(min_size=16, max_size=16), st.integers(0, 10**9)), min_size=1, max_size=9))
+def test_orders_come_back_as_they_were(passages):
+    keys, sizes = (list(column) for column in zip(*passages, strict=True))
+    message = Ordered("r", b"o" * 16, b"scope", b"r" * 16, keys, sizes)
+    assert read_messages(write_messages([message])) == [message]
+    assert read_messages(write_messages([Ordered("r", b"o" * 16, b"scope", b"r" * 16, keys, [*sizes, 1])])) is None
+    assert read_messages(write_messages([Ordered("r", b"short", b"scope", b"r" * 16, keys, sizes)])) is None
 
 
 def test_lists_that_do_not_belong_together_are_refused():

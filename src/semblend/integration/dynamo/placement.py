@@ -42,6 +42,7 @@ class PlacementReason(StrEnum):
     """Why a request is pinned, or why it is not; `REASONS` says what each means."""
 
     DONORS = "donors"
+    SPREAD = "spread"
     UNKNOWN = "unknown"
     LOAD = "load"
     CONSTRAINED = "constrained"
@@ -51,6 +52,7 @@ class PlacementReason(StrEnum):
 REASONS: Mapping[PlacementReason, str] = MappingProxyType(
     {
         PlacementReason.DONORS: "Pinned: the worker has computed parts of this prompt before.",
+        PlacementReason.SPREAD: "Pinned: most of this prompt is new, and the worker got little of late.",
         PlacementReason.UNKNOWN: "Dynamo's choice: no worker has seen enough of it.",
         PlacementReason.LOAD: "Dynamo's choice: whoever has seen it has too much to do.",
         PlacementReason.CONSTRAINED: "Dynamo's choice: the request carries routing rules or media of its own.",

@@ -19,7 +19,7 @@ import zmq
 
 def post(url: str, body: Any) -> Any:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=300) as answer:
+    with urllib.request.urlopen(request, timeout=900) as answer:
         content = answer.read()
     return json.loads(content) if content.startswith(b"{") else None
 

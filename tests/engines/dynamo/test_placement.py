@@ -85,7 +85,7 @@ def test_a_client_that_leaves_frees_its_worker(dynamo, documents):
     home = dynamo.ask("One. " + documents[0]).worker
     with ThreadPoolExecutor(20) as pool:
         list(pool.map(lambda n: dynamo.ask_and_leave(f"Number {n}. " + documents[0]), range(20)))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while (answer := dynamo.ask("Later. " + documents[0])).reason != "donors" and time.monotonic() < deadline:
         time.sleep(0.5)
     assert (answer.reason, answer.worker) == ("donors", home)
@@ -96,7 +96,7 @@ def test_an_operator_can_ask_why_requests_went_where_they_went(dynamo, documents
     dynamo.ask("Two. " + documents[0])
     script = Path(__file__).with_name("ask_status.py")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", script], env=dynamo.make_environment(), capture_output=True, timeout=90
+        [sys.executable, "-W", "ignore", script], env=dynamo.make_environment(), capture_output=True, timeout=400
     )
     counts = json.loads(done.stdout.splitlines()[-1])
     assert min(counts["unknown"], counts["donors"]) >= 1

@@ -53,7 +53,7 @@ class Server:
         pytest.fail("the server did not start:\n" + log.read_text()[-3000:])
 
     def _wait(self) -> bool:
-        deadline = time.monotonic() + 600
+        deadline = time.monotonic() + 1500
         while self.process.poll() is None and time.monotonic() < deadline:
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5)
@@ -73,7 +73,7 @@ class Server:
             {"Content-Type": "application/json"},
             method="POST",
         )
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=600) as answer:
             content = answer.read()
         try:
             found: dict[str, Any] = json.loads(content)
@@ -83,7 +83,7 @@ class Server:
 
     def flush(self) -> None:
         """Empty the cache; SGLang refuses for a moment after an answer, while it puts the request away."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while True:
             try:
                 self.post("/flush_cache")

@@ -56,7 +56,7 @@ def list_pages(folder: Path) -> list[Path]:
 
 
 def wait_until_stored(folder: Path, pages: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(list_pages(folder)) < pages:
         assert time.monotonic() < deadline, f"{len(list_pages(folder))} pages are stored of {pages}"
         time.sleep(0.2)

@@ -27,7 +27,7 @@ def life(tmp_path_factory):
     path = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
     server = Server(
         log, "--semblend-provider", "semantic_provider:SharedPieces", *NO_DONORS_OF_OUR_OWN,
-        *("--semblend", "provider_deadline_ms=5000", "--semblend", "quality=fast"), PYTHONPATH=path,
+        *("--semblend", "provider_deadline_ms=60000", "--semblend", "quality=fast"), PYTHONPATH=path,
     )  # fmt: skip
     try:
         # A request that opts out is not told to a provider, who would propose it otherwise: it shares everything.

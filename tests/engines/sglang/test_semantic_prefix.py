@@ -152,7 +152,7 @@ def test_equal_runs_of_a_providers_tokens_are_moved_at_any_offset_and_never_serv
     target = document + world.question("Name the third word.")
     assert world.exact_hit(target) == 0
     provider = Recorder(SemanticPrefixResult(source, source_id="them"))
-    world.cache.set_semantic_provider(provider, deadline_ms=5000)
+    world.cache.set_semantic_provider(provider, deadline_ms=60_000)
     (answer,) = world.ask(target, quality="fast")
     receipt = world.receipt(answer)
     assert receipt.reused_tokens > 0
@@ -164,7 +164,7 @@ def test_tokens_of_a_provider_that_are_not_the_prompts_reuse_nothing(world):
     source = world.ids("An unusual opening. ") + world.document(211) + world.question()
     world.ask(source)
     forget_donors(world)
-    world.cache.set_semantic_provider(Recorder(SemanticPrefixResult(source)), deadline_ms=5000)
+    world.cache.set_semantic_provider(Recorder(SemanticPrefixResult(source)), deadline_ms=60_000)
     target = world.document(212)
     cold = world.cold(target)
     (answer,) = world.ask(target, quality="fast")
@@ -177,18 +177,18 @@ def test_a_provider_cannot_reach_the_kv_of_another_salt(world):
     source = world.ids("An unusual opening. ") + document
     world.ask(source, salt="anna")
     forget_donors(world)
-    world.cache.set_semantic_provider(Recorder(SemanticPrefixResult(source)), deadline_ms=5000)
+    world.cache.set_semantic_provider(Recorder(SemanticPrefixResult(source)), deadline_ms=60_000)
     (answer,) = world.ask(document + world.question(), salt="ben", quality="fast")
     assert world.receipt(answer).reused_tokens == 0
 
 
 def test_a_provider_is_asked_once_a_request_and_told_when_it_is_cached(world):
     provider = Recorder()
-    world.cache.set_semantic_provider(provider, deadline_ms=5000)
+    world.cache.set_semantic_provider(provider, deadline_ms=60_000)
     prompt = world.document(231)
     (answer,) = world.ask(prompt)
     assert provider.named("miss") == [("miss", answer.request_id, prompt)]
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not (told := provider.named("cached")) and time.monotonic() < end:
         time.sleep(0.01)  # a thread of its own tells it
     assert [call[1] for call in told] == [answer.request_id]
@@ -198,7 +198,7 @@ def test_a_provider_is_asked_once_a_request_and_told_when_it_is_cached(world):
 def test_skip_insert_of_a_provider_keeps_the_request_out_of_the_tree(world):
     source = world.ids("An unusual opening. ") + world.document(241)
     world.ask(source)
-    world.cache.set_semantic_provider(Recorder(SemanticPrefixResult(source, skip_insert=True)), deadline_ms=5000)
+    world.cache.set_semantic_provider(Recorder(SemanticPrefixResult(source, skip_insert=True)), deadline_ms=60_000)
     target = world.document(242)
     world.ask(target)
     assert world.exact_hit(target) == 0
@@ -230,7 +230,7 @@ def test_a_provider_that_proposes_nonsense_costs_neither_the_answer_nor_our_own_
     target = document + world.question("Name the third word.")
     cold = world.cold(target)
     world.ask(world.ids("An unusual opening. ") + document + world.question())
-    world.cache.set_semantic_provider(Recorder(SemanticPrefixResult(nonsense)), deadline_ms=5000)
+    world.cache.set_semantic_provider(Recorder(SemanticPrefixResult(nonsense)), deadline_ms=60_000)
     (answer,) = world.ask(target, quality="fast")
     assert answer.tokens == cold.tokens
     assert world.receipt(answer).reused_tokens > 0, "the donors that we know ourselves are used all the same"
@@ -244,7 +244,7 @@ def test_a_provider_that_answers_with_another_type_is_ignored(world):
 
     provider, prompt = Other(), world.document(271)
     cold = world.cold(prompt)
-    world.cache.set_semantic_provider(provider, deadline_ms=5000)
+    world.cache.set_semantic_provider(provider, deadline_ms=60_000)
     (answer,) = world.ask(prompt)
     assert answer.tokens == cold.tokens
     assert len(provider.named("miss")) == 1
@@ -252,10 +252,10 @@ def test_a_provider_that_answers_with_another_type_is_ignored(world):
 
 def test_a_provider_neither_sees_nor_learns_of_a_request_that_opts_out(world):
     provider = Recorder()
-    world.cache.set_semantic_provider(provider, deadline_ms=5000)
+    world.cache.set_semantic_provider(provider, deadline_ms=60_000)
     world.ask(world.document(281), opt_out=True)
     (told,) = world.ask(world.document(282))
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not provider.named("cached") and time.monotonic() < end:
         time.sleep(0.01)
     assert {call[1] for call in provider.named("miss") + provider.named("cached")} == {told.request_id}

@@ -330,7 +330,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, A
             env=os.environ | {"PYTHONPATH": found},
             capture_output=True,
             text=True,
-            timeout=400,
+            timeout=1500,
             check=False,
         )
         assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

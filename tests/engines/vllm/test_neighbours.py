@@ -25,7 +25,7 @@ def test_a_neighbour_reuses_the_donors_of_an_engine_that_was_killed(apart, tmp_p
     command = [sys.executable, str(Path(__file__).with_name("apart.py")), "publish"]
     with open(tmp_path / "log", "w") as log:
         first = subprocess.Popen([*command, str(tmp_path / "settings.json"), "-"], stdout=log, stderr=log)
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 900
     while not published.exists():
         assert first.poll() is None, (tmp_path / "log").read_text()[-4000:]
         assert time.monotonic() < deadline

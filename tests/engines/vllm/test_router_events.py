@@ -50,7 +50,7 @@ class VllmServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def wait(self, seconds: float = 400) -> None:
+    def wait(self, seconds: float = 1200) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             assert self.process.poll() is None, self.log.read_text()[-3000:]
@@ -65,7 +65,7 @@ class VllmServer:
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=240) as answer:
+        with urllib.request.urlopen(request, timeout=600) as answer:
             return answer.read()
 
 

@@ -23,7 +23,7 @@ def answers(tmp_path_factory):
             [sys.executable, str(script), str(ranks), str(folder / "model"), str(out)],
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=1500,
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
         found[ranks] = json.loads(out.read_text(encoding="utf-8"))

@@ -15,7 +15,7 @@ SRC = Path(__file__).parents[1] / "src"
 # Bottom up. A module may import from its own layer and from those before it.
 LAYERS = [
     {"errors", "_version"},
-    {"name_clash", "config", "prompt", "span", "extras", "shares", "quality", "kv_shapes"},
+    {"name_clash", "config", "prompt", "span", "extras", "shares", "quality", "kv_shapes", "prices"},
     {"fingerprint"},
     {"discover"},
     {"align"},

@@ -28,11 +28,15 @@ class KvMemory:
 
 @dataclass(frozen=True, slots=True)
 class EngineChoice:
-    """``policies``: those that can be set, by our names. ``write``: policy and memory to what an operator types."""
+    """``policies``: those that can be set, by our names. ``write``: policy and memory to what an operator types.
+
+    ``memory`` is the kind whose price counts (a tier of the price book), ``tier`` how the page calls it.
+    """
 
     policies: tuple[str, ...]
     write: Callable[[str, KvMemory], str]
     tier: str
+    memory: str = "hbm"
 
 
 ENGINES: Final[Mapping[str, EngineChoice]] = MappingProxyType(
@@ -55,6 +59,7 @@ ENGINES: Final[Mapping[str, EngineChoice]] = MappingProxyType(
                 f"LMCACHE_MAX_LOCAL_CPU_SIZE={memory.bytes / 1e9:.1f}"
             ),
             "host",
+            "dram",
         ),
         "semblend": EngineChoice(
             ("lru",), lambda _, memory: f"semblend serve --model MODEL --pool-tokens {memory.tokens}", "GPU or host"

@@ -5,18 +5,22 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from semantickv.analysis.advise import advise
+from semantickv.analysis.advise import Question, advise
 from semantickv.analysis.engines import ENGINES
+from semantickv.analysis.latency import LatencyModel
+from semantickv.analysis.sizing import DEFAULT_GPU
 from semantickv.commands import trace_flags
-from semantickv.output import advise_page
+from semantickv.output import advise_page, advise_words
 from semantickv.output.files import make_folder
 from semantickv.simulator.capacity import DTYPE_BYTES, KV_SHAPES, count_kv_bytes_per_token
 from semantickv.simulator.policies import POLICIES
 from semblend.cli.output import print_json, say
 from semblend.errors import InputError
+from semblend.prices import load_price_book
+from semblend.prices.price_book import TIERS
 
-ABOUT = """Hit rate against memory for all policies on your own trace, the knee, what reuse at any position would
-add, and what it would save: one page to print. Everything on it is simulated."""
+ABOUT = """Hit rate against memory for all policies on your own trace, the size that leaves most money, what reuse at
+any position would add, and how sure all that is: one page to print. Everything on it is simulated."""
 
 
 def add(subparsers: Any) -> None:
@@ -24,11 +28,16 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser("advise", help="which policy, how much memory: one page", description=ABOUT)
     trace_flags.add_trace_flags(parser)
     parser.add_argument("--policies", nargs="+", metavar="NAME", help="policies to compare (default: all)")
-    parser.add_argument("--model", choices=sorted(KV_SHAPES), default="qwen2.5-7b", help="whose KV fills the memory")
+    parser.add_argument("--model", choices=sorted(KV_SHAPES), default="qwen2.5-7b",
+                        help="whose KV fills the memory, and whose prefill is saved (%(default)s)")  # fmt: skip
     parser.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bf16", help="of that KV (%(default)s)")
     parser.add_argument("--gib", nargs="+", type=float, metavar="GIB", help="sizes to try (default: ten, chosen)")
-    parser.add_argument("--hour-cost", type=float, metavar="PRICE", help="price of an hour of prefill, any currency")
-    parser.add_argument("--gib-hour-cost", type=float, metavar="PRICE", help="price of a GiB of KV memory for an hour")
+    parser.add_argument("--gpu", default=DEFAULT_GPU, metavar="NAME", help="GPU whose hours are saved (%(default)s)")
+    parser.add_argument("--memory", choices=TIERS, default="",
+                        help="kind of memory (default: the engine's, else what leaves most)")  # fmt: skip
+    parser.add_argument("--prices", metavar="FILE", help="TOML that replaces prices and rates of the package")
+    parser.add_argument("--hour-cost", type=float, metavar="PRICE", help="price of an hour of the GPU, instead")
+    parser.add_argument("--gib-hour-cost", type=float, metavar="PRICE", help="price of a GiB of --memory for an hour")
     parser.add_argument("--engine", choices=tuple(ENGINES), default="", help="advise only what this engine has")
     trace_flags.add_latency_flags(parser)
     parser.add_argument("--seed", type=int, default=0, help="for policies that draw (default: %(default)s)")
@@ -42,34 +51,39 @@ def run(args: argparse.Namespace) -> int:
     for name in args.policies or ():
         if name not in POLICIES:
             raise InputError(f"unknown policy {name!r}", hint="one of " + ", ".join(POLICIES))
-    if args.gib_hour_cost is not None and args.hour_cost is None:
-        raise InputError("--gib-hour-cost needs --hour-cost", hint="memory is weighed against hours of prefill")
+    book = load_price_book(args.prices)
+    rate = book.find_prefill(args.model, args.gpu)
     trace = trace_flags.read_trace(args)
-    latency, _, _ = trace_flags.choose_latency(args, trace)
+    latency, _, _ = trace_flags.choose_latency(args, trace, LatencyModel(rate.base_ms, rate.ms_per_token, rate.source))
     sizes = None
     if args.gib:
         sizes = [int(gib * 2**30) // count_kv_bytes_per_token(args.model, args.dtype) for gib in args.gib]
-    advice = advise(
-        trace,
-        policies=args.policies,
-        latency=latency,
+    question = Question(
         model=args.model,
         dtype=args.dtype,
-        sizes=sizes,
+        gpu=args.gpu,
+        memory=args.memory,
+        engine=args.engine,
         hour_cost=args.hour_cost,
         gib_hour_cost=args.gib_hour_cost,
-        engine=args.engine,
-        seed=args.seed,
-        progress=say,
+        latency=latency,
+        book=book,
     )
+    advice = advise(trace, question, policies=args.policies, sizes=sizes, seed=args.seed, progress=say)
     folder = make_folder(args.output_dir, args.output_name)
     advise_page.write_advice(advice, folder)
     if args.json:
         print_json(advice.as_json())
     else:
-        print(f"{advise_page.format_headline(advice)} (simulated)")
-        print(advise_page.format_lead(advice))
-        print(advise_page.describe_how_to_set_it(advice))
-        print(advise_page.describe_reuse_at_any_position(advice))
+        print(f"{advise_words.format_headline(advice)} (simulated)")
+        for told in (
+            advise_words.format_lead(advice),
+            advise_words.describe_how_to_set_it(advice),
+            advise_words.describe_money(advice),
+            advise_words.describe_sureness(advice) if advice.can_tell else "",
+            advise_words.describe_reuse_at_any_position(advice),
+        ):
+            if told:
+                print(told)
     say(f"wrote {folder / 'advice.html'}")
     return 0

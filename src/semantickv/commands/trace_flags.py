@@ -26,8 +26,8 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_latency_flags(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of the latency line."""
-    parser.add_argument("--base-ms", type=float, metavar="MS", help="base time to first token (default: 80)")
-    parser.add_argument("--ms-per-uncached-token", type=float, metavar="MS", help="time of a computed token (0.08)")
+    parser.add_argument("--base-ms", type=float, metavar="MS", help="base time to first token")
+    parser.add_argument("--ms-per-uncached-token", type=float, metavar="MS", help="time of a computed token")
     parser.add_argument(
         "--calibrate-from-trace", action="store_true", help="fit both to the times that the trace observed"
     )
@@ -46,9 +46,9 @@ def read_trace(args: argparse.Namespace) -> Trace:
 
 
 def choose_latency(
-    args: argparse.Namespace, trace: Trace
+    args: argparse.Namespace, trace: Trace, default: LatencyModel | None = None
 ) -> tuple[LatencyModel, Calibration | None, Observations | None]:
-    """Choose the latency line: calibrated from the trace, given by flags, or the default.
+    """Choose the latency line: calibrated from the trace, given by flags, or ``default`` (80 ms and 0.08 ms a token).
 
     The calibration and its observations are None unless it was calibrated.
     """
@@ -62,7 +62,7 @@ def choose_latency(
         seen = read_observations(args.trace, trace)
         fitted = calibrate(seen)
         return fitted.model, fitted, seen
-    default = LatencyModel()
+    default = default or LatencyModel()
     if not given:
         return default, None, None
     return (

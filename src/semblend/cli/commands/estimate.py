@@ -105,6 +105,8 @@ def _add_rates(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="model whose KV size and rates are used (default: qwen2.5-7b); one of " + ", ".join(sorted(KV_SHAPES)),
     )
+    parser.add_argument("--gpu", default="h200", metavar="NAME", help="GPU whose rate and price are used (%(default)s)")
+    parser.add_argument("--prices", metavar="FILE", help="TOML that replaces prices and rates of the package")
     parser.add_argument(
         "--prefill-tokens-per-s", type=parse_rate, metavar="R", help="your engine's prefill rate (default: by model)"
     )
@@ -112,7 +114,7 @@ def _add_rates(parser: argparse.ArgumentParser) -> None:
         "--gpu-hour",
         type=parse_rate,
         metavar="USD",
-        help="price of an hour of your GPUs (default: 3.00, an assumption)",
+        help="price of an hour of your GPUs (default: by GPU, an assumption)",
     )
     parser.add_argument(
         "--price-per-million", type=parse_rate, metavar="USD", help="price of a million prompt tokens, instead"
@@ -173,6 +175,7 @@ def _estimate(log: PromptLog, args: argparse.Namespace) -> dict[str, Any]:
     from semblend.estimate.rates import find_rates
     from semblend.estimate.replay import Replay
     from semblend.estimate.steps import ArrangePassages, DropRepeats, MoveFields, SortTools, Step
+    from semblend.prices import load_price_book
     from semblend.text.tokenization import load_tokenizer
 
     tokenizer = load_tokenizer(args.tokenizer)
@@ -181,6 +184,8 @@ def _estimate(log: PromptLog, args: argparse.Namespace) -> dict[str, Any]:
         prefill_tokens_per_s=args.prefill_tokens_per_s,
         gpu_hour=args.gpu_hour,
         price_per_million=args.price_per_million,
+        gpu=args.gpu,
+        book=load_price_book(args.prices),
     )
     options = _choose_options(args, rates.kv_bytes_per_token)
     started = time.perf_counter()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from _request_reader import RequestReader
+
 EVENT = b'data: {"id":"x","object":"text_completion","choices":[{"index":0,"text":" word"}]}\n\n'
 EVENTS = 16
 HELD_STREAMS = 1000
@@ -13,31 +15,14 @@ WHOLE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-class Engine(asyncio.Protocol):
-    """Reads whole requests by their Content-Length; a stream is 16 events in packets of their own."""
+class Engine(RequestReader):
+    """A stream is 16 events in packets of their own."""
 
     holding = 0
     released: asyncio.Event
 
-    def __init__(self) -> None:
-        self.held = bytearray()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport: asyncio.Transport = transport  # type: ignore[assignment]
-
-    def data_received(self, data: bytes) -> None:
-        self.held += data
-        end = self.held.find(b"\r\n\r\n")
-        if end < 0:
-            return
-        head = bytes(self.held[:end]).lower()
-        at = head.find(b"content-length:")
-        length = int(head[at + 15 :].split(b"\r\n")[0]) if at >= 0 else 0
-        if len(self.held) < end + 4 + length:
-            return
-        # Where a router writes the body anew, blanks and the order of fields may change.
-        body = bytes(self.held[end + 4 :]).replace(b" ", b"")
-        self.held.clear()
+    def take(self, head: bytes, body: bytes) -> None:  # noqa: ARG002
+        body = body.replace(b" ", b"")  # where a router writes it anew, blanks and the order of fields may change
         if b'"hold":true' in body:
             asyncio.get_running_loop().create_task(self._hold())
         elif b'"stream":true' in body:

@@ -17,6 +17,8 @@ import sys
 import time
 from collections import OrderedDict
 
+from _request_reader import RequestReader
+
 BLOCK_BYTES = 64
 TOKENS_PER_BLOCK = 16
 LEAST_PASSAGE_BYTES = 200
@@ -72,28 +74,14 @@ class EngineModel:
         return {**counts, "computed": total - reused}, self.free_at - now + ANSWER_S
 
 
-class Connection(asyncio.Protocol):
-    """Reads whole requests by their Content-Length."""
+class Connection(RequestReader):
+    """A client of one engine."""
 
     def __init__(self, engine: EngineModel) -> None:
+        super().__init__()
         self.engine = engine
-        self.held = bytearray()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport: asyncio.Transport = transport  # type: ignore[assignment]
-
-    def data_received(self, data: bytes) -> None:
-        self.held += data
-        end = self.held.find(b"\r\n\r\n")
-        if end < 0:
-            return
-        head = bytes(self.held[:end]).lower()
-        at = head.find(b"content-length:")
-        length = int(head[at + 15 :].split(b"\r\n")[0]) if at >= 0 else 0
-        if len(self.held) < end + 4 + length:
-            return
-        body = bytes(self.held[end + 4 :])
-        self.held.clear()
+    def take(self, head: bytes, body: bytes) -> None:
         if not head.startswith(b"post /v1/"):
             self.answer({"object": "list", "data": [{"id": "m", "object": "model"}], "status": "ok"})
             return

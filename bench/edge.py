@@ -16,7 +16,6 @@ import asyncio
 import json
 import random
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from contextlib import ExitStack
@@ -175,11 +174,7 @@ def main() -> int:
     parser.add_argument("--peers-bin", metavar="DIR", help="folder with vllm-router, smg and sglang-router")
     parser.add_argument("--rounds", type=int, default=25)
     args = parser.parse_args()
-    report = _report.Report("edge", args)
-    with tempfile.TemporaryDirectory() as folder:
-        run(args, report, Path(folder))
-    report.write(args.out)
-    return 0
+    return _report.run_in_folder("edge", args, run)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import asyncio
 import json
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -112,11 +111,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.quick:
         args.requests = 1000
-    report = _report.Report("edge_endurance", args)
-    with tempfile.TemporaryDirectory() as folder:
-        run(args, report, Path(folder))
-    report.write(args.out)
-    return 0
+    return _report.run_in_folder("edge_endurance", args, run)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import json
 import math
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter, defaultdict
 from contextlib import ExitStack
@@ -232,11 +231,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.quick:
         args.seeds, args.requests = 1, 60
-    report = _report.Report("edge_placement", args)
-    with tempfile.TemporaryDirectory() as folder:
-        run(args, report, Path(folder))
-    report.write(args.out)
-    return 0
+    return _report.run_in_folder("edge_placement", args, run)
 
 
 if __name__ == "__main__":

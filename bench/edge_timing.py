@@ -16,7 +16,6 @@ import asyncio
 import json
 import random
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -143,11 +142,7 @@ def main() -> int:
     _report.add_common_arguments(parser, "edge_timing")
     parser.add_argument("--pairs", type=int, default=400)
     args = parser.parse_args()
-    report = _report.Report("edge_timing", args)
-    with tempfile.TemporaryDirectory() as folder:
-        run(args, report, Path(folder))
-    report.write(args.out)
-    return 0
+    return _report.run_in_folder("edge_timing", args, run)
 
 
 if __name__ == "__main__":

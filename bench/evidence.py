@@ -4,7 +4,7 @@ Real text from the data folder: long news clusters and short articles are the do
 their order, their words, or retell them. One case puts the same long preamble before everything: a reader of the first
 4,000 characters sees every donor as equal there, windows over the whole text do not.
 
-    python bench/evidence.py --data-dir DATA [--documents 40] [--out bench/results/evidence.json]
+    python bench/evidence.py --data-dir DATA [--documents 40]
 
 A donor that ties with the true one counts as ranked before it, so guessing among equals is never a success.
 """
@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import os
-import platform
 import random
 import re
 import sys
@@ -27,6 +25,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import _report  # first: it holds the numeric libraries to one thread
 import numpy as np
 
 from semblend.config import load_config
@@ -56,25 +55,26 @@ class Pool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=Path, default=os.environ.get("SEMBLEND_TEST_DATA"))
-    parser.add_argument("--out", type=Path, default=Path("bench/results/evidence.json"))
+    _report.add_common_arguments(parser, "evidence")
     parser.add_argument("--documents", type=int, default=40, help="long documents in the pool (at most 50)")
     parser.add_argument("--embedders", default="", help="comma-separated; default: all that work here")
-    arguments = parser.parse_args()
-    if arguments.data_dir is None:
-        parser.error("--data-dir or SEMBLEND_TEST_DATA must name a folder with longbench/ and summ/")
+    args = parser.parse_args()
+    if args.quick:
+        args.documents = 5
+    report = _report.Report("evidence", args)
     models_dir = load_config().models_dir
     available = [row.name for row in describe_embedders(models_dir) if row.available and row.name != "none"]
-    names = arguments.embedders.split(",") if arguments.embedders else available
-    pools = build_pools(Path(arguments.data_dir), arguments.documents)
+    names = args.embedders.split(",") if args.embedders else available
+    pools = build_pools(_report.data_dir(args), args.documents)
     rows: list[dict[str, Any]] = []
     for name in names:
         embedder = make_embedder(name, models_dir)
         for reach in ("whole", "head"):
             rows += measure(name, reach, pools, EmbedderScorer(embedder, reach))
     rows += measure("simhash", "whole", pools, SketchScorer())
-    print(table(rows))
-    write(arguments.out, rows, arguments.documents)
+    report.table("Who finds the donor that a prompt resembles", list(rows[0]), [list(row.values()) for row in rows])
+    report.note(f"other_is_evidence: another donor is as similar as {EVIDENCE_AT}; cpu_ms: of one text")
+    report.write(args.out)
     return 0
 
 
@@ -206,37 +206,6 @@ def row(
         "other_is_evidence": mean(other >= EVIDENCE_AT for _, _, other in results),
         "cpu_ms": cpu_ms,
     }
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'embedder':10}{'reach':7}{'case':19}{'n':>4}{'first':>7}{'top5':>6}{'true':>7}{'other':>7}"]
-    lines[0] += f"{'other>=.6':>10}{'cpu ms':>9}"
-    for r in rows:
-        shares = "".join(f"{'-' if r[k] is None else format(r[k], '.2f'):>{w}}" for k, w in (("first", 7), ("top5", 6)))
-        true = "-" if r["similarity"] is None else format(r["similarity"], ".3f")
-        lines.append(
-            f"{r['embedder']:10}{r['reach']:7}{r['case']:19}{r['n']:>4}{shares}{true:>7}{r['best_other']:>7.3f}"
-            f"{r['other_is_evidence']:>10.2f}{r['cpu_ms']:>9.2f}"
-        )
-    return "\n".join(lines)
-
-
-def write(path: Path, rows: list[dict[str, Any]], documents: int) -> None:
-    """To a temporary file first: a failed run never leaves half a result."""
-    result = {
-        "bench": "evidence",
-        "created_at_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "documents": documents,
-        "evidence_at": EVIDENCE_AT,
-        "rows": rows,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
-    print(f"wrote {path}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What do a graph and quantisation cost in recall, and what do they save in bytes and milliseconds?
 
-    python bench/vector_index.py [--vectors 2000,20000] [--dimension 384] [--out bench/results/vector_index.json]
+    python bench/vector_index.py [--vectors 2000,20000] [--dimension 384]
 
 Vectors lie in clusters of about twenty, as donors do: many prompts, few subjects. Recall@5 is against brute force.
 """
@@ -8,14 +8,12 @@ Vectors lie in clusters of about twenty, as donors do: many prompts, few subject
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import _report  # first: it holds the numeric libraries to one thread
 import numpy as np
 
 from semblend.discover.vector_index import BruteForceIndex, UsearchIndex, VectorIndex, add_all
@@ -25,18 +23,16 @@ QUERIES = 200
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    _report.add_common_arguments(parser, "vector_index")
     parser.add_argument("--vectors", default="2000,20000", help="index sizes, comma-separated")
     parser.add_argument("--dimension", type=int, default=384)
-    parser.add_argument("--out", type=Path, default=Path("bench/results/vector_index.json"))
-    arguments = parser.parse_args()
-    rows = [row for count in map(int, arguments.vectors.split(",")) for row in measure_all(count, arguments.dimension)]
-    print(f"{'index':12}{'vectors':>8}{'bytes/vec':>11}{'add ms':>8}{'search ms':>11}{'recall@5':>10}{'cos error':>11}")
-    for r in rows:
-        print(
-            f"{r['index']:12}{r['vectors']:>8}{r['bytes_per_vector']:>11.0f}{r['add_ms']:>8.3f}{r['search_ms']:>11.3f}"
-            f"{r['recall_at_5']:>10.3f}{r['worst_cosine_error']:>11.5f}"
-        )
-    write(arguments.out, rows)
+    args = parser.parse_args()
+    if args.quick:
+        args.vectors = "2000"
+    report = _report.Report("vector_index", args)
+    rows = [row for count in map(int, args.vectors.split(",")) for row in measure_all(count, args.dimension)]
+    report.table("Indexes of vectors, CPU time", list(rows[0]), [list(row.values()) for row in rows])
+    report.write(args.out)
     return 0
 
 
@@ -89,22 +85,6 @@ def clustered(count: int, dimension: int, seed: int, like: int | None = None) ->
     rng = np.random.default_rng(seed)
     rows = centres[rng.integers(0, clusters, count)] + 0.5 * rng.normal(size=(count, dimension))
     return np.asarray(rows / np.linalg.norm(rows, axis=1, keepdims=True), dtype=np.float32)
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """To a temporary file first: a failed run never leaves half a result."""
-    result = {
-        "bench": "vector_index",
-        "created_at_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "rows": rows,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
-    print(f"wrote {path}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ KEY_LINES = {
     "receipts.py": ["planned 1000, counted as reused: 0", "confirmed, counted as reused: 984", "changed: stale"],
     "shared_store.py": ["0 donors before refresh, 1 taken over", "after a restart: 2000 tokens found", "mode 600"],
     "semantic_provider.py": ["for the second request: first", "a stock cache serves 0 tokens of it"],
+    "transformers_generate.py": ["the same instruction  2858 exact", "another instruction   0 exact, 2825 reused"],
     "estimate_log.py": ["an exact-prefix cache holds 368, donors at any offset 1367", "another tenant: never shared"],
 }
 

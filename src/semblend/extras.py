@@ -17,6 +17,7 @@ NEEDED_BY: dict[str, str] = {
     "vllm": "running beside vLLM; no command of this version needs it",
     "sglang": "`semblend-sglang`, which knows SGLang 0.5.23",
     "trtllm": "`semblend-trtllm`, whose integration was never run on the real engine",
+    "transformers": "`semblend.integration.transformers`: reuse around `model.generate()`",
     "dynamo": "`semantickv dynamo-router`, which knows Dynamo 1.6.1; `dynamo-pin` needs `edge` alone",
     "langchain": "`semblend.integration.langchain`: a document transformer that arranges",
     "llama-index": "`semblend.integration.llama_index`: a node postprocessor that arranges",

@@ -306,3 +306,22 @@ def give(value):
     """A load that ends at once."""
     return value
     yield
+
+
+def test_a_prompt_that_the_engine_holds_but_for_its_last_token_counts_as_exact():
+    desk = Desk()
+    request = desk.request("r", DOCUMENT)
+    assert desk.desk.offer(request, len(DOCUMENT) - 1) == 0
+    receipt = desk.desk.note_prompt("r", None)
+    assert (receipt.exact_tokens, receipt.prefill_tokens) == (len(DOCUMENT) - 1, 1)
+
+
+def test_an_answer_behind_an_exact_prompt_is_a_part_of_the_donor():
+    desk = Desk()
+    request, answered = desk.request("r", DOCUMENT), [5, 6, 7]
+    row = desk.slots.take(len(DOCUMENT) + 3)
+    desk.engine.forward(Rows.of([*DOCUMENT, *answered], list(range(len(DOCUMENT) + 3)), row))
+    desk.desk.offer(request, 0)
+    desk.desk.note_prompt("r", row, answered)
+    (donor,) = desk.desk.semblend.donors()
+    assert desk.desk.semblend.donor_tokens(donor.donor_id).tolist() == [*DOCUMENT, *answered]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
@@ -35,6 +36,7 @@ class KeptDonors:
         self.generations: dict[str, int] = {}
         self._adopted: dict[tuple[str, bytes], str] = {}
         self._made, self.epoch = 0, 0
+        self.on_kept: Callable[[str, Prompt], None] | None = None  # told of every new donor
         for donor in semblend.donors():  # a store file brings back donors, not their KV
             semblend.forget(donor.donor_id, reason="engine")
         semblend.on_evicted(self._note_evicted)
@@ -57,6 +59,8 @@ class KeptDonors:
             log.debug("SemBlend keeps no donor of %d tokens: %s", len(prompt), error)
             return None
         self.epoch += 1
+        if self.on_kept is not None:
+            self.on_kept(donor_id, prompt)
         return donor_id
 
     def adopt(self, prompt: Prompt, slots: Tensor) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -103,6 +103,8 @@ class ReuseDesk:
             self._take_back(record)
             return 0
         if exact_tokens >= len(request.prompt) - 1:
+            self._stop_load(record)
+            record.exact_tokens, record.epoch, record.decision = exact_tokens, NEVER, None
             return 0
         if record.epoch != self.donors.epoch or record.exact_tokens != exact_tokens:
             self._stop_load(record)
@@ -204,20 +206,20 @@ class ReuseDesk:
             return None
         return record.outcome.exact_until
 
-    def note_prompt(self, request_id: str, slots: Tensor | None) -> Receipt | None:
+    def note_prompt(self, request_id: str, slots: Tensor | None, answered: Sequence[int] = ()) -> Receipt | None:
         """The prompt is complete and lies in ``slots``: its exact part becomes a donor. Its receipt, the first time.
 
-        Without ``slots`` there is no donor.
+        ``answered``: tokens behind the prompt whose KV lies in ``slots`` too. Without ``slots`` there is no donor.
         """
         record = self._records.get(request_id)
         if record is None or record.receipt is not None or record.request.restarted:
             return None
-        exact_end = self.find_exact_end(request_id)
-        length = len(record.request.prompt) if exact_end is None else min(exact_end, len(record.request.prompt))
+        exact_end, whole = self.find_exact_end(request_id), len(record.request.prompt) + len(answered)
+        length = whole if exact_end is None else min(exact_end, len(record.request.prompt))
         request = record.request
         wanted = slots is not None and self.settings.config.enabled and not request.declined and not request.opt_out
         if slots is not None and wanted and length - record.exact_tokens >= self.settings.donor_min_new_tokens:
-            self._capture(record, slots[:length])
+            self._capture(record, slots[:length], answered)
         return self._confirm(record)
 
     def forget(self, request_id: str) -> None:
@@ -343,10 +345,11 @@ class ReuseDesk:
         self.reset()
         return True
 
-    def _capture(self, record: LoadRecord, slots: Tensor) -> None:
+    def _capture(self, record: LoadRecord, slots: Tensor, answered: Sequence[int]) -> None:
         prompt = record.request.prompt
-        if len(slots) < len(prompt):
-            prompt = Prompt(prompt.token_ids[: len(slots)], namespace=prompt.namespace)
+        if len(slots) != len(prompt):
+            tokens = np.concatenate((prompt.token_ids, np.asarray(answered, dtype=np.int32)))
+            prompt = Prompt(tokens[: len(slots)], namespace=prompt.namespace)
         self.donors.keep(prompt, slots)
 
     def _confirm(self, record: LoadRecord) -> Receipt:

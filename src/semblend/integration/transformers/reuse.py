@@ -1,0 +1,360 @@
+"""KV reuse around ``model.generate()`` of transformers: find donors, prepare a cache, keep what was computed.
+
+    prepare    a prompt becomes a cache: the exact prefix of a donor, then KV moved from donors and checked. Whatever is
+               missing in it, the last token at least, generate() computes itself
+    keep       generate() is over: the exact part of the cache becomes a donor, and the receipt is written
+    generate   both around one call
+
+A failure costs time: the cache is then empty or shorter, an event says why, and the answer is right.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from semblend.config import GIB, SemBlendConfig
+from semblend.confirm import events
+from semblend.confirm.receipt import Receipt
+from semblend.confirm.sinks import Sink
+from semblend.discover.donor import Eviction
+from semblend.errors import InputError
+from semblend.facade import SemBlend
+from semblend.integration.desk.records import SlotPool, Waiting
+from semblend.integration.desk.reuse_desk import ReuseDesk
+from semblend.integration.desk.settings import DeskSettings
+from semblend.integration.transformers.model_access import TransformersModel
+from semblend.integration.transformers.prefixes import PrefixIndex
+from semblend.integration.transformers.refusals import Options, refuse_call, refuse_disagreement, refuse_model
+from semblend.integration.transformers.reuse_cache import ReuseCache
+from semblend.materialize.blend.quality import QualitySettings
+from semblend.materialize.contract import Rows
+from semblend.materialize.gate.canary import canary_positions, find_tolerance, measure_canary
+from semblend.materialize.gate.thresholds import thresholds_for
+from semblend.materialize.kv.moves import Move
+from semblend.materialize.kv.splice import splice
+from semblend.materialize.weights_watch import WeightsWatch
+from semblend.prompt import Namespace, Prompt
+from semblend.quality import parse_quality
+
+log = logging.getLogger("semblend.transformers")
+
+ENGINE = "transformers"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """What ``model.generate()`` returned, and what became of the prompt; no receipt for a batch."""
+
+    output: Any
+    receipt: Receipt | None
+
+    @property
+    def sequences(self) -> Tensor:
+        """Prompt and answer, ``[sequences, tokens]``."""
+        found: Tensor = self.output if isinstance(self.output, Tensor) else self.output.sequences
+        return found
+
+
+class TransformersReuse:
+    """Reuses KV in ``model``, one prompt after the other; see the module. Raises where the model cannot be served.
+
+    ``quality``: exact (equal prefixes only), fast, balanced, or a number of nats. ``donor_bytes``: host memory for
+    donors, ``device_bytes``: memory of the model's GPU for them. ``config`` has all settings of the library.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        quality: str | float | None = None,
+        donor_bytes: int = 4 * GIB,
+        device_bytes: int = 0,
+        config: SemBlendConfig | None = None,
+        sinks: Iterable[Sink] = (),
+    ) -> None:
+        import transformers
+
+        access = make_access(model, transformers.__version__)
+        config = SemBlendConfig() if config is None else config
+        if quality is not None:
+            config = replace(config, quality=str(quality))
+        self.model, self._access = model, access
+        self._watch, self._structure = WeightsWatch(model), _read_structure(model)
+        self.semblend = SemBlend(_allow_lookups(config), sinks=sinks)
+        settings = DeskSettings(config=config, donor_host_bytes=donor_bytes, donor_device_bytes=device_bytes)
+        self._desk = ReuseDesk(
+            self._access,
+            self.semblend,
+            SlotPool(self._take_slots, _give_nothing_back),
+            settings,
+            _make_quality(config, model),
+            engine=ENGINE,
+            engine_version=transformers.__version__,
+        )
+        self._prefixes = PrefixIndex()
+        self._desk.donors.on_kept = self._prefixes.add
+        self.semblend.on_evicted(self._note_evicted)
+        self._base = Namespace(
+            model=str(getattr(model.config, "_name_or_path", "")),
+            kv_dtype=str(self._access.dtype),
+            rope=str(model.config.to_dict().get("rope_parameters") or ""),
+        )
+        self._numbers = itertools.count(1)
+        self._abandoned: list[str] = []
+        self._lock = threading.RLock()
+        self._exact_tokens = 0
+
+    # -- what a script calls -----------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        tenant: str = "",
+        salt: str = "",
+        quality: str | float | None = None,
+        **arguments: Any,
+    ) -> Answer:
+        """``model.generate()`` with reuse. What cannot be served (batches, beams) runs without, and an event says why.
+
+        ``tenant`` and ``salt`` wall donors off; ``quality`` is this prompt's own. Everything else goes to the model.
+        """
+        with self._lock:
+            if why := refuse_call(input_ids, attention_mask, Options(arguments, self.model)):
+                return Answer(self._call(input_ids, attention_mask, arguments), self._note_refused(input_ids, why))
+            cache = self.prepare(input_ids, tenant=tenant, salt=salt, quality=quality)
+            try:
+                output = self._call(input_ids, attention_mask, {**arguments, "past_key_values": cache})
+            except BaseException:
+                self.drop(cache)
+                raise
+            return Answer(output, self.keep(cache, Answer(output, None).sequences))
+
+    def prepare(
+        self,
+        input_ids: Tensor,
+        *,
+        tenant: str = "",
+        salt: str = "",
+        quality: str | float | None = None,
+    ) -> ReuseCache:
+        """A cache for this prompt, ``[1, tokens]`` or ``[tokens]``, to be handed to generate() as past_key_values.
+
+        It holds KV of at most all tokens but the last. Hand it to `keep` afterwards, or to `drop`.
+        """
+        with self._lock:
+            tokens = _read_tokens(input_ids)
+            request_id = f"{ENGINE}-{next(self._numbers)}"
+            prompt = Prompt(tokens, namespace=replace(self._base, tenant=tenant, salt=salt))
+            cache = ReuseCache(request_id, prompt)
+            waiting = Waiting(
+                request_id,
+                prompt,
+                longest_prefix=len(prompt) - 1,
+                mode=None if quality is None else parse_quality(str(quality)),
+            )
+            try:
+                self._prepare(waiting, cache)
+            except Exception as error:  # the border: it costs time, and generate() computes the prompt
+                self._desk.stand_back(waiting, 0, "it failed")
+                self._desk.give_up(request_id, "load", error)
+                cache = ReuseCache(request_id, prompt)  # the other one may be filled in part
+            finally:
+                self._access.lay_out(None)
+            weakref.finalize(cache, self._abandoned.append, request_id)
+            return cache
+
+    def keep(self, cache: ReuseCache, sequences: Tensor) -> Receipt | None:
+        """What generate() returned for this cache: the exact part of its KV becomes a donor. Gives the receipt.
+
+        Without a donor where the cache and ``sequences`` do not fit together; None where it was called before.
+        """
+        with self._lock:
+            request_id = cache.request_id
+            try:
+                slots, answered = self._check_finished(cache, sequences)
+                return self._desk.note_prompt(request_id, slots, answered)
+            except Exception as error:
+                self._desk.give_up(request_id, "finish", error)
+                return self._desk.note_prompt(request_id, None)
+            finally:
+                self._access.lay_out(None)
+                self._desk.forget(request_id)
+
+    def drop(self, cache: ReuseCache) -> None:
+        """This cache is not used, or its answer is of no interest: nothing is kept or counted."""
+        with self._lock:
+            self._desk.forget(cache.request_id)
+
+    def clear(self) -> None:
+        """Forget every donor."""
+        with self._lock:
+            self._desk.reset()
+
+    def close(self) -> None:
+        """Let go of all donors and close the library."""
+        with self._lock:
+            self._desk.reset()
+            self.semblend.close()
+
+    def __enter__(self) -> TransformersReuse:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _prepare(self, waiting: Waiting, cache: ReuseCache) -> None:
+        while self._abandoned:
+            self._desk.forget(self._abandoned.pop())
+        if why := self._explain_model_changed():
+            self._desk.stand_back(waiting, 0, why)
+            return
+        self._exact_tokens = 0
+        self._access.lay_out(self._access.make_layout(len(waiting.prompt)))
+        self._exact_tokens = self._place_prefix(waiting.prompt)
+        provided = 0
+        if self._desk.offer(waiting, self._exact_tokens):
+            nothing_held: Any = lambda: lambda: None  # noqa: E731  (the prefix lies in slots of its own)
+            self._desk.load(waiting.request_id, lambda: self._take_first_slots(self._exact_tokens), nothing_held)
+            provided = self._desk.work(waiting.request_id, busy=False) or 0
+            self._desk.find_tail(waiting.request_id)
+        if ready := self._exact_tokens + provided:
+            cache.fill(self._access.layout, ready)
+
+    def _place_prefix(self, prompt: Prompt) -> int:
+        """Put the longest prefix that a donor shares into the first slots; how many tokens it has."""
+        found = self._prefixes.find(prompt)
+        if found is None:
+            return 0
+        donor_id, shared = found[0], min(found[1], len(prompt) - 1)
+        kv = self._desk.donors.kv
+        tensors = kv.acquire(donor_id, self._desk.donors.generations.get(donor_id, -1)) if shared else None
+        if tensors is None:
+            return 0
+        try:
+            splice(
+                [Move(tensors, 0, shared, self._take_first_slots(shared), 0)], self._access.layout, self._access.rope
+            )
+        finally:
+            kv.release(tensors)
+        return shared
+
+    def _take_first_slots(self, count: int) -> Tensor:
+        return torch.arange(count, device=self._access.device)
+
+    def _take_slots(self, count: int) -> Tensor:
+        """Slots behind the exact prefix: a prompt's position is its slot."""
+        return torch.arange(self._exact_tokens, self._exact_tokens + count, device=self._access.device)
+
+    def _check_finished(self, cache: ReuseCache, sequences: Tensor) -> tuple[Tensor | None, list[int]]:
+        """The slots and the answered tokens of a cache that may become a donor; no slots where it may not."""
+        if self._explain_model_changed():
+            return None, []
+        said, prompt, view = _read_tokens(sequences), cache.prompt, cache.view()
+        length = view.slots
+        if not len(prompt) <= length <= len(said) or not np.array_equal(said[: len(prompt)], prompt.token_ids):
+            raise InputError(f"these are not the {length} tokens of this cache", hint="pass what generate() returned")
+        self._access.lay_out(view)
+        slots = self._take_first_slots(length)
+        at = canary_positions(torch.tensor([0]), torch.tensor([length]))
+        rows = Rows.of(torch.from_numpy(said[at.numpy()].astype(np.int64)), at, slots)
+        error = float(measure_canary(self._access, rows))
+        if not error <= find_tolerance(self._access.dtype):
+            raise InputError(f"the KV of this cache is not that of its tokens, by {error:.2g}", hint="use a cache once")
+        return slots, said[len(prompt) : length].tolist()
+
+    def _explain_model_changed(self) -> str | None:
+        """Why nothing may be reused now. Donors of other weights are dropped."""
+        if self.model.training:
+            return "the model is in training mode"
+        if self._structure != _read_structure(self.model):
+            return "the model has got other modules or hooks since it was first seen"
+        if self._watch.have_changed():
+            log.warning("SemBlend: the model has new weights; the donors of the old ones are dropped")
+            self._desk.reset()
+        return None
+
+    def _call(self, input_ids: Tensor, attention_mask: Tensor | None, arguments: dict[str, Any]) -> Any:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        return self.model.generate(input_ids, attention_mask=mask, **arguments)
+
+    def _note_refused(self, input_ids: Tensor, why: str) -> Receipt | None:
+        log.info("SemBlend: runs without reuse: %s", why)
+        if input_ids.dim() != 2 or input_ids.shape[0] != 1:
+            if self.semblend.events:
+                self.semblend.events.emit(events.error("generate", why, engine=ENGINE))
+            return None
+        request_id = f"{ENGINE}-{next(self._numbers)}"
+        waiting = Waiting(request_id, Prompt(_read_tokens(input_ids), namespace=self._base), input_ids.shape[1] - 1)
+        self._desk.stand_back(waiting, 0, why)
+        try:
+            return self._desk.note_prompt(request_id, None)
+        finally:
+            self._desk.forget(request_id)
+
+    def _note_evicted(self, eviction: Eviction) -> None:
+        self._prefixes.remove(eviction.donor.donor_id)
+
+
+def make_access(model: Any, version: str) -> TransformersModel:
+    """The model as our blender wants it; raises where it cannot be served, and says why."""
+    why, access = refuse_model(model, version), None
+    try:
+        if why is None:
+            access = TransformersModel(model)
+            why = refuse_disagreement(access.measure_disagreement(), access.dtype)
+    except Exception as error:
+        why = f"a pass of ours fails in it ({type(error).__name__}: {error})"
+    if why is not None or access is None:
+        raise InputError(f"no KV can be reused in this model: {why}", hint="see docs/guides/transformers.md")
+    return access
+
+
+def _give_nothing_back(slots: Tensor) -> None:
+    """Slots are the positions of a prompt; they go with its cache."""
+
+
+def _read_tokens(ids: Any) -> Any:
+    """One sequence of token ids, ``[1, tokens]`` or ``[tokens]``, as an array in host memory."""
+    tokens = torch.as_tensor(ids).detach().cpu()
+    if tokens.dim() == 2 and tokens.shape[0] == 1:
+        tokens = tokens[0]
+    if tokens.dim() != 1 or tokens.is_floating_point() or not len(tokens):
+        raise InputError(f"token ids of shape {list(tokens.shape)}", hint="one prompt at a time: [1, tokens]")
+    return tokens.numpy()
+
+
+def _read_structure(model: torch.nn.Module) -> tuple[int, ...]:
+    """Changes when modules are put in, taken out or hooked: adapters and steering do that, and weights stay."""
+    found: list[int] = []
+    for module in model.modules():
+        found += (id(module), len(module._forward_hooks), len(module._forward_pre_hooks))
+    return tuple(found)
+
+
+def _allow_lookups(config: SemBlendConfig) -> SemBlendConfig:
+    """A request may ask for more than the default quality exact; the desk sees to it that others get no plan."""
+    return replace(config, quality="balanced") if config.quality == "exact" else config
+
+
+def _make_quality(config: SemBlendConfig, model: Any) -> QualitySettings:
+    return QualitySettings(
+        mode=config.quality,
+        thresholds=thresholds_for(str(getattr(model.config, "_name_or_path", ""))),
+        seam_tokens=config.seam_tokens,
+        layer_share=config.layer_share,
+        prefills=False,  # generate() does that itself
+    )

@@ -15,6 +15,7 @@ from semblend.cli.commandline import Parser
 COMMANDS = (
     "experiment",
     "replay",
+    "tiers",
     "advise",
     "collect",
     "proxy",

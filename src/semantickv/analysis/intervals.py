@@ -9,6 +9,7 @@ mix of the same traffic, not with other traffic.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,9 +45,10 @@ class Resampling:
     def units(self) -> int:
         return int(self.weights.shape[1])
 
-    def sum_units(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    def sum_units(self, values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
         """Sum a value of every request over the units of each draw."""
-        return self.weights @ np.bincount(self.members, weights=values, minlength=self.units)
+        summed = np.bincount(self.members, weights=values, minlength=self.units)
+        return np.asarray(self.weights @ summed, np.float64)
 
 
 def resample(trace: Trace, seed: int = 0, draws: int = DRAWS) -> Resampling | None:

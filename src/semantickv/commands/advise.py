@@ -9,7 +9,7 @@ from semantickv.analysis.advise import Question, advise
 from semantickv.analysis.engines import ENGINES
 from semantickv.analysis.latency import LatencyModel
 from semantickv.analysis.sizing import DEFAULT_GPU
-from semantickv.commands import trace_flags
+from semantickv.commands.flags import trace_flags
 from semantickv.output import advise_page, advise_words
 from semantickv.output.files import make_folder
 from semantickv.simulator.capacity import DTYPE_BYTES, KV_SHAPES, count_kv_bytes_per_token

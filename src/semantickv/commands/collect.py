@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from semantickv import settings
+from semantickv.engine_state.subscriber import EventSource
 from semantickv.traces.classification import Classifier, load_rules
 from semantickv.traces.collecting_proxy import CollectingProxy
 from semantickv.traces.collection import Collector, TraceWriter
+from semantickv.traces.event_collector import EventCollector
 from semantickv.traces.segmentation import Segmenter
 from semantickv.workloads.mock_traffic import collect_mock
 from semblend.cli.output import say
 from semblend.errors import InputError
 
 ABOUT = """Record traffic as a trace for replay and advise. With --upstream, a small proxy forwards every request as it
-is and writes one line for each; with --mock, made-up traffic is written. No text is kept without --keep-text."""
+is and writes one line for each; with --kv-events, requests are put together from what an engine publishes; with --mock,
+made-up traffic is written. No text is kept without --keep-text."""
 
 
 def add(subparsers: Any) -> None:
@@ -25,6 +29,9 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser("collect", help="record OpenAI-compatible traffic as a trace", description=ABOUT)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--upstream", metavar="URL", help="server to forward to (or SEMANTICKV_UPSTREAM_BASE_URL)")
+    source.add_argument(
+        "--kv-events", metavar="ADDRESS", help="listen to vLLM's or SGLang's KV events (tcp://HOST:PORT)"
+    )
     source.add_argument("--mock", action="store_true", help="made-up traffic on a made-up clock; every line says so")
     parser.add_argument("--host", default="127.0.0.1", help="where the proxy listens (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8010, help="its port, 0 for any (default: %(default)s)")
@@ -39,9 +46,10 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Record made-up traffic or the proxy's traffic to a new trace file; return the exit code."""
-    upstream = args.upstream or ("" if args.mock else settings.read_variable("SEMANTICKV_UPSTREAM_BASE_URL"))
-    if not upstream and not args.mock:
-        raise InputError("collect needs --upstream or --mock", hint="--upstream http://127.0.0.1:8001")
+    other = args.mock or args.kv_events
+    upstream = args.upstream or ("" if other else settings.read_variable("SEMANTICKV_UPSTREAM_BASE_URL"))
+    if not upstream and not other:
+        raise InputError("collect needs --upstream, --kv-events or --mock", hint="--upstream http://127.0.0.1:8001")
     if args.requests is not None and args.requests < 1:
         raise InputError("--requests must be at least 1")
     redact = settings.read_flag("SEMANTICKV_REDACT_TEXT", True) and not args.keep_text
@@ -52,12 +60,26 @@ def run(args: argparse.Namespace) -> int:
     with TraceWriter(path) as writer:
         if args.mock:
             collect_mock(writer, requests=args.requests or 50, seed=args.seed, redact=redact, key=key)
+        elif args.kv_events:
+            _listen(args, EventCollector(EventSource.parse(args.kv_events), writer, key=key))
         else:
             classifier = Classifier().with_rules(load_rules(args.rules)) if args.rules else Classifier()
             _run_proxy(args, upstream, Collector(writer, Segmenter(classifier, key=key), redact))
     print(path)
     say(f"{writer.written} requests recorded" + (" (mock: made up)" if args.mock else ""))
     return 0
+
+
+def _listen(args: argparse.Namespace, collector: EventCollector) -> None:
+    """Write what the events show until the wanted number of requests or Ctrl-C."""
+    say(f"listening to {args.kv_events}; stop with Ctrl-C")
+    try:
+        asyncio.run(collector.run(args.requests))
+    except KeyboardInterrupt:
+        say("stopping")
+    say("requests that the engine served from its cache alone publish nothing and are not in the trace")
+    if collector.left_out:
+        say(f"{collector.left_out} stored blocks had a beginning that was not seen: left out")
 
 
 def _run_proxy(args: argparse.Namespace, upstream: str, collector: Collector) -> None:

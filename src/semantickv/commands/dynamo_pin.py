@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from semantickv.commands.serve_flags import add_listen_flags, read_tls
+from semantickv.commands.flags.serve_flags import add_listen_flags, read_tls
 from semantickv.settings import EdgeSettings
 from semblend.cli.output import say
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from semantickv.analysis.latency import compute_gain
 from semantickv.analysis.replay import CHAINED_NOTE, DEFAULT_POLICIES, replay
-from semantickv.commands import trace_flags
+from semantickv.commands.flags import trace_flags
 from semantickv.output.files import make_folder
 from semantickv.output.replay_files import describe_calibration, write_replay
 from semantickv.simulator.capacity import DTYPE_BYTES, KV_SHAPES, Capacity
 from semblend.cli.output import print_json, say, table
 from semblend.errors import InputError
 
-ABOUT = """Replay a trace (our JSONL, Mooncake, Bailian or Azure; plain or gzip) through several cache policies. The
-cache holds metadata and times follow a straight line: everything reported is simulated."""
+ABOUT = """Replay a trace (our JSONL, Mooncake, Bailian, Azure, logs and KV events of engines; plain or gzip) through
+several cache policies. The cache holds metadata and times follow a straight line: everything reported is simulated."""
 
 
 def add(subparsers: Any) -> None:

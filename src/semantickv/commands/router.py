@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from semantickv.commands.serve_flags import add_serve_flags, apply_trace_flags, read_tls
+from semantickv.commands.flags.serve_flags import add_serve_flags, apply_trace_flags, read_tls
 from semantickv.settings import EdgeSettings
 from semblend.cli.output import say
 from semblend.errors import InputError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,11 @@ def read_batch(data: bytes) -> list[KvEvent]:
     >>> read_batch(encode([1.0, [{"type": "BlockRemoved", "block_hashes": [7], "medium": "GPU"}], 0]))
     [BlockRemoved(block_hashes=(7,), medium='GPU')]
     """
+    return read_timed_batch(data)[1]
+
+
+def read_timed_batch(data: bytes) -> tuple[float, list[KvEvent]]:
+    """Read a batch as `read_batch` does, with the engine's time of it in seconds; 0 where it gives none."""
     msgspec = _import_msgspec()
     if len(data) > MOST_BYTES:
         raise BadEventsError(f"a batch of {len(data)} bytes", hint=f"at most {MOST_BYTES}")
@@ -64,13 +70,20 @@ def read_batch(data: bytes) -> list[KvEvent]:
         events = batch[1]
         if not isinstance(batch, list) or not isinstance(events, list):
             raise BadEventsError("not a batch of KV events", hint="an array of time, events and rank")
-        return [event for one in events if (event := _read_event(one)) is not None]
+        when = batch[0] if isinstance(batch[0], (int, float)) and math.isfinite(batch[0]) else 0.0
+        return float(when), [event for one in events if (event := _read_event(one)) is not None]
     except BadEventsError:
         raise
     except (msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
         raise BadEventsError(
             f"not a batch of KV events: {type(error).__name__}", hint="vLLM and SGLang send msgpack"
         ) from None
+
+
+def encode_batch(batch: Any) -> bytes:
+    """A batch of plain values (as JSON has them) as the bytes that an engine sends."""
+    encoded: bytes = _import_msgspec().msgpack.encode(batch)
+    return encoded
 
 
 def _read_event(value: Any) -> KvEvent | None:

@@ -30,7 +30,7 @@ def format_lead(advice: Advice) -> str:
     if not advice.can_tell:
         return (
             "It says how long prompts were and not what they held, so nothing is known about what they share. Collect "
-            "one with `semantickv collect`, or record the engine's KV events."
+            "one with `semantickv collect`, or log the engine's requests with their tokens."
         )
     here, lru, ceiling = advice.get_advised_point(advice.policy), advice.get_advised_point("lru"), advice.ceiling
     if ceiling.token_hit_rate < NOISE:
@@ -226,6 +226,12 @@ def list_limits(advice: Advice) -> list[str]:
         found.append(
             f"The curves come from samples of {advice.rate:.1%} of the blocks (standard error up to {worst:.1%}); "
             "block hit rates stand for token hit rates."
+        )
+    if advice.trace.format == "kv_events":
+        found.append("Requests that the engine served from its cache alone published no event: hit rates are too low.")
+    if advice.trace.engine_hit_rate is not None:
+        found.append(
+            f"By the engine's own log {advice.trace.engine_hit_rate:.1%} of the prompt tokens came from its cache."
         )
     if advice.trace.skipped:
         found.append(f"{advice.trace.skipped:,} bad lines of the trace were skipped.")

@@ -1,4 +1,4 @@
-"""Readers of trace files: our JSONL, Mooncake, Bailian (Alibaba) and Azure CSV; plain or gzip.
+"""Readers of trace files: our JSONL, Mooncake, Bailian (Alibaba), Azure CSV, logs and events of engines; plain or gzip.
 
 ==========  ==========================================================================  ======================
 format      a line holds                                                                block
@@ -7,6 +7,8 @@ semantickv  ``timestamp_ms``, ``blocks[{content_hash, semantic_type, token_count
 mooncake    ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids``       512 tokens, chained
 bailian     ``timestamp`` (s), ``chat_id``, ``input_length``, ``type``, ``hash_ids``    16 tokens, chained
 azure       ``TIMESTAMP,ContextTokens,GeneratedTokens``                                 512 tokens, never shared
+kv_events   a batch of KV events (`semantickv.traces.kv_events`)                        the engine's, by content
+*_log       what an engine logged (`semantickv.traces.engine_logs`)                     16 tokens, by content
 ==========  ==========================================================================  ======================
 
 A line that can't be used stops the reading with file, line and field, or is skipped and counted (``skip_bad``).
@@ -17,6 +19,7 @@ from __future__ import annotations
 import csv
 import gzip
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -27,22 +30,22 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Final
 
-from semantickv.traces.request import TraceRequest
+from semantickv.traces.engine_logs import (
+    LOG_FORMATS,
+    LOG_PARSERS,
+    LOGS_WITHOUT_CONTENT,
+    Parser,
+    recognise_log_line,
+)
+from semantickv.traces.request import BadFieldError, TraceRequest
 from semblend.errors import InputError
 
-FORMATS: Final = ("semantickv", "mooncake", "bailian", "azure")
-FORMATS_WITHOUT_CONTENT: Final = frozenset({"azure"})
+FORMATS: Final = ("semantickv", "mooncake", "bailian", "azure", "kv_events", *LOG_FORMATS)
+FORMATS_WITHOUT_CONTENT: Final = frozenset({"azure"}) | LOGS_WITHOUT_CONTENT
 MAX_LINE_BYTES: Final = 64 << 20
-_DEFAULT_BLOCK: Final = {"mooncake": 512, "bailian": 16, "azure": 512}
+MOST_LINES_TO_DETECT: Final = 20_000  # an engine's log begins with its start, which is long
+_DEFAULT_BLOCK: Final = {"mooncake": 512, "azure": 512}
 _INT64: Final = 2**63
-
-
-class _BadFieldError(Exception):
-    """A field of the current line cannot be used."""
-
-    def __init__(self, field: str, problem: str) -> None:
-        super().__init__(problem)
-        self.field, self.problem = field, problem
 
 
 class TraceFile:
@@ -67,8 +70,9 @@ class TraceFile:
             raise InputError(f"block_tokens is {block_tokens}", hint="a block has at least one token")
         self.path = Path(path)
         self.format = _detect_format(self.path) if format == "auto" else format
-        self.block_tokens = block_tokens or _DEFAULT_BLOCK.get(self.format, 0)
+        self.block_tokens = block_tokens or _DEFAULT_BLOCK.get(self.format, 16)
         self.skip_bad, self.any_order, self.skipped = skip_bad, any_order, 0
+        self.engine_hit_rate: float | None = None  # what the engine itself says of the whole file, once it is read
 
     @property
     def name(self) -> str:
@@ -81,29 +85,37 @@ class TraceFile:
 
     def read_requests(self) -> Iterator[TraceRequest]:
         """Yield the requests in the order of the file; raise InputError for a bad line or a file without requests."""
-        parser, found, latest_s = _LineParser(self.format, self.block_tokens), False, 0.0
+        parser, found, latest_s = self._make_parser(), False, 0.0
         with closing(read_lines(self.path)) as lines:
-            for number, line in lines:
+            for number, line in itertools.chain(lines, [(-1, None)]):
                 try:
-                    request = parser.parse(line, number)
-                    if request is None:  # a heading
-                        continue
-                    if not self.any_order and request.arrival_s < latest_s:
-                        problem = f"{request.arrival_s:g} s is earlier than the line before"
-                        raise _BadFieldError(parser.time_field, problem)
-                except _BadFieldError as bad:
+                    for request in parser.finish() if number < 0 else parser.parse(line, number):
+                        if not self.any_order and request.arrival_s < latest_s:
+                            problem = f"{request.arrival_s:g} s is earlier than the line before"
+                            raise BadFieldError(parser.time_field, problem)
+                        found, latest_s = True, request.arrival_s
+                        yield request
+                except BadFieldError as bad:
                     if not self.skip_bad:
                         raise _build_error(self.path, number, bad) from None
                     self.skipped += 1
-                    continue
-                found, latest_s = True, request.arrival_s
-                yield request
+        self.engine_hit_rate = parser.engine_hit_rate
+        self.skipped += parser.left_out
         if not found:
-            hint = f"read as {self.format}; {self.skipped} lines were skipped"
+            hint = parser.hint or f"read as {self.format}; {self.skipped} lines were skipped"
             raise InputError(f"{self.path}: no request in it", hint=hint)
 
+    def _make_parser(self) -> Parser:
+        if self.format == "kv_events":
+            from semantickv.traces.kv_events import EventParser
 
-def _build_error(file: Path, number: int, bad: _BadFieldError) -> InputError:
+            return EventParser()
+        if self.format in LOG_PARSERS:
+            return LOG_PARSERS[self.format](self.block_tokens)
+        return _LineParser(self.format, self.block_tokens)
+
+
+def _build_error(file: Path, number: int, bad: BadFieldError) -> InputError:
     """Build the error for a bad line, with file, line and field."""
     hint = "sort the file, or read it with sort" if "earlier" in bad.problem else "correct the line, or skip bad lines"
     return InputError(f"{file}: line {number}: field {bad.field!r}: {bad.problem}", hint=hint)
@@ -145,16 +157,18 @@ def _detect_format(file: Path) -> str:
     """Detect the format from the first line that tells; if none does, assume ours, whose errors say what is wrong."""
     with closing(read_lines(file)) as lines:
         for number, line in lines:
-            if number > 100:
+            if number > MOST_LINES_TO_DETECT:
                 break
             if line is None:
                 continue
             if line.lstrip(b"\xef\xbb\xbf").upper().startswith(b"TIMESTAMP,"):
                 return "azure"
-            try:
-                found = _recognise_record(json.loads(line))
-            except (ValueError, RecursionError):
-                continue
+            found = recognise_log_line(line)
+            if found is None and line.lstrip()[:1] in (b"{", b"["):
+                try:
+                    found = _recognise_record(json.loads(line))
+                except (ValueError, RecursionError):
+                    continue
             if found:
                 return found
     return "semantickv"
@@ -162,8 +176,12 @@ def _detect_format(file: Path) -> str:
 
 def _recognise_record(record: object) -> str | None:
     """Recognise the format of one JSON line by its fields; None if it is no known one."""
+    if isinstance(record, list) and len(record) > 1 and isinstance(record[1], list):
+        return "kv_events"
     if not isinstance(record, dict):
         return None
+    if "batch" in record:
+        return "kv_events"
     if "blocks" in record:
         return "semantickv"
     if "hash_ids" in record:
@@ -171,7 +189,7 @@ def _recognise_record(record: object) -> str | None:
     return None
 
 
-class _LineParser:
+class _LineParser(Parser):
     """Turns one line into a request, or raises an error that names the bad field."""
 
     def __init__(self, format: str, block_tokens: int) -> None:
@@ -187,33 +205,38 @@ class _LineParser:
         }
         self.make = make.get(format)
 
-    def parse(self, line: bytes | None, number: int) -> TraceRequest | None:
-        """Parse one line; None for a heading."""
+    def parse(self, line: bytes | None, number: int) -> Iterator[TraceRequest]:
+        """Parse one line; nothing for a heading."""
         if line is None:
-            raise _BadFieldError("line", f"longer than {MAX_LINE_BYTES >> 20} MiB")
-        if self.make is None:
-            return self._parse_azure(line, number)
+            raise BadFieldError("line", f"longer than {MAX_LINE_BYTES >> 20} MiB")
+        found = self._parse_azure(line, number) if self.make is None else self._parse_json(line, number, self.make)
+        if found is not None:
+            yield found
+
+    def _parse_json(
+        self, line: bytes, number: int, make: Callable[[dict[str, Any], int], TraceRequest]
+    ) -> TraceRequest:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise _BadFieldError("line", f"not JSON: {error}") from None
+            raise BadFieldError("line", f"not JSON: {error}") from None
         if not isinstance(record, dict):
-            raise _BadFieldError("line", "not a JSON object")
+            raise BadFieldError("line", "not a JSON object")
         other = _recognise_record(record)
         if other != self.format and other is not None:
-            raise _BadFieldError("line", f"looks like {other}, the file is read as {self.format}")
-        return self.make(record, number)
+            raise BadFieldError("line", f"looks like {other}, the file is read as {self.format}")
+        return make(record, number)
 
     def _parse_semantickv(self, record: dict[str, Any], number: int) -> TraceRequest:
         """Parse one line of our own format."""
         blocks = record.get("blocks")
         if not isinstance(blocks, list):
-            raise _BadFieldError("blocks", "missing" if blocks is None else "not a list")
+            raise BadFieldError("blocks", "missing" if blocks is None else "not a list")
         ids, tokens, types = [], [], []
         for place, block in enumerate(blocks):
             where = f"blocks[{place}]"
             if not isinstance(block, dict):
-                raise _BadFieldError(where, "not an object")
+                raise BadFieldError(where, "not an object")
             ids.append(_read_block_id(block, where))
             tokens.append(_read_whole(block, "token_count", least=1, where=where))
             types.append(_read_text(block, "semantic_type", "other", where=where))
@@ -234,14 +257,14 @@ class _LineParser:
         """Parse one line of Mooncake (times in ms) or Bailian (in s; its request type becomes the block type)."""
         hashes = record.get("hash_ids")
         if not isinstance(hashes, list):
-            raise _BadFieldError("hash_ids", "missing" if hashes is None else "not a list")
+            raise BadFieldError("hash_ids", "missing" if hashes is None else "not a list")
         for place, value in enumerate(hashes):
             if type(value) is not int or not -_INT64 <= value < _INT64:
-                raise _BadFieldError(f"hash_ids[{place}]", f"{value!r} is not an integer of 64 bits")
+                raise BadFieldError(f"hash_ids[{place}]", f"{value!r} is not an integer of 64 bits")
         length = _read_whole(record, "input_length")
         tokens = _split_tokens(length, len(hashes), self.block_tokens)
         if tokens is None:
-            raise _BadFieldError(
+            raise BadFieldError(
                 "hash_ids", f"{len(hashes)} blocks of {self.block_tokens} tokens can't hold {length} tokens"
             )
         bailian = self.format == "bailian"
@@ -261,25 +284,25 @@ class _LineParser:
         if not self.columns:
             missing = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} - set(cells)
             if missing:
-                raise _BadFieldError(sorted(missing)[0], "missing in the heading")
+                raise BadFieldError(sorted(missing)[0], "missing in the heading")
             self.columns = cells
             return None
         if len(cells) != len(self.columns):
-            raise _BadFieldError("line", f"{len(cells)} cells under {len(self.columns)} headings")
+            raise BadFieldError("line", f"{len(cells)} cells under {len(self.columns)} headings")
         record: dict[str, Any] = dict(zip(self.columns, cells, strict=True))
         for field in ("ContextTokens", "GeneratedTokens"):
             try:
                 record[field] = int(record[field])
             except ValueError:
-                raise _BadFieldError(field, f"{record[field]!r} is not a whole number") from None
+                raise BadFieldError(field, f"{record[field]!r} is not a whole number") from None
         try:  # the fraction has seven digits, one more than datetime takes
             when = datetime.fromisoformat(record["TIMESTAMP"].strip()[:26])
         except ValueError:
-            raise _BadFieldError("TIMESTAMP", f"{record['TIMESTAMP']!r} is not a time") from None
+            raise BadFieldError("TIMESTAMP", f"{record['TIMESTAMP']!r} is not a time") from None
         self.begin = self.begin or when
         seconds = (when - self.begin).total_seconds()
         if seconds < 0:
-            raise _BadFieldError("TIMESTAMP", "earlier than the first line")
+            raise BadFieldError("TIMESTAMP", "earlier than the first line")
         length = _read_whole(record, "ContextTokens")
         blocks = -(-length // self.block_tokens)
         self.fresh += blocks
@@ -306,8 +329,8 @@ def _read_block_id(block: dict[str, Any], where: str) -> int:
         if isinstance(value, str) and value:
             return int.from_bytes(hashlib.blake2b(value.encode(), digest_size=8).digest(), "big", signed=True)
         if value is not None:
-            raise _BadFieldError(f"{where}.{field}", f"{value!r} is neither text nor an integer of 64 bits")
-    raise _BadFieldError(f"{where}.content_hash", "missing")
+            raise BadFieldError(f"{where}.{field}", f"{value!r} is neither text nor an integer of 64 bits")
+    raise BadFieldError(f"{where}.content_hash", "missing")
 
 
 def _read_number(record: dict[str, Any], field: str, default: float | None, where: str) -> Any:
@@ -315,9 +338,9 @@ def _read_number(record: dict[str, Any], field: str, default: float | None, wher
     value = record.get(field, default)
     name = f"{where}.{field}" if where else field
     if value is None:
-        raise _BadFieldError(name, "missing")
+        raise BadFieldError(name, "missing")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise _BadFieldError(name, f"{value!r} is not a number")
+        raise BadFieldError(name, f"{value!r} is not a number")
     return value
 
 
@@ -325,7 +348,7 @@ def _read_real(record: dict[str, Any], field: str) -> float:
     """Read a number that is not negative."""
     value = float(_read_number(record, field, None, ""))
     if value < 0:
-        raise _BadFieldError(field, f"{value:g} is negative")
+        raise BadFieldError(field, f"{value:g} is negative")
     return value
 
 
@@ -336,9 +359,9 @@ def _read_whole(
     value = _read_number(record, field, default, where)
     name = f"{where}.{field}" if where else field
     if value != int(value) or value >= 2**31:
-        raise _BadFieldError(name, f"{value!r} is not a whole number below 2**31")
+        raise BadFieldError(name, f"{value!r} is not a whole number below 2**31")
     if value < least:
-        raise _BadFieldError(name, f"{value} is less than {least}")
+        raise BadFieldError(name, f"{value} is less than {least}")
     return int(value)
 
 
@@ -348,5 +371,5 @@ def _read_text(record: dict[str, Any], field: str, default: str, where: str = ""
     if value is None:
         return default
     if not isinstance(value, str):
-        raise _BadFieldError(f"{where}.{field}" if where else field, f"{value!r} is not text")
+        raise BadFieldError(f"{where}.{field}" if where else field, f"{value!r} is not text")
     return value

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from semblend.errors import InputError
@@ -37,3 +40,28 @@ class TraceRequest:
     @property
     def tokens(self) -> int:
         return sum(self.block_tokens)
+
+
+class BadFieldError(Exception):
+    """A field of the current line of a trace file cannot be used."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(problem)
+        self.field, self.problem = field, problem
+
+
+def cut_into_blocks(token_ids: Sequence[int], block_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Cut token ids into blocks; return the id of each block, a hash of its tokens, and its length.
+
+    >>> ids, lengths = cut_into_blocks([1, 2, 3, 1, 2], 3)
+    >>> len(set(ids)), lengths
+    (2, (3, 2))
+    """
+    parts = [token_ids[at : at + block_tokens] for at in range(0, len(token_ids), block_tokens)]
+    return tuple(map(hash_tokens, parts)), tuple(map(len, parts))
+
+
+def hash_tokens(token_ids: Sequence[int]) -> int:
+    """Hash the tokens of a block to a number of 64 bits that is the same in every run."""
+    data = array("q", token_ids).tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True)

@@ -60,6 +60,7 @@ class Trace:
     format: str = "requests"
     skipped: int = 0
     chained: bool = False
+    engine_hit_rate: float | None = None  # what the engine says of the whole file; None where it does not
     request_ids: tuple[str, ...] = field(default=(), repr=False)
     sessions: tuple[str, ...] = field(default=(), repr=False)
 
@@ -92,7 +93,7 @@ class Trace:
         builder = TraceBuilder(file.name, file.format, chained=file.chained, sort=sort)
         for request in file.read_requests():
             builder.add(request)
-        return replace(builder.build(), skipped=file.skipped)
+        return replace(builder.build(), skipped=file.skipped, engine_hit_rate=file.engine_hit_rate)
 
     def __len__(self) -> int:
         """Number of requests."""

@@ -1,0 +1,84 @@
+"""``semantickv tiers``: a cache on the device, the host and the disk, with requests that run. Simulated."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from semantickv.analysis.sizing import DEFAULT_GPU, Costs
+from semantickv.analysis.tiers import Speed, Tier, TieredRun, replay_tiers
+from semantickv.commands.flags import trace_flags
+from semantickv.simulator.capacity import DTYPE_BYTES, KV_SHAPES, count_kv_bytes_per_token
+from semantickv.simulator.forest import build_forest
+from semblend.cli.output import print_json, say, table
+from semblend.errors import InputError
+from semblend.prices import load_price_book
+
+ABOUT = """Replay a trace through a cache on the device, the host and the disk: hits by tier, and times to first token
+from prefill rates and bandwidths. Running requests hold their blocks, and a request that finds no room waits. The
+policy is LRU. Everything reported is simulated."""
+NAMES = {"device": "hbm", "host": "dram", "disk": "ssd"}
+
+
+def add(subparsers: Any) -> None:
+    """Declare the flags of ``semantickv tiers``."""
+    parser = subparsers.add_parser("tiers", help="a cache on device, host and disk: hits and TTFT", description=ABOUT)
+    trace_flags.add_trace_flags(parser)
+    parser.add_argument("--model", choices=sorted(KV_SHAPES), default="qwen2.5-7b", help="whose KV (%(default)s)")
+    parser.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bf16", help="of that KV (%(default)s)")
+    parser.add_argument("--gpu", default=DEFAULT_GPU, metavar="NAME", help="whose prefill rate (%(default)s)")
+    parser.add_argument("--device-gib", type=float, required=True, metavar="GIB", help="KV memory of the device")
+    parser.add_argument("--host-gib", type=float, default=0.0, metavar="GIB", help="of the host (default: none)")
+    parser.add_argument("--disk-gib", type=float, default=0.0, metavar="GIB", help="of the disk (default: none)")
+    parser.add_argument(
+        "--decode-ms", type=float, default=20.0, metavar="MS", help="time of a token of the answer (%(default)s)"
+    )
+    parser.add_argument("--prices", metavar="FILE", help="TOML that replaces rates and bandwidths of the package")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay with the device alone, then with each tier below it, and print a table; return the exit code."""
+    if not 0 <= args.decode_ms < float("inf"):
+        raise InputError(f"--decode-ms {args.decode_ms:g} must be finite and not negative")
+    book = load_price_book(args.prices)
+    token_bytes = count_kv_bytes_per_token(args.model, args.dtype)
+    tiers = []
+    for name, kind in NAMES.items():
+        gib = getattr(args, f"{name}_gib")
+        if not 0 <= gib < 2**40 or (name == "device" and not gib):
+            raise InputError(f"--{name}-gib {gib:g} must be above 0")
+        costs = Costs.find(book, model=args.model, gpu=args.gpu, tier=kind, token_bytes=token_bytes)
+        if gib:
+            tiers.append(Tier(name, int(gib * 2**30) // token_bytes, costs.load_ms_per_token))
+    rate = book.find_prefill(args.model, args.gpu)
+    speed = Speed(rate.base_ms, rate.ms_per_token, args.decode_ms)
+    trace = trace_flags.read_trace(args)
+    if not trace.holds_content:
+        raise InputError(
+            f"{trace.name} says how long prompts were and not what they held", hint="see semantickv collect"
+        )
+    forest = build_forest(trace, "prefix")
+    runs = [replay_tiers(forest, tiers[:count], speed) for count in range(1, len(tiers) + 1)]
+    if args.json:
+        print_json({"prefill_source": rate.source, "runs": [one.as_json() for one in runs]})
+    else:
+        print(table([_format_row(one) for one in runs], head=_HEAD, right=tuple(range(1, len(_HEAD)))))
+        say(f"prefill {rate.tokens_per_s:,.0f} tokens/s a GPU ({rate.source})")
+        say("simulated: no queue for the GPU, no batch")
+    return 0
+
+
+_HEAD = ("tiers", "device hits", "host", "disk", "avg TTFT ms", "p50", "p95", "waited for memory", "too large")
+
+
+def _format_row(run: TieredRun) -> tuple[str, ...]:
+    found = run.as_json()
+    rates = run.hit_rates
+    return (
+        " + ".join(tier.name for tier in run.tiers),
+        *(f"{rates[name]:.1%}" if name in rates else "" for name in NAMES),
+        *(f"{found[name]:.1f}" for name in ("avg_ttft_ms", "p50_ttft_ms", "p95_ttft_ms")),
+        f"{found['requests_that_waited_for_memory']:,}",
+        f"{found['too_large']:,}",
+    )

@@ -1,0 +1,160 @@
+"""A trace from KV events. An event says which blocks were stored behind which; requests are put together from that.
+
+A request is the chain of blocks from the first to the last one that it stored: what stands before the stored blocks was
+hit. Three things are not in the events. A request that hits completely stores nothing and is missing, so true hit rates
+are higher than those of the trace. The blocks of an answer are stored as they fill: one block behind the end of a
+request belongs to it. A long prompt is stored in several steps: blocks behind the end of a request that was stored less
+than `JOIN_S` before belong to it too.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from semantickv.engine_state.blocks import MOST_BLOCKS
+from semantickv.engine_state.events import (
+    AllBlocksCleared,
+    BadEventsError,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    KvEvent,
+    encode_batch,
+    read_timed_batch,
+)
+from semantickv.traces.engine_logs import Parser
+from semantickv.traces.request import BadFieldError, TraceRequest, hash_tokens
+
+JOIN_S = 2.0
+
+
+@dataclass(slots=True)
+class _Chain:
+    """A request that may still grow."""
+
+    arrival_s: float
+    latest_s: float
+    salt: str
+    block_size: int
+    ids: list[int] = field(default_factory=list)
+
+
+class EventTrace:
+    """Takes events in order of time, gives requests in order of arrival. ``left_out`` counts what has no beginning."""
+
+    def __init__(self) -> None:
+        self.left_out = self._number = 0
+        self._begin: float | None = None
+        self._blocks: OrderedDict[BlockHash, tuple[BlockHash | None, int, str]] = OrderedDict()
+        self._tails: dict[BlockHash, _Chain] = {}
+        self._open: list[_Chain] = []
+
+    def take(self, time_s: float, events: Iterable[KvEvent]) -> list[TraceRequest]:
+        """Take the events of one moment; return the requests that have ended by then."""
+        self._begin = time_s if self._begin is None else self._begin
+        now = max(0.0, time_s - self._begin)
+        for event in events:
+            if isinstance(event, BlockStored):
+                self._store(now, event)
+            elif isinstance(event, BlockRemoved):
+                for one in event.block_hashes:
+                    self._blocks.pop(one, None)
+                    self._tails.pop(one, None)
+            elif isinstance(event, AllBlocksCleared):
+                self.forget()
+        return self._give(now - JOIN_S)
+
+    def forget(self) -> None:
+        """Events were lost, or the cache is empty: no block has a known beginning any more."""
+        self._blocks.clear()
+        self._tails.clear()
+
+    def finish(self) -> list[TraceRequest]:
+        """Return the requests that were still open."""
+        return self._give(float("inf"))
+
+    def _store(self, now: float, event: BlockStored) -> None:
+        if event.parent is not None and event.parent not in self._blocks:
+            self.left_out += 1
+            return
+        salt = event.salt if event.parent is None else self._blocks[event.parent][2]
+        size, parent = event.block_size, event.parent
+        stored = [hash_tokens(event.token_ids[at * size : (at + 1) * size]) for at in range(len(event.block_hashes))]
+        chain = None if event.parent is None else self._tails.pop(event.parent, None)
+        if chain is None or not (len(stored) == 1 or now - chain.latest_s < JOIN_S):
+            chain = _Chain(now, now, salt, size, self._list_ids(event.parent))
+            self._open.append(chain)
+        if now - chain.latest_s < JOIN_S:  # later blocks are of its answer
+            chain.latest_s = now
+            chain.ids += stored
+        for block_hash, content in zip(event.block_hashes, stored, strict=True):
+            self._blocks[block_hash] = (parent, content, salt)
+            parent = block_hash
+        if parent is not None:
+            self._tails[parent] = chain
+        while len(self._blocks) > MOST_BLOCKS:
+            self._tails.pop(self._blocks.popitem(last=False)[0], None)
+
+    def _list_ids(self, last: BlockHash | None) -> list[int]:
+        """The contents of the blocks up to ``last``, from the first one on."""
+        found = []
+        while last is not None and last in self._blocks:
+            last, content, _ = self._blocks[last]
+            found.append(content)
+        return found[::-1]
+
+    def _give(self, before_s: float) -> list[TraceRequest]:
+        ready = 0
+        while ready < len(self._open) and self._open[ready].latest_s <= before_s:
+            ready += 1
+        given, self._open = self._open[:ready], self._open[ready:]
+        return [self._build(chain) for chain in given]
+
+    def _build(self, chain: _Chain) -> TraceRequest:
+        self._number += 1
+        count = len(chain.ids)
+        return TraceRequest(
+            str(self._number), chain.arrival_s, tuple(chain.ids), (chain.block_size,) * count, ("other",) * count,
+            tenant=chain.salt or "default",
+        )  # fmt: skip
+
+
+class EventParser(Parser):
+    """Lines of batches: ``{"batch": "<base64 of the message>"}``, or the batch as JSON, ``[time, events, rank]``."""
+
+    hint = 'one batch a line: {"batch": base64 of the ZMQ message}, or [time, [events], rank]'
+
+    def __init__(self) -> None:
+        self._trace = EventTrace()
+        self.left_out = 0
+
+    def parse(self, line: bytes | None, _: int) -> Iterable[TraceRequest]:
+        if line is None:
+            raise BadFieldError("line", "too long")
+        try:
+            time_s, events = read_timed_batch(_read_message(json.loads(line)))
+        except (ValueError, RecursionError, BadEventsError) as error:
+            self._trace.forget()  # what it would have told is not known
+            raise BadFieldError("batch", str(error)) from None
+        found = self._trace.take(time_s, events)
+        self.left_out = self._trace.left_out
+        return found
+
+    def finish(self) -> Iterable[TraceRequest]:
+        return self._trace.finish()
+
+
+def _read_message(record: Any) -> bytes:
+    """The message as the engine sent it."""
+    if isinstance(record, dict) and isinstance(record.get("batch"), str):
+        try:
+            return base64.b64decode(record["batch"], validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"not base64: {error}") from None
+    return encode_batch(record)

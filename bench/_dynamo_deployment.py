@@ -22,8 +22,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 BLOCK_SIZE = 16
 STOCK, SEMANTIC = "stock", "semantic"
 """Names of the model: as the workers serve it, and as our router does."""
-UP_S = 120.0
-VLLM_UP_S = 400.0
+UP_S = 400.0
+VLLM_UP_S = 1200.0
 VLLM_STARTER = Path(__file__).parents[1] / "tests" / "engines" / "dynamo" / "start_vllm.py"
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>{% endfor %}"
@@ -165,11 +165,11 @@ class DynamoDeployment:
         if self._wants["router"]:
             self.wait_for_model(SEMANTIC)
 
-    def start_router(self) -> None:
-        """Start our component."""
+    def start_router(self, name: str = "router", **variables: str) -> None:
+        """Start our component, or one more of it."""
         self._start(
-            "router", "-m", "semantickv", "dynamo-router", "--model-name", SEMANTIC, "--model-path", str(self.model),
-            "--block-size", str(self.block_size),
+            name, "-m", "semantickv", "dynamo-router", "--model-name", SEMANTIC, "--model-path", str(self.model),
+            "--block-size", str(self.block_size), **variables,
         )  # fmt: skip
 
     def start_pin(self) -> None:
@@ -180,10 +180,22 @@ class DynamoDeployment:
 
     def list_workers(self) -> dict[int, str]:
         """Id of every worker that the frontend lists, and the name of its process."""
-        rows = self._get(self.port, "/health")["instances"]
-        found = [row for row in rows if (row["component"], row["endpoint"]) == ("backend", "generate")]
+        found = self._list_instances("backend")
         ports = {row["instance_id"]: int(row["transport"]["tcp"].partition("/")[0].rpartition(":")[2]) for row in found}
         return {worker: self._rpc_ports[port] for worker, port in ports.items()}
+
+    def wait_for_routers(self, count: int) -> None:
+        """Until the frontend lists so many of our routers."""
+
+        def check() -> None:
+            if len(self._list_instances("semblend_router")) != count:
+                raise OSError("not yet")
+
+        self.processes["frontend"].wait_until(check, UP_S)
+
+    def _list_instances(self, component: str) -> list[dict[str, Any]]:
+        rows = self._get(self.port, "/health")["instances"]
+        return [row for row in rows if (row["component"], row["endpoint"]) == (component, "generate")]
 
     def kill_worker(self, worker: int) -> None:
         """kill -9."""
@@ -223,7 +235,7 @@ class DynamoDeployment:
         if pin_to is not None:
             request.add_header("x-dynamo-worker-instance-id", str(pin_to))
         try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
+            with urllib.request.urlopen(request, timeout=400) as answer:
                 value, reason = json.loads(answer.read()), answer.headers.get("x-route-reason", "")
                 outcome = answer.headers.get("x-semantic-route", "")
         except urllib.error.HTTPError as error:
@@ -245,7 +257,7 @@ class DynamoDeployment:
     def ask_and_leave(self, text: str, model: str = SEMANTIC) -> None:
         """Ask for a long answer, read its beginning, and close the connection."""
         request = self._write_request(text, model, 20_000, stream=True)
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=400) as answer:
             answer.read(64)
 
     def read_log(self, name: str) -> str:

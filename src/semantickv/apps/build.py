@@ -16,12 +16,13 @@ from semantickv.routing.locality import ReplicaMemory
 from semantickv.routing.replica import Replica
 from semantickv.routing.router import EngineReuse, Router
 from semantickv.settings import EdgeSettings
+from semantickv.shared_state.open_link import open_link
 from semantickv.telemetry.trace_log import TraceLog, TraceOptions
 from semblend.arrange import Arranger
-from semblend.errors import ConfigError, MissingDependencyError
+from semblend.errors import ConfigError
 
 if TYPE_CHECKING:
-    from semantickv.shared_state.redis_link import RedisLink
+    from semantickv.shared_state.exchange import StateExchange
 
 log = logging.getLogger("semantickv")
 
@@ -55,25 +56,14 @@ def build_router(settings: EdgeSettings) -> Gateway:
     if len({replica.pool.address.url for replica in replicas}) < len(replicas):
         raise ConfigError("a replica is named twice", hint="give every engine once")
     router = Router(replicas, settings.policy, reuse=reuse, keep_sessions=settings.session_affinity)
-    feeds, link = _build_feeds(replicas, settings), _build_link(router, settings)
+    feeds, link = _build_feeds(replicas, settings), open_link(settings, lambda: _build_exchange(router))
     return Gateway(settings, router, _build_trace_log(settings, "router"), shows_routes=True, feeds=feeds, link=link)
 
 
-def _build_link(router: Router, settings: EdgeSettings) -> RedisLink | None:
-    """The link to other routers; None where no Redis is named."""
-    if not settings.redis_url:
-        return None
-    if not settings.hash_key:
-        raise ConfigError(
-            "SEMANTICKV_REDIS_URL without SEMANTICKV_HASH_KEY: hashes in Redis could be guessed",
-            hint="give all routers one secret in SEMANTICKV_HASH_KEY",
-        )
-    try:
-        from semantickv.shared_state.exchange import StateExchange
-        from semantickv.shared_state.redis_link import RedisLink
-    except ImportError:
-        raise MissingDependencyError("shared state needs msgspec", hint="pip install 'semblend-suite[edge]'") from None
-    return RedisLink(settings.redis_url, settings.redis_group, StateExchange(router, probe_replica))
+def _build_exchange(router: Router) -> StateExchange:
+    from semantickv.shared_state.exchange import StateExchange
+
+    return StateExchange(router, probe_replica)
 
 
 def _build_feeds(replicas: Sequence[Replica], settings: EdgeSettings) -> EngineFeeds | None:

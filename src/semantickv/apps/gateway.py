@@ -42,6 +42,7 @@ from semblend.wire.errors import ApiError
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
+    from semantickv.shared_state.exchange import StateExchange
     from semantickv.shared_state.redis_link import RedisLink
 
 CLIENT_LEFT_STATUS = 499
@@ -62,7 +63,7 @@ class Gateway:
     trace_log: TraceLog | None = None
     shows_routes: bool = False
     feeds: EngineFeeds | None = None
-    link: RedisLink | None = None
+    link: RedisLink[StateExchange] | None = None
     intake: Intake = field(init=False)
     metrics: EdgeMetrics = field(init=False)
     own_paths: OwnPaths = field(init=False)

@@ -20,6 +20,7 @@ from semblend.web.page_headers import HEADERS
 if TYPE_CHECKING:
     from starlette.types import Scope, Send
 
+    from semantickv.shared_state.exchange import StateExchange
     from semantickv.shared_state.redis_link import RedisLink
 
 OPERATOR_PATHS = ("/metrics", "/v1/replicas", "/v1/fleet", "/v1/traces/latest")
@@ -36,7 +37,7 @@ class OwnPaths:
     records: RecordStore
     list_traces: Callable[[], Sequence[str]]
     feeds: EngineFeeds | None = None
-    link: RedisLink | None = None
+    link: RedisLink[StateExchange] | None = None
     fleet: FleetBook | None = None
 
     async def answer(self, scope: Scope, send: Send) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from semantickv.settings import EdgeSettings
 from semblend.cli.output import say
 
+if TYPE_CHECKING:
+    from semantickv.routing.worker_evidence import WorkerEvidence
+    from semantickv.shared_state.evidence_exchange import SharedEvidence
+
 ABOUT = """Serve a model inside a Dynamo deployment. The frontend sends its requests here, and each goes on to the
 worker that has computed most of its passages, as long as that one has room. Dynamo's own KvRouter chooses for all
-others. Discovery, request plane and event plane are Dynamo's: the DYN_* variables of the deployment."""
+others. Discovery, request plane and event plane are Dynamo's: the DYN_* variables of the deployment. Several of these
+routers share what they know through SEMANTICKV_REDIS_URL."""
 
 
 def add(subparsers: Any) -> None:
@@ -35,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from semantickv.routing.fingerprint import load_cutter
     from semantickv.routing.router import EngineReuse
     from semantickv.routing.worker_evidence import WorkerEvidence
+    from semantickv.shared_state.open_link import open_link
     from semblend.integration.dynamo.serve import RouterOptions, read_version, run_router
 
     options = RouterOptions(args.model_name, args.model_path, args.endpoint, args.block_size)
@@ -42,5 +48,16 @@ def run(args: argparse.Namespace) -> int:
     say(read_version())
     load_cutter()  # takes seconds the first time; no request waits for it
     reuse = EngineReuse.parse(settings.engine_reuse)
-    run_router(options, WorkerEvidence(settings.max_tracked_tokens, reuse=reuse))
+    evidence = WorkerEvidence(settings.max_tracked_tokens, reuse=reuse, secret=settings.hash_key)
+    link = open_link(settings, lambda: _share(evidence))
+    if link is None:
+        run_router(options, evidence)
+    else:
+        run_router(options, link.exchange, link)
     return 0
+
+
+def _share(evidence: WorkerEvidence) -> SharedEvidence:
+    from semantickv.shared_state.evidence_exchange import SharedEvidence
+
+    return SharedEvidence(evidence)

@@ -9,9 +9,10 @@ that has the instruction in its cache, and we would keep them there.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -34,6 +35,8 @@ MOST_WORKERS = 4096
 class WorkerEvidence:
     """An `EvidenceProvider` for one event loop; ``most_tokens`` are remembered of each worker.
 
+    ``secret`` keys the hashes: routers that share what they know need one, or whoever reads it could guess prompts.
+
     >>> evidence = WorkerEvidence(most_tokens=100_000)
     >>> prompt = evidence.read(range(1000), Namespace())
     >>> here, there = WorkerKey(1), WorkerKey(2)
@@ -48,11 +51,13 @@ class WorkerEvidence:
         *,
         reuse: EngineReuse = EngineReuse.SPANS,
         guard: LoadGuard | None = None,
+        secret: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.most_tokens = most_tokens
         self.reuse = reuse
         self._guard = guard or LoadGuard()
+        self._secret = secret.encode()[:64]
         self._clock = clock
         self._index = HolderIndex(MOST_WORKERS)
         self._rows = list(range(MOST_WORKERS))
@@ -67,7 +72,8 @@ class WorkerEvidence:
 
     def read(self, token_ids: Sequence[int], namespace: Namespace) -> PromptPieces:
         """Cut a prompt's tokens into pieces; ``namespace`` keys their hashes, so that tenants share none."""
-        return cut_prompt([PromptPart("other", array("I", token_ids).tobytes())], namespace.digest.encode())
+        key = hashlib.blake2b(namespace.digest.encode(), key=self._secret, digest_size=16).digest()
+        return cut_prompt([PromptPart("other", array("I", token_ids).tobytes())], key)
 
     def choose(self, prompt: PromptPieces, workers: Sequence[WorkerState]) -> Placement:
         """Pin the prompt to the worker that costs least; leave it to Dynamo if nobody, or nobody free, has seen it."""
@@ -113,14 +119,18 @@ class WorkerEvidence:
         self._turn += 1
         self._recent[worker] = 1 + self._count_recent(worker)
         self._last_turns[worker] = self._turn
-        memory = self._memories.get(worker)
-        if memory is None:
-            if not self._rows:
-                return
-            self._row_of[worker] = row = self._rows.pop()
-            memory = self._memories[worker] = ReplicaMemory(self.most_tokens)
-            memory.join(self._index, row)
-        memory.note(prompt)
+        if (memory := self._find_memory(worker)) is not None:
+            memory.note(prompt)
+
+    def note_known(self, worker: WorkerKey, entries: Iterable[tuple[int, int]]) -> None:
+        """Remember pieces that another router knows of a worker: hashes with their tokens, oldest first."""
+        if (memory := self._find_memory(worker)) is not None:
+            for key, tokens in entries:
+                memory.add(key, tokens)
+
+    def list_known(self, most: int) -> dict[WorkerKey, list[tuple[int, int]]]:
+        """Of each worker the most recent so many pieces, oldest first: what another router may `note_known`."""
+        return {worker: memory.list_recent(most) for worker, memory in self._memories.items()}
 
     def note_answer(self, placement: Placement, cached_tokens: int) -> None:
         """Compare what was expected of a worker's cache with what its answer reports: a small cache forgets sooner."""
@@ -137,6 +147,15 @@ class WorkerEvidence:
     def tracked_tokens(self) -> dict[WorkerKey, int]:
         """Tokens that are remembered of each worker."""
         return {key: memory.tokens for key, memory in self._memories.items()}
+
+    def _find_memory(self, worker: WorkerKey) -> ReplicaMemory | None:
+        """The memory of a worker, a new one where it has none; None where there is no row for it."""
+        memory = self._memories.get(worker)
+        if memory is None and self._rows:
+            self._row_of[worker] = row = self._rows.pop()
+            memory = self._memories[worker] = ReplicaMemory(self.most_tokens)
+            memory.join(self._index, row)
+        return memory
 
     def _forget(self, worker: WorkerKey) -> None:
         self._memories.pop(worker).clear()

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from semantickv.routing.fingerprint import PromptPieces
@@ -26,15 +25,11 @@ from semantickv.shared_state.messages import (
     Refused,
     name_replica,
 )
+from semantickv.shared_state.news import MOST_SNAPSHOT_KEYS, NewsQueue, split_entries
 from semblend.arrange import Sent
 
-MOST_OUTGOING = 4096
-"""Messages that wait for Redis. When it is gone, the oldest make room; a `Hello` brings what was missed."""
-MOST_SNAPSHOT_KEYS = 64_000
-"""Of one replica, the most recent so many hashes are told to a router that comes; some 2 million tokens."""
 MOST_SNAPSHOT_ORDERS = 512
 """Of one replica, the last so many orders of passages are told to a router that comes."""
-SNAPSHOT_PAUSE_S = 10.0
 LOAD_LIFE_S = 3.0
 """The load that another router reported counts for so long."""
 
@@ -49,16 +44,14 @@ class StateExchange:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.router = router
-        self.taken = self.dropped = self.unknown = 0
+        self.taken = self.unknown = 0
+        self._news = NewsQueue(clock)
         self._probe = probe
         self._clock = clock
         self._names = {name_replica(one.pool.address.url): one for one in router.replicas}
         self._name_of = {replica.id: name for name, replica in self._names.items()}
         self._by_id = {replica.id: replica for replica in router.replicas}
-        self._outgoing: deque[Message] = deque()
         self._loads: dict[tuple[str, str], tuple[float, Load]] = {}
-        self._snapshot_at = float("-inf")
-        self._owes_snapshot = False
         self._were_up = {one.id: one.can_serve for one in router.replicas}
         self._probes: set[asyncio.Task[None]] = set()
 
@@ -75,12 +68,12 @@ class StateExchange:
             self._name_of[decision.replica.id],
             list(pieces.hashes[:most]), list(pieces.chains[:most]), list(pieces.tokens[:most]), home,
         )  # fmt: skip
-        self._put(message)
+        self._news.put(message)
 
     def note_refused(self, decision: RouteDecision, new: Sequence[int]) -> None:
         """The replica refused a request: what it alone brought is not there."""
         for at in range(0, len(new), MOST_KEYS):
-            self._put(Refused(self._name_of[decision.replica.id], list(new[at : at + MOST_KEYS])))
+            self._news.put(Refused(self._name_of[decision.replica.id], list(new[at : at + MOST_KEYS])))
 
     def note_arranged(self, decision: RouteDecision, sent: Sequence[Sent]) -> None:
         """The replica got passages in these orders."""
@@ -89,17 +82,17 @@ class StateExchange:
 
     def note_joined(self) -> None:
         """Redis is there, for the first time or again: ask the others, and tell them."""
-        self._snapshot_at = float("-inf")
-        self._put(Hello())
+        self._news.forget_pause()
+        self._news.put(Hello())
         self._put_snapshot()
 
     def list_outgoing(self, most: int) -> list[Message]:
         """Take the next messages that wait."""
-        return [self._outgoing.popleft() for _ in range(min(most, len(self._outgoing)))]
+        return self._news.take(most)
 
     def list_loads(self) -> list[Message]:
         """The load of this moment, and the replicas that have begun to fail since the last time."""
-        if self._owes_snapshot:
+        if self._news.owes_snapshot:
             self._put_snapshot()
         found: list[Message] = []
         for one in self.router.replicas:
@@ -112,26 +105,18 @@ class StateExchange:
 
     def _put_snapshot(self) -> None:
         """Tell everything that is known; not again before a pause is over, but then."""
-        self._owes_snapshot = self._clock() - self._snapshot_at < SNAPSHOT_PAUSE_S
-        if self._owes_snapshot:
+        if not self._news.is_snapshot_due():
             return
-        self._snapshot_at = self._clock()
         for one in self.router.replicas:
-            for keys, tokens in _split(one.memory.list_recent(MOST_SNAPSHOT_KEYS)):
-                self._put(Known(self._name_of[one.id], keys, tokens))
+            for keys, tokens in split_entries(one.memory.list_recent(MOST_SNAPSHOT_KEYS)):
+                self._news.put(Known(self._name_of[one.id], keys, tokens))
             for sent in one.arranger.list_sent(MOST_SNAPSHOT_ORDERS) if one.arranger is not None else ():
                 self._put_order(one, sent)
 
     def _put_order(self, replica: Replica, sent: Sent) -> None:
         if sent.keys and len(sent.keys) <= MOST_KEYS:
             name = self._name_of[replica.id]
-            self._put(Ordered(name, sent.owner, sent.scope, sent.root, list(sent.keys), list(sent.sizes)))
-
-    def _put(self, message: Message) -> None:
-        if len(self._outgoing) >= MOST_OUTGOING:
-            self._outgoing.popleft()
-            self.dropped += 1
-        self._outgoing.append(message)
+            self._news.put(Ordered(name, sent.owner, sent.scope, sent.root, list(sent.keys), list(sent.sizes)))
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
@@ -193,11 +178,5 @@ class StateExchange:
         senders = {sender for sender, _ in self._loads}
         return {
             "routers_seen": len(senders), "taken": self.taken, "unknown_replicas": self.unknown,
-            "waiting": len(self._outgoing), "dropped": self.dropped,
+            "waiting": len(self._news), "dropped": self._news.dropped,
         }  # fmt: skip
-
-
-def _split(entries: list[tuple[int, int]]) -> Iterator[tuple[list[int], list[int]]]:
-    for at in range(0, len(entries), MOST_KEYS):
-        part = entries[at : at + MOST_KEYS]
-        yield [key for key, _ in part], [tokens for _, tokens in part]

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 from contextlib import suppress
-from typing import Any
+from typing import Any, Generic
 
-from semantickv.shared_state.exchange import StateExchange
 from semantickv.shared_state.messages import MOST_BYTES, read_messages, write_messages
+from semantickv.shared_state.news import ExchangeT
 from semblend.errors import ConfigError, MissingDependencyError
 
 FLUSH_S = 0.05
@@ -31,10 +31,10 @@ FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 
 
-class RedisLink:
+class RedisLink(Generic[ExchangeT]):
     """Runs until cancelled, and connects again for as long as it lives."""
 
-    def __init__(self, url: str, group: str, exchange: StateExchange) -> None:
+    def __init__(self, url: str, group: str, exchange: ExchangeT) -> None:
         self.exchange = exchange
         self.is_connected = False
         self.connections = self.failures = self.garbage = 0

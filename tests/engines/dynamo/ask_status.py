@@ -1,4 +1,4 @@
-"""Joins a deployment and prints what our router tells an operator, as JSON: ``python ask_status.py``."""
+"""Joins a deployment and prints what our routers tell an operator, a line of JSON each: ``python ask_status.py``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ def main() -> None:
     async def ask(runtime: Any) -> None:
         client = await runtime.endpoint("dynamo.semblend_router.status").client()
         await asyncio.wait_for(client.wait_for_instances(), 30)
-        async for answer in await client.round_robin({}):
-            data = answer.data() if callable(getattr(answer, "data", None)) else answer
-            print(json.dumps(data), flush=True)
+        for instance in client.instance_ids():
+            async for answer in await client.direct({}, instance):
+                data = answer.data() if callable(getattr(answer, "data", None)) else answer
+                print(json.dumps(data), flush=True)
         runtime.shutdown()
 
     uvloop.run(ask())

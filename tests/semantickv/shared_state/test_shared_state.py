@@ -20,7 +20,7 @@ from semantickv.edge.scripted_engine import ScriptedEngine, answer_json, hang
 from semantickv.routing.fingerprint import cut_prompt
 from semantickv.routing.prompt_view import read_prompt
 from semantickv.settings import EdgeSettings
-from semantickv.shared_state.exchange import LOAD_LIFE_S, MOST_OUTGOING, SNAPSHOT_PAUSE_S, StateExchange
+from semantickv.shared_state.exchange import LOAD_LIFE_S, StateExchange
 from semantickv.shared_state.messages import (
     Failing,
     Hello,
@@ -32,6 +32,7 @@ from semantickv.shared_state.messages import (
     read_messages,
     write_messages,
 )
+from semantickv.shared_state.news import MOST_OUTGOING, SNAPSHOT_PAUSE_S
 from semblend.errors import ConfigError
 
 CHAT = "/v1/chat/completions"
@@ -170,7 +171,7 @@ def test_a_router_that_comes_later_is_told_the_orders_too(tmp_path):
             async with routers(redis.url, count=1) as ((first,), engines):
                 await wait_connected(first)
                 home, _ = await send_passages(first, "abcd")
-                first.link.exchange._snapshot_at = float("-inf")
+                first.link.exchange._news.forget_pause()
                 urls = tuple(one.url for one in engines)
                 late = build_router(EdgeSettings(replicas=urls, trace=False, redis_url=redis.url, hash_key=KEY))
                 link = asyncio.ensure_future(late.link.run())
@@ -420,7 +421,7 @@ def test_without_redis_what_waits_to_be_told_is_bounded():
     async def test():
         async with routers("redis://127.0.0.1:1/0", count=1) as ((app,), _):
             for number in range(MOST_OUTGOING + 50):
-                app.link.exchange._put(Failing(str(number)))
+                app.link.exchange._news.put(Failing(str(number)))
             assert app.link.describe()["waiting"] == MOST_OUTGOING
             assert app.link.describe()["dropped"] >= 50
 

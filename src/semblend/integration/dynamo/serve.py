@@ -10,7 +10,7 @@ import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import Any, Protocol
 
 from semblend.errors import ConfigError, MissingDependencyError
 from semblend.integration.dynamo.placement import EvidenceProvider
@@ -57,7 +57,17 @@ def read_version() -> str:
     return f"Dynamo {version}: {support(version).note}"
 
 
-def run_router(options: RouterOptions, evidence: EvidenceProvider[Any]) -> None:
+class Company(Protocol):
+    """What runs beside the router, in its event loop: a link to other routers."""
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+
+    def describe(self) -> dict[str, Any]:
+        """Counts for the operator."""
+
+
+def run_router(options: RouterOptions, evidence: EvidenceProvider[Any], company: Company | None = None) -> None:
     """Serve until a signal ends it."""
     read_version()
     import uvloop
@@ -68,12 +78,14 @@ def run_router(options: RouterOptions, evidence: EvidenceProvider[Any]) -> None:
 
     @dynamo_worker()  # type: ignore[untyped-decorator, unused-ignore]
     async def serve(runtime: Any) -> None:
-        await serve_router(runtime, options, evidence)
+        await serve_router(runtime, options, evidence, company)
 
     uvloop.run(serve())
 
 
-async def serve_router(runtime: Any, options: RouterOptions, evidence: EvidenceProvider[Any]) -> None:
+async def serve_router(
+    runtime: Any, options: RouterOptions, evidence: EvidenceProvider[Any], company: Company | None = None
+) -> None:
     """Wait for a first worker, register the model, and serve it until the runtime ends."""
     from dynamo.llm import (
         KvRouter,
@@ -103,10 +115,15 @@ async def serve_router(runtime: Any, options: RouterOptions, evidence: EvidenceP
     )
     log.info("%s serves %s over the workers at %s", options.component, options.model_name, options.endpoint)
 
-    async def tell_status(_request: Any = None, _context: Any = None) -> AsyncIterator[dict[str, int]]:
-        yield router.describe()
+    async def tell_status(_request: Any = None, _context: Any = None) -> AsyncIterator[dict[str, Any]]:
+        yield router.describe() | ({"shared": company.describe()} if company is not None else {})
 
-    await asyncio.gather(
-        own.serve_endpoint(router.generate, graceful_shutdown=True),
-        runtime.endpoint(f"{options.component}.status").serve_endpoint(tell_status),
-    )
+    beside = asyncio.ensure_future(company.run()) if company is not None else None
+    try:
+        await asyncio.gather(
+            own.serve_endpoint(router.generate, graceful_shutdown=True),
+            runtime.endpoint(f"{options.component}.status").serve_endpoint(tell_status),
+        )
+    finally:
+        if beside is not None:
+            beside.cancel()

@@ -6,6 +6,7 @@ from semblend.integration.version_support import Feature, Served
 
 _REAL = "tests/engines/dynamo/test_placement.py"
 _DEATHS = "tests/engines/dynamo/test_deaths.py"
+_SHARED = "tests/engines/dynamo/test_several_routers.py"
 _FAKE = "tests/integration/dynamo/test_router.py"
 
 FEATURES: tuple[Feature, ...] = (
@@ -20,5 +21,5 @@ FEATURES: tuple[Feature, ...] = (
     Feature("routing constraints, priorities", Served.PER_REQUEST, "a request with some is Dynamo's alone", _FAKE),
     Feature("images, audio, embeddings", Served.PER_REQUEST, "equal token ids do not mean equal prompts there", _FAKE),
     Feature("prefill and decode apart", Served.PER_REQUEST, "what was prefilled elsewhere is not moved", _FAKE),
-    Feature("several of our routers", Served.YES, "each learns from its own requests only; not measured"),
+    Feature("several of our routers", Served.YES, "what one places, the others know, through a Redis", _SHARED),
 )

@@ -25,7 +25,7 @@ help:
 	@echo "make test-all  the slow tests, after make test: a real model, the GPU kernels in an interpreter"
 	@echo "make coverage  the unit tests again, with a table of the lines they did not run"
 	@echo "make bench     set up, then every script under bench/ (long; needs SEMBLEND_TEST_DATA for real text)"
-	@echo "make docs      regenerate the reference pages"
+	@echo "make docs      regenerate the reference pages, then build the site of the documentation in build/site"
 
 setup: $(READY)
 
@@ -93,6 +93,8 @@ docs: setup
 	$(BIN)/python -m tools.reference.metric_pages docs/METRICS.md
 	$(BIN)/python -m tools.reference.semantickv_pages docs/reference
 	$(BIN)/python -m tools.reference.lab_page docs/research/lab.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
 
 bench: setup
 	$(BIN)/python bench/run_all.py

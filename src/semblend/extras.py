@@ -29,7 +29,7 @@ NEEDED_BY: dict[str, str] = {
     "edge": "`semantickv proxy`, `router`, `dynamo-pin`, `api`; pyzmq, msgspec for KV events, redis for more routers",
     "lab": "`semblend demo --plot`: its picture",
     "k8s": "`sembench collect-k8s-engine-events`: it needs `kubectl` and no package",
-    "docs": "the tests of the documentation",
+    "docs": "`make docs`: the site of the documentation, and its tests",
     "dev": "`make test`",
 }
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from semblend._version import __version__
+from semblend.cli.completion import add_completion
 from semblend.errors import SemBlendError
 from semblend.name_clash import refuse_foreign_distribution
 
@@ -43,6 +44,7 @@ def parser_of(package: str, description: str, commands: Sequence[str]) -> Parser
     parser = Parser(prog=package, description=description)
     parser.add_argument("--version", action="version", version=f"{package} {__version__}")
     add_debug(parser)
+    add_completion(parser)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for name in commands:
         module = importlib.import_module(f"{package}.commands.{name}")

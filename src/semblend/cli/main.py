@@ -24,6 +24,7 @@ from semblend.cli.commands import (
     vllm,
     warm,
 )
+from semblend.cli.completion import add_completion
 
 COMMANDS: tuple[ModuleType, ...] = (
     demo, serve, models, calibrate, explore, explain, estimate, warm, donors, vllm, doctor, version,
@@ -40,6 +41,7 @@ def build_parser() -> Parser:
         parents=[common],
     )
     parser.add_argument("--version", action="version", version=f"semblend {__version__}")
+    add_completion(parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for module in COMMANDS:
         summary = (module.__doc__ or "").partition("\n")[0]

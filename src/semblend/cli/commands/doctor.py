@@ -1,4 +1,4 @@
-"""Check this installation: versions, compiled kernels, optional packages, settings, and a short self test."""
+"""Check this installation: versions, kernels, engines, GPU, memory, models, settings; and say what to run next."""
 
 from __future__ import annotations
 
@@ -8,15 +8,26 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+from semblend.cli.machine_checks import (
+    ENGINES,
+    EngineVersions,
+    choose_next,
+    list_gpus,
+    list_pulled,
+    read_engine,
+    read_memory,
+)
 from semblend.cli.output import print_json, table
+from semblend.extras import installed_version
 
 SELF_TEST_TOKENS = 8192
-ENGINES = {"vllm": "vllm", "sglang": "sglang", "tensorrt-llm": "trtllm", "ai-dynamo": "dynamo"}
+DEFAULT = "(from default)"
+"""How the detail of a setting ends that nobody has set; --json shows these too."""
 
 
 class Status(StrEnum):
@@ -42,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    checks = [*_base(), *_kernels(), *_packages(), *_engines(), *_settings(), *_embedders(), *_self_test()]
+    checks = [check for look in LOOKS for check in _look(look)]
     worst = Status.FAIL if any(check.status is Status.FAIL for check in checks) else Status.OK
     if args.json:
         print_json({"status": str(worst), "checks": [asdict(check) for check in checks]})
@@ -51,10 +62,24 @@ def run(args: argparse.Namespace) -> int:
     return 1 if worst is Status.FAIL else 0
 
 
+def _look(look: Callable[[], Iterator[Check]]) -> Iterator[Check]:
+    """What a look finds; one that fails is a finding too, and the others go on."""
+    try:
+        yield from look()
+    except Exception as error:
+        what = look.__name__.strip("_").replace("_", " ")
+        detail = f"could not be looked at: {type(error).__name__}: {error}".splitlines()[0]
+        yield Check(what, what, Status.WARN, detail, "please report this with the output of doctor --json")
+
+
 def render(checks: list[Check]) -> str:
     parts = []
     for section in dict.fromkeys(check.section for check in checks):
-        rows = [(f"  {check.status:<4}", check.name, check.detail) for check in checks if check.section == section]
+        found = [check for check in checks if check.section == section]
+        shown = [check for check in found if not check.detail.endswith(DEFAULT)]
+        rows = [(f"  {check.status:<4}", check.name, check.detail) for check in shown]
+        if len(shown) < len(found):
+            rows.append(("  ok  ", "all others" if shown else "all", f"{len(found) - len(shown)} at their defaults"))
         parts.append(section + table(rows, head=("", "", "")))
     parts += [
         f"{check.status}: {check.name}: {check.detail}\nhint: {check.hint}"
@@ -70,7 +95,7 @@ def render(checks: list[Check]) -> str:
 def _base() -> Iterator[Check]:
     from semblend._version import __version__
     from semblend.errors import SemBlendError
-    from semblend.extras import DISTRIBUTION, installed_version
+    from semblend.extras import DISTRIBUTION
     from semblend.name_clash import foreign_distribution, refuse_foreign_distribution
 
     section = "base"
@@ -94,8 +119,6 @@ def _base() -> Iterator[Check]:
 
 
 def _kernels() -> Iterator[Check]:
-    from semblend.extras import installed_version
-
     section = "kernels"
     version = installed_version("numba")
     if version is None:
@@ -132,7 +155,7 @@ def _kernel_cache(section: str) -> Check:
 
 
 def _packages() -> Iterator[Check]:
-    from semblend.extras import extras, installed_version
+    from semblend.extras import extras
 
     skipped = {"dev", "docs", *ENGINES.values()}
     extra_of: dict[str, list[str]] = {}
@@ -147,12 +170,51 @@ def _packages() -> Iterator[Check]:
         yield Check("optional packages", package, Status.OK if version else Status.NOTE, detail)
 
 
-def _engines() -> Iterator[Check]:
-    from semblend.extras import installed_version
+def _machine() -> Iterator[Check]:
+    section = "machine"
+    total, available = read_memory()
+    if total is None:
+        yield Check(section, "memory", Status.NOTE, "the system does not say")
+    else:
+        free = "" if available is None else f", {available / 1e9:.1f} GB of it free"
+        yield Check(section, "memory", Status.OK, f"{total / 1e9:.1f} GB{free}")
+    gpus = list_gpus()
+    for number, gpu in enumerate(gpus):
+        yield Check(section, f"GPU {number}", Status.OK, f"{gpu.name}, {gpu.memory}, driver {gpu.driver}")
+    if not gpus:
+        yield Check(section, "GPU", Status.NOTE, "none that nvidia-smi knows; everything runs on the CPU")
+    torch = installed_version("torch")
+    if gpus and torch is not None and "cpu" in torch:
+        hint = "install a build of torch for CUDA: make clean, then make serve TORCH=torch==2.11.0"
+        yield Check(section, "torch", Status.WARN, f"{torch} cannot use the GPU", hint)
 
+
+def _engines() -> Iterator[Check]:
     for package, extra in ENGINES.items():
-        version = installed_version(package)
-        yield Check("engines", package, Status.OK if version else Status.NOTE, version or f"not installed  [{extra}]")
+        engine = read_engine(package)
+        if engine.installed is None:
+            yield Check("engines", package, Status.NOTE, f"not installed; known: {engine.known}  [{extra}]")
+        elif engine.evidence == "none":
+            yield Check("engines", package, Status.WARN, f"{engine.installed}; known: {engine.known}", engine.note)
+        else:
+            yield Check("engines", package, Status.OK, f"{engine.installed}, {engine.evidence}: {engine.note}")
+
+
+def _models() -> Iterator[Check]:
+    from semblend.models import MODELS, find_pulled_path
+
+    pulled = list_pulled()
+    folder = find_pulled_path(next(iter(MODELS.values()))).parent
+    if not pulled:
+        yield Check("models", "pulled", Status.NOTE, f"none in {folder}; semblend models pull smollm2-135m")
+    for name in pulled:
+        yield Check("models", name, Status.OK, str(find_pulled_path(MODELS[name])))
+
+
+def _next() -> Iterator[Check]:
+    engines: dict[str, EngineVersions] = {package: read_engine(package) for package in ENGINES}
+    command, why = choose_next(engines, list_pulled())
+    yield Check("next", "run", Status.OK, f"{command}   ({why})")
 
 
 def _settings() -> Iterator[Check]:
@@ -211,6 +273,9 @@ def _self_test() -> Iterator[Check]:
         yield Check(
             section, "find and verify", Status.FAIL, detail, "please report this with the output of doctor --json"
         )
+
+
+LOOKS = (_base, _machine, _kernels, _packages, _engines, _models, _settings, _embedders, _self_test, _next)
 
 
 def _format_value(value: Any) -> str:

@@ -325,11 +325,11 @@ def test_explore_prints_its_address_answers_and_stops_cleanly_when_asked_to(tmp_
         try:
             assert server.stdout is not None
             url = server.stdout.readline().strip()
-            with urllib.request.urlopen(url + "health", timeout=30) as answer:
+            with urllib.request.urlopen(url + "health", timeout=120) as answer:
                 assert json.load(answer)["store"] == str(tmp_path / "s.semblend")
         finally:
             server.terminate()
-            out, err = server.communicate(timeout=30)
+            out, err = server.communicate(timeout=120)
     assert (server.returncode, out) == (0, "")
     assert err.splitlines() == ["semblend explorer; Ctrl-C stops it", "stopped"]
 

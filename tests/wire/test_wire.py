@@ -101,7 +101,7 @@ class Server:
 
     async def _open(self) -> Any:
         transport = httpx.ASGITransport(self.app)
-        return httpx.AsyncClient(transport=transport, base_url="http://server", timeout=30)
+        return httpx.AsyncClient(transport=transport, base_url="http://server", timeout=120)
 
     def _run(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)

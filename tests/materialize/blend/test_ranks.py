@@ -26,7 +26,7 @@ class Table:
     """Two ranks at one table: nobody goes on before both have spoken."""
 
     def __init__(self):
-        self.said, self.barrier = [None, None], threading.Barrier(2, timeout=20)
+        self.said, self.barrier = [None, None], threading.Barrier(2, timeout=120)
 
     def round(self, rank, values, how):
         self.said[rank] = values.float()

@@ -29,7 +29,7 @@ PASSAGES = {
 
 def run(test: Any) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await test
 
     asyncio.run(bounded())

@@ -22,7 +22,7 @@ REPORT = {"usage": {"prompt_tokens": 3000, "completion_tokens": 2, "prompt_token
 
 def run(test: Any) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await test
 
     asyncio.run(bounded())

@@ -50,7 +50,7 @@ def chat(*texts: str, **more: Any) -> bytes:
 
 def run(test: Any) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await test
 
     asyncio.run(bounded())

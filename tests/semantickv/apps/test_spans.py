@@ -26,7 +26,7 @@ SECRET = "the text of a prompt"
 
 def run(test: Any) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await test
 
     asyncio.run(bounded())

@@ -84,7 +84,7 @@ def run(test: Any) -> None:
     """Run a test in an event loop that does not wait for ever."""
 
     async def bounded() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await test
 
     asyncio.run(bounded())

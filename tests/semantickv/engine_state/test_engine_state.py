@@ -49,7 +49,7 @@ def cut(names: str, tokens: int = 32) -> PromptPieces:
 
 def run(test: Any) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await test
 
     asyncio.run(bounded())

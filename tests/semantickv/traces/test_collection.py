@@ -209,7 +209,7 @@ def upstream() -> Iterator[int]:
 
 
 def ask(port: int, body: object, path: str = "/v1/chat/completions", method: str = "POST") -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     try:
         connection.request(method, path, None if method == "GET" else json.dumps(body), {"X-Session-ID": "s1"})
         answer = connection.getresponse()

@@ -249,7 +249,7 @@ def test_where_every_connection_waits_for_an_answer_the_next_client_waits_in_lin
             third.settimeout(0.2)
             with pytest.raises(TimeoutError):
                 third.recv(1)
-            third.settimeout(20)
+            third.settimeout(120)
             server.server._loop.call_soon_threadsafe(fake.hold.set)
             assert b"200 OK" in read_answer(third)
         for wire in busy:
@@ -317,14 +317,14 @@ def test_eleven_hundred_silent_sockets_at_1024_descriptors_take_nothing_from_oth
         try:
             assert server.stdout is not None
             port = int(server.stdout.readline())
-            silent = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(1100)]
+            silent = [socket.create_connection(("127.0.0.1", port), timeout=120) for _ in range(1100)]
             for wire in silent[::2]:
                 wire.sendall(b"GET / HTTP/1.1\r\nX-Slow: ")
             for _ in range(20):
-                answer = httpx.post(f"http://127.0.0.1:{port}{CHAT}", json=chat(), timeout=20)
+                answer = httpx.post(f"http://127.0.0.1:{port}{CHAT}", json=chat(), timeout=120)
                 assert answer.status_code == 200
-            silent += [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(300)]
-            assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=20).status_code == 200
+            silent += [socket.create_connection(("127.0.0.1", port), timeout=120) for _ in range(300)]
+            assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=120).status_code == 200
             for wire in silent:
                 wire.close()
         finally:

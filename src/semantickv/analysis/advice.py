@@ -103,6 +103,7 @@ class Advice:
     dtype: str
     curves: Mapping[str, tuple[Point, ...]]
     anywhere: tuple[Point, ...]  # the advised policy in block mode; empty where the trace cannot tell
+    arranged: Point | None  # the advised policy and size with passages in the order of earlier prompts; None: none move
     choice: TierChoice
     tiers: Mapping[str, TierChoice]  # the same question for every kind of memory
     hours: float
@@ -224,6 +225,7 @@ class Advice:
             "by_memory": {name: one.as_json() for name, one in self.tiers.items()} if self.can_tell else None,
             "curves": {policy: self._list_points(points) for policy, points in self.curves.items()},
             "position_independent": self._list_points(self.anywhere) or None,
+            "arranged": None if self.arranged is None else self._list_points([self.arranged])[0],
         }
 
     def _describe_advice(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 
 from semantickv.analysis.advice import NOISE, Advice, Point, Sureness, TierChoice
+from semantickv.analysis.arranged import arrange_trace
 from semantickv.analysis.engines import ENGINES
 from semantickv.analysis.intervals import find_interval, resample
 from semantickv.analysis.latency import BOUNDS, LatencyModel
@@ -58,13 +59,18 @@ class Question:
             raise InputError(f"unknown engine {self.engine!r}", hint="one of " + ", ".join(ENGINES))
         if self.memory and self.memory not in TIERS:
             raise InputError(f"unknown memory {self.memory!r}", hint="one of " + ", ".join(TIERS))
+        if self.engine and self.memory and self.memory not in ENGINES[self.engine].memories:
+            known = ", ".join(ENGINES[self.engine].memories)
+            raise InputError(
+                f"{self.engine} keeps no cache in {self.memory} that its flags set", hint=f"--memory {known}"
+            )
         if self.gib_hour_cost is not None and not self.tier:
             raise InputError("a price of memory, but of which kind?", hint="--memory " + "|".join(TIERS))
 
     @property
     def tier(self) -> str:
         """The kind of memory that is asked about; empty for whichever leaves most money."""
-        return self.memory or (ENGINES[self.engine].memory if self.engine else "")
+        return self.memory or (ENGINES[self.engine].memories[0] if self.engine else "")
 
     def find_costs(self) -> dict[str, Costs]:
         """Look up what a hit saves and memory costs, for every kind of memory."""
@@ -91,7 +97,8 @@ def advise(
     """Simulate every policy at every size and choose one of each. ``sizes`` are tokens of KV (default: ten sizes)."""
     asked, say = question or Question(), progress or _ignore
     costs = asked.find_costs()  # reports an unknown model or GPU before the long work
-    chosen = tuple(dict.fromkeys(["lru", *(policies or POLICIES)]))
+    # A trace of lengths alone has no hits to compare policies by.
+    chosen = tuple(dict.fromkeys(["lru", *((policies or POLICIES) if trace.holds_content else ())]))
     forest = build_forest(trace, "prefix")
     steps = tuple(sorted(set(sizes))) if sizes else choose_sizes(trace, forest)
     if not steps or steps[0] < 1:
@@ -109,6 +116,7 @@ def advise(
     if not trace.chained:
         say(f"{choice.policy}, blocks at any position")
         anywhere = simulate_sizes(build_forest(trace, "block"), choice.policy, steps, rate, seed)
+    moved = arrange_trace(trace, choice.point.tokens) if rate == 1 else None  # prompt by prompt: slow on a long trace
     return Advice(
         trace=trace,
         facts=describe_trace(trace),
@@ -116,6 +124,9 @@ def advise(
         dtype=asked.dtype,
         curves=curves,
         anywhere=anywhere,
+        arranged=None
+        if moved is None
+        else simulate_sizes(build_forest(moved, "prefix"), choice.policy, [choice.point.tokens], 1.0, seed)[0],
         choice=choice,
         tiers=tiers,
         hours=hours,

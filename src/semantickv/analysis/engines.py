@@ -30,13 +30,14 @@ class KvMemory:
 class EngineChoice:
     """``policies``: those that can be set, by our names. ``write``: policy and memory to what an operator types.
 
-    ``memory`` is the kind whose price counts (a tier of the price book), ``tier`` how the page calls it.
+    ``memories`` are the kinds that the words set (tiers of the price book, the usual one first), ``tier`` is how the
+    page calls them.
     """
 
     policies: tuple[str, ...]
     write: Callable[[str, KvMemory], str]
     tier: str
-    memory: str = "hbm"
+    memories: tuple[str, ...] = ("hbm",)
 
 
 ENGINES: Final[Mapping[str, EngineChoice]] = MappingProxyType(
@@ -59,10 +60,13 @@ ENGINES: Final[Mapping[str, EngineChoice]] = MappingProxyType(
                 f"LMCACHE_MAX_LOCAL_CPU_SIZE={memory.bytes / 1e9:.1f}"
             ),
             "host",
-            "dram",
+            ("dram",),
         ),
         "semblend": EngineChoice(
-            ("lru",), lambda _, memory: f"semblend serve --model MODEL --pool-tokens {memory.tokens}", "GPU or host"
+            ("lru",),
+            lambda _, memory: f"semblend serve --model MODEL --pool-tokens {memory.tokens}",
+            "GPU or host",
+            ("hbm", "dram"),
         ),
     }
 )

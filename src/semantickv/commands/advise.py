@@ -82,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
             advise_words.describe_money(advice),
             advise_words.describe_sureness(advice) if advice.can_tell else "",
             advise_words.describe_reuse_at_any_position(advice),
+            advise_words.describe_arranging(advice),
         ):
             if told:
                 print(told)

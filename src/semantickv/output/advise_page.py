@@ -46,9 +46,10 @@ footer { color: var(--faint); font-size: 13px; margin-top: 26px; border-top: 1px
 
 
 def write_advice(advice: Advice, folder: Path) -> None:
-    """Write advice.html, advice.md, advice.json and the figure into ``folder``."""
+    """Write advice.html, advice.md, advice.json and, where the trace can tell, the figure into ``folder``."""
     write_json(folder / "advice.json", advice.as_json())
-    draw_curves(advice, folder / FIGURE)
+    if advice.can_tell:
+        draw_curves(advice, folder / FIGURE)
     write_text(folder / "advice.md", format_markdown(advice))
     write_text(folder / "advice.html", format_html(advice))
 
@@ -81,6 +82,10 @@ def choose_columns(advice: Advice) -> list[int]:
 
 def format_markdown(advice: Advice) -> str:
     """Format the whole advice as Markdown."""
+    limits = [f"- {limit}" for limit in words.list_limits(advice)]
+    if not advice.can_tell:
+        lead = [f"# {words.format_headline(advice)}", "", words.format_lead(advice), "", *limits, ""]
+        return "\n".join([*lead, f"{advice.trace.name}: {words.describe_traffic(advice)}"]) + "\n"
     heads = [
         format_gib(advice.to_gib(advice.sizes[at])) + (" (advised)" if at == advice.chosen and advice.pays else "")
         for at in choose_columns(advice)
@@ -108,7 +113,7 @@ def format_markdown(advice: Advice) -> str:
     lines += ["## Token hit rate by policy and memory", ""]
     lines += [*_format_table(("policy", *heads), build_policy_rows(advice)), "", "## By type", ""]
     lines += [*_format_table(("type", "prompt tokens", "from cache"), types), "", "## What this does not say", ""]
-    return "\n".join([*lines, *(f"- {limit}" for limit in words.list_limits(advice))]) + "\n"
+    return "\n".join([*lines, *limits]) + "\n"
 
 
 def _list_sections(advice: Advice) -> list[tuple[str, str]]:
@@ -117,6 +122,7 @@ def _list_sections(advice: Advice) -> list[tuple[str, str]]:
         ("How to set it", words.describe_how_to_set_it(advice)),
         ("What it saves", words.describe_money(advice)),
         ("Beyond prefixes", words.describe_reuse_at_any_position(advice)),
+        ("Arranging", words.describe_arranging(advice)),
     ]
     return [(title, told) for title, told in found if told]
 
@@ -131,6 +137,23 @@ def _format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[s
 
 def format_html(advice: Advice) -> str:
     """Format the whole advice as one self-contained HTML file."""
+    esc = html.escape
+    limits = "".join(f"<li>{_mark_code(esc(limit))}</li>" for limit in words.list_limits(advice))
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{esc(words.format_headline(advice))}</title><style>{_STYLE}</style></head><body><main>
+<div class="tag">Simulated</div>
+<h1>{esc(words.format_headline(advice))}</h1>
+<p class="lead">{_mark_code(esc(words.format_lead(advice)))}</p>
+{_format_figures(advice) if advice.can_tell else ""}
+<ul>{limits}</ul>
+<footer>{esc(advice.trace.name)}: {esc(words.describe_traffic(advice))} Made by semantickv advise.</footer>
+</main></body></html>
+"""
+
+
+def _format_figures(advice: Advice) -> str:
+    """The figure, the sections and the tables, in HTML."""
     esc = html.escape
     heads = [
         format_gib(advice.to_gib(advice.sizes[at])) + ("<br>advised" if at == advice.chosen and advice.pays else "")
@@ -151,24 +174,14 @@ def format_html(advice: Advice) -> str:
         f'<div class="card"><b>{esc(v)}</b><span>{esc(told)}</span></div>' for v, told in words.build_cards(advice)
     )
     sections = "".join(f"<h2>{title}</h2><p>{_mark_code(esc(told))}</p>\n" for title, told in _list_sections(advice))
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{esc(words.format_headline(advice))}</title><style>{_STYLE}</style></head><body><main>
-<div class="tag">Simulated</div>
-<h1>{esc(words.format_headline(advice))}</h1>
-<p class="lead">{_mark_code(esc(words.format_lead(advice)))}</p>
-<div class="cards">{shown}</div>
+    return f"""<div class="cards">{shown}</div>
 <figure>{draw_svg(advice)}</figure>
 {sections}{_format_tiers(advice)}
 <h2>Token hit rate by policy and memory (best of a size in bold)</h2>
 <table><tr><th>policy</th>{"".join(f"<th>{head}</th>" for head in heads)}</tr>{rows}</table>
 <h2>What hits, by type, at {format_gib(advice.to_gib(advice.sizes[advice.chosen]))}</h2>
 <table><tr><th>type</th><th>prompt tokens</th><th>from cache</th></tr>{types}</table>
-<h2>What this page does not say</h2>
-<ul>{"".join(f"<li>{esc(limit)}</li>" for limit in words.list_limits(advice))}</ul>
-<footer>{esc(advice.trace.name)}: {esc(words.describe_traffic(advice))} Made by semantickv advise.</footer>
-</main></body></html>
-"""
+<h2>What this page does not say</h2>"""
 
 
 def _format_tiers(advice: Advice) -> str:

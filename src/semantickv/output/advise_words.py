@@ -17,11 +17,15 @@ def format_headline(advice: Advice) -> str:
     if advice.ceiling.token_hit_rate < NOISE:
         return "A prefix cache would not help this traffic"
     if not advice.pays:
-        told = f"At these prices no {_name_memory(advice)} for a cache pays"
+        kind = _name_memory(advice) if any(one.at is not None for one in advice.tiers.values()) else "memory"
+        told = f"At these prices no {kind} for a cache pays"
     else:
         rate = advice.get_advised_point(advice.policy).token_hit_rate
         memory = format_gib(advice.to_gib(advice.sizes[advice.chosen]))
-        told = f"{format_policy(advice.policy)} with {memory} of KV: {rate:.0%} of prompt tokens from cache"
+        told = (
+            f"{format_policy(advice.policy)} with {memory} of {_name_memory(advice)}: "
+            f"{rate:.0%} of prompt tokens from cache"
+        )
     return f"Trace too short. On it alone: {told}" if advice.is_too_short else told
 
 
@@ -106,11 +110,11 @@ def describe_money(advice: Advice) -> str:
         + (f" (95 %: {sure.net_a_day.low:,.2f} to {sure.net_a_day.high:,.2f})." if sure else ".")
     ]
     if costs.tier.name == "hbm" and costs.free_gib_per_gpu > 0:
-        gpus = advice.to_gib(choice.point.tokens) / costs.free_gib_per_gpu
-        words.append(
-            f"So much memory is what {gpus:,.1f} {costs.gpu.name} leave beside the weights "
-            f"({format_gib(costs.free_gib_per_gpu)} each)."
-        )
+        gpus, each = advice.to_gib(choice.point.tokens) / costs.free_gib_per_gpu, format_gib(costs.free_gib_per_gpu)
+        if gpus <= 1:
+            words.append(f"One {costs.gpu.name} has room for it beside the weights ({each}).")
+        else:
+            words.append(f"So much memory is what {gpus:,.1f} {costs.gpu.name} leave beside the weights ({each} each).")
     return " ".join(words)
 
 
@@ -162,6 +166,18 @@ def describe_reuse_at_any_position(advice: Advice) -> str:
     )
 
 
+def describe_arranging(advice: Advice) -> str:
+    """Describe what passages in the order of earlier prompts would add; empty where none can move."""
+    if advice.arranged is None or not advice.can_tell:
+        return ""
+    here = advice.at_chosen.token_hit_rate
+    gain = (advice.arranged.token_hit_rate - here) * 100
+    return (
+        f"If retrieved passages that stand side by side may change places, arranging them would give "
+        f"{advice.arranged.token_hit_rate:.1%} from the cache: {gain:+.1f} points, in exact prefixes."
+    )
+
+
 def describe_stability(advice: Advice) -> str:
     """Say whether the first half of the trace, on its own, asks for the same memory."""
     half = "no memory at all" if advice.half is None else format_gib(advice.to_gib(advice.half))
@@ -190,6 +206,11 @@ def describe_sureness(advice: Advice) -> str:
 
 def list_limits(advice: Advice) -> list[str]:
     """List what the figures do not say, one sentence each."""
+    return [*(_list_limits_of_figures(advice) if advice.can_tell else ()), *_list_limits_of_trace(advice)]
+
+
+def _list_limits_of_figures(advice: Advice) -> list[str]:
+    """List what the curves, prices and times leave out."""
     latency, costs = advice.latency, advice.costs
     several = f" on {costs.rate.gpus} {costs.gpu.name} together" if costs.rate.gpus > 1 else ""
     found = [
@@ -217,6 +238,9 @@ def list_limits(advice: Advice) -> list[str]:
         describe_stability(advice),
         describe_sureness(advice),
     ]
+    if advice.pays and advice.is_by_price and len(advice.sizes) > 1 and advice.chosen in (0, len(advice.sizes) - 1):
+        end, other = ("smallest", "smaller") if advice.chosen == 0 else ("largest", "larger")
+        found.append(f"This is the {end} size that was tried: a {other} one may leave more (`--gib`).")
     if 0 < advice.hours < 24:
         found.append(
             f"A day is taken to be {24 / advice.hours:,.0f} times this trace of {advice.hours * 60:,.0f} minutes."
@@ -227,6 +251,12 @@ def list_limits(advice: Advice) -> list[str]:
             f"The curves come from samples of {advice.rate:.1%} of the blocks (standard error up to {worst:.1%}); "
             "block hit rates stand for token hit rates."
         )
+    return found
+
+
+def _list_limits_of_trace(advice: Advice) -> list[str]:
+    """List what the trace itself leaves out, and what its engine says."""
+    found = []
     if advice.trace.format == "kv_events":
         found.append("Requests that the engine served from its cache alone published no event: hit rates are too low.")
     if advice.trace.engine_hit_rate is not None:

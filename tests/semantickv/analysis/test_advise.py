@@ -125,6 +125,9 @@ def test_a_trace_of_lengths_alone_is_told_that_it_cannot_tell(tmp_path: Path) ->
     assert "cannot tell" in advise_words.format_headline(made)
     assert "would not help" not in advise_page.format_markdown(made)
     assert made.as_json()["advice"] is None
+    page = advise_page.format_html(made)
+    assert "0.0%" not in page  # no figure and no table that look like a result
+    assert "<svg" not in page
     advise_page.write_advice(made, tmp_path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -103,7 +104,7 @@ def test_sessions_are_drawn_whole_and_runs_where_there_are_none() -> None:
     drawn = resample(trace)
     assert drawn is not None
     assert (drawn.unit, drawn.units) == ("sessions", 30)
-    by_session = {}
+    by_session: dict[str, int] = {}
     for name, member in zip(trace.sessions, drawn.members.tolist(), strict=True):
         assert by_session.setdefault(name, member) == member
     assert (drawn.weights.sum(axis=1) == 30).all()
@@ -149,6 +150,22 @@ def test_a_price_of_memory_needs_to_know_of_which() -> None:
     with pytest.raises(InputError) as told:
         Question(gib_hour_cost=0.1)
     assert "--memory" in told.value.hint
+
+
+def test_the_page_says_how_many_gpus_have_so_much_memory() -> None:
+    made = advise(make_trace(60), Question(model="llama-3.1-8b", memory="hbm", gib_hour_cost=0.0), policies=("lru",))
+    assert "One h200 has room for it" in advise_words.describe_money(made)
+    point = replace(made.choice.point, tokens=2_000_000)
+    large = replace(made, choice=replace(made.choice, point=point))
+    gpus = 2_000_000 * made.token_bytes / 2**30 / (0.9 * 131 - 2 * 8.03e9 / 2**30)
+    assert f"what {gpus:,.1f} h200 leave beside the weights" in advise_words.describe_money(large)
+
+
+def test_memory_that_an_engines_flags_do_not_set_is_refused() -> None:
+    with pytest.raises(InputError, match="vllm keeps no cache in dram"):
+        Question(engine="vllm", memory="dram")
+    assert Question(engine="lmcache").tier == "dram"
+    assert Question(engine="semblend", memory="dram").tier == "dram"
 
 
 def test_a_trace_without_duration_has_its_knee_and_no_money() -> None:

@@ -151,7 +151,9 @@ def test_a_prompt_that_never_fits_is_counted_and_takes_no_room() -> None:
     assert found.ttft_ms[1] == 15
 
 
-def test_the_command_prints_a_row_for_each_tier_that_is_added(tmp_path: Path, capsys) -> None:
+def test_the_command_prints_a_row_for_each_tier_that_is_added(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trace = str(Path(__file__).parents[3] / "examples" / "traces" / "rag_serving_trace.jsonl")
     sizes = ["--device-gib", "0.3", "--host-gib", "2", "--disk-gib", "20"]
     assert main(["tiers", "--trace", trace, *sizes, "--json"]) == 0
@@ -164,7 +166,7 @@ def test_the_command_prints_a_row_for_each_tier_that_is_added(tmp_path: Path, ca
 
 
 @pytest.mark.parametrize("flags", [["--device-gib", "0"], ["--device-gib", "1", "--host-gib", "-1"]])
-def test_sizes_that_are_none_are_refused(flags: list[str], capsys) -> None:
+def test_sizes_that_are_none_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     trace = str(Path(__file__).parents[3] / "examples" / "traces" / "rag_serving_trace.jsonl")
     assert main(["tiers", "--trace", trace, *flags]) == 2
     assert "must be above 0" in capsys.readouterr().err

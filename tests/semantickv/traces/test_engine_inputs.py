@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -131,7 +132,7 @@ def test_advise_and_replay_read_a_log(tmp_path: Path, capsys: pytest.CaptureFixt
 # -- events ------------------------------------------------------------------------------------------------------------
 
 
-def put_together(*steps: tuple[float, dict[str, object]]) -> Trace:
+def put_together(*steps: tuple[float, Mapping[str, object]]) -> Trace:
     """Read the trace of these events from a file."""
     lines = [
         json.dumps({"batch": base64.b64encode(encode_batch([time, [event], 0])).decode()}) for time, event in steps

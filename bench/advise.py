@@ -1,0 +1,87 @@
+"""`semantickv advise` on four traces, the whole of each and its first half: does it say the same, or that it cannot?
+
+    python bench/advise.py --data-dir DATA --pages outputs/advise
+
+Recorded: Mooncake's conversations (6,015 requests, half an hour) and Azure's (lengths alone). Real text with drawn
+arrivals: ShareGPT's chats and questions over shared passages. Everything is simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import _report  # first: it sets the number of threads
+
+from semantickv.analysis.advice import Advice
+from semantickv.analysis.advise import Question, advise
+from semantickv.output import advise_words
+from semantickv.output.advise_page import write_advice
+from semantickv.traces.trace import Trace
+from semantickv.workloads.from_text import TextSource, generate_text_workload
+
+POLICIES = ("lru", "lfu", "s3fifo", "arc", "belady")
+COLUMNS = ["trace", "part", "requests", "hours", "verdict", "memory", "policy", "GiB", "hits", "low", "high",
+           "most possible", "left a day", "low", "high", "GiB by its half"]  # fmt: skip
+
+
+def list_traces(data: Path, seed: int, quick: bool) -> dict[str, Callable[[], Trace]]:
+    """The four traces, read or made when asked for."""
+
+    def make(name: str) -> Trace:
+        source = TextSource(data, seed, 100 if quick else None)
+        return generate_text_workload(name, source)
+
+    return {
+        "mooncake": lambda: Trace.read(data / "traces" / "mooncake_conversation_first_half.jsonl.gz"),
+        "azure": lambda: Trace.read(data / "traces" / "azure_llm_2023_conv.csv.gz"),
+        "chats": lambda: make("chats"),
+        "rag": lambda: make("rag"),
+    }
+
+
+def describe(made: Advice) -> list[Any]:
+    """One row: the verdict, and the figures with their intervals where there are any."""
+    if not made.can_tell:
+        return ["cannot tell", *[None] * 11]
+    verdict = "too short" if made.is_too_short else "chosen" if made.pays else "nothing pays"
+    point, sure = made.get_advised_point(made.policy), made.sureness
+    rate = [None, None] if sure is None else [sure.hit_rate.low, sure.hit_rate.high]
+    net = [None, None] if sure is None else [sure.net_a_day.low, sure.net_a_day.high]
+    half = None if made.half is None else made.to_gib(made.half)
+    return [verdict, made.costs.tier.name, made.policy, made.to_gib(point.tokens), point.token_hit_rate, *rate,
+            made.ceiling.token_hit_rate, made.choice.net_a_day, *net, half]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    _report.add_common_arguments(parser, "advise")
+    parser.add_argument("--pages", default="", metavar="DIR", help="write the pages there")
+    parser.add_argument("--models", nargs="+", default=["llama-3.1-8b", "llama-3.1-70b"], help="whose KV and prefill")
+    args = parser.parse_args()
+    report = _report.Report("advise", args)
+    data = _report.data_dir(args)
+    traces = {name: read() for name, read in list_traces(data, args.seed, args.quick).items()}
+    if args.quick:
+        traces = {name: trace.take_first(400) for name, trace in traces.items()}
+    for model in args.models:
+        rows = []
+        for name, trace in traces.items():
+            for part, cut in (("whole", trace), ("half", trace.take_first(len(trace) // 2))):
+                made = advise(cut, Question(model=model), policies=POLICIES)
+                rows.append([name, part, len(cut), made.hours, *describe(made)])
+                print(name, part, advise_words.format_headline(made), flush=True)
+                if args.pages:
+                    folder = Path(args.pages) / f"{model}_{name}_{part}"
+                    folder.mkdir(parents=True, exist_ok=True)
+                    write_advice(made, folder)
+        report.table(f"{model} on an H200, prices of the package", COLUMNS, rows)
+    report.note("left a day: USD, GPU hours saved less memory; low and high: 95 % by bootstrap over sessions or runs")
+    report.note("simulated: no model ran")
+    report.write(args.out)
+
+
+if __name__ == "__main__":
+    main()

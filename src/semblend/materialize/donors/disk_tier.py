@@ -8,7 +8,6 @@ tokens, and those are kept elsewhere.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import stat
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from semblend.errors import StoreError
 from semblend.materialize.donors.donor_file import map_tensors, read_header, verify_payload, write_donor_file
+from semblend.materialize.donors.file_lock import take_lock
 
 _PREFIX = "donor-kv-"
 _LOCK = "lock"
@@ -47,7 +47,7 @@ class DiskTier:
                 _sweep(parent)
                 self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
                 self._lock = os.open(self.folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                take_lock(self._lock)
         except OSError as error:
             raise StoreError(
                 f"donor KV cannot be kept in {parent}: {error.strerror}", hint="name a writable folder"
@@ -107,7 +107,7 @@ def _hold(parent: Path) -> Iterator[None]:
     """Keep other processes from sweeping, or making a folder, in ``parent`` meanwhile."""
     descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        take_lock(descriptor, wait=True)
         yield
     finally:
         os.close(descriptor)
@@ -127,7 +127,7 @@ def _sweep(parent: Path) -> None:
         except OSError:
             continue  # being removed by its owner
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take_lock(descriptor)
             shutil.rmtree(folder, ignore_errors=True)
         except OSError:
             pass  # its owner lives

@@ -8,10 +8,10 @@ the dead writer left, until it dies itself.
 
 from __future__ import annotations
 
-import fcntl
 import os
 
 from semblend.errors import StoreError
+from semblend.materialize.donors.file_lock import take_lock
 from semblend.materialize.donors.shared.donor_record import lease_name, new_writer_id
 from semblend.materialize.donors.shared.private_folder import PrivateFolder
 
@@ -42,12 +42,12 @@ class Lease:
     @classmethod
     def join(cls, folder: PrivateFolder, writer: str) -> Lease | None:
         """Another process of a living writer; None when the writer is gone."""
-        return cls._lock(folder, writer, fcntl.LOCK_SH)
+        return cls._lock(folder, writer, shared=True)
 
     @classmethod
     def take_over(cls, folder: PrivateFolder, writer: str) -> Lease | None:
         """The lease of a dead writer; None when it lives, or somebody else was faster."""
-        return cls._lock(folder, writer, fcntl.LOCK_EX)
+        return cls._lock(folder, writer, shared=False)
 
     @staticmethod
     def exists(folder: PrivateFolder, writer: str) -> bool:
@@ -59,13 +59,13 @@ class Lease:
         return True
 
     @classmethod
-    def _lock(cls, folder: PrivateFolder, writer: str, kind: int) -> Lease | None:
+    def _lock(cls, folder: PrivateFolder, writer: str, *, shared: bool) -> Lease | None:
         try:
             descriptor = folder.open(lease_name(writer), os.O_RDWR)
         except OSError:
             return None
         try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            take_lock(descriptor, shared=shared)
             if os.fstat(descriptor).st_nlink:
                 return cls(folder, writer, descriptor)
         except OSError:
@@ -86,5 +86,5 @@ class Lease:
 
 
 def _fill(descriptor: int) -> None:
-    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    take_lock(descriptor, shared=True)
     os.write(descriptor, f"pid {os.getpid()}\n".encode())  # for people: nothing reads it

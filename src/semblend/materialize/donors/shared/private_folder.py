@@ -7,7 +7,6 @@ after a kill of the process the kernel still has it, after a power cut its check
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import stat
@@ -17,9 +16,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from semblend.errors import StoreError
+from semblend.materialize.donors.file_lock import take_lock
 
 PART = ".part"
-_NO_LINKS = os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 class PrivateFolder:
@@ -59,7 +59,7 @@ class PrivateFolder:
     def hold(self) -> bool:
         """Hold the folder until it is closed or the process ends; False where somebody else holds it."""
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take_lock(self._descriptor)
         except BlockingIOError:
             return False
         return True

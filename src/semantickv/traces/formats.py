@@ -25,7 +25,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Final
@@ -163,12 +163,11 @@ def _detect_format(file: Path) -> str:
                 continue
             if line.lstrip(b"\xef\xbb\xbf").upper().startswith(b"TIMESTAMP,"):
                 return "azure"
-            found = recognise_log_line(line)
-            if found is None and line.lstrip()[:1] in (b"{", b"["):
-                try:
+            found = None
+            if line.lstrip()[:1] in (b"{", b"["):  # first: a trace that keeps text may quote a log
+                with suppress(ValueError, RecursionError):
                     found = _recognise_record(json.loads(line))
-                except (ValueError, RecursionError):
-                    continue
+            found = found or recognise_log_line(line)
             if found:
                 return found
     return "semantickv"

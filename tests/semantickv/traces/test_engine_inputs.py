@@ -113,6 +113,14 @@ def test_a_prompt_that_quotes_a_log_does_not_write_the_trace(tmp_path: Path) -> 
     assert Trace.read(path).request_tokens.tolist() == [3]
 
 
+def test_a_trace_that_keeps_a_text_about_logs_is_read_as_what_it_is(tmp_path: Path) -> None:
+    quoted = (RECORDED / "vllm_requests.log").read_text().splitlines()[1] + BATCH.format(0, 1, 60, 40)
+    block = {"content_hash": "x", "semantic_type": "user", "token_count": 9, "text": quoted}
+    path = tmp_path / "kept.jsonl"
+    path.write_text(json.dumps({"request_id": "a", "timestamp_ms": 0, "blocks": [block]}) + "\n")
+    assert Trace.read(path).format == "semantickv"
+
+
 def test_a_broken_line_of_a_log_is_named_or_skipped(tmp_path: Path) -> None:
     path = tmp_path / "broken.log"
     path.write_text((RECORDED / "sglang_requests.log").read_text() + '[t] {"event": "request.received", "rid": "x", \n')

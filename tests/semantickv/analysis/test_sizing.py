@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from semantickv.analysis.advise import Question, advise
 from semantickv.analysis.intervals import LEAST_UNITS, resample
 from semantickv.analysis.latency import LatencyModel
 from semantickv.analysis.sizing import Costs
+from semantickv.cli import main
 from semantickv.output import advise_words
 from semantickv.simulator.capacity import Capacity, count_kv_bytes_per_token
 from semantickv.simulator.simulate import simulate
@@ -181,3 +184,19 @@ def test_a_trace_without_duration_has_its_knee_and_no_money() -> None:
     assert advise_words.describe_money(made) == ""
     assert not advise_words.build_tier_rows(made)
     assert any("knee" in limit for limit in advise_words.list_limits(made))
+
+
+def test_the_command_takes_prices_from_a_file_and_refuses_a_wrong_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = str(Path(__file__).parents[3] / "examples" / "traces" / "rag_serving_trace.jsonl")
+    prices = tmp_path / "mine.toml"
+    prices.write_text('[gpu.h100]\nhour = 7.5\n[prefill.h100."llama-3.1-8b"]\ntokens_per_s = 10_000\n')
+    asked = ["advise", "--trace", trace, "--policies", "lru", "--model", "llama-3.1-8b", "--gpu", "h100", "--json"]
+    assert main([*asked, "--prices", str(prices), "--output-dir", str(tmp_path)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["advice"]["gpu_hour"], told["advice"]["gpu_hour_source"]) == (7.5, "given")
+    assert told["latency"]["token_latency_ms"] == pytest.approx(0.1)
+    prices.write_text("[gpu.h100]\nhour = -1\n")
+    assert main([*asked, "--prices", str(prices)]) == 2
+    assert "hint: 0 or more" in capsys.readouterr().err

@@ -16,7 +16,7 @@ SERVE_READY := $(VENV)/.serve-ready
 READY       := $(VENV)/.ready
 ALL_READY   := $(VENV)/.all-ready
 
-.PHONY: help setup serve explore test test-all lint types unit coverage docs bench clean
+.PHONY: help setup serve explore test test-all lint types unit coverage docs bench bench-all clean
 
 help:
 	@echo "make serve     set up, pull $(MODEL) and serve it with its dashboard on http://127.0.0.1:$(PORT)"
@@ -24,7 +24,8 @@ help:
 	@echo "make test      set up, then lint, types and unit tests: 10 minutes on two cores"
 	@echo "make test-all  the slow tests, after make test: a real model, the GPU kernels in an interpreter"
 	@echo "make coverage  the unit tests again, with a table of the lines they did not run"
-	@echo "make bench     set up, then every script under bench/ (long; needs SEMBLEND_TEST_DATA for real text)"
+	@echo "make bench     set up, then the benchmarks of the library (long; needs SEMBLEND_TEST_DATA for real text)"
+	@echo "make bench-all every figure that needs no GPU, into bench/results (hours); says what was left out, and why"
 	@echo "make docs      regenerate the reference pages, then build the site of the documentation in build/site"
 
 setup: $(READY)
@@ -98,6 +99,9 @@ docs: setup
 
 bench: setup
 	$(BIN)/python bench/run_all.py
+
+bench-all: setup
+	$(BIN)/python bench/run_all.py --everything
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

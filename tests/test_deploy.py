@@ -119,3 +119,15 @@ def test_nobody_is_told_that_this_ran(path):
         assert "never applied" in (path.parent / "README.md").read_text(encoding="utf-8")
     else:
         assert "ever" in path.read_text(encoding="utf-8").split("\n")[0]
+
+
+def test_the_workflow_runs_what_ci_runs() -> None:
+    import yaml
+
+    root = Path(__file__).parents[1]
+    jobs = yaml.safe_load((root / ".github" / "workflows" / "ci.yml").read_text("utf-8"))["jobs"]
+    steps = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    engines = jobs["engines"]["strategy"]["matrix"]["engine"]
+    ran = {*steps, *(f".ci/engines/{engine}" for engine in engines)}
+    wanted = [line.strip() for line in (root / ".ci" / "run").read_text("utf-8").splitlines()]
+    assert {line for line in wanted if line.startswith(("make ", ".ci/engines/"))} <= ran

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
 from importlib import resources
@@ -112,3 +113,14 @@ def test_estimate_and_advise_read_the_same_book(tmp_path: Path) -> None:
     assert find_rates("qwen2.5-7b").prefill_tokens_per_s == BOOK.find_prefill("qwen2.5-7b", "h200").tokens_per_s
     dear = load_price_book(write(tmp_path, "[gpu.h200]\nhour = 6.0\n"))
     assert find_rates(book=dear).price_per_million == pytest.approx(2 * find_rates().price_per_million)
+
+
+def test_the_line_of_ttft_is_as_far_from_the_measured_times_as_the_guide_says() -> None:
+    root = Path(__file__).parents[1]
+    rows = json.loads((root / "bench" / "results" / "vllm_ttft_h200.json").read_text())["tables"][0]["rows"]
+    measured = {row[0]: row[4] for row in rows if row[1:3] == ["stock", "cold"]}
+    rate = BOOK.find_prefill("qwen2.5-7b", "h200")
+    off = {tokens: (rate.base_ms + tokens * rate.ms_per_token) / ms - 1 for tokens, ms in measured.items()}
+    guide = " ".join((root / "docs" / "guides" / "lab.md").read_text().split())
+    assert f"{off[4096]:.0%} too high at 4,096 tokens, {off[8192]:.0%} at 8,192".replace("%", " %") in guide
+    assert f"{-off[16384]:.0%} too low at 16,384 and {-off[32768]:.0%} at 32,768".replace("%", " %") in guide

@@ -112,6 +112,7 @@ class Advice:
     rate: float = 1.0  # share of the blocks that were simulated
     half: int | None = None  # tokens that the first half of the trace asks for; None where it asks for nothing
     sureness: Sureness | None = None  # None: too few sessions
+    running: int | None = None  # the most tokens that running requests hold at a time; None where it was not counted
     engine: str = ""  # only its policies are advised; "": those of any
 
     @property
@@ -249,6 +250,7 @@ class Advice:
             },
             "avg_ttft_ms_without_a_cache": self.ttft_cold_ms,
             "avg_ttft_ms": self.ttft_ms,
+            "gib_of_running_requests": None if self.running is None else self.to_gib(self.running),
         }  # fmt: skip
 
     def _list_points(self, points: Sequence[Point]) -> list[dict[str, float]]:

@@ -20,6 +20,7 @@ from semantickv.analysis.intervals import find_interval, resample
 from semantickv.analysis.latency import BOUNDS, LatencyModel
 from semantickv.analysis.mrc import simulate_curve
 from semantickv.analysis.sizing import DEFAULT_GPU, Costs, SizeRule
+from semantickv.analysis.tiers import DECODE_MS, Speed, count_running_tokens
 from semantickv.simulator.capacity import Capacity, count_kv_bytes_per_token
 from semantickv.simulator.forest import Forest, build_forest
 from semantickv.simulator.policies import POLICIES
@@ -135,8 +136,14 @@ def advise(
         rate=rate,
         half=_choose_by_half(trace, choice, sizes, seed),
         sureness=_find_sureness(forest, choice, steps, rate, seed),
+        running=_count_running(forest, choice) if rate == 1 and trace.holds_content else None,
         engine=asked.engine,
     )
+
+
+def _count_running(forest: Forest, choice: TierChoice) -> int:
+    line = choice.costs.latency
+    return count_running_tokens(forest, Speed(line.base_ttft_ms, line.token_latency_ms, DECODE_MS))
 
 
 def _choose(curves: Mapping[str, Sequence[Point]], among: Collection[str] | None, rule: SizeRule) -> TierChoice:

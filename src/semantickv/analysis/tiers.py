@@ -28,6 +28,8 @@ import numpy.typing as npt
 from semantickv.simulator.forest import Forest
 from semblend.errors import InputError
 
+DECODE_MS = 20.0
+"""Of a token of the answer, where nobody says otherwise: an assumption. 50 tokens a second are easy to read."""
 Floats = npt.NDArray[np.float64]
 
 
@@ -120,6 +122,16 @@ def replay_tiers(forest: Forest, tiers: Sequence[Tier], speed: Speed) -> TieredR
         for one in lower:
             one.write(chain)
     return TieredRun(tuple(tiers), hits, trace.request_tokens, wait, ttft, too_large, device.most_held)
+
+
+def count_running_tokens(forest: Forest, speed: Speed) -> int:
+    """Count the most tokens of KV that requests hold while they run, where memory is never short.
+
+    A block that several of them share is counted once.
+    """
+    trace = forest.trace
+    room = int(forest.tokens.sum(dtype=np.int64)) + int(trace.output_tokens.sum(dtype=np.int64))
+    return replay_tiers(forest, [Tier("device", max(1, room))], speed).most_held_tokens
 
 
 def _look_up(chain: Sequence[int], device: _Device, lower: Sequence[_LowerTier]) -> dict[int, int]:

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from semantickv.analysis.sizing import DEFAULT_GPU, Costs
-from semantickv.analysis.tiers import Speed, Tier, TieredRun, replay_tiers
+from semantickv.analysis.tiers import DECODE_MS, Speed, Tier, TieredRun, replay_tiers
 from semantickv.commands.flags import trace_flags
 from semantickv.simulator.capacity import DTYPE_BYTES, KV_SHAPES, count_kv_bytes_per_token
 from semantickv.simulator.forest import build_forest
@@ -31,7 +31,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--host-gib", type=float, default=0.0, metavar="GIB", help="of the host (default: none)")
     parser.add_argument("--disk-gib", type=float, default=0.0, metavar="GIB", help="of the disk (default: none)")
     parser.add_argument(
-        "--decode-ms", type=float, default=20.0, metavar="MS", help="time of a token of the answer (%(default)s)"
+        "--decode-ms", type=float, default=DECODE_MS, metavar="MS", help="time of a token of the answer (%(default)s)"
     )
     parser.add_argument("--prices", metavar="FILE", help="TOML that replaces rates and bandwidths of the package")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")

@@ -6,6 +6,7 @@ from semantickv.analysis.advice import NOISE, STABLE_TIMES, Advice, TierChoice
 from semantickv.analysis.engines import ENGINES, list_engines_with
 from semantickv.analysis.intervals import DRAWS
 from semantickv.analysis.latency import BOUNDS
+from semantickv.analysis.tiers import DECODE_MS
 
 SIMULATED = "Simulated: a cache of metadata replayed this trace. No model ran, and no GPU was measured for it."
 
@@ -232,7 +233,7 @@ def _list_limits_of_figures(advice: Advice) -> list[str]:
     else:
         found.append("The trace has no duration, so prices cannot choose the size: it is the knee of the curve.")
     found += [
-        "Capacity is counted for cached prompts only: running requests need their own KV.",
+        _describe_running(advice),
         f"Hit rates within {NOISE:.1%} of each other are called equal, sizes within {STABLE_TIMES:g} times too. Belady "
         "knows the future and is no policy to run; with blocks of different length it is a guide, not a strict bound.",
         describe_stability(advice),
@@ -252,6 +253,17 @@ def _list_limits_of_figures(advice: Advice) -> list[str]:
             "block hit rates stand for token hit rates."
         )
     return found
+
+
+def _describe_running(advice: Advice) -> str:
+    """Say how much memory running requests need beside the cache."""
+    told = "Capacity is counted for cached prompts only: running requests need their own KV"
+    if advice.running is None:
+        return f"{told}."
+    return (
+        f"{told}, on this trace {format_gib(advice.to_gib(advice.running))} at the busiest moment (no queue for the "
+        f"GPU, answers of {DECODE_MS:g} ms a token)."
+    )
 
 
 def _list_limits_of_trace(advice: Advice) -> list[str]:

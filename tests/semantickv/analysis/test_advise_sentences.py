@@ -57,7 +57,9 @@ def make_requests(sessions: int, hours: float, seed: int) -> list[TraceRequest]:
         kinds = ["system", "user", "retrieved_context", *["user"] * (len(own) - 1)]
         when = at * hours * 3600 / (len(order) - 1)
         requests.append(
-            TraceRequest(str(at), when, tuple(ids), (TOKENS,) * len(ids), tuple(kinds), session=f"chat {session}")
+            TraceRequest(
+                str(at), when, tuple(ids), (TOKENS,) * len(ids), tuple(kinds), 10 * (at % 7), session=f"chat {session}"
+            )
         )
     return requests
 
@@ -75,6 +77,23 @@ def count_lru_hits(requests: list[TraceRequest], size: int) -> list[int]:
         held = [one for one in held if one not in begins] + begins[::-1]
         held = held[max(0, len(held) - size // TOKENS) :]
     return hits
+
+
+def count_running(requests: list[TraceRequest], prefill_ms: float) -> int:
+    """The most tokens that requests hold at a time: beginnings of prompts, each once, and answers."""
+    seen: set[tuple[int, ...]] = set()
+    ends: list[float] = []
+    for request in requests:
+        begins = [request.block_ids[: n + 1] for n in range(len(request.block_ids))]
+        new = sum(one not in seen for one in begins) * TOKENS
+        seen |= set(begins)
+        ends.append(request.arrival_s * 1000 + 15 + new * prefill_ms + request.output_tokens * 20)
+    most = 0
+    for at, request in enumerate(requests):
+        running = [one for n, one in enumerate(requests[: at + 1]) if ends[n] > request.arrival_s * 1000 or n == at]
+        held = {one.block_ids[: n + 1] for one in running for n in range(len(one.block_ids))}
+        most = max(most, len(held) * TOKENS + sum(one.output_tokens for one in running))
+    return most
 
 
 @dataclass(frozen=True)
@@ -221,7 +240,9 @@ def test_every_sentence_is_what_brute_force_counts(made: Advice, requests: list[
         "of the prompt.",
         f"An hour of h200 costs 3.00 USD (an assumption, not a quote), a GiB of {tier.upper()} {GIB_HOUR[tier]:.4f} an "
         f"hour ({SOURCES[tier]}). Memory that you own and do not use costs you nothing: give your own prices.",
-        "Capacity is counted for cached prompts only: running requests need their own KV.",
+        "Capacity is counted for cached prompts only: running requests need their own KV, on this trace "
+        f"{gib(count_running(requests, gpu_ms))} at the busiest moment (no queue for the GPU, answers of 20 ms a "
+        "token).",
         "Hit rates within 0.5% of each other are called equal, sizes within 1.5 times too. Belady knows the "
         "future and is "
         "no policy to run; with blocks of different length it is a guide, not a strict bound.",

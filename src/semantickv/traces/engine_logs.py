@@ -29,6 +29,7 @@ from semantickv.traces.request import BadFieldError, TraceRequest, cut_into_bloc
 _VLLM_REQUEST: Final = re.compile(rb"(?:Request (\S+) details:|Received request (\S+):)")
 _VLLM_TOKENS: Final = re.compile(rb".*prompt_token_ids: \[([\d, ]*)\]")  # greedy: the last one is not the prompt's text
 _VLLM_TIME: Final = re.compile(rb" (\d\d)-(\d\d) (\d\d):(\d\d):(\d\d) ")
+_VLLM_LINE: Final = re.compile(rb"(?:INFO|DEBUG|WARNING) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\.py:\d+\]")
 _VLLM_RATE: Final = re.compile(rb"Prefix cache hit rate: ([\d.]+)%")
 _SGLANG_EVENT: Final = b'"event": "request.'
 _SGLANG_BATCH: Final = re.compile(
@@ -254,6 +255,15 @@ LOG_PARSERS: Final[Mapping[str, Callable[[int], Parser]]] = MappingProxyType(
 )
 LOG_FORMATS: Final = tuple(LOG_PARSERS)
 LOGS_WITHOUT_CONTENT: Final = frozenset({"sglang_cache_log", "lmcache_log"})
+
+
+def guess_log(line: bytes) -> str | None:
+    """Guess whose log a line is from that is about no request; None if it looks like no log that we know.
+
+    >>> guess_log(b"(APIServer pid=7) INFO 08-01 21:24:09 [loggers.py:273] Engine 000: Running: 1 reqs")
+    'vllm_log'
+    """
+    return "vllm_log" if _VLLM_LINE.search(line) is not None else None
 
 
 def recognise_log_line(line: bytes) -> str | None:

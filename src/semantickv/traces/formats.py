@@ -35,6 +35,7 @@ from semantickv.traces.engine_logs import (
     LOG_PARSERS,
     LOGS_WITHOUT_CONTENT,
     Parser,
+    guess_log,
     recognise_log_line,
 )
 from semantickv.traces.request import BadFieldError, TraceRequest
@@ -155,6 +156,7 @@ def read_lines(file: Path) -> Generator[tuple[int, bytes | None], None, None]:
 
 def _detect_format(file: Path) -> str:
     """Detect the format from the first line that tells; if none does, assume ours, whose errors say what is wrong."""
+    guess = None
     with closing(read_lines(file)) as lines:
         for number, line in lines:
             if number > MOST_LINES_TO_DETECT:
@@ -170,7 +172,8 @@ def _detect_format(file: Path) -> str:
             found = found or recognise_log_line(line)
             if found:
                 return found
-    return "semantickv"
+            guess = guess or guess_log(line)
+    return guess or "semantickv"
 
 
 def _recognise_record(record: object) -> str | None:

@@ -102,6 +102,12 @@ def test_a_log_without_tokens_says_how_to_get_them(tmp_path: Path) -> None:
     with pytest.raises(InputError) as told:
         Trace.read(path)
     assert "VLLM_LOGGING_LEVEL=DEBUG" in told.value.hint
+    path.write_text(
+        "".join(line for line in lines if "request_logger" not in line)
+    )  # a server's log as it is by default
+    with pytest.raises(InputError) as told:
+        Trace.read(path)
+    assert "--enable-log-requests" in told.value.hint
 
 
 def test_a_prompt_that_quotes_a_log_does_not_write_the_trace(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ LAYERS = [
     {"errors", "_version"},
     {"name_clash", "config", "prompt", "span", "extras", "shares", "quality", "kv_shapes", "prices"},
     {"fingerprint"},
+    {"eviction"},
     {"discover"},
     {"align"},
     {"plan"},

@@ -21,6 +21,7 @@ from semblend.quality import parse_quality, parse_tenant_qualities
 T = TypeVar("T")
 
 EMBEDDERS = ("auto", "none", "lexical", "jaccard", "static", "minilm", "onnx_gpu")
+EVICTION_POLICIES: Final = ("lru", "lfu", "slru", "lru2", "adaptive")
 GIB = 1024**3
 LARGEST = 1e12  # of times and rates: far beyond use, and the sum with a clock still fits in 64 bits of microseconds
 _NOT_NEGATIVE = (
@@ -97,6 +98,11 @@ class SemBlendConfig:
     )
     max_donors: int = setting(10_000, "Most donors kept; the least recently used goes first.")
     max_bytes: int = setting(GIB, "Memory for donor tokens and their index, in bytes.")
+    eviction: str = setting(
+        "lru",
+        "What the embedded engine's exact prefix cache lets go first: lru, lfu, slru, lru2, or adaptive, "
+        "which learns what comes back and when. A policy that fails leaves lru, and an event.",
+    )
     donor_ttl_s: float = setting(0.0, "Seconds until a donor expires; 0 = never.")
     store: str = setting("", "File that keeps donors across restarts; empty = memory only.")
     lookup_budget_ms: float = setting(0.0, "Stop searching after this long and plan with what was found; 0 = no limit.")
@@ -125,6 +131,7 @@ class SemBlendConfig:
         for f in fields(self):
             _check_type(f.name, getattr(self, f.name), type(f.default))
         _one_of("embedder", self.embedder, EMBEDDERS)
+        _one_of("eviction", self.eviction, EVICTION_POLICIES)
         try:
             parse_tenant_qualities(self.tenant_quality)
         except InputError as error:

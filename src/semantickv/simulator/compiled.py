@@ -10,8 +10,9 @@ import numpy.typing as npt
 from semantickv.simulator.capacity import Capacity
 from semantickv.simulator.forest import Forest
 from semantickv.simulator.plain import Counts
-from semantickv.simulator.policies.adaptive import KINDS, AdaptivePlan, find_level
+from semantickv.simulator.policies.adaptive import build_plan, number_sessions
 from semantickv.simulator.policies.registry import Policy
+from semantickv.simulator.policies.serving import count_tokens_to_end
 
 
 def run_compiled(forest: Forest, policy: Policy, capacity: Capacity, warm_up: int, options: dict[str, Any]) -> Counts:
@@ -23,14 +24,18 @@ def run_compiled(forest: Forest, policy: Policy, capacity: Capacity, warm_up: in
         (forest.parent, forest.get_sizes(capacity.unit), forest.tokens, forest.types.astype(np.int32))
     )
     meta = _build_meta(forest, capacity, warm_up, options)
+    from semantickv.simulator import kernels
+
     tape = (trace.starts, forest.node, trace.tokens)
     family, _, kind = (policy.kernel or "").partition(":")
     if family == "priority":
         from semantickv.simulator import kernels_priority as priority
 
-        few = forest.nodes if kind == "TINY" else 0
-        weights = np.array([options["type_weights"].get(name, 1.0) for name in trace.type_names])
+        few = forest.nodes if kind in ("TINY", "LFU_ALL", "LRU2", "TLRU") else 0
+        weights = np.array([*(options["type_weights"].get(name, 1.0) for name in trace.type_names), 0.0])
         next_use = forest.next_use if policy.offline else np.zeros(0, np.int32)
+        if kind == "TLRU":
+            next_use, weights[-1] = count_tokens_to_end(forest), float(options["tail_tokens"])
         chosen = getattr(priority, kind), policy.bypass
         asked = np.zeros((few, 2), np.int64)
         priority.run_priority(
@@ -44,6 +49,7 @@ def run_compiled(forest: Forest, policy: Policy, capacity: Capacity, warm_up: in
         queues.run_queues(getattr(queues, kind), *tape, fact, meta, tally, counts.used_share, counts.evicted)
     else:
         _run_adaptive(forest, capacity, fact, meta, tally, counts, options)
+    counts.refused = int(meta[kernels.REFUSED])
     counts.hit_blocks, counts.hit_tokens, counts.regret = tally[:, 0], tally[:, 1], tally[:, 2]
     return counts
 
@@ -64,20 +70,21 @@ def _run_adaptive(
     forest: Forest, capacity: Capacity, fact: Any, meta: Any, tally: Any, counts: Counts, options: dict[str, Any]
 ) -> None:
     """Run the compiled `adaptive_semantic` and fill ``counts`` and ``tally``."""
-    from semantickv.simulator import kernels
     from semantickv.simulator import kernels_adaptive as adaptive
+    from semblend.eviction.compiled import AdaptiveState
 
     trace = forest.trace
-    plan = AdaptivePlan.build(forest, capacity, options)
-    present = np.union1d(forest.types, [0]).astype(
-        np.int64
-    )  # classes of types that never occur cost time at each lesson
-    fact[:, kernels.TYPE] = np.searchsorted(present, forest.types)
-    index = np.tile(plan.build_first_index()[[find_level(kind) for kind in range(KINDS)]], (len(present), 1))
-    ledger, evicted = np.zeros((*index.shape, 4)), np.zeros(len(present), np.int64)
-    numbers = (plan.every, plan.blocks, plan.memory, plan.memory_blocks, plan.trust, plan.hope, plan.doubt)
-    tape = trace.starts, forest.node, trace.tokens, forest.tail, plan.clock
-    learnt = ledger, index, plan.edges, plan.priors, np.array(numbers)
-    adaptive.run_adaptive(*tape, fact, meta, *learnt, tally, counts.used_share, evicted)
-    counts.evicted[present] = evicted
-    counts.weights = plan.compute_weights(ledger, tuple(trace.type_names[kind] for kind in present))
+    plan = build_plan(capacity.size, forest, options)
+    present = np.union1d(forest.types, [0]).astype(np.int64)  # types that never occur would cost time at each lesson
+    types = np.searchsorted(present, forest.types)
+    longest = int(np.diff(trace.starts).max(initial=1))
+    state = AdaptiveState(plan, types=len(present), chained=forest.mode == "prefix", longest=longest)
+    tape = trace.starts, forest.node, trace.tokens, types, number_sessions(forest)
+    arrays = (
+        *(state.rows, state.heads, state.ring, state.ledger, state.index, state.edges),
+        *(state.behind, state.priors, state.groups, state.numbers, state.meta),
+    )
+    adaptive.run_adaptive(*tape, fact, meta, *arrays, tally, counts.used_share, counts.evicted)
+    learned = plan.compute_returns(state.ledger, len(present))
+    found = zip(present, learned, strict=True)
+    counts.weights = {trace.type_names[kind]: value for kind, value in found if not np.isnan(value)}

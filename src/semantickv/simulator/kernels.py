@@ -62,24 +62,28 @@ RESIDENT, LEFT, KIDS, USES, MARK, BORN, STAMP, AT = range(8)
 # Columns of ``fact``: what never changes about a node.
 PARENT, SIZE, TOKENS, TYPE = range(4)
 # Places in ``meta`` (int64).
-MEMBERS, USED, CAPACITY, WARM_UP, PREFIX, ASKS, EPOCH, HAND, WINDOW = range(9)
+MEMBERS, USED, CAPACITY, WARM_UP, PREFIX, ASKS, EPOCH, HAND, WINDOW, REFUSED, FIRST = range(11)
 # Columns of ``tally`` (int32, per request).
 HIT_BLOCKS, HIT_TOKENS, REGRET = range(3)
 
 
 @njit(nogil=True)
-def look_up(starts: Any, node: Any, tokens: Any, info: Any, tally: Any, r: int) -> None:
+def look_up(starts: Any, node: Any, tokens: Any, info: Any, filled: Any, tally: Any, r: int) -> None:
     """Count the cached blocks and tokens of request ``r``, and its misses of evicted blocks.
 
-    In prefix mode nothing is cached behind a gap, because parents stay longer than their children.
+    In prefix mode nothing is cached behind a gap, because parents stay longer than their children. ``filled`` holds the
+    tokens computed in each block: a block that grows (the end of a prompt that goes on) gives only what it had.
     """
     for i in range(starts[r], starts[r + 1]):
         x = node[i]
         if info[x, RESIDENT]:
             tally[r, HIT_BLOCKS] += 1
-            tally[r, HIT_TOKENS] += tokens[i]
-        elif info[x, LEFT]:
-            tally[r, REGRET] += 1
+            tally[r, HIT_TOKENS] += min(tokens[i], filled[x])
+            filled[x] = max(filled[x], tokens[i])
+        else:
+            filled[x] = tokens[i]
+            if info[x, LEFT]:
+                tally[r, REGRET] += 1
 
 
 # The heap: ``heap`` holds nodes, ``info[node, AT]`` its place or -1, ``meta[MEMBERS]`` their number. Smallest key

@@ -17,12 +17,14 @@ from semantickv.simulator.kernels import (
     BORN,
     CAPACITY,
     EPOCH,
+    FIRST,
     KIDS,
     LEFT,
     MARK,
     MEMBERS,
     PARENT,
     PREFIX,
+    REFUSED,
     RESIDENT,
     SIZE,
     STAMP,
@@ -39,12 +41,25 @@ from semantickv.simulator.kernels import (
 )
 from semblend.fingerprint.kernels import njit
 
-FIFO, LRU, LFU, SIZE_LRU, LFUDA, GDSF, STATIC, BELADY, TINY = range(9)
+FIFO, LRU, LFU, SIZE_LRU, LFUDA, GDSF, STATIC, BELADY, TINY, LFU_ALL, LRU2, SLRU, TLRU = range(13)
+SEGMENT = float(1 << 40)  # one segment's distance from the next, in accesses
 
 
 @njit(inline="always")
-def _compute_priority(kind: int, info: Any, fact: Any, next_use: Any, weights: Any, floor: Any, x: int, i: int) -> Any:
+def _compute_priority(kind: int, info: Any, fact: Any, next_use: Any, weights: Any, floor: Any, asked: Any, x: int,
+                      i: int) -> Any:  # fmt: skip
     """Compute the priority of node ``x`` at access ``i``; the smallest is evicted first."""
+    if kind == LFU_ALL:
+        asked[x, 0] += 1
+        return float(asked[x, 0])
+    if kind == LRU2:
+        asked[x, 0], asked[x, 1] = asked[x, 1], info[x, STAMP]
+        return float(asked[x, 0])
+    if kind == SLRU:
+        return info[x, STAMP] + (SEGMENT if info[x, USES] > 1 else 0.0)
+    if kind == TLRU:
+        asked[x, 0] = max(asked[x, 0], next_use[i])
+        return info[x, STAMP] - (SEGMENT if asked[x, 0] <= weights[-1] else 0.0)
     if kind in (LRU, TINY):
         return float(info[x, STAMP])
     if kind == FIFO:
@@ -72,7 +87,10 @@ def evict_smallest(info: Any, fact: Any, key: Any, heap: Any, meta: Any, evicted
     info[x, LEFT] = 1
     meta[USED] -= fact[x, SIZE]
     if r >= meta[WARM_UP]:
-        evicted[fact[x, TYPE]] += 1
+        if info[x, BORN] > meta[FIRST]:  # it came with this request: refused, not evicted
+            meta[REFUSED] += 1
+        else:
+            evicted[fact[x, TYPE]] += 1
     above = fact[x, PARENT]
     if above >= 0:
         info[above, KIDS] -= 1
@@ -116,7 +134,7 @@ def _touch(kind: int, starts: Any, node: Any, next_use: Any, info: Any, fact: An
                 drop_from_heap(heap, info, key, meta, x)
         info[x, USES] += 1
         info[x, STAMP] = first + last - i
-        key[x] = _compute_priority(kind, info, fact, next_use, weights, floor, x, i)
+        key[x] = _compute_priority(kind, info, fact, next_use, weights, floor, asked, x, i)
         if kind == TINY:
             _count_ask(asked, fact, meta, x)
     return safe
@@ -159,6 +177,8 @@ def _bring_in(kind: int, bypass: bool, starts: Any, node: Any, next_use: Any, in
             floor[0] = key[heap[0]]
             evict_smallest(info, fact, key, heap, meta, evicted, r, True)
         if refused:
+            if r >= meta[WARM_UP]:
+                meta[REFUSED] += count - step if meta[PREFIX] else 1
             if meta[PREFIX]:
                 break
             continue
@@ -169,7 +189,7 @@ def _bring_in(kind: int, bypass: bool, starts: Any, node: Any, next_use: Any, in
         info[x, BORN] = top - i
         if fact[x, PARENT] >= 0:
             info[fact[x, PARENT], KIDS] += 1
-        key[x] = _compute_priority(kind, info, fact, next_use, weights, floor, x, i)
+        key[x] = _compute_priority(kind, info, fact, next_use, weights, floor, asked, x, i)
 
 
 @njit(nogil=True)
@@ -181,12 +201,14 @@ def run_priority(kind: int, bypass: bool, starts: Any, node: Any, tokens: Any, n
     info[:, MARK] = -1
     info[:, AT] = -1
     key, heap, floor = np.zeros(nodes), np.empty(nodes + 1, np.int32), np.zeros(1)
+    filled = np.zeros(nodes, np.int32)
     longest = 1
     for r in range(len(starts) - 1):
         longest = max(longest, starts[r + 1] - starts[r])
     fits = np.empty(longest, np.int64)
     for r in range(len(starts) - 1):
-        look_up(starts, node, tokens, info, tally, r)
+        meta[FIRST] = starts[r]
+        look_up(starts, node, tokens, info, filled, tally, r)
         safe = _touch(kind, starts, node, next_use, info, fact, key, heap, meta, weights, floor, asked, r)
         count = _choose_fitting(kind, bypass, starts, node, info, fact, meta, asked, fits, r, safe)
         _bring_in(kind, bypass, starts, node, next_use, info, fact, key, heap, meta, weights, floor, asked, fits, count,

@@ -19,6 +19,7 @@ from semantickv.simulator.kernels import (
     MARK,
     PARENT,
     PREFIX,
+    REFUSED,
     RESIDENT,
     SIZE,
     TYPE,
@@ -260,6 +261,8 @@ def _bring_in(kind: int, starts: Any, node: Any, info: Any, fact: Any, links: An
                 break
             _evict(kind, info, fact, links, ends, meta, evicted, r, victim)
         if not fitted:
+            if r >= meta[WARM_UP]:
+                meta[REFUSED] += step + 1 if meta[PREFIX] else 1
             if meta[PREFIX]:
                 break
             continue
@@ -278,9 +281,9 @@ def run_queues(kind: int, starts: Any, node: Any, tokens: Any, fact: Any, meta: 
     longest = 1
     for r in range(len(starts) - 1):
         longest = max(longest, starts[r + 1] - starts[r])
-    fits = np.empty(longest, np.int64)
+    fits, filled = np.empty(longest, np.int64), np.zeros(len(fact), np.int32)
     for r in range(len(starts) - 1):
-        look_up(starts, node, tokens, info, tally, r)
+        look_up(starts, node, tokens, info, filled, tally, r)
         safe = _touch(kind, starts, node, info, fact, links, ends, r)
         _bring_in(kind, starts, node, info, fact, links, ends, meta, border, evicted, fits, r, safe)
         if meta[CAPACITY] > 0:

@@ -136,6 +136,7 @@ class Counts:
     used_share: npt.NDArray[np.float64]
     regret: npt.NDArray[np.int32]
     evicted: npt.NDArray[np.int64]  # per type, after the warm-up
+    refused: int = 0  # blocks that the policy did not keep to the end of the request that brought them
     weights: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
@@ -162,6 +163,8 @@ class PlainRun:
         self.cache = Cache(capacity.size)
         self.clock = 0
         self.known_evicted: set[int] = set()
+        self.filled: dict[int, int] = {}  # node -> tokens computed in its block
+        self.came_with: dict[int, int] = {}  # node -> the request that brought it
         trace = forest.trace
         self.counts = Counts.create(len(trace), len(trace.type_names))
         policy.begin(capacity.size, forest, options)
@@ -206,11 +209,20 @@ class PlainRun:
         self.clock += len(nodes)
 
     def _look_up(self, r: int, nodes: list[int], first: int) -> None:
-        """Count the hits of a request, and its misses of evicted blocks."""
+        """Count the hits of a request, and its misses of evicted blocks.
+
+        A block that grows (the end of a prompt that goes on) gives only the tokens that were computed in it.
+        """
+        asked = self.forest.trace.tokens[first : first + len(nodes)].tolist()
+        cached = {node for node in nodes if node in self.cache.blocks}
+        for node, tokens in zip(nodes, asked, strict=True):
+            if node not in cached:
+                self.filled[node] = tokens
         for place, node in enumerate(nodes):
             if node in self.cache.blocks:
                 self.counts.hit_blocks[r] += 1
-                self.counts.hit_tokens[r] += self.forest.trace.tokens[first + place]
+                self.counts.hit_tokens[r] += min(self.filled[node], asked[place])
+                self.filled[node] = max(self.filled[node], asked[place])
             else:
                 self.counts.regret[r] += node in self.known_evicted
                 if self.forest.mode == "prefix":
@@ -239,10 +251,14 @@ class PlainRun:
         for place in fits if policy.admits_by_rule else reversed(fits):
             block = self._make_block(r, first, place, length)
             if not policy.bypass and not self._make_room(block, r):
-                if self.forest.mode == "prefix":
+                prefix = self.forest.mode == "prefix"
+                if r >= self.warm_up:
+                    self.counts.refused += len(fits) - len(inserted) if prefix else 1
+                if prefix:
                     break
                 continue
             cache.add(block)
+            self.came_with[block.node] = r
             block.safe = True
             inserted.append(block)
             policy.on_insert(block)
@@ -278,4 +294,9 @@ class PlainRun:
         self.cache.remove(block)
         self.policy.on_evict(block)
         self.known_evicted.add(block.node)
-        self.counts.evicted[self.forest.types[block.node]] += r >= self.warm_up
+        if r < self.warm_up:
+            return
+        if self.came_with[block.node] == r:
+            self.counts.refused += 1
+        else:
+            self.counts.evicted[self.forest.types[block.node]] += 1

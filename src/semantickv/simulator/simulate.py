@@ -18,6 +18,7 @@ from semantickv.simulator.forest import Forest, Mode, build_forest
 from semantickv.simulator.plain import Counts, PlainRun
 from semantickv.simulator.policies import Policy, find_policy
 from semantickv.simulator.policies.semantic import TYPE_WEIGHTS
+from semantickv.simulator.policies.serving import TAIL_TOKENS
 from semantickv.traces.trace import Trace
 from semblend.errors import InputError
 
@@ -36,11 +37,13 @@ class SimulationResult:
     token_hits: int
     requests_with_a_hit: int
     evictions: int
+    refusals: int  # blocks that the policy did not keep to the end of the request that brought them
     evictions_by_type: Mapping[str, int]
     utilization: float
     regret: int  # accesses that missed a block which had been cached and evicted
     weights: Mapping[str, float] = field(default_factory=dict)
     hit_tokens_by_request: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32), repr=False)
+    hit_blocks_by_request: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32), repr=False)
     simulated: Literal[True] = True
 
     @property
@@ -92,7 +95,12 @@ def simulate(
 
 def build_default_options(capacity: Capacity) -> dict[str, Any]:
     """Build the options that depend on the capacity: TinyLFU forgets after ten times the capacity."""
-    return {"window": max(10, 10 * capacity.size), "type_weights": TYPE_WEIGHTS, "unit": capacity.unit}
+    return {
+        "window": max(10, 10 * capacity.size),
+        "type_weights": TYPE_WEIGHTS,
+        "unit": capacity.unit,
+        "tail_tokens": TAIL_TOKENS,
+    }
 
 
 def _run(
@@ -125,9 +133,11 @@ def _build_result(forest: Forest, chosen: Policy, capacity: Capacity, counts: Co
         token_hits=int(counts.hit_tokens[warm_up:].sum(dtype=np.int64)),
         requests_with_a_hit=int(np.count_nonzero(counts.hit_blocks[warm_up:])),
         evictions=int(by_type.sum()),
+        refusals=int(counts.refused),
         evictions_by_type={name: int(n) for name, n in zip(trace.type_names, by_type, strict=True) if n},
         utilization=float(counts.used_share[warm_up:].mean()) if counted else 0.0,
         regret=int(counts.regret[warm_up:].sum(dtype=np.int64)),
         weights=counts.weights,
         hit_tokens_by_request=counts.hit_tokens,
+        hit_blocks_by_request=counts.hit_blocks,
     )

@@ -55,7 +55,7 @@ def test_adaptive_learns_the_same_in_both_twins_when_lessons_come_often(trace, s
     capacity = Capacity.tokens(size * 12) if tokens else Capacity.blocks(size)
     forest = build_forest(trace, mode)
     fast, slow = (
-        simulate(forest, "adaptive_semantic", capacity, engine=engine, lesson_blocks=1.0, bins=6, ratio=2.0, finest=4.0)
+        simulate(forest, "adaptive_semantic", capacity, engine=engine, share=0.01)  # a lesson every twelve blocks
         for engine in ("compiled", "plain")
     )
     same(fast, slow)
@@ -86,58 +86,6 @@ def test_adaptive_learns_the_same_in_both_twins_over_many_cache_fuls(mode, capac
     fast, slow = (simulate(forest, "adaptive_semantic", capacity, engine=engine) for engine in ("compiled", "plain"))
     same(fast, slow)
     assert fast.weights == pytest.approx(slow.weights, rel=1e-9)
-
-
-def ledgers_and_indices(forest, capacity, **options):
-    """What both twins have learnt at the end, class by class."""
-    from semantickv.simulator import kernels_adaptive as compiled
-    from semantickv.simulator.policies import adaptive
-
-    plan = adaptive.AdaptivePlan.build(forest, capacity, options)
-    rng = np.random.default_rng(3)
-    ledger = np.zeros((2 * adaptive.KINDS, len(plan.edges) - 1, 4))
-    ledger[:, :, :2] = rng.gamma(0.5, 4.0, ledger[:, :, :2].shape) * (1.0, plan.edges[-1])
-    ledger[rng.random(len(ledger)) < 0.4] = 0.0
-    plain = adaptive.AdaptiveSemantic()
-    plain.begin(capacity.size, forest, {"unit": capacity.unit, **options})
-    plain.now = 0.0
-    for c, k in np.argwhere(ledger.any(axis=2)):
-        plain.ledger[c, k] = adaptive.Cell(*ledger[c, k, :2])
-    plain._learn(0.5)
-    numbers = (plan.every, plan.blocks, plan.memory, plan.memory_blocks, plan.trust, plan.hope, plan.doubt)
-    index = np.zeros(ledger.shape[:2])
-    compiled.learn_index(ledger, index, plan.edges, plan.priors, np.array(numbers), 0.0, 0.5)
-    return plain, ledger, index
-
-
-def test_one_lesson_gives_the_same_index_for_every_class_and_age_in_both_twins():
-    plain, ledger, index = ledgers_and_indices(build_forest(growing(1, 5)), Capacity.blocks(100))
-    for c in range(len(index)):
-        assert index[c] == pytest.approx(plain._find_index(c), rel=1e-9), c
-    for (c, k), cell in plain.ledger.items():
-        assert ledger[c, k, :2] == pytest.approx((cell.returns, cell.exposure), rel=1e-9)
-
-
-def test_both_twins_file_every_use_under_the_same_class():
-    from semantickv.simulator import kernels_adaptive as compiled
-    from semantickv.simulator.policies import adaptive
-
-    forest = build_forest(Trace.from_requests([TraceRequest("r", 0.0, (1, 2), (16, 16), ("user", "user"))]))
-    plain = adaptive.AdaptiveSemantic()
-    plain.begin(320, forest, {"unit": "blocks"})
-    gaps = [0.0, *(step * 10.0 * 4.0**power for power in range(1, 7) for step in (0.99, 1.0))]
-    kinds = set()
-    for uses in (1, 2, 3, 4, 5, 6, 8, 9, 32, 33, 128, 129, 4000):
-        for gap in gaps if uses > 1 else (0.0,):
-            for seen, unseen in [(s, u) for s in (0, 1, 2, 9) for u in (0, 2, 3, 5, 6, 11, 12, 39, 40, 41, 99)]:
-                for fan, place in ((0, 0), (1, 1), (2, 0)):
-                    plain.uses, plain.children = {place: uses}, {place: fan}
-                    want = plain._classify_use(place, unseen, seen, place, gap)
-                    got = compiled.classify_use(bool(forest.tail[place]), seen + unseen, seen, uses, gap, fan, 10.0)
-                    assert got == want, (uses, gap, seen, unseen, fan, place)
-                    assert compiled.find_level(want) == adaptive.find_level(want)
-                    kinds.add(want)
-    assert kinds == set(range(adaptive.KINDS)) - {10, 11, 12}  # few and many new blocks exclude each other
 
 
 @given(seed=st.integers(0, 99), share=st.floats(0.1, 0.9))
@@ -172,6 +120,50 @@ def test_tinylfu_refuses_newcomers_that_were_asked_for_no_more_often():
     loop = [1, 2] * 3 + list(range(100, 120)) + [1, 2]
     assert replay(loop, "tinylfu", 2).block_hits == 6
     assert replay(loop, "tinylfu", 2).evictions == 0
+    assert replay(loop, "tinylfu", 2).refusals == 20
+
+
+@pytest.mark.parametrize("engine", ["compiled", "plain"])
+def test_a_block_that_leaves_with_the_request_that_brought_it_is_refused_not_evicted(engine):
+    once = replay([1, 1, 1, 2, 3, 1], "belady_bypass", 1, engine=engine)
+    assert (once.block_hits, once.evictions, once.refusals) == (3, 0, 2)
+
+
+@pytest.mark.parametrize("engine", ["compiled", "plain"])
+@pytest.mark.parametrize("name", ["lru", "sieve", "adaptive_semantic"])
+def test_a_block_that_grew_gives_only_the_tokens_that_were_computed(name, engine):
+    asks = [TraceRequest(str(n), n, (7,), (tokens,), ("user",)) for n, tokens in enumerate((100, 512, 100, 512))]
+    done = simulate(Trace.from_requests(asks), name, Capacity.blocks(4), engine=engine)
+    assert done.token_hits == 100 + 100 + 512
+
+
+def test_lru2_keeps_what_was_used_twice_before_what_was_used_just_now():
+    assert replay([1, 1, 2, 3, 1], "lru2", 2).block_hits == 2
+    assert replay([1, 1, 2, 3, 1], "lru", 2).block_hits == 1
+
+
+def test_lfu_all_remembers_the_uses_of_what_was_evicted():
+    ids = [1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 1, 4, 1]
+    assert replay(ids, "lfu_all", 2).block_hits == replay(ids, "lfu", 2).block_hits + 1
+
+
+def test_slru_lets_a_scan_pass():
+    loop = [1, 2] * 2 + list(range(100, 120)) + [1, 2]
+    assert replay(loop, "slru", 3).block_hits == 4
+    assert replay(loop, "lru", 3).block_hits == 2
+
+
+def test_tlru_gives_up_the_end_of_a_prompt_first_and_without_a_tail_it_is_lru():
+    asks = [TraceRequest(str(n), n, ids, (16,) * len(ids), ("user",) * len(ids)) for n, ids in
+            enumerate([(1, 2, 3), (9,), (8,), (1, 2)])]  # fmt: skip
+    trace = Trace.from_requests(asks)
+    tail = simulate(trace, "tlru", Capacity.blocks(3), tail_tokens=16)
+    plain, lru = (
+        simulate(trace, "tlru", Capacity.blocks(3), tail_tokens=0),
+        simulate(trace, "lru", Capacity.blocks(3)),
+    )
+    assert plain.block_hits == lru.block_hits
+    assert tail.block_hits >= lru.block_hits
 
 
 def test_lfuda_lets_old_fame_fade_and_lfu_does_not():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from semantickv.simulator.forest import Forest
 from semantickv.simulator.plain import Block, PlainPolicy
 
 
@@ -21,6 +24,30 @@ class Lfu(PlainPolicy):
 
     def priority(self, block: Block) -> float:
         return block.uses
+
+
+class LfuAll(PlainPolicy):
+    """Evicts the block used least often since the run began; what was evicted keeps its count."""
+
+    def begin(self, capacity: int, forest: Forest, options: dict[str, Any]) -> None:
+        super().begin(capacity, forest, options)
+        self.counts: dict[int, int] = {}
+
+    def priority(self, block: Block) -> float:
+        self.counts[block.node] = self.counts.get(block.node, 0) + 1
+        return self.counts[block.node]
+
+
+class Lru2(PlainPolicy):
+    """LRU-2: evicts the block whose last use but one is oldest, those used once first; history survives eviction."""
+
+    def begin(self, capacity: int, forest: Forest, options: dict[str, Any]) -> None:
+        super().begin(capacity, forest, options)
+        self.last: dict[int, tuple[int, int]] = {}
+
+    def priority(self, block: Block) -> float:
+        self.last[block.node] = (self.last.get(block.node, (0, 0))[1], block.used)
+        return self.last[block.node][0]
 
 
 class SizeAwareLru(PlainPolicy):

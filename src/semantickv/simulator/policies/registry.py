@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Final
 
 from semantickv.simulator.plain import PlainPolicy
-from semantickv.simulator.policies import adaptive, classic, modern, optimal, semantic
+from semantickv.simulator.policies import adaptive, classic, modern, optimal, semantic, serving
 from semblend.errors import InputError
 
 
@@ -33,6 +33,10 @@ _TABLE: Final = (
     Policy("fifo", "the longest cached goes first", classic.Fifo, "priority:FIFO"),
     Policy("lru", "the longest unused goes first", classic.Lru, "priority:LRU"),
     Policy("lfu", "the least often used goes first", classic.Lfu, "priority:LFU"),
+    Policy("lfu_all", "the least often used of all time goes first", classic.LfuAll, "priority:LFU_ALL"),
+    Policy("lru2", "the longest since its last use but one goes first", classic.Lru2, "priority:LRU2"),
+    Policy("slru", "lru, first among what was used once", serving.Slru, "priority:SLRU"),
+    Policy("tlru", "lru, first among the ends of long prompts", serving.Tlru, "priority:TLRU"),
     Policy("size_aware_lru", "last use divided by tokens", classic.SizeAwareLru, "priority:SIZE_LRU"),
     Policy("static_semantic", "fixed worth of a type, uses and size", semantic.StaticSemantic, "priority:STATIC", True),
     Policy("adaptive_semantic", "learns what comes back, and when", adaptive.AdaptiveSemantic, "adaptive:", True),

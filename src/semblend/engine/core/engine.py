@@ -16,6 +16,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any
 
+from semblend.confirm import events
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.radix import RadixCache
 from semblend.engine.core.reuse import NoBlender, PromptFiller, Reuse
@@ -26,6 +27,7 @@ from semblend.engine.core.stops import AnswerText, Detokenizer, NoText
 from semblend.engine.model.paged_kv import KvPool
 from semblend.engine.model.sampling import Sampled, make_generator
 from semblend.errors import InputError, SemBlendError
+from semblend.eviction.policy import EvictionPolicy, GuardedPolicy, make_policy
 from semblend.facade import SemBlend
 from semblend.materialize.gate.outcome_memory import OutcomeMemory
 from semblend.prompt import Prompt
@@ -67,7 +69,7 @@ class Engine:
         self.model = model
         self.pool = pool
         self.detokenizer: Detokenizer = detokenizer or NoText()
-        self.radix = RadixCache(pool)
+        self.radix = RadixCache(pool, self._make_eviction_policy(semblend))
         self.reuse = Reuse(semblend, blender or NoBlender(), pool, self.config, outcomes)
         self.scheduler = Scheduler(pool, self.radix, self.config)
         self.runner = Runner(model, pool, self.reuse)
@@ -295,7 +297,23 @@ class Engine:
             sequence.tokens[: full * self.pool.block_tokens],
             sequence.blocks[:full],
             exact_until=sequence.exact_until,
+            offered=min(sequence.offered_blocks, full),
         )
+        sequence.offered_blocks = max(sequence.offered_blocks, full)
+
+    def _make_eviction_policy(self, semblend: SemBlend | None) -> EvictionPolicy | None:
+        """The policy of the settings, behind a border: one that fails leaves an LRU cache and an event."""
+        policy = make_policy(semblend.config.eviction, self.pool.blocks - 1) if semblend is not None else None
+        if policy is None or semblend is None:
+            return None
+
+        def report(error: BaseException) -> None:
+            what = f"{type(error).__name__}: {error}"
+            log.warning("the eviction policy failed, the exact cache goes on as lru: %s", what)
+            if semblend.events:
+                semblend.events.emit(events.error("eviction", what, None))
+
+        return GuardedPolicy(policy, report)
 
     def _fail(self, sequences: Iterable[Sequence], error: BaseException) -> None:
         for sequence in sequences:

@@ -96,8 +96,9 @@ class Sequence:
     ``computed`` positions have their KV in ``blocks``. From ``exact_until`` on that KV may be approximate and must
     not enter the exact cache. ``to_fill``: donors were not looked for yet; that is done once. ``decision`` came from
     the library, ``declined`` from the blender. ``max_length`` is where the answer has to end, in tokens of prompt and
-    answer. ``kept_tokens`` of the prompt are a donor. ``unsettled``: all its KV was computed since it was last offered
-    to the exact cache and as a donor. ``held``: positions of the prompt, ascending, where donor KV is in place and that
+    answer. ``kept_tokens`` of the prompt are a donor, ``offered_blocks`` went to the exact cache. ``unsettled``: all
+    its KV was computed since it was last offered to the exact cache and as a donor. ``held``: positions of the prompt,
+    ascending, where donor KV is in place and that
     the engine leaves out while it computes the others (``spliced``).
     """
 
@@ -125,6 +126,7 @@ class Sequence:
     held: Positions | None = None
     spliced: Spliced | None = None
     kept_tokens: int = 0
+    offered_blocks: int = 0
     unsettled: bool = True
 
     @property

@@ -1,0 +1,153 @@
+"""The interface between a cache and what decides what it lets go first, and the policies by name.
+
+A policy is a priority function. The cache owns its blocks, its tree and its order; it tells the policy what requests
+use and asks what blocks are worth. The cheapest block that may leave goes first, among equals the least recently used.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Protocol
+
+from semblend.config import EVICTION_POLICIES
+from semblend.errors import ConfigError
+
+
+class EvictionPolicy(Protocol):
+    """What a cache tells a policy, and asks it.
+
+    A key is any whole number of 64 bits that stands for one block's content and all before it, the same before and
+    after an eviction.
+    """
+
+    @property
+    def epoch(self) -> int:
+        """Grows when what was asked before may be out of date: the cache then asks again."""
+        ...
+
+    def use(self, keys: Sequence[int], *, told: int = 0, session: int = 0) -> None:
+        """Hear that a request used these blocks, from the beginning of its prompt on, cached or not.
+
+        ``told``: of the first so many it spoke before (its prompt, when now its answer follows). ``session``: the
+        conversation it belongs to, 0 where that is not known.
+        """
+
+    def price(self, keys: Sequence[int]) -> list[float]:
+        """Return the value of each block now; the smallest leaves first."""
+
+    def forget(self, key: int) -> None:
+        """Hear that a block left the cache."""
+
+
+class Lfu:
+    """A block is worth its uses since it came."""
+
+    epoch = 0
+
+    def __init__(self) -> None:
+        self._uses: dict[int, int] = {}
+
+    def use(self, keys: Sequence[int], *, told: int = 0, session: int = 0) -> None:  # noqa: ARG002
+        for key in keys[told:]:
+            self._uses[key] = self._uses.get(key, 0) + 1
+
+    def price(self, keys: Sequence[int]) -> list[float]:
+        return [float(self._uses.get(key, 0)) for key in keys]
+
+    def forget(self, key: int) -> None:
+        self._uses.pop(key, None)
+
+
+class Slru(Lfu):
+    """Two segments: what was used once since it came leaves before what was used again."""
+
+    def price(self, keys: Sequence[int]) -> list[float]:
+        return [float(self._uses.get(key, 0) > 1) for key in keys]
+
+
+class Lru2:
+    """A block is worth the time of its last use but one; remembers as many blocks as eight caches hold."""
+
+    epoch = 0
+
+    def __init__(self, capacity: int) -> None:
+        self._limit = max(64, 8 * capacity)
+        self._last: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        self._clock = 0
+
+    def use(self, keys: Sequence[int], *, told: int = 0, session: int = 0) -> None:  # noqa: ARG002
+        self._clock += 1
+        for key in keys[told:]:
+            self._last[key] = (self._last.pop(key, (0, 0))[1], self._clock)
+        while len(self._last) > self._limit:
+            self._last.popitem(last=False)
+
+    def price(self, keys: Sequence[int]) -> list[float]:
+        return [float(self._last.get(key, (0, 0))[0]) for key in keys]
+
+    def forget(self, key: int) -> None:
+        """What was used before an eviction counts after it."""
+
+
+class GuardedPolicy:
+    """Asks another policy until it fails; then every block is worth the same, which makes the cache an LRU cache."""
+
+    def __init__(self, policy: EvictionPolicy, on_failure: Callable[[BaseException], None]) -> None:
+        self._policy: EvictionPolicy | None = policy
+        self._on_failure = on_failure
+
+    @property
+    def epoch(self) -> int:
+        return -1 if self._policy is None else self._policy.epoch
+
+    def use(self, keys: Sequence[int], *, told: int = 0, session: int = 0) -> None:
+        if self._policy is not None:
+            try:
+                self._policy.use(keys, told=told, session=session)
+            except Exception as error:
+                self._give_up(error)
+
+    def price(self, keys: Sequence[int]) -> list[float]:
+        if self._policy is not None:
+            try:
+                prices = [float(price) for price in self._policy.price(keys)]
+                if len(prices) == len(keys) and all(price == price for price in prices):  # NaN has no order
+                    return prices
+                raise ValueError(f"{len(prices)} prices for {len(keys)} blocks, or not all of them numbers")
+            except Exception as error:
+                self._give_up(error)
+        return [0.0] * len(keys)
+
+    def forget(self, key: int) -> None:
+        if self._policy is not None:
+            try:
+                self._policy.forget(key)
+            except Exception as error:
+                self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        self._policy = None
+        self._on_failure(error)
+
+
+def make_policy(name: str, capacity: int) -> EvictionPolicy | None:
+    """Make the policy of this name for a cache of so many blocks; None for ``lru``, which every cache is by itself.
+
+    >>> make_policy("lru", 100) is None
+    True
+    """
+    if name not in EVICTION_POLICIES:
+        raise ConfigError(f"eviction={name!r} is no policy", hint="one of " + ", ".join(EVICTION_POLICIES))
+    if name == "adaptive":
+        if find_spec("numba") is None:
+            from semblend.eviction.adaptive import PlainAdaptive
+
+            return PlainAdaptive(capacity)
+        from semblend.eviction.compiled import Adaptive
+
+        return Adaptive(capacity)
+    if name == "lru2":
+        return Lru2(capacity)
+    return None if name == "lru" else Lfu() if name == "lfu" else Slru()

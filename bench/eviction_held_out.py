@@ -1,6 +1,6 @@
 """Eviction on held-out traces: every policy with intervals, and how much of the gap from lru to Belady is closed.
 
-    python bench/eviction_held_out.py --mooncake DIR [--quick] [--out bench/results/eviction_held_out.json]
+    python bench/eviction_held_out.py [--mooncake DIR] [--quick] [--out bench/results/eviction_held_out.json]
 
 ``DIR`` holds ``conversation_trace.jsonl`` and ``synthetic_trace.jsonl`` of Mooncake's FAST25 release. The first half of
 the conversation trace, and of the synthetic one, is what the adaptive policy was chosen on; the second half of both is
@@ -30,8 +30,9 @@ BOUND, MINE = "belady_bypass", "adaptive_semantic"
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     _report.add_common_arguments(parser, "eviction_held_out")
-    parser.add_argument("--mooncake", required=True, metavar="DIR", help="folder with Mooncake's FAST25 traces")
+    parser.add_argument("--mooncake", metavar="DIR", help="folder with Mooncake's FAST25 traces (default: DATA/traces)")
     args = parser.parse_args(arguments)
+    args.mooncake = args.mooncake or str(_report.data_dir(args) / "traces")
     report = _report.Report("eviction_held_out", args)
     for name, part in CELLS:
         measure_trace(report, name, part, args)

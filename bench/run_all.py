@@ -32,6 +32,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("cold_speed", "engine_vs_transformers", "fairness", "hostile", "hostile_text"), ("model",)),
     **dict.fromkeys(("kills", "llamacpp_reuse", "sembench_embedded", "soak"), ("model",)),
     **dict.fromkeys(("edge_engines", "peer_rules", "sglang_classes", "warm", "warm_donors"), ("data", "model")),
+    "eviction_held_out": ("mooncake",),
     "arrange_ttft": ("data", "model", "vllm"),
     "day": ("data", "vllm"),
     "dynamo_placement": ("data", "dynamo"),
@@ -48,6 +49,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 NOT_MEASUREMENTS = ("corpus", "publish", "run_all", "run_gpu")
 HOW = {
     "data": "a folder of real texts in SEMBLEND_TEST_DATA",
+    "mooncake": "the traces of Mooncake's FAST25 release in the folder traces of SEMBLEND_TEST_DATA",
     "model": "a model: semblend models pull smollm2-135m",
     "vllm": "vLLM on a CPU: .ci/engines/vllm-cpu setup",
     "sglang": "SGLang on a CPU: .ci/engines/sglang-cpu setup",
@@ -60,6 +62,9 @@ def is_here(need: str) -> bool:
     """Whether this machine has what a script needs."""
     if need == "data":
         return Path(os.environ.get("SEMBLEND_TEST_DATA", "")).is_dir() and bool(os.environ.get("SEMBLEND_TEST_DATA"))
+    if need == "mooncake":
+        traces = Path(os.environ.get("SEMBLEND_TEST_DATA", "")) / "traces"
+        return all((traces / f"{name}_trace.jsonl").is_file() for name in ("conversation", "synthetic"))
     if need == "model":
         from semblend.models import find_model, is_pulled
 

@@ -135,7 +135,7 @@ def main() -> int:
     parser.add_argument("--transforms", nargs="*", default=TRANSFORMS, help="of the fixture; none named: all fifteen")
     parser.add_argument("--max-tokens", type=int, default=8, metavar="N", help="of an answer (default: 8)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="of the server (default: 1)")
-    parser.add_argument("--keep", default="", metavar="FILE", help="keep the result of sembench here (bench/judged.py)")
+    parser.add_argument("--keep", default="", metavar="FILE", help="keep the result of sembench here")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="order of arms")
     parser.add_argument("--quick", action="store_true", help="ten cases")
     parser.add_argument("--out", default="bench/results/sembench_embedded.json", help="JSON file; '' writes none")

@@ -32,6 +32,7 @@ LAYERS = [
     {"engine", "integration"},
     {"estimate", "web", "demo"},
     {"cli"},
+    {"__main__"},
 ]
 MOST_MODULES = 15
 # confirm, fingerprint's evidence side and plan speak of plans as values: that module is everyone's vocabulary.

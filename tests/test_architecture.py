@@ -255,7 +255,7 @@ FOLDERS = sorted({path.parent for package in PACKAGES for _, path in modules(pac
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(SRC)))
 def test_a_folder_is_small_and_says_what_lives_in_it(folder):
-    count = sum(path.name != "__init__.py" for path in folder.glob("*.py"))
+    count = sum(path.name not in ("__init__.py", "__main__.py") for path in folder.glob("*.py"))
     assert count <= MOST_MODULES, f"{count} modules"
     text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
     assert len([part for part in text.replace("\n", " ").split(". ") if part.strip()]) >= 2, f"two sentences: {text!r}"

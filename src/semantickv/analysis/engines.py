@@ -1,7 +1,8 @@
 """What engines can be told: which policies each has, and the exact words that set one and its memory.
 
 As of vLLM 0.32, SGLang 0.5.23, LMCache 0.5.6 and this project's own engine. Policies that an engine has and the
-simulator does not know (SGLang: slru, priority, tlru; LMCache: MRU) are not here.
+simulator does not know (SGLang: priority; LMCache: MRU) are not here, nor are those that nobody has compared with the
+engine's (SGLang: slru, tlru; this project: lfu, slru, lru2).
 """
 
 from __future__ import annotations
@@ -63,8 +64,10 @@ ENGINES: Final[Mapping[str, EngineChoice]] = MappingProxyType(
             ("dram",),
         ),
         "semblend": EngineChoice(
-            ("lru",),
-            lambda _, memory: f"semblend serve --model MODEL --pool-tokens {memory.tokens}",
+            ("lru", "adaptive"),
+            lambda policy, memory: (
+                f"SEMBLEND_EVICTION={policy} semblend serve --model MODEL --pool-tokens {memory.tokens}"
+            ),
             "GPU or host",
             ("hbm", "dram"),
         ),

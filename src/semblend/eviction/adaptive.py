@@ -189,7 +189,8 @@ class PlainAdaptive:
         place = kind // KINDS, find_group(kind % KINDS)
         if place not in self.unknown:
             self.unknown[place] = find_best_rates(self.rates[place[0]][place[1]], self.edges)
-        return self.unknown[place]
+        found: list[float] = self.unknown[place]
+        return found
 
     def _get_cells(self, kind: int) -> list[Cell]:
         """Return the evidence of a class at every age, empty at first."""

@@ -2,7 +2,7 @@
 
 As of vLLM 0.32, SGLang 0.5.23, LMCache 0.5.6 and this project's own engine. Policies that an engine has and the
 simulator does not know (SGLang: priority; LMCache: MRU) are not here, nor are those that nobody has compared with the
-engine's (SGLang: slru, tlru; this project: lfu, slru, lru2).
+engine's (SGLang: slru, tlru; this project: lfu, slru, lru2, and adaptive, which learns from less than the simulator's).
 """
 
 from __future__ import annotations
@@ -64,10 +64,8 @@ ENGINES: Final[Mapping[str, EngineChoice]] = MappingProxyType(
             ("dram",),
         ),
         "semblend": EngineChoice(
-            ("lru", "adaptive"),
-            lambda policy, memory: (
-                f"SEMBLEND_EVICTION={policy} semblend serve --model MODEL --pool-tokens {memory.tokens}"
-            ),
+            ("lru",),
+            lambda _, memory: f"semblend serve --model MODEL --pool-tokens {memory.tokens}",
             "GPU or host",
             ("hbm", "dram"),
         ),

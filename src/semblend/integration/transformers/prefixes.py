@@ -79,7 +79,7 @@ def hash_blocks(prompt: Prompt) -> Iterator[bytes]:
 def count_common(one: TokenArray, other: TokenArray) -> int:
     """How many leading tokens are equal.
 
-    >>> count_common(np.array([1, 2, 3], dtype=np.int32), np.array([1, 2, 4, 5], dtype=np.int32))
+    >>> count_common(Prompt([1, 2, 3]).token_ids, Prompt([1, 2, 4, 5]).token_ids)
     2
     """
     most = min(len(one), len(other))

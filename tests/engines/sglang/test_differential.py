@@ -77,7 +77,10 @@ def test_sembench_reads_what_sglang_itself_prints(lives, tmp_path):
         found[name] = summarize_file("sglang", str(tmp_path / f"{name}.log"))
     assert (found["stock"]["materialization_events"], found["stock"]["semantic_hits"]) == (0, 0)
     assert found["ours"]["materialized_tokens"] > 100
-    assert found["stock"]["errors"] == found["ours"]["errors"] == 0, found["ours"]["error_examples"]
+    for name, told in found.items():
+        # SGLang asks its own server to freeze the garbage collector, and on a slow machine it asks before it listens.
+        own = lives[f"{name} log"].count("post-warmup freeze_gc failed")
+        assert told["errors"] == own, told["error_examples"]
     assert found["stock"]["last_time_unix_s"] <= found["ours"]["first_time_unix_s"] + 1
 
 

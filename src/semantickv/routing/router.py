@@ -178,7 +178,7 @@ class Router:
             return self._choose_among_many(self._index, free, request)
         overlaps = [self._match(replica, request) for replica in free]
         head = _find_head(request) if self.policy == "prefix_hash" else None
-        standings = describe_replicas(free, overlaps, request.pieces.total_tokens, head)
+        standings = describe_replicas(free, overlaps, request.pieces, head)
         policy = POLICIES[self.policy]
         best = max(range(len(free)), key=lambda at: policy(standings[at]))
         return _decide(free[best], RouteReason.POLICY, request, overlaps[best], free, standings)
@@ -192,7 +192,7 @@ class Router:
             ranks = rank_columns(_find_head(request), self._id_hashes)
         if rows is not None:
             prefix, anywhere, ranks = prefix[rows], anywhere[rows], ranks[rows]
-        standing = describe_columns(free, prefix, anywhere, request.pieces.total_tokens, ranks)
+        standing = describe_columns(free, prefix, anywhere, request.pieces, ranks)
         best = find_best(POLICIES[self.policy](standing))
         overlap = Overlap(int(prefix[best]), int(anywhere[best]))
         shown = list_shown(standing, best)

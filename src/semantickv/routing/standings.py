@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from semantickv.routing.fingerprint import PromptPieces
 from semantickv.routing.holders import Column
 from semantickv.routing.locality import Overlap
 from semantickv.routing.policies import Priority, Standing
@@ -29,12 +30,12 @@ _FIRST, _SECOND, _MASK = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, (1 << 64) - 1
 
 
 def describe_replicas(
-    replicas: Sequence[Replica], overlaps: Sequence[Overlap], total_tokens: int, head: int | None
+    replicas: Sequence[Replica], overlaps: Sequence[Overlap], pieces: PromptPieces, head: int | None
 ) -> list[Standing]:
     """Each replica's standing. ``head``: the hash of the prompt's beginning, where a policy ranks by it."""
     most = max(max(overlap.prefix_tokens, overlap.any_tokens) for overlap in overlaps)
     least = min(replica.recent_requests for replica in replicas)
-    recent_tokens = RECENT_TOKENS if most < NEW_SHARE * total_tokens else 0
+    recent_tokens = RECENT_TOKENS if is_new(most, pieces) else 0
     return [
         Standing(
             running=replica.all_running,
@@ -43,7 +44,7 @@ def describe_replicas(
             + replica.waiting_elsewhere
             + ANSWER_TOKENS * replica.all_running
             + round(recent_tokens * (replica.recent_requests - least)),
-            prompt_tokens=total_tokens,
+            prompt_tokens=pieces.total_tokens,
             prefix_tokens=overlap.prefix_tokens,
             any_tokens=overlap.any_tokens,
             hash_rank=0 if head is None else rank_replica(head, hash_id(replica.id)),
@@ -53,17 +54,30 @@ def describe_replicas(
 
 
 def describe_columns(
-    replicas: Sequence[Replica], prefix: Column, anywhere: Column, total_tokens: int, ranks: npt.NDArray[np.uint64]
+    replicas: Sequence[Replica], prefix: Column, anywhere: Column, pieces: PromptPieces, ranks: npt.NDArray[np.uint64]
 ) -> Standing:
     """The same, a column a fact."""
     running = np.array([replica.running + replica.running_elsewhere for replica in replicas])
     waiting = np.array([replica.waiting_tokens + replica.waiting_elsewhere for replica in replicas])
     waiting += ANSWER_TOKENS * running
-    if max(int(prefix.max()), int(anywhere.max())) < NEW_SHARE * total_tokens:
+    if is_new(max(int(prefix.max()), int(anywhere.max())), pieces):
         recent = np.array([replica.recent_requests for replica in replicas])
         waiting += np.rint(RECENT_TOKENS * (recent - recent.min())).astype(np.int64)
     last_turn = np.array([replica.last_turn for replica in replicas])
-    return Standing(running, last_turn, waiting, total_tokens, prefix, anywhere, ranks)
+    return Standing(running, last_turn, waiting, pieces.total_tokens, prefix, anywhere, ranks)
+
+
+def is_new(most_known: int, pieces: PromptPieces) -> bool:
+    """Whether little of a prompt is known to anybody, if the replica that knows most knows so many tokens of it.
+
+    The longest piece does not count: where a document stands behind another instruction, the piece across its edge is
+    unknown, and most of it may be the document.
+
+    >>> seen = PromptPieces((1, 2, 3), (1, 2, 3), (400, 90, 30), (1.0, 1.0, 1.0))
+    >>> is_new(120, seen), is_new(50, seen), is_new(0, seen)
+    (False, True, True)
+    """
+    return most_known == 0 or most_known < NEW_SHARE * (pieces.total_tokens - max(pieces.tokens))
 
 
 def find_best(priority: Priority) -> int:

@@ -22,7 +22,7 @@ from semantickv.routing.locality import Overlap, ReplicaMemory
 from semantickv.routing.policies import Standing, semantic_locality
 from semantickv.routing.prompt_view import PromptPart
 from semantickv.routing.router import LEAST_OVERLAP_TOKENS, RECENT_PLACED, EngineReuse, LoadGuard, name_outcome
-from semantickv.routing.standings import ANSWER_TOKENS, NEW_SHARE, RECENT_TOKENS, find_best
+from semantickv.routing.standings import ANSWER_TOKENS, RECENT_TOKENS, find_best, is_new
 from semblend.integration.dynamo.placement import Placement, PlacementReason, WorkerKey, WorkerState
 from semblend.prompt import Namespace
 
@@ -89,10 +89,10 @@ class WorkerEvidence:
         running = [one.running for one in able]
         limit = self._guard.compute_limit(running)
         free = np.array([at for at, has in enumerate(running) if has < limit], np.int64)
-        is_new = bool(anywhere.max() < NEW_SHARE * total)
-        at = self._find_best(able, free, prefix, anywhere, total, is_new) if len(free) else None
+        spreads = is_new(int(anywhere.max()), prompt)
+        at = self._find_best(able, free, prefix, anywhere, total, spreads) if len(free) else None
         has_seen = at is not None and anywhere[at] >= LEAST_OVERLAP_TOKENS
-        if at is None or not (has_seen or is_new):  # whoever has seen it has too much to do
+        if at is None or not (has_seen or spreads):  # whoever has seen it has too much to do
             return Placement(None, PlacementReason.LOAD, prompt_tokens=total)
         return Placement(
             able[at].key,
@@ -187,12 +187,12 @@ class WorkerEvidence:
         prefix: Column,
         anywhere: Column,
         total: int,
-        is_new: bool,
+        spreads: bool,
     ) -> int:
         """The row of the free worker that costs least. What a worker got of late weighs against it for a new prompt."""
         running = np.array([one.running for one in workers])
         waiting = np.array([one.waiting_tokens for one in workers]) + ANSWER_TOKENS * running
-        if is_new:
+        if spreads:
             recent = np.array([self._count_recent(one.key) for one in workers])
             waiting += np.rint(RECENT_TOKENS * (recent - recent.min())).astype(np.int64)
         standing = Standing(

@@ -233,7 +233,7 @@ def test_a_call_after_the_end_is_refused_and_one_before_it_is_run(model):
         with pytest.raises(SemBlendError, match="closed"):
             engine.call_soon(lambda inner: None)
 
-    asyncio.run(asyncio.wait_for(talk(), 60))
+    asyncio.run(asyncio.wait_for(talk(), 600))
 
 
 # -- rotations that depend on the prompt ---------------------------------------------------------------------------

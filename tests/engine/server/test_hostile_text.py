@@ -85,7 +85,7 @@ class TokenizingEngine(FakeEngine):
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))
+    asyncio.run(asyncio.wait_for(test(), 600))
 
 
 @asynccontextmanager

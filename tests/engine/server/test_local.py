@@ -52,7 +52,7 @@ def run(engine: LocalEngine, talk):
     async def main():
         engine.start()
         try:
-            return await asyncio.wait_for(talk(), 60)
+            return await asyncio.wait_for(talk(), 600)
         finally:
             await asyncio.to_thread(engine.close)
 

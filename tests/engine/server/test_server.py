@@ -44,7 +44,7 @@ CHAT = "/v1/chat/completions"
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))
+    asyncio.run(asyncio.wait_for(test(), 600))
 
 
 def engine(**arguments: Any) -> FakeEngine:

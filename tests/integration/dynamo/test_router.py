@@ -47,7 +47,7 @@ class Deployment:
 
 
 def run(test: Any) -> None:
-    asyncio.run(asyncio.wait_for(test, 10))
+    asyncio.run(asyncio.wait_for(test, 300))
 
 
 def test_a_shifted_document_goes_where_it_was_computed():

@@ -85,7 +85,7 @@ async def storm(clients: int, at_once: int) -> None:
 
 
 def test_in_a_storm_everyone_gets_their_own_answer_or_none():
-    asyncio.run(asyncio.wait_for(storm(150, at_once=50), 60))
+    asyncio.run(asyncio.wait_for(storm(150, at_once=50), 600))
 
 
 @pytest.mark.slow
@@ -117,9 +117,9 @@ def test_a_thousand_streams_are_held_at_once():
                 assert client.is_whole
             assert app.intake.running == 0
 
-    asyncio.run(asyncio.wait_for(test(), 120))
+    asyncio.run(asyncio.wait_for(test(), 600))
 
 
 @pytest.mark.slow
 def test_thousands_of_clients_come_and_many_leave():
-    asyncio.run(asyncio.wait_for(storm(3000, at_once=200), 300))
+    asyncio.run(asyncio.wait_for(storm(3000, at_once=200), 900))

@@ -75,6 +75,19 @@ def test_new_documents_behind_one_instruction_are_spread_and_then_stay():
     assert PlacementReason.SPREAD in {found.reason for found in homes.values()}
 
 
+def test_a_short_document_behind_another_instruction_stays_though_the_piece_across_its_edge_is_unknown():
+    """Pieces are long: of a document of a few hundred tokens the one across its edge may be the greater part."""
+    for seed in range(30):
+        evidence = WorkerEvidence(1_000_000)
+        document = np.random.default_rng(seed).integers(0, 50_000, 500).tolist()
+        evidence.note_placed(evidence.read([7, *document], NOWHERE), A)
+        for _ in range(5):  # A got much of late
+            evidence.note_placed(evidence.read(DOCUMENT, NOWHERE), A)
+        found = evidence.choose(evidence.read([8, 9, 10, *document], NOWHERE), IDLE)
+        assert found.worker in (A, None)  # None: the whole document was one piece
+        assert (found.worker is None) == (found.reason is PlacementReason.UNKNOWN)
+
+
 def test_no_worker_at_all_is_left_to_dynamo():
     evidence = WorkerEvidence(100_000)
     prompt = evidence.read(DOCUMENT, NOWHERE)
@@ -159,7 +172,7 @@ def test_the_choice_is_that_of_one_worker_after_the_other(placed, loads):
     prefixes = [max(has.prefix_tokens, one.prefix_tokens) for has, one in zip(own, workers, strict=True)]
     knowns = [max(prefix, has.any_tokens) for prefix, has in zip(prefixes, own, strict=True)]
     most, faded = max(knowns), [fade(at, len(placed)) for at in range(len(workers))]
-    is_new = most < 0.5 * prompt.total_tokens
+    is_new = most == 0 or most < 0.5 * (prompt.total_tokens - max(prompt.tokens))
     best = None
     for at, one in enumerate(workers):
         prefix, known = prefixes[at], knowns[at]

@@ -147,13 +147,7 @@ class DirectoryTarget:
         )
 
     def close(self) -> None:
-        reuse = self._engine.reuse
-        if reuse.directory is not None:
-            reuse.directory.close()
-        if reuse.donor_kv is not None:
-            reuse.donor_kv.close()
-        if reuse.semblend is not None:
-            reuse.semblend.close()
+        self._engine.reuse.close()
         if self._held is not None:
             self._held.close()
 

@@ -34,7 +34,6 @@ from semblend.quality import GATED_MODE, choose_quality, find_path
 from semblend.wire.request import Request
 
 ENGINE_NAME = "semblend"
-"""The mode in which the gate may refuse what was computed."""
 log = logging.getLogger("semblend.engine")
 
 
@@ -93,6 +92,12 @@ class Reuse:
     @property
     def donor_kv(self) -> Donors | None:
         return self._blender.donor_kv
+
+    def close(self) -> None:
+        """Remove donor KV from disk, and close the store of donors."""
+        for part in (self.directory, self.donor_kv, self.semblend):
+            if part is not None:
+                part.close()
 
     def find_mode(self, request: Request) -> str:
         """The quality of a request: its own, its tenant's, or the engine's."""

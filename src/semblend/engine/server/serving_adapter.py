@@ -35,13 +35,7 @@ class LocalEngine:
     def close(self) -> None:
         """End every request, remove donor KV from disk, and close the store of donors."""
         self.engine.close()
-        reuse = self._inner.reuse
-        if reuse.directory is not None:
-            reuse.directory.close()
-        if reuse.donor_kv is not None:
-            reuse.donor_kv.close()
-        if reuse.semblend is not None:
-            reuse.semblend.close()
+        self._inner.reuse.close()
 
     @property
     def max_context(self) -> int:

@@ -15,6 +15,7 @@ SRC = Path(__file__).parents[1] / "src"
 # Bottom up. A module may import from its own layer and from those before it.
 LAYERS = [
     {"errors", "_version"},
+    {"web"},
     {"name_clash", "config", "prompt", "span", "extras", "shares", "quality", "kv_shapes", "prices"},
     {"fingerprint"},
     {"eviction"},
@@ -30,7 +31,7 @@ LAYERS = [
     {"text", "wire", "models"},
     {"materialize"},
     {"engine", "integration"},
-    {"estimate", "web", "demo"},
+    {"estimate", "explorer", "demo"},
     {"cli"},
     {"__main__"},
 ]

@@ -20,7 +20,6 @@ from semblend.config import SETTINGS
 from semblend.confirm.events import EventKind
 from semblend.confirm.metrics import METRICS
 from semblend.extras import NEEDED_BY, extras
-from semblend.web.explorer.server import STATIC
 from tools.reference.semblend_pages import commands_of, main, options_of, render_all
 
 ROOT = Path(__file__).parents[1]
@@ -159,18 +158,6 @@ def test_commands_shown_to_people_exist(program: str, parser: argparse.ArgumentP
                     assert flag in known[command], f"{path.name}: {program} {command} {flag}"
                 shown += 1
     assert shown > 5, f"hardly any page shows {program}"
-
-
-def test_every_static_file_of_the_explorer_is_packaged() -> None:
-    import fnmatch
-    import tomllib
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    patterns = project["tool"]["setuptools"]["package-data"]["semblend"]
-    for name, _ in STATIC.values():
-        assert any(fnmatch.fnmatch(f"web/explorer/static/{name}", pattern) for pattern in patterns), (
-            f"{name} is left out"
-        )
 
 
 def test_published_figures_are_those_of_the_result_files() -> None:

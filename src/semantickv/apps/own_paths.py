@@ -14,8 +14,7 @@ from semantickv.settings import EdgeSettings
 from semantickv.telemetry.fleet_book import FleetBook
 from semantickv.telemetry.metrics import EdgeMetrics
 from semantickv.telemetry.record import RecordStore
-from semblend.web.fleet import PAGE_FILES
-from semblend.web.page_headers import HEADERS
+from semblend.web.site import HEADERS, build_fleet
 
 if TYPE_CHECKING:
     from starlette.types import Scope, Send
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from semantickv.shared_state.redis_link import RedisLink
 
 OPERATOR_PATHS = ("/metrics", "/v1/replicas", "/v1/fleet", "/v1/traces/latest")
+PAGE_FILES = build_fleet()
 PAGE_HEADERS = tuple((name.lower().encode(), value.encode()) for name, value in HEADERS.items())
 
 

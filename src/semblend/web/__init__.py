@@ -1,4 +1,4 @@
-"""Pages: the explorer, the files of the dashboard and of the fleet page, and what reports are drawn with.
+"""Pages and what they are drawn with: the live pages as files, reports, tables, charts. One palette serves them all.
 
-The routes that serve the dashboard live in ``engine/server``; nothing here computes KV.
+Nothing here computes or serves: servers and reports above take from here, and it imports nothing of ours but errors.
 """

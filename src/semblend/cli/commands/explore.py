@@ -21,9 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from semblend.config import load_config
+    from semblend.explorer.app import ExplorerApp
+    from semblend.explorer.server import ExplorerServer
     from semblend.text.tokenization import load_tokenizer
-    from semblend.web.explorer.app import ExplorerApp
-    from semblend.web.explorer.server import ExplorerServer
 
     tokenizer = load_tokenizer(args.tokenizer)
     overrides: dict[str, Any] = {"store": args.store} if args.store else {}

@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from semblend.errors import MissingDependencyError, SemBlendError
@@ -46,24 +45,12 @@ from semblend.engine.server.openapi.document import write_document
 from semblend.engine.server.service import TENANT, Service
 from semblend.engine.server.serving import ServingEngine
 from semblend.engine.server.tenants import Identity
+from semblend.web.site import HEADERS, build_dashboard
 from semblend.wire.arranging import PromptArranger
 from semblend.wire.errors import ApiError, as_api_error
 
 log = logging.getLogger("semblend.server")
-STATIC = Path(__file__).parents[2] / "web" / "dashboard"
-PAGES = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/app.js": ("app.js", "text/javascript; charset=utf-8"),
-    "/dom.js": ("dom.js", "text/javascript; charset=utf-8"),
-    "/app.css": ("app.css", "text/css; charset=utf-8"),
-}
-# The page loads nothing from elsewhere and runs no inline script; the browser holds it to that.
-PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
+PAGE_FILES = build_dashboard()
 MOST_DONORS_SHOWN = 200
 
 
@@ -114,7 +101,7 @@ class Routes:
             ("GET", "/api/donors", self.donors),
             ("GET", "/api/stats", self.stats),
             ("GET", "/openapi.json", self.openapi),
-            *(("GET", path, _make_page_route(name, kind)) for path, (name, kind) in PAGES.items()),
+            *(("GET", path, _make_page_route(body, kind)) for path, (body, kind) in PAGE_FILES.items()),
         ]
 
     def paths(self) -> list[str]:
@@ -282,12 +269,10 @@ async def _on_error(request: Request, error: Exception) -> Response:
     return error_response(as_api_error(error))
 
 
-def _make_page_route(name: str, kind: str) -> Callable[..., Awaitable[Response]]:
-    body = (STATIC / name).read_bytes()
-
+def _make_page_route(body: bytes, kind: str) -> Callable[..., Awaitable[Response]]:
     async def page(request: Request) -> Response:
         del request
-        return Response(body, media_type=kind, headers=PAGE_HEADERS)
+        return Response(body, media_type=kind, headers=HEADERS)
 
     return page
 

@@ -166,6 +166,7 @@ OPERATIONS = (
     Operation("GET", "/", "The dashboard", "text/html", errors=(), keyed=False),
     Operation("GET", "/app.js", "The dashboard's script", "text/javascript", errors=(), keyed=False),
     Operation("GET", "/dom.js", "Helpers of the dashboard's script", "text/javascript", errors=(), keyed=False),
+    Operation("GET", "/strip.js", "The dashboard's strips of tokens", "text/javascript", errors=(), keyed=False),
     Operation("GET", "/app.css", "The dashboard's style", "text/css", errors=(), keyed=False),
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The explorer over HTTP: the standard library's server, four static files and a small JSON API.
+"""The explorer over HTTP: the standard library's server, the files of its page and a small JSON API.
 
 It is meant for one person on one machine. It listens on loopback unless told otherwise; on loopback it
 answers only to loopback names, so that a page from elsewhere cannot reach it through a rebound DNS name, and
@@ -13,24 +13,18 @@ import logging
 import socket
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib import resources
 from typing import Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
 from semblend._version import __version__
 from semblend.errors import CapacityError, InputError, SemBlendError
-from semblend.web.explorer.app import ExplorerApp, NotFoundError
-from semblend.web.page_headers import HEADERS
+from semblend.explorer.app import ExplorerApp, NotFoundError
+from semblend.web.site import HEADERS, build_explorer
 
 LOG = logging.getLogger(__name__)
 MAX_BODY_BYTES = 4 * 1024 * 1024
 SOCKET_TIMEOUT_S = 30.0
-STATIC = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/app.js": ("app.js", "text/javascript; charset=utf-8"),
-    "/strip.js": ("strip.js", "text/javascript; charset=utf-8"),
-    "/app.css": ("app.css", "text/css; charset=utf-8"),
-}
+PAGE_FILES = build_explorer()
 DONOR_PREFIX = "/api/donors/"
 
 
@@ -104,9 +98,9 @@ class ExplorerHandler(BaseHTTPRequestHandler):
         self._answer(self._delete)
 
     def _get(self, path: str) -> tuple[int, str, bytes]:
-        if path in STATIC:
-            name, content_type = STATIC[path]
-            return 200, content_type, (resources.files(__package__) / "static" / name).read_bytes()
+        if path in PAGE_FILES:
+            body, content_type = PAGE_FILES[path]
+            return 200, content_type, body
         if path in self.GET:
             return _json(200, self.GET[path](self.server.app))
         raise self._wrong(path)
@@ -122,7 +116,7 @@ class ExplorerHandler(BaseHTTPRequestHandler):
         return _json(200, self.server.app.forget_donor(unquote(path.removeprefix(DONOR_PREFIX))))
 
     def _wrong(self, path: str) -> HttpError:
-        if path in STATIC or path in self.GET or path in self.POST or path.startswith(DONOR_PREFIX):
+        if path in PAGE_FILES or path in self.GET or path in self.POST or path.startswith(DONOR_PREFIX):
             return HttpError(405, f"{self.command} is not possible on {path}", hint="see docs/reference/cli.md")
         return HttpError(404, f"nothing at {path}", hint="the page is at /")
 

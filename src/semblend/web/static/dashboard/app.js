@@ -1,5 +1,6 @@
 // The dashboard. No framework and no build step: data comes from /api, text goes in as text nodes only.
-import { el, ms, number, percent, tokens, words } from "/dom.js";
+import { $, clock, drawMix, el, keepKey, ms, number, percent, plural, showHealth, tokens, track, words } from "./dom.js";
+import { drawBar, TokenStrip } from "./strip.js";
 
 const KINDS = [["exact", "exact prefix"], ["reused", "relocated"], ["recomputed", "recomputed"], ["prefill", "prefilled"]];
 const WORDS = Object.fromEntries(KINDS);
@@ -7,7 +8,6 @@ const OUTCOMES = { backend_materialized_reuse: "reused", exact_prefix_route: "ex
 const POLL_MS = 800;
 const BACK_OFF_MS = 3000;
 const MOST_ROWS = 60;
-const CELLS = [[11, 14], [9, 12], [7, 9], [5, 7], [4, 5], [3, 4], [2, 3]]; // width and height, largest that fits wins
 const MOST_CELLS_HEIGHT = 92;
 const RISK_EDGES = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, Infinity];
 const EXAMPLE = `The harbour of Veldmark keeps a small ferry for the three islands to its north. The boat takes forty passengers and, on weekdays, two cars; on Sundays the ramp stays shut and only people on foot may board. Tickets are sold at the green kiosk from half past six in the morning, and a return costs eleven crowns. Children under seven ride for nothing, and so do dogs that stay on the lower deck.
@@ -20,13 +20,19 @@ The islands differ more than their size suggests. Skarholm has the lighthouse, t
 
 Winter has rules of its own. When the bay freezes, the ferry is laid up and the mail goes over the ice by sledge, on a track that is marked with birch branches every fifty paces. The ice is measured each morning by the deputy, in four places; below twelve centimetres nobody may cross, below twenty no horse. The last winter in which the bay froze for longer than a week was nine years ago, and the sledge now hangs from the ceiling of the bakery, where children try to touch its runners.`;
 
-const $ = (id) => document.getElementById(id);
-const state = { sequence: 0, requests: new Map(), rows: new Map(), key: sessionStorage.getItem("semblend-key") ?? "", ticks: 0, admin: false };
+const state = { sequence: 0, requests: new Map(), rows: new Map(), ticks: 0, admin: false };
+state.key = keepKey("semblend-key", (key) => {
+  Object.assign(state, { key, sequence: 0 }); // another key sees other requests, under other numbers
+  state.requests.clear();
+  refresh().catch((error) => showHealth(false, error.message));
+});
 
 // ---- small helpers ---------------------------------------------------------------------------------------
 
 const paint = (kind) => `var(--${kind})`;
 const times = (ratio) => `${ratio < 10 ? ratio.toFixed(1) : Math.round(ratio)}×`;
+/** How a first token compares with its cold estimate, as a factor of at least one and its word. */
+const compare = (ratio) => [times(Math.max(ratio, 1 / ratio)), ratio < 1 ? "later" : "sooner"];
 const median = (values) => (values.length ? values.toSorted((a, b) => a - b)[Math.floor(values.length / 2)] : null);
 
 async function call(path, init = {}) {
@@ -47,7 +53,7 @@ async function poll() {
   try {
     if (!document.hidden) await refresh();
   } catch (error) {
-    status(false, error instanceof TypeError ? "no answer" : error.message);
+    showHealth(false, error instanceof TypeError ? "no answer" : error.message);
     pause = BACK_OFF_MS;
   }
   setTimeout(poll, pause);
@@ -63,16 +69,11 @@ async function refresh() {
   state.sequence = news.sequence;
   state.admin = news.admin;
   for (const request of news.requests) state.requests.set(request.id, request);
-  status(true, `${news.model}${news.tenant ? ` · tenant ${news.tenant}` : news.admin ? "" : " · no tenant"}`);
+  showHealth(true, `${news.model}${news.tenant ? ` · tenant ${news.tenant}` : news.admin ? "" : " · no tenant"}`);
   drawTiles(news);
   drawSide(news.totals);
   if (news.requests.length && !$("hold").checked) drawRequests();
   if (news.requests.length || state.ticks++ % 5 === 0) await drawDonors();
-}
-
-function status(ok, text) {
-  $("health").className = `health ${ok ? "ok" : "bad"}`;
-  $("health").textContent = text;
 }
 
 function drawTiles(news) {
@@ -80,11 +81,12 @@ function drawTiles(news) {
   const total = KINDS.reduce((sum, [kind]) => sum + kinds[kind], 0);
   $("share").textContent = total ? `${percent(kinds.exact + kinds.reused, total)} %` : "–";
   $("share-note").textContent = total ? `of ${number(total)} not computed` : "not computed";
-  $("mix").replaceChildren(...KINDS.filter(([kind]) => kinds[kind]).map(([kind]) => el("i", { vars: { c: paint(kind), n: kinds[kind] }, title: `${WORDS[kind]}: ${tokens(kinds[kind])}` })));
-  $("legend").replaceChildren(...KINDS.map(([kind, word]) => el("span", {}, el("i", { vars: { c: paint(kind) } }), word, el("b", {}, number(kinds[kind])))));
+  drawMix(KINDS.map(([kind, word]) => [paint(kind), word, kinds[kind]]));
   const ratios = [...state.requests.values()].filter((one) => saved(one) && one.ttft_ms && one.cold_ttft_ms).map((one) => one.cold_ttft_ms / one.ttft_ms);
-  $("speed").textContent = ratios.length ? times(median(ratios)) : "–";
-  $("speed-note").textContent = ratios.length ? `median of ${ratios.length}, against a cold estimate from ${news.cold_samples} cold request${news.cold_samples === 1 ? "" : "s"}` : "against the cold estimate";
+  const [factor, word] = ratios.length ? compare(median(ratios)) : ["–", "sooner"];
+  $("speed").textContent = factor;
+  $("speed-word").textContent = `${word} with reuse`;
+  $("speed-note").textContent = ratios.length ? `median of ${ratios.length}, against a cold estimate from ${plural(news.cold_samples, "cold request")}` : "against the cold estimate";
   $("running").textContent = number(news.running);
   const states = news.totals.states;
   const parts = [`${number(states.done ?? 0)} done`, news.waiting ? `${number(news.waiting)} waiting` : null, states.failed ? `${number(states.failed)} failed` : null, states.cancelled ? `${number(states.cancelled)} given up` : null, news.refused ? `${number(news.refused)} turned away` : null];
@@ -115,16 +117,12 @@ function counts(id, table, colour, none) {
   $(id).replaceChildren(...(bars.length ? bars : [el("p", { class: "none" }, none)]));
 }
 
-const track = (share, colour) => el("span", { class: "track" }, el("i", { vars: { w: Math.max(0, Math.min(1, share)), c: colour } }));
-
 async function drawDonors() {
   const { donors } = await api("/api/donors");
   const row = (donor) => el("li", {}, el("code", { title: donor.donor_id }, donor.donor_id), el("b", {}, number(donor.tokens)),
     el("small", {}, [clock(donor.created_unix_s), donor.tenant ? `tenant ${donor.tenant}` : null, donor.pinned ? "in use" : null].filter(Boolean).join(" · ")));
   $("donors").replaceChildren(...(donors.length ? donors.slice(0, 40).map(row) : [el("p", { class: "none" }, state.admin ? "None yet: the first cold request becomes one." : "Only an admin key shows them.")]));
 }
-
-const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en-GB");
 
 // ---- requests as strips ----------------------------------------------------------------------------------
 
@@ -143,14 +141,14 @@ function drawRequests() {
 function row(request, slowest, node) {
   const fresh = !node;
   node ??= el("details", {}, el("summary"), el("dl", { class: "receipt" }));
-  node.className = `request ${request.state}${fresh ? " new" : ""}`;
+  node.className = `request ${request.state} fold${fresh ? " new" : ""}`;
   const outcome = request.semblend?.outcome;
   const about = request.semblend?.reason ?? (request.semblend?.reused_tokens ? [donorWords(request.semblend.donors), request.semblend.risk === null ? "" : `risk ${request.semblend.risk.toFixed(4)}`].filter(Boolean).join(" · ") : "");
   const word = request.state === "done" && outcome ? words(outcome).replace("backend ", "") : request.state === "cancelled" ? "client left" : request.state;
   const colour = request.state === "failed" ? "var(--bad)" : paint(OUTCOMES[outcome] ?? "prefill");
   node.firstChild.replaceChildren(
     el("span", { class: "when" }, clock(request.opened_unix_s), el("small", {}, state.admin && request.tenant ? request.tenant : request.endpoint.replace("/v1/", ""))),
-    el("span", { class: "strip" }, bar(request), el("small", {}, ...mixWords(request))),
+    el("span", { class: "strip" }, drawBar(request.prompt_tokens, partsOf(request), labelOf(request)), el("small", {}, ...mixWords(request))),
     el("span", { class: "race" }, track((request.ttft_ms ?? 0) / slowest, paint(speedKind(request))), el("b", {}, ms(request.ttft_ms)),
       ...(saved(request) ? [track((request.cold_ttft_ms ?? 0) / slowest, paint("prefill")), el("b", { class: "estimate" }, ms(request.cold_ttft_ms))] : [])),
     el("span", { class: "word", vars: { c: colour } }, word, el("small", {}, request.error ? "see below" : words(about))));
@@ -159,7 +157,7 @@ function row(request, slowest, node) {
 }
 
 /** Only an operator is told the donors. */
-const donorWords = (donors) => (donors ? `${donors.length} donor${donors.length === 1 ? "" : "s"}` : "");
+const donorWords = (donors) => (donors ? plural(donors.length, "donor") : "");
 
 function mixWords(request) {
   if (!request.semblend) return [request.prompt_tokens ? `${tokens(request.prompt_tokens)}, at work…` : "in line…"];
@@ -167,21 +165,8 @@ function mixWords(request) {
   return KINDS.filter(([kind]) => of[kind]).map(([kind, word]) => el("span", {}, `${number(of[kind])} ${word}`));
 }
 
-function bar(request) {
-  const svgns = "http://www.w3.org/2000/svg";
-  const svg = document.createElementNS(svgns, "svg");
-  svg.setAttribute("viewBox", `0 0 ${request.prompt_tokens || 1} 1`);
-  svg.setAttribute("preserveAspectRatio", "none");
-  svg.setAttribute("role", "img");
-  svg.setAttribute("aria-label", `${tokens(request.prompt_tokens)}, ${percent(saved(request), request.prompt_tokens)} % not computed`);
-  for (const [start, end, kind] of request.strip) {
-    const rect = document.createElementNS(svgns, "rect");
-    for (const [key, value] of Object.entries({ x: start, y: 0, width: end - start, height: 1 })) rect.setAttribute(key, value);
-    rect.style.setProperty("--c", paint(kind));
-    svg.append(rect);
-  }
-  return svg;
-}
+const partsOf = (request) => request.strip.map(([start, end, kind]) => [start, end, paint(kind)]);
+const labelOf = (request) => `${tokens(request.prompt_tokens)}, ${percent(saved(request), request.prompt_tokens)} % not computed`;
 
 function receipt(list, request) {
   const of = request.semblend;
@@ -195,86 +180,28 @@ function receipt(list, request) {
   list.replaceChildren(...facts.map(([name, value]) => el("div", { class: ["detail", "donors", "error", "request"].includes(name) ? "span" : null }, el("dt", {}, name), el("dd", {}, value))));
 }
 
-// ---- the token cells of a playground lane ----------------------------------------------------------------
-
-const painted = new Set();
-const repaint = () => painted.forEach((cells) => cells.draw());
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
-
-class Cells {
-  constructor(canvas) {
-    for (const old of painted) if (!old.canvas.isConnected) painted.delete(old);
-    painted.add(this);
-    Object.assign(this, { canvas, request: null });
-    new ResizeObserver(() => this.draw()).observe(canvas);
-    canvas.addEventListener("mousemove", (event) => this.point(event));
-    canvas.addEventListener("mouseleave", () => note(this.request));
-  }
-
-  show(request) {
-    this.request = request;
-    this.draw();
-  }
-
-  layout() {
-    for (const [w, h] of CELLS) {
-      const columns = Math.max(1, Math.floor(this.canvas.clientWidth / w));
-      const rows = Math.ceil(this.request.prompt_tokens / columns);
-      if (rows * h <= MOST_CELLS_HEIGHT || w === CELLS.at(-1)[0]) return { w, h, columns, rows };
-    }
-  }
-
-  draw() {
-    if (!this.request || !this.canvas.clientWidth) return;
-    const { w, h, columns, rows } = (this.grid = this.layout());
-    const scale = window.devicePixelRatio || 1;
-    const pen = this.canvas.getContext("2d");
-    this.canvas.style.height = `${rows * h}px`;
-    this.canvas.width = this.canvas.clientWidth * scale;
-    this.canvas.height = rows * h * scale;
-    pen.scale(scale, scale);
-    const gap = w > 4 ? 1.5 : w > 2 ? 0.5 : 0;
-    for (const [start, end, kind] of this.request.strip) {
-      pen.fillStyle = this.resolved(kind);
-      for (let index = start; index < end; index += 1) {
-        pen.beginPath();
-        pen.roundRect((index % columns) * w, Math.floor(index / columns) * h, w - gap, h - gap, w > 6 ? 2 : 0);
-        pen.fill();
-      }
-    }
-  }
-
-  /** A canvas knows no CSS variables: ask the browser what they mean in the present theme. */
-  resolved(kind) {
-    this.canvas.style.setProperty("outline-color", paint(kind));
-    const found = getComputedStyle(this.canvas).outlineColor;
-    this.canvas.style.removeProperty("outline-color");
-    return found;
-  }
-
-  point(event) {
-    if (!this.grid || !state.admin) return; // drawn by counts, a cell is no particular token
-    const { w, h, columns } = this.grid;
-    const index = Math.floor(event.offsetY / h) * columns + Math.min(columns - 1, Math.floor(event.offsetX / w));
-    const part = this.request.strip.find(([start, end]) => index >= start && index < end);
-    $("cell-note").textContent = part ? `token ${number(index)}: ${WORDS[part[2]]}${part[3] === null ? "" : `, held by ${this.request.semblend.donors[part[3]]}`}` : "";
-  }
-}
-
-/** An engine that tells how many tokens it recomputed, but not which, is drawn by share; say so. */
-function note(request) {
-  const text = state.admin ? "The engine told how many tokens it recomputed, not which: they are drawn at the head of each span." : "Drawn by counts: only an admin key shows where the tokens lie.";
-  $("cell-note").textContent = request?.places_known === false ? text : "";
-}
-
 // ---- playground ------------------------------------------------------------------------------------------
 
 function lane(which, question) {
-  const parts = { size: el("span"), canvas: el("canvas", { role: "img", "aria-label": "Token strip" }), race: el("div", { class: "race" }), answer: el("p", { class: "answer busy" }) };
+  const parts = { size: el("span"), cells: el("div", { class: "strip-box", tabindex: "0", role: "img", "aria-label": "Token strip" }), race: el("div", { class: "race" }), answer: el("p", { class: "answer busy" }) };
   const box = $(`lane-${which}`);
   box.classList.remove("idle");
-  box.replaceChildren(el("h3", {}, el("i", { class: "step" }, String(which)), question, parts.size), parts.canvas, parts.race, parts.answer);
-  return { ...parts, cells: new Cells(parts.canvas) };
+  box.replaceChildren(el("h3", {}, el("i", { class: "step" }, String(which)), question, parts.size), parts.cells, parts.race, parts.answer);
+  return { ...parts, strip: new TokenStrip(parts.cells, $("cell-note"), MOST_CELLS_HEIGHT) };
+}
+
+/** An engine that tells how many tokens it recomputed, but not which, is drawn by share; say so. */
+function hintOf(request) {
+  if (request.places_known !== false) return "";
+  return state.admin ? "The engine told how many tokens it recomputed, not which: they are drawn at the head of each span." : "Drawn by counts: only an admin key shows where the tokens lie.";
+}
+
+function showStrip(strip, request) {
+  const describe = (index) => {
+    const part = state.admin ? request.strip.find(([start, end]) => index >= start && index < end) : null;
+    return part ? [`token ${number(index)}: ${WORDS[part[2]]}${part[3] === null ? "" : `, held by ${request.semblend.donors[part[3]]}`}`] : null; // drawn by counts, a cell is no particular token
+  };
+  strip.show({ count: request.prompt_tokens, parts: partsOf(request), label: labelOf(request), hint: hintOf(request), describe });
 }
 
 function idle() {
@@ -299,7 +226,7 @@ async function ask(which, options) {
   }
   into.answer.classList.remove("busy");
   const request = await api(`/api/requests/${encodeURIComponent(id)}`);
-  into.cells.show(request);
+  showStrip(into.strip, request);
   into.size.textContent = `${tokens(request.prompt_tokens)} · ${percent(saved(request), request.prompt_tokens)} % not computed`;
   return { request, into };
 }
@@ -327,7 +254,7 @@ function verdict({ request }) {
   const share = percent(saved(request), request.prompt_tokens);
   if (!share) return [`Nothing was reused: ${words(request.semblend?.reason) || "no shared tokens"}.`];
   const how = request.semblend.reused_tokens ? "taken from the first request and moved into place" : "an exact prefix of the first";
-  const sooner = request.cold_ttft_ms && request.ttft_ms ? [", first token ", el("b", {}, `${times(request.cold_ttft_ms / request.ttft_ms)} sooner`)] : [];
+  const sooner = request.cold_ttft_ms && request.ttft_ms ? [", first token ", el("b", {}, compare(request.cold_ttft_ms / request.ttft_ms).join(" "))] : [];
   return [el("b", {}, `${share} %`), ` of the second prompt was ${how}`, ...sooner, "."];
 }
 
@@ -344,7 +271,6 @@ async function askBoth() {
     const second = await ask(2, options);
     race([first, second]);
     $("verdict").replaceChildren(...verdict(second));
-    note(second.request);
   } catch (error) {
     for (const node of document.querySelectorAll(".answer.busy")) node.classList.remove("busy");
     $("problem").textContent = error.message;
@@ -353,28 +279,10 @@ async function askBoth() {
   $("ask").disabled = false;
 }
 
-// ---- theme, key, wiring ----------------------------------------------------------------------------------
-
-function switchTheme() {
-  const root = document.documentElement;
-  const dark = root.dataset.theme === "dark" || (root.dataset.theme === "auto" && matchMedia("(prefers-color-scheme: dark)").matches);
-  root.dataset.theme = dark ? "light" : "dark";
-  localStorage.setItem("semblend-theme", root.dataset.theme);
-  repaint();
-}
+// ---- wiring ----------------------------------------------------------------------------------------------
 
 const sized = () => { $("document-size").textContent = `${number($("document").value.length)} characters`; };
 
-document.documentElement.dataset.theme = localStorage.getItem("semblend-theme") ?? "auto";
-$("theme").addEventListener("click", switchTheme);
-$("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  state.key = $("key").value.trim();
-  sessionStorage.setItem("semblend-key", state.key);
-  state.sequence = 0; // another key sees other requests, under other numbers
-  state.requests.clear();
-  refresh().catch((error) => status(false, error.message));
-});
 $("document").value = EXAMPLE;
 $("question-1").value = "What does a return ticket cost?";
 $("question-2").value = "Where may a stranded passenger sleep?";

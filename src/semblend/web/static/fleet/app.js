@@ -1,5 +1,5 @@
 // The fleet page. No framework and no build step: data comes from /v1/fleet, text goes in as text nodes only.
-import { el, ms, number, percent, tokens, words } from "/dom.js";
+import { $, drawMix, el, keepKey, ms, number, percent, put, showHealth, table, tokens, track, words } from "./dom.js";
 
 const OUTCOMES = [["exact_prefix_route", "exact", "same beginning"], ["semantic_placement", "reused", "same passages"], ["cold_fallback", "prefill", "nothing known"]];
 const COLOURS = Object.fromEntries(OUTCOMES.map(([name, colour]) => [name, `var(--${colour})`]));
@@ -7,12 +7,11 @@ const POLL_MS = 1500;
 const BACK_OFF_MS = 5000;
 const CLOSE = 0.05; // shares of a prompt that differ by less are alike
 
-const $ = (id) => document.getElementById(id);
-const state = { key: sessionStorage.getItem("semantickv-key") ?? "", open: new Set() };
-
-function put(id, ...children) {
-  $(id).replaceChildren(...children);
-}
+const state = { open: new Set() };
+state.key = keepKey("semantickv-key", (key) => {
+  state.key = key;
+  poll();
+});
 
 function row(name, value) {
   return [el("dt", {}, name), el("dd", {}, value)];
@@ -24,9 +23,7 @@ function drawTotals(data) {
   const counts = OUTCOMES.map(([name]) => data.outcomes[name] ?? 0);
   const all = counts.reduce((sum, one) => sum + one, 0);
   put("placed", all ? `${percent(counts[0] + counts[1], all)}\u00a0%` : "–");
-  put("mix", ...OUTCOMES.map(([name], at) => el("i", { vars: { c: COLOURS[name], n: counts[at] || 0.0001 } })));
-  put("legend", ...OUTCOMES.map(([name, , label], at) =>
-    el("span", {}, el("i", { vars: { c: COLOURS[name] } }), label, el("b", {}, number(counts[at])))));
+  drawMix(OUTCOMES.map(([name, , label], at) => [COLOURS[name], label, counts[at]]));
   const told = data.replicas.map((one) => one.reported).filter(Boolean);
   const prompt = told.reduce((sum, one) => sum + one.prompt_tokens, 0);
   const reused = told.reduce((sum, one) => sum + one.reused_tokens, 0);
@@ -48,8 +45,7 @@ function drawReplica(one, busiest) {
   const faults = Object.entries(one.faults).map(([name, count]) => `${words(name)} ${count}`).join(", ");
   return el("article", { class: `replica ${kind}` },
     el("h3", {}, one.id, el("small", {}, one.url)),
-    el("div", { class: "track", role: "img", "aria-label": `${one.running} running` },
-      el("i", { vars: { c: "var(--accent)", w: busiest ? (one.running + one.running_elsewhere) / busiest : 0 } })),
+    track(busiest ? (one.running + one.running_elsewhere) / busiest : 0, "var(--accent)"),
     el("dl", {},
       ...row("running", one.running_elsewhere ? `${one.running} + ${one.running_elsewhere}` : String(one.running)),
       ...row("tokens waiting", number(one.waiting_tokens)),
@@ -68,12 +64,10 @@ function drawDocuments(data) {
     return;
   }
   const ids = data.replicas.map((one) => one.id);
-  const head = el("tr", {}, el("th", {}, "document"), el("th", { class: "num" }, "tokens"), el("th", { class: "num" }, "requests"),
-    ...ids.map((id) => el("th", { class: "held" }, id)));
-  const rows = data.documents.map((one) => el("tr", {}, el("td", {}, el("code", {}, one.id)),
-    el("td", { class: "num" }, number(one.tokens)), el("td", { class: "num" }, number(one.requests)),
-    ...ids.map((id) => el("td", { class: "held", vars: { w: one.held[id] } }, one.held[id] ? `${Math.round(100 * one.held[id])}\u00a0%` : "–"))));
-  put("documents", el("table", { class: "where" }, el("thead", {}, head), el("tbody", {}, ...rows)));
+  const heads = [["document"], ["tokens", "num"], ["requests", "num"], ...ids.map((id) => [id, "held"])];
+  const held = (share) => el("td", { class: "held", vars: { w: share } }, share ? `${Math.round(100 * share)}\u00a0%` : "–");
+  const rows = data.documents.map((one) => [el("code", {}, one.id), number(one.tokens), number(one.requests), ...ids.map((id) => held(one.held[id]))]);
+  put("documents", el("table", {}, ...table(heads, rows)));
 }
 
 /** Why a request went where it went, in one sentence. */
@@ -94,7 +88,7 @@ function explain(one) {
 function drawDecision(one, now) {
   const id = `${one.request_id}/${one.time_unix_s}`;
   const age = Math.max(0, now - one.time_unix_s);
-  const details = el("details", { class: `decision ${one.status >= 400 ? "failed" : ""}`, open: state.open.has(id) ? "" : null },
+  const details = el("details", { class: `decision fold ${one.status >= 400 ? "failed" : ""}`, open: state.open.has(id) ? "" : null },
     el("summary", {},
       el("span", { class: "when dim" }, age < 90 ? `${Math.round(age)} s ago` : `${Math.round(age / 60)} min ago`),
       el("span", {}, `→ ${one.replica ?? "nobody"}`),
@@ -108,11 +102,12 @@ function drawDecision(one, now) {
 
 function compare(one) {
   if (!one.compared.length) return null;
-  const head = el("tr", {}, ...["replica", "has of it", "tokens waiting", "running"].map((name, at) => el("th", { class: at ? "num" : "" }, name)));
-  const rows = one.compared.map((other) => el("tr", { class: other.replica === one.replica ? "chosen" : "" },
-    el("td", {}, other.replica), el("td", { class: "num" }, tokens(other.known_tokens)),
-    el("td", { class: "num" }, number(other.waiting_tokens)), el("td", { class: "num" }, number(other.running))));
-  return el("table", { class: "where" }, el("thead", {}, head), el("tbody", {}, ...rows));
+  const heads = [["replica"], ["has of it", "num"], ["tokens waiting", "num"], ["running", "num"]];
+  const rows = one.compared.map((other) => ({
+    attributes: { class: other.replica === one.replica ? "chosen" : null },
+    cells: [other.replica, tokens(other.known_tokens), number(other.waiting_tokens), number(other.running)],
+  }));
+  return el("table", {}, ...table(heads, rows));
 }
 
 function draw(data) {
@@ -133,26 +128,13 @@ async function poll() {
     $("key-form").hidden = answer.status !== 403;
     if (!answer.ok) throw new Error(answer.status === 403 ? "a key is needed" : `the router answered ${answer.status}`);
     draw(await answer.json());
-    $("health").className = "health ok";
-    put("health", "live");
+    showHealth(true, "live");
   } catch (error) {
     wait = BACK_OFF_MS;
-    $("health").className = "health bad";
-    put("health", error.message);
+    showHealth(false, error.message);
   }
   clearTimeout(state.timer);
   state.timer = setTimeout(poll, wait);
 }
 
-$("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  state.key = $("key").value;
-  sessionStorage.setItem("semantickv-key", state.key);
-  poll();
-});
-$("theme").addEventListener("click", () => {
-  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
-  const now = document.documentElement.dataset.theme;
-  document.documentElement.dataset.theme = (now === "auto" ? dark : now === "dark") ? "light" : "dark";
-});
 poll();

@@ -1,25 +1,15 @@
 // The explorer's page. No framework and no build step: data comes from /api, text goes in as text nodes only.
-import { TokenStrip } from "/strip.js";
+import { $, clock, el, ms, number, percent, plural, put, showHealth, table, tokens, words } from "./dom.js";
+import { drawBar, TokenStrip } from "./strip.js";
 
 const COLOURS = 8;
 const TYPING_PAUSE_MS = 250;
-const $ = (id) => document.getElementById(id);
+const MOST_STRIP_HEIGHT = 190;
 
 const state = { donors: [], colourOf: new Map(), result: null, asked: 0 };
-const strip = new TokenStrip($("strip-box"), $("strip"), $("strip-note"), colour);
+const strip = new TokenStrip($("strip-box"), $("strip-note"), MOST_STRIP_HEIGHT);
 
 // ---- small helpers ---------------------------------------------------------------------------------------
-
-function el(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (name === "colour") node.style.setProperty("--c", value);
-    else if (value !== null && value !== false) node.setAttribute(name, value);
-  }
-  node.append(...children.filter((child) => child !== null));
-  return node;
-}
 
 async function api(method, path, body) {
   const init = { method };
@@ -28,7 +18,7 @@ async function api(method, path, body) {
   try {
     answer = await fetch(path, init);
   } catch {
-    throw new Error("the explorer does not answer; is semblend serve still running?");
+    throw new Error("the explorer does not answer; is semblend explore still running?");
   }
   const data = await answer.json();
   if (!answer.ok) throw new Error(data.hint ? `${data.error}. ${data.hint}` : data.error);
@@ -37,7 +27,7 @@ async function api(method, path, body) {
 
 /** A donor keeps its colour for as long as it lives, whatever the order of use. */
 function colour(donorId) {
-  if (donorId === null || donorId === undefined) return "var(--cold)";
+  if (donorId === null || donorId === undefined) return "var(--prefill)";
   if (!state.colourOf.has(donorId)) {
     const taken = new Set(state.colourOf.values());
     let free = 0;
@@ -46,11 +36,6 @@ function colour(donorId) {
   }
   return `var(--d${state.colourOf.get(donorId)})`;
 }
-
-const number = (value) => value.toLocaleString("en");
-const tokens = (count) => `${number(count)} token${count === 1 ? "" : "s"}`;
-const percent = (part, whole) => (whole ? Math.floor((100 * part) / whole) : 0);
-const ms = (value) => (value === null || value === undefined ? "–" : `${value < 10 ? value.toFixed(2) : value.toFixed(1)} ms`);
 
 function problem(error) {
   $("problem").textContent = error ? error.message : "";
@@ -83,7 +68,7 @@ async function loadDonors() {
 function donorCard(donor) {
   const about = donor.tenant ? `${tokens(donor.token_count)} · tenant ${donor.tenant}` : tokens(donor.token_count);
   return el("li", { title: donor.donor_id },
-    el("span", { class: "swatch", colour: colour(donor.donor_id) }),
+    el("span", { class: "swatch", vars: { c: colour(donor.donor_id) } }),
     el("b", {}, donor.donor_id),
     el("button", { class: "quiet danger", type: "button", "aria-label": `Forget donor ${donor.donor_id}`, onclick: guarded(() => forget(donor)) }, "forget"),
     el("p", {}, el("span", {}, about), ` ${donor.preview ?? "registered elsewhere: its text is not kept"}`));
@@ -158,7 +143,7 @@ async function explain() {
   drawText(result);
   drawSpans(result);
   drawStages(result);
-  strip.show(result);
+  drawStrip(result);
   $("json").textContent = JSON.stringify(result.explanation, null, 2);
 }
 
@@ -173,33 +158,34 @@ function drawVerdict(result) {
   $("share").replaceChildren(String(percent(reused, total)), el("small", {}, "%"));
   if (reused) {
     $("verdict").textContent = "of this prompt is held by donors";
-    const donors = result.donor_ids.length;
-    $("verdict-detail").textContent = `${tokens(reused)} from ${donors} donor${donors === 1 ? "" : "s"}; the engine would prefill the other ${number(total - reused)}.`;
+    $("verdict-detail").textContent = `${tokens(reused)} from ${plural(result.donor_ids.length, "donor")}; the engine would prefill the other ${number(total - reused)}.`;
   } else {
-    $("verdict").textContent = `Nothing to reuse: ${String(decision.reason ?? "").replaceAll("_", " ")}`;
+    $("verdict").textContent = `Nothing to reuse: ${words(decision.reason)}`;
     $("verdict-detail").textContent = decision.detail || "Every token must be prefilled.";
   }
-  const tiles = [["reused", number(reused)], ["to prefill", number(total - reused)], ["spans", number(spansOf(result).length)], ["lookup", ms(result.timing.lookup_ms)]];
-  $("tiles").replaceChildren(...tiles.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
-  const bars = [bar("Any-offset reuse", total, spansOf(result), reused)];
-  if (prefix !== null) bars.unshift(bar("Exact-prefix cache", total, [{ target_start: 0, length: prefix, donor_id: null }], prefix));
-  $("bars").replaceChildren(...bars);
+  const facts = [["reused", number(reused)], ["to prefill", number(total - reused)], ["spans", number(spansOf(result).length)], ["lookup", ms(result.timing.lookup_ms)]];
+  put("facts", ...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
+  const bars = [bar("Any-offset reuse", total, partsOf(result), reused)];
+  if (prefix !== null) bars.unshift(bar("Exact-prefix cache", total, [[0, prefix, "var(--dim)"]], prefix));
+  put("bars", ...bars);
 }
 
-function bar(name, total, spans, reused) {
-  const svgns = "http://www.w3.org/2000/svg";
-  const svg = document.createElementNS(svgns, "svg");
-  svg.setAttribute("viewBox", `0 0 ${total} 1`);
-  svg.setAttribute("preserveAspectRatio", "none");
-  svg.setAttribute("role", "img");
-  svg.setAttribute("aria-label", `${name}: ${percent(reused, total)} % of the prompt`);
-  for (const span of spans) {
-    const rect = document.createElementNS(svgns, "rect");
-    for (const [key, value] of Object.entries({ x: span.target_start, y: 0, width: span.length, height: 1 })) rect.setAttribute(key, value);
-    rect.style.setProperty("--c", span.donor_id === null ? "var(--dim)" : colour(span.donor_id));
-    svg.append(rect);
-  }
-  return el("div", { class: "bar" }, el("span", {}, name), svg, el("b", {}, `${percent(reused, total)} %`));
+function bar(name, total, parts, reused) {
+  const share = `${percent(reused, total)} %`;
+  return el("div", { class: "bar" }, el("span", {}, name), drawBar(total, parts, `${name}: ${share} of the prompt`), el("b", {}, share));
+}
+
+const partsOf = (result) => spansOf(result).map((span) => [span.target_start, span.target_start + span.length, colour(span.donor_id)]);
+
+function drawStrip(result) {
+  const count = result.owners.length;
+  const reused = result.owners.filter((owner) => owner !== null).length;
+  const describe = (index) => {
+    const span = spansOf(result).find((one) => index >= one.target_start && index < one.target_start + one.length);
+    const piece = result.pieces[index].replaceAll("\n", "⏎").replaceAll("\t", "⇥");
+    return [`token ${index} `, el("code", {}, piece), span ? ` held by ${span.donor_id}, position ${span.donor_start + index - span.target_start}` : " must be prefilled"];
+  };
+  strip.show({ count, parts: partsOf(result), label: `${tokens(count)}, ${number(reused)} of them held by donors`, hint: "Hover or focus the strip to read single tokens.", describe });
 }
 
 /** The prompt as text: one mark per span, and what no donor holds between them. */
@@ -211,32 +197,31 @@ function drawText(result) {
     if (span.target_start > at) parts.push(el("span", { class: "cold" }, slice(at, span.target_start)));
     at = span.target_start + span.length;
     parts.push(el("mark", {
-      colour: colour(span.donor_id), "data-span": index, title: `${span.donor_id}: ${tokens(span.length)} from position ${span.donor_start}`,
+      vars: { c: colour(span.donor_id) }, "data-span": index, title: `${span.donor_id}: ${tokens(span.length)} from position ${span.donor_start}`,
       onmouseenter: () => highlight(index, true), onmouseleave: () => highlight(index, false),
     }, slice(span.target_start, at)));
   });
   if (at < result.pieces.length) parts.push(el("span", { class: "cold" }, slice(at)));
   $("text").replaceChildren(...parts);
-  const names = result.donor_ids.map((id) => el("span", {}, el("i", { colour: colour(id) }), id));
+  const names = result.donor_ids.map((id) => el("span", {}, el("i", { vars: { c: colour(id) } }), id));
   $("legend").replaceChildren(...names, el("span", {}, el("i"), "must be prefilled"));
 }
 
 function drawSpans(result) {
   const spans = spansOf(result);
   $("span-count").textContent = spans.length ? `${spans.length}, in prompt order` : "none";
-  const head = ["donor", "at", "from", "tokens", "shift"].map((name, at) => el("th", { class: at ? "num" : null, scope: "col" }, name));
+  const heads = [["donor"], ["at", "num"], ["from", "num"], ["tokens", "num"], ["shift", "num"]];
   const rows = spans.slice(0, 500).map((span, index) => {
     const shift = span.target_start - span.donor_start;
-    return el("tr", {
+    const attributes = {
       "data-span": index, tabindex: "0", onmouseenter: () => highlight(index, true), onmouseleave: () => highlight(index, false),
       onfocus: () => highlight(index, true), onblur: () => highlight(index, false),
       onclick: () => scrollTo(index), onkeydown: (event) => event.key === "Enter" && scrollTo(index),
-    },
-    el("td", {}, el("i", { colour: colour(span.donor_id) }), el("span", { class: "id" }, span.donor_id)),
-    el("td", { class: "num" }, number(span.target_start)), el("td", { class: "num" }, number(span.donor_start)),
-    el("td", { class: "num" }, number(span.length)), el("td", { class: "num" }, shift > 0 ? `+${number(shift)}` : number(shift)));
+    };
+    const donor = el("td", {}, el("i", { vars: { c: colour(span.donor_id) } }), el("span", { class: "id" }, span.donor_id));
+    return { attributes, cells: [donor, ...[span.target_start, span.donor_start, span.length].map(number), shift > 0 ? `+${number(shift)}` : number(shift)] };
   });
-  $("spans").replaceChildren(el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...rows));
+  put("spans", ...table(heads, rows));
 }
 
 function highlight(index, on) {
@@ -260,16 +245,15 @@ function drawStages(result) {
 
 function fact([name, value]) {
   if (value === null || value === "") return "";
-  const words = name.replaceAll("_", " ");
-  if (typeof value === "boolean") return value ? words : `not ${words}`;
-  return typeof value === "number" ? `${number(value)} ${words}` : `${words}: ${value}`;
+  if (typeof value === "boolean") return value ? words(name) : `not ${words(name)}`;
+  return typeof value === "number" ? `${value.toLocaleString("en")} ${words(name)}` : `${words(name)}: ${value}`;
 }
 
-// ---- events, theme, wiring -------------------------------------------------------------------------------
+// ---- events, wiring -------------------------------------------------------------------------------------
 
 async function loadEvents() {
   const { events } = await api("GET", "/api/events");
-  const row = (event) => el("tr", {}, el("td", {}, new Date(event.time_unix_s * 1000).toLocaleTimeString()), el("td", {}, event.event), el("td", {}, eventDetail(event)));
+  const row = (event) => el("tr", {}, el("td", {}, clock(event.time_unix_s)), el("td", {}, event.event), el("td", {}, eventDetail(event)));
   $("events").replaceChildren(el("tbody", {}, ...events.slice().reverse().map(row)));
 }
 
@@ -279,18 +263,9 @@ function eventDetail(event) {
   return shown.map(([name, value]) => `${name}=${value}`).join("  ").slice(0, 300);
 }
 
-function switchTheme() {
-  const root = document.documentElement;
-  const dark = getComputedStyle(root).colorScheme === "dark" || (root.dataset.theme === "auto" && matchMedia("(prefers-color-scheme: dark)").matches);
-  root.dataset.theme = dark ? "light" : "dark";
-  localStorage.setItem("semblend-theme", root.dataset.theme);
-  strip.draw();
-}
-
 async function health() {
   const now = await api("GET", "/health");
-  $("health").className = "health ok";
-  $("health").textContent = `version ${now.version} · tokenizer ${now.tokenizer}${now.store ? ` · store ${now.store}` : ""}`;
+  showHealth(true, `version ${now.version} · tokenizer ${now.tokenizer}${now.store ? ` · store ${now.store}` : ""}`);
 }
 
 let pause = 0;
@@ -299,8 +274,6 @@ function typed() {
   if ($("live").checked && $("prompt").value) pause = setTimeout(guarded(explain), TYPING_PAUSE_MS);
 }
 
-document.documentElement.dataset.theme = localStorage.getItem("semblend-theme") ?? "auto";
-$("theme").addEventListener("click", switchTheme);
 $("donor-form").addEventListener("submit", guarded(addDonor));
 $("forget-all").addEventListener("click", guarded(async () => { await forgetAll(); await refresh(); }));
 $("explain").addEventListener("click", guarded(explain));
@@ -314,8 +287,7 @@ guarded(async () => {
   try {
     await health();
   } catch (error) {
-    $("health").className = "health bad";
-    $("health").textContent = "no answer";
+    showHealth(false, "no answer");
     throw error;
   }
   await loadDonors();

@@ -16,11 +16,11 @@ from semblend.config import SemBlendConfig
 from semblend.confirm.sinks import MemorySink
 from semblend.discover.donor import Donor
 from semblend.errors import InputError
+from semblend.explorer import examples
 from semblend.facade import SemBlend
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.prompt import Namespace, Prompt, TokenArray
 from semblend.text.tokenization import Tokenizer
-from semblend.web.explorer import examples
 
 PREVIEW_CHARACTERS = 240
 MOST_PREVIEWS = 10_000

@@ -96,12 +96,12 @@ class SemBlendConfig:
     min_reuse_ratio: float = setting(
         0.0, "Decline when donors hold a smaller share of the prompt than this; 0 leaves it to break-even."
     )
-    max_donors: int = setting(10_000, "Most donors kept; the least recently used goes first.")
+    max_donors: int = setting(10_000, "Most donors kept; what `eviction` values least goes first.")
     max_bytes: int = setting(GIB, "Memory for donor tokens and their index, in bytes.")
     eviction: str = setting(
         "lru",
-        "What the embedded engine's exact prefix cache lets go first: lru, lfu, slru, lru2, or adaptive, "
-        "which learns what comes back and when. A policy that fails leaves lru, and an event.",
+        "What the donors' memory and the embedded engine's exact prefix cache let go first: lru, lfu, slru, lru2, or "
+        "adaptive, which learns what comes back and when. A policy that fails leaves lru, and an event.",
     )
     donor_ttl_s: float = setting(0.0, "Seconds until a donor expires; 0 = never.")
     store: str = setting("", "File that keeps donors across restarts; empty = memory only.")

@@ -8,6 +8,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,7 +33,7 @@ from semblend.name_clash import refuse_foreign_distribution
 from semblend.pipeline import NOTHING_ALIGNED, LookupTrace, Pipeline, kernels_can_be_loaded
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan, Similar
 from semblend.prompt import Prompt, check_exact_tokens
-from semblend.reporting import Reporter
+from semblend.reporting import Reporter, report_policy_failure
 
 
 class SemBlend:
@@ -82,6 +83,8 @@ class SemBlend:
                 compiled=self._compiled,
                 journal=self._journal,
                 clock=clock,
+                eviction=self.config.eviction,
+                on_policy_failure=partial(report_policy_failure, self.events),
             )
             self._pipeline = Pipeline(self.config, self._store, self._fingerprinter)
             self._evidence = EvidenceDesk(self.config, self._report.missing)
@@ -99,7 +102,7 @@ class SemBlend:
     # -- donors ----------------------------------------------------------------------------------------------------
 
     def register(self, prompt: Prompt, donor_id: str, *, ttl_s: float | None = None) -> Donor:
-        """Make a prompt a donor; one of the same id is replaced. Evicts the least recently used when full."""
+        """Make a prompt a donor; one of the same id is replaced. Evicts what is worth least when full."""
         _check_prompt(prompt)
         check_donor_id(donor_id)
         ttl_s = self.config.donor_ttl_s if ttl_s is None else check_ttl(ttl_s)
@@ -238,7 +241,7 @@ class SemBlend:
             raise InputError(f"expected a Receipt, got {type(receipt).__name__}", hint="Receipt(...) or from_dict")
         self.ledger.confirm(receipt)
         self.release(receipt.request_id)
-        self._touch_donors(receipt.donor_ids)
+        self._touch_donors(receipt.donor_ids, reused=True)
         self._report.confirmed(receipt)
         return receipt
 
@@ -258,7 +261,7 @@ class SemBlend:
     def warm_up(self) -> float:
         """Compile or load the kernels now instead of in the first request; returns the seconds it took."""
         started = time.perf_counter()
-        scratch = DonorStore(max_donors=2, max_bytes=1 << 20, compiled=self._compiled)
+        scratch = DonorStore(max_donors=2, max_bytes=1 << 20, compiled=self._compiled, eviction=self.config.eviction)
         pipeline = Pipeline(replace(self.config, lookup_budget_ms=0.0), scratch, self._fingerprinter)
         prompt = Prompt(np.arange(1024) % 997)
         for donor_id in ("a", "b", "c"):
@@ -344,10 +347,10 @@ class SemBlend:
         self._report.declined(decline, request_id)
         return decline
 
-    def _touch_donors(self, donor_ids: tuple[str, ...]) -> None:
+    def _touch_donors(self, donor_ids: tuple[str, ...], *, reused: bool = False) -> None:
         """Recency is advice: a file that cannot take it now must not cost the request its claim."""
         try:
-            self._store.touch(donor_ids)
+            self._store.touch(donor_ids, reused=reused)
         except StoreError as error:
             self._report.failed("store", error)
 

@@ -105,3 +105,11 @@ class Reporter:
         log.warning("%s failed, the request runs cold: %s: %s", where, type(error).__name__, error)
         if self._stream:
             self._stream.emit(events.error(where, f"{type(error).__name__}: {error}", request_id or None))
+
+
+def report_policy_failure(stream: EventStream, error: BaseException) -> None:
+    """An eviction policy failed and is dropped: what it chose among leaves by age from now on."""
+    message = f"{type(error).__name__}: {error}"
+    log.warning("the eviction policy failed, lru goes on: %s", message)
+    if stream:
+        stream.emit(events.error("eviction", message, None))

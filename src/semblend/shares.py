@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Generator, Hashable, Iterator
+from collections.abc import Callable, Collection, Generator, Hashable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -138,14 +138,14 @@ class FairLru(Generic[K]):
         holds its share of ``capacity`` or less is never yielded, also where the others may not leave.
         """
         share = capacity // self.shares.count_with(tenant)
-        left: dict[str, Iterator[tuple[K, int]]] = {}  # what each tenant was not asked for yet
+        left: dict[str, Generator[tuple[K, int], None, None]] = {}  # what each tenant was not asked for yet
         undo = [(tenant, amount)]
         spent: set[str] = set()
         self.shares.add(tenant, amount)
         try:
             while (payer := self._find_payer(tenant, share, spent)) is not None:
                 if payer not in left:
-                    left[payer] = iter(self._items.get(payer, {}).items())
+                    left[payer] = self._order_items(payer)
                 item, freed = next(((one, size) for one, size in left[payer] if may_leave(one)), (None, 0))
                 if item is None:
                     spent.add(payer)
@@ -154,8 +154,14 @@ class FairLru(Generic[K]):
                 self.shares.add(payer, -freed)
                 undo.append((payer, -freed))
         finally:
+            for items in left.values():
+                items.close()
             for owner, change in reversed(undo):
                 self.shares.add(owner, -change)
+
+    def _order_items(self, tenant: str) -> Generator[tuple[K, int], None, None]:
+        """Yield a tenant's items with their amounts, in the order in which they leave."""
+        yield from self._items.get(tenant, {}).items()
 
     def _find_payer(self, tenant: str, share: int, spent: Collection[str]) -> str | None:
         payer = self.shares.find_largest(spent)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from worlds import assert_token_equal, spans_of, tokens
 
 from semblend import CapacityError, Decline, Namespace, Prompt, ReusePlan, SemBlend, SemBlendConfig
+from semblend.confirm.receipt import Outcome, Receipt
 from semblend.confirm.sinks import MemorySink
 
 
@@ -237,3 +238,69 @@ def test_whatever_happens_only_present_donors_are_served_and_truly(steps):
         assert {span.donor_id for span in spans_of(decision)} <= alive
         holders = {d for d in alive if present.get(d) == text}
         assert isinstance(decision, ReusePlan) == bool(holders)
+
+
+def reuse(sb: SemBlend, seed: int, request_id: str) -> None:
+    """Claim and confirm the donor of these tokens, as an engine does."""
+    prompt = Prompt(tokens(seed, 100))
+    plan = sb.lookup(prompt)
+    assert isinstance(plan, ReusePlan)
+    sb.claim(plan, request_id)
+    counts = {"prompt_tokens": len(prompt), "reused_tokens": plan.reused_tokens}
+    cold = len(prompt) - plan.reused_tokens
+    known = {
+        "engine": "test",
+        "namespace": prompt.namespace.digest,
+        "outcome": Outcome.BACKEND_MATERIALIZED_REUSE,
+        "spans": plan.spans,
+    }
+    sb.confirm(Receipt(request_id=request_id, prefill_tokens=cold, **counts, **known))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("eviction", ["lfu", "slru", "lru2"])
+def test_a_donor_that_was_reused_outlives_newer_ones_that_were_not(eviction):
+    sb = make(max_donors=4, eviction=eviction)
+    sb.register(Prompt(tokens(1, 100)), donor_id="famous")
+    for number in range(150):
+        if number % 6 == 0 or number < 30:  # then by age it would be gone each time
+            reuse(sb, 1, f"r{number}")
+        sb.register(Prompt(tokens(1000 + number, 100)), donor_id=str(number))
+    assert "famous" in ids(sb)
+    assert len(sb.donors()) == 4
+
+
+def test_the_learning_policy_keeps_donors_that_come_back_where_lru_does_not():
+    found = {}
+    for eviction in ("lru", "adaptive"):
+        sb, found[eviction] = make(max_donors=8, eviction=eviction), 0
+        draw = np.random.default_rng(5)
+        for number in range(500):
+            seed = int(draw.integers(0, 4)) if number % 4 == 0 else 1000 + number  # three of four never come back
+            if seed < 1000 and isinstance(sb.lookup(Prompt(tokens(seed, 100))), ReusePlan):
+                reuse(sb, seed, f"r{number}")
+                found[eviction] += 1
+            else:
+                sb.register(Prompt(tokens(seed, 100)), donor_id=str(number))
+    assert found["adaptive"] > 1.1 * found["lru"]
+
+
+def test_a_claim_that_is_never_confirmed_is_no_use():
+    sb = make(max_donors=2, eviction="lfu")
+    for name in (1, 2):
+        sb.register(Prompt(tokens(name, 100)), donor_id=str(name))
+    reuse(sb, 2, "r")
+    for again in range(5):
+        sb.claim(sb.lookup(Prompt(tokens(1, 100))), f"c{again}")
+        sb.release(f"c{again}")
+    sb.register(Prompt(tokens(3, 100)), donor_id="3")
+    assert ids(sb) == ["2", "3"]
+
+
+def test_a_failing_eviction_policy_leaves_lru_and_one_event(monkeypatch):
+    monkeypatch.setattr("semblend.eviction.policy.Lfu.price", lambda *_: [float("nan")])
+    sink = MemorySink()
+    sb = SemBlend(SemBlendConfig(embedder="none", metrics=False, max_donors=2, eviction="lfu"), sinks=[sink])
+    for name in "abcd":
+        sb.register(Prompt(tokens(ord(name), 100)), donor_id=name)
+    assert ids(sb) == ["c", "d"]
+    assert [event.fields["where"] for event in sink.events if event.kind == "error"] == ["eviction"]

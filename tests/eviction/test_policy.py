@@ -30,8 +30,8 @@ class Failing:
         if self.calls < 0:
             raise RuntimeError("out of order")
 
-    def use(self, keys: Any, *, told: int = 0, session: int = 0) -> None:
-        del keys, told, session
+    def use(self, keys: Any, *, told: int = 0, session: int = 0, sizes: Any = None) -> None:
+        del keys, told, session, sizes
         self._count()
 
     def price(self, keys: Any) -> list[float]:

@@ -20,6 +20,8 @@ from semblend.discover.plain_index import PlainIndex
 from semblend.discover.slots import EXPIRES, NAMESPACE, SlotTable, to_microseconds
 from semblend.discover.token_log import FILL, TokenLog
 from semblend.errors import CapacityError
+from semblend.eviction.fair_order import FairOrder
+from semblend.eviction.policy import guard_policy, make_policy
 from semblend.fingerprint.fingerprinter import Fingerprint
 from semblend.prompt import Namespace, Prompt, TokenArray
 from semblend.shares import FairLru
@@ -27,6 +29,7 @@ from semblend.shares import FairLru
 POSTINGS_PER_TOKEN = 0.14  # measured 0.111 on random tokens, less on repetitive text; the rest is headroom
 BYTES_PER_TOKEN = 4 / FILL + POSTINGS_PER_TOKEN * BYTES_PER_POSTING
 WHOLE_STORE = 1 << 40  # what a donor takes of the store is counted in parts of this
+PART_BITS = 20  # an eviction policy counts parts of the store so much coarser: its clock must not run out
 BYTES_PER_DONOR = 640  # the Donor value, its id, dictionary entries and slot columns
 
 
@@ -66,6 +69,8 @@ class DonorStore:
         compiled: bool,
         journal: Journal | None = None,
         clock: Callable[[], float] = time.time,
+        eviction: str = "lru",
+        on_policy_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         capacity = max(int(max_bytes / BYTES_PER_TOKEN), 1)
         self.lock = threading.RLock()
@@ -86,7 +91,10 @@ class DonorStore:
         self._donors: list[Donor | None] = []
         self._slot_of: dict[str, int] = {}
         self._recency: OrderedDict[int, None] = OrderedDict()  # slots, least recently used first
-        self._leavers: FairLru[int] = FairLru()  # the same slots by tenant, with the part of the store each takes
+        policy = make_policy(eviction, WHOLE_STORE >> PART_BITS, chained=False, items=max_donors)
+        self._policy = guard_policy(policy, on_policy_failure)  # knows donors by their generation
+        # The same slots by tenant, with the part of the store each takes.
+        self._leavers: FairLru[int] = FairLru() if self._policy is None else FairOrder(self._policy, self._find_key)
         self._free_slots: list[int] = []
         self._postings_of: dict[int, int] = {}
         self._pins: dict[int, int] = {}
@@ -214,11 +222,13 @@ class DonorStore:
         with self.lock:
             return self.remove([donor.donor_id for donor in self._find_expired()], "expired")
 
-    def touch(self, donor_ids: tuple[str, ...]) -> None:
-        """Move donors to the recent end, because they were claimed or confirmed."""
+    def touch(self, donor_ids: tuple[str, ...], *, reused: bool = False) -> None:
+        """Move donors to the recent end, because they were claimed, or confirmed as ``reused``: only that is a use."""
         with self.lock:
             slots = [self._slot_of[donor_id] for donor_id in donor_ids if donor_id in self._slot_of]
             for slot in slots:
+                if reused:
+                    self._count_use(slot)
                 self._recency.move_to_end(slot)
                 self._leavers.touch(slot)
             if self._journal is not None and slots:
@@ -286,7 +296,7 @@ class DonorStore:
     def _order_leavers(
         self, donor_id: str, tenant: str, part: int
     ) -> Generator[tuple[int, EvictionReason], None, None]:
-        """Yield slots in the order in which they leave: the one replaced, the expired, then by share and recency."""
+        """Yield slots in the order in which they leave: the one replaced, the expired, then by share and worth."""
         if donor_id in self._slot_of:
             yield self._slot_of[donor_id], "replaced"
         for donor in self._find_expired():
@@ -294,6 +304,16 @@ class DonorStore:
         with closing(self._leavers.order_leavers(tenant, part, WHOLE_STORE, self._may_leave)) as leavers:
             for slot in leavers:
                 yield slot, "capacity"
+
+    def _count_use(self, slot: int) -> None:
+        """Tell the eviction policy of one use of a donor."""
+        if self._policy is not None:
+            part = self._measure(self.get_at(slot).token_count, self._postings_of[slot])
+            self._policy.use([self._find_key(slot)], sizes=[max(1, part >> PART_BITS)])
+
+    def _find_key(self, slot: int) -> int:
+        """The number under which the eviction policy knows the donor of a slot."""
+        return self.get_at(slot).generation
 
     def _may_leave(self, slot: int) -> bool:
         return slot not in self._pins
@@ -328,6 +348,7 @@ class DonorStore:
         self._slot_of[donor.donor_id] = slot
         self._recency[slot] = None
         self._tenant_tokens[donor.namespace.tenant] += donor.token_count
+        self._count_use(slot)
         self._leavers.add(slot, donor.namespace.tenant, self._measure(len(tokens), self._postings_of[slot]))
         self.slots.rows[slot, NAMESPACE:] = (known[0], to_microseconds(donor.expires_unix_s))
         if donor.expires_unix_s is not None:
@@ -352,6 +373,8 @@ class DonorStore:
             del self._namespaces[donor.namespace]
         del self._slot_of[donor.donor_id], self._recency[slot], self._postings_of[slot]
         self._leavers.remove(slot)
+        if self._policy is not None:
+            self._policy.forget(donor.generation)
         self._tenant_tokens[donor.namespace.tenant] -= donor.token_count
         if not self._leavers.count(donor.namespace.tenant):
             del self._tenant_tokens[donor.namespace.tenant]

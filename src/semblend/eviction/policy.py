@@ -13,6 +13,7 @@ from typing import Protocol
 
 from semblend.config import EVICTION_POLICIES
 from semblend.errors import ConfigError
+from semblend.eviction.plan import AdaptivePlan, limit_history
 
 
 class EvictionPolicy(Protocol):
@@ -27,11 +28,12 @@ class EvictionPolicy(Protocol):
         """Grows when what was asked before may be out of date: the cache then asks again."""
         ...
 
-    def use(self, keys: Sequence[int], *, told: int = 0, session: int = 0) -> None:
+    def use(self, keys: Sequence[int], *, told: int = 0, session: int = 0, sizes: Sequence[int] | None = None) -> None:
         """Hear that a request used these blocks, from the beginning of its prompt on, cached or not.
 
         ``told``: of the first so many it spoke before (its prompt, when now its answer follows). ``session``: the
-        conversation it belongs to, 0 where that is not known.
+        conversation it belongs to, 0 where that is not known. ``sizes``: what each takes of the capacity, where that is
+        not one.
         """
 
     def price(self, keys: Sequence[int]) -> list[float]:
@@ -49,7 +51,14 @@ class Lfu:
     def __init__(self) -> None:
         self._uses: dict[int, int] = {}
 
-    def use(self, keys: Sequence[int], *, told: int = 0, session: int = 0) -> None:  # noqa: ARG002
+    def use(
+        self,
+        keys: Sequence[int],
+        *,
+        told: int = 0,
+        session: int = 0,  # noqa: ARG002
+        sizes: Sequence[int] | None = None,  # noqa: ARG002
+    ) -> None:
         for key in keys[told:]:
             self._uses[key] = self._uses.get(key, 0) + 1
 
@@ -77,7 +86,14 @@ class Lru2:
         self._last: OrderedDict[int, tuple[int, int]] = OrderedDict()
         self._clock = 0
 
-    def use(self, keys: Sequence[int], *, told: int = 0, session: int = 0) -> None:  # noqa: ARG002
+    def use(
+        self,
+        keys: Sequence[int],
+        *,
+        told: int = 0,
+        session: int = 0,  # noqa: ARG002
+        sizes: Sequence[int] | None = None,  # noqa: ARG002
+    ) -> None:
         self._clock += 1
         for key in keys[told:]:
             self._last[key] = (self._last.pop(key, (0, 0))[1], self._clock)
@@ -102,10 +118,10 @@ class GuardedPolicy:
     def epoch(self) -> int:
         return -1 if self._policy is None else self._policy.epoch
 
-    def use(self, keys: Sequence[int], *, told: int = 0, session: int = 0) -> None:
+    def use(self, keys: Sequence[int], *, told: int = 0, session: int = 0, sizes: Sequence[int] | None = None) -> None:
         if self._policy is not None:
             try:
-                self._policy.use(keys, told=told, session=session)
+                self._policy.use(keys, told=told, session=session, sizes=sizes)
             except Exception as error:
                 self._give_up(error)
 
@@ -132,22 +148,34 @@ class GuardedPolicy:
         self._on_failure(error)
 
 
-def make_policy(name: str, capacity: int) -> EvictionPolicy | None:
+def make_policy(name: str, capacity: int, *, chained: bool = True, items: int | None = None) -> EvictionPolicy | None:
     """Make the policy of this name for a cache of so many blocks; None for ``lru``, which every cache is by itself.
+
+    ``chained``: the blocks of a request follow each other. ``items``: how many fit, where the capacity counts something
+    else; memory is bounded by it.
 
     >>> make_policy("lru", 100) is None
     True
     """
     if name not in EVICTION_POLICIES:
         raise ConfigError(f"eviction={name!r} is no policy", hint="one of " + ", ".join(EVICTION_POLICIES))
+    items = capacity if items is None else items
     if name == "adaptive":
+        plan = AdaptivePlan.build(capacity, history=limit_history(items))
         if find_spec("numba") is None:
             from semblend.eviction.adaptive import PlainAdaptive
 
-            return PlainAdaptive(capacity)
+            return PlainAdaptive(capacity, chained=chained, plan=plan)
         from semblend.eviction.compiled import Adaptive
 
-        return Adaptive(capacity)
+        return Adaptive(capacity, chained=chained, plan=plan)
     if name == "lru2":
-        return Lru2(capacity)
+        return Lru2(items)
     return None if name == "lru" else Lfu() if name == "lfu" else Slru()
+
+
+def guard_policy(
+    policy: EvictionPolicy | None, on_failure: Callable[[BaseException], None] | None
+) -> EvictionPolicy | None:
+    """Put a policy behind a border: one that fails leaves an LRU cache, and ``on_failure`` hears why."""
+    return None if policy is None else GuardedPolicy(policy, on_failure or (lambda _: None))

@@ -569,3 +569,59 @@ def test_a_donor_keeps_the_rotation_that_it_was_computed_with(tmp_path):
     assert kv.acquire("b", 2).rope == longer
     assert kv.acquire("a", 1).rope == usual
     kv.close()
+
+
+@pytest.mark.parametrize("eviction", ["lfu", "slru", "lru2", "adaptive"])
+def test_a_donor_that_is_taken_again_and_again_outlives_newer_ones_under_every_other_policy(eviction):
+    kv = DonorKv(0, 4 * 32 * TOKEN_BYTES, eviction=eviction)
+    capture(kv, "famous", 0, tokens=32)
+    for number in range(1, 120):
+        if number % 6 == 0 or number < 30:  # then by age it would be gone each time
+            kv.release(kv.acquire("famous", 0))
+        capture(kv, f"d{number}", number, tokens=32)
+        kv.check()
+    assert kv.holds("famous", 0)
+    assert len(kv) == 4
+
+
+def test_what_is_held_never_leaves_whatever_the_policy_values(monkeypatch):
+    monkeypatch.setattr("semblend.eviction.policy.Lfu.price", lambda _self, keys: [-float(len(keys))] * len(keys))
+    kv = DonorKv(0, 2 * 4 * TOKEN_BYTES, eviction="lfu")
+    capture(kv, "held", 0)
+    held = kv.acquire("held", 0)
+    for number in range(1, 9):
+        capture(kv, f"d{number}", number)
+    assert kv.holds("held", 0)
+    assert holds_value(held, 0.0)
+    kv.release(held)
+    kv.check()
+
+
+def test_a_move_between_tiers_is_no_use(tmp_path):
+    kv = DonorKv(0, 2 * 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=1 << 20, eviction="lfu")
+    for number in range(4):
+        capture(kv, f"d{number}", number)
+    assert [kv._books.policy.price([kv._books.current[f"d{n}"].key])[0] for n in range(4)] == [1.0] * 4
+    kv.release(kv.acquire("d0", 0))  # it rises, another one sinks
+    assert [kv._books.policy.price([kv._books.current[f"d{n}"].key])[0] for n in range(4)] == [2.0, 1.0, 1.0, 1.0]
+    kv.close()
+
+
+def test_a_failing_policy_leaves_donors_that_leave_by_age_and_says_so_once(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr("semblend.eviction.policy.Lfu.price", fail)
+    failures = []
+    kv = DonorKv(0, 2 * 4 * TOKEN_BYTES, eviction="lfu", on_policy_failure=failures.append)
+    for number in range(5):
+        capture(kv, f"d{number}", number)
+    assert [kv.holds(f"d{n}", n) for n in range(5)] == [False, False, False, True, True]
+    assert len(failures) == 1
+
+
+def test_a_donor_that_fits_nowhere_is_forgotten_by_the_policy_too():
+    kv = DonorKv(0, 4 * TOKEN_BYTES, eviction="lfu")
+    with pytest.raises(CapacityError):
+        capture(kv, "large", 1, tokens=9)
+    assert kv._books.policy._policy._uses == {}

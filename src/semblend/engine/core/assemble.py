@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from semblend.config import SemBlendConfig
@@ -19,6 +20,7 @@ from semblend.materialize.donors.donor_kv import DonorKv
 from semblend.materialize.donors.shared.directory_kv import DirectoryKv
 from semblend.materialize.gate.canary import find_tolerance
 from semblend.materialize.gate.outcome_memory import OutcomeMemory
+from semblend.reporting import report_policy_failure
 
 GIB = 1 << 30
 
@@ -60,6 +62,8 @@ def assemble(
         rope=model.spec.rope,
         bits=donor_bits,
         directory=directory,
+        eviction=library.config.eviction,
+        on_policy_failure=partial(report_policy_failure, library.events),
     )
 
     def on_forgotten(eviction: Eviction) -> None:

@@ -14,9 +14,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from semblend.confirm import events
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.radix import RadixCache
 from semblend.engine.core.reuse import NoBlender, PromptFiller, Reuse
@@ -27,10 +27,11 @@ from semblend.engine.core.stops import AnswerText, Detokenizer, NoText
 from semblend.engine.model.paged_kv import KvPool
 from semblend.engine.model.sampling import Sampled, make_generator
 from semblend.errors import InputError, SemBlendError
-from semblend.eviction.policy import EvictionPolicy, GuardedPolicy, make_policy
+from semblend.eviction.policy import EvictionPolicy, guard_policy, make_policy
 from semblend.facade import SemBlend
 from semblend.materialize.gate.outcome_memory import OutcomeMemory
 from semblend.prompt import Prompt
+from semblend.reporting import report_policy_failure
 from semblend.wire.answer import Chunk, FinishReason, Logprob
 from semblend.wire.request import Request
 from semblend.wire.sampling import Sampling
@@ -303,17 +304,10 @@ class Engine:
 
     def _make_eviction_policy(self, semblend: SemBlend | None) -> EvictionPolicy | None:
         """The policy of the settings, behind a border: one that fails leaves an LRU cache and an event."""
-        policy = make_policy(semblend.config.eviction, self.pool.blocks - 1) if semblend is not None else None
-        if policy is None or semblend is None:
+        if semblend is None:
             return None
-
-        def report(error: BaseException) -> None:
-            what = f"{type(error).__name__}: {error}"
-            log.warning("the eviction policy failed, the exact cache goes on as lru: %s", what)
-            if semblend.events:
-                semblend.events.emit(events.error("eviction", what, None))
-
-        return GuardedPolicy(policy, report)
+        policy = make_policy(semblend.config.eviction, self.pool.blocks - 1)
+        return guard_policy(policy, partial(report_policy_failure, semblend.events))
 
     def _fail(self, sequences: Iterable[Sequence], error: BaseException) -> None:
         for sequence in sequences:

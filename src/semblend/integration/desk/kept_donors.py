@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from semblend.materialize.contract import Model
 from semblend.materialize.donors.donor_kv import DonorKv
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.prompt import Prompt
+from semblend.reporting import report_policy_failure
 
 log = logging.getLogger("semblend.desk")
 
@@ -32,6 +34,8 @@ class KeptDonors:
             on_evicted=self._note_lost,
             device_type=model.device.type,
             rope=model.rope,
+            eviction=settings.config.eviction,
+            on_policy_failure=partial(report_policy_failure, semblend.events),
         )
         self.generations: dict[str, int] = {}
         self._adopted: dict[tuple[str, bytes], str] = {}

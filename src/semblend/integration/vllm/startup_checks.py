@@ -95,6 +95,7 @@ def make_worker_half(model: StockModel, settings: ConnectorSettings, vllm_config
         disk_bytes=settings.donor_disk_bytes,
         donor_bits=settings.donor_bits,
         directory=_open_directory(model, settings),
+        eviction=settings.config.eviction,
         warm_up_model=model.warm_up,
         watch_weights=lambda: WeightsWatch(model.module),
     )

@@ -2,7 +2,7 @@
 
 A captured donor is a copy: the engine may reuse its blocks at once. Copies live in three tiers, each with a budget in
 bytes; what no longer fits moves down, and what fits nowhere is gone and told. The tenant that is most above its share
-of a tier gives first, its least recently used donor first:
+of a tier gives first, its least recently used donor first, or what another ``eviction`` policy values least:
 
     device   the accelerator's memory, beside the pool     spliced at memory bandwidth
     host     pinned where there is CUDA                    spliced over the bus
@@ -42,7 +42,7 @@ from semblend.errors import CapacityError, InputError, StoreError
 from semblend.materialize.donors.disk_tier import DiskTier
 from semblend.materialize.donors.donor_memory import DonorMemory
 from semblend.materialize.donors.shared.directory_kv import DirectoryKv, PublishedDonors
-from semblend.materialize.donors.tier_index import TIERS, Books, Entry
+from semblend.materialize.donors.tier_index import TIERS, Books, Entry, make_donor_policy
 from semblend.materialize.kv.host_memory import Arrival
 from semblend.materialize.kv.layout import Layout
 from semblend.materialize.kv.moves import DonorTensors
@@ -86,12 +86,15 @@ class DonorKv:
         rope: RopeSpec | None = None,
         bits: int = 16,
         directory: DirectoryKv | None = None,
+        eviction: str = "lru",
+        on_policy_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         budget = {"device": budget_device_bytes, "host": budget_host_bytes, "disk": budget_disk_bytes}
         if min(budget.values()) < 0:
             raise InputError("a byte budget is negative", hint="0 turns a tier off")
         self._disk = DiskTier(disk_dir) if disk_dir is not None and budget_disk_bytes else None
-        self._books = Books(budget if self._disk is not None else budget | {"disk": 0})
+        budget = budget if self._disk is not None else budget | {"disk": 0}
+        self._books = Books(budget, make_donor_policy(eviction, budget, on_policy_failure or _warn))
         self._device_type = device_type
         self.memory = DonorMemory(bits)
         self._rope = rope
@@ -135,7 +138,11 @@ class DonorKv:
             self.memory.fill(entry, layout, slots)
             if entry.arrives is not None and not slots_stay:
                 entry.arrives.wait()
+            with self._lock:
+                self._books.count_use(entry)
             if not self._settle(entry, TIERS.index(entry.tier)):
+                with self._lock:
+                    self._books.forget_uses(entry)
                 raise CapacityError(
                     f"donor {donor_id!r} needs {nbytes} bytes and fits in no tier", hint="raise the donor budgets"
                 )
@@ -213,7 +220,7 @@ class DonorKv:
         with self._lock:
             entry = self._books.find(donor_id, generation)
             in_memory = entry is not None and not entry.moving and entry.parts is not None
-            held = self._books.hold(entry) if in_memory else None  # where it is: publishing moves nothing
+            held = self._books.hold(entry, is_use=False) if in_memory else None  # where it is: publishing moves nothing
             arrives = entry.arrives if entry is not None else None
         if held is None:
             return 0
@@ -374,3 +381,7 @@ class DonorKv:
         with self._lock:
             self._books.add(entry, before)
         return True
+
+
+def _warn(error: BaseException) -> None:
+    log.warning("the eviction policy failed, donors leave by age from now on: %s: %s", type(error).__name__, error)

@@ -1,13 +1,15 @@
 """What is known of captured donors: which tier each lies in, who holds it, whose end has to be told.
 
-A tier that is full makes room by tenant: who lies most above its share gives first (see `semblend.shares`).
+A tier that is full makes room by tenant: who lies most above its share gives first (see `semblend.shares`), what the
+eviction policy values least, among equals the least recently used. All tiers ask one policy: a donor that moves between
+them was not used.
 
 Plain bookkeeping: no tensor is copied and no file touched here. Not thread-safe; `DonorKv` guards it with one lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,8 @@ import torch
 from torch import Tensor
 
 from semblend.errors import StoreError
+from semblend.eviction.fair_order import FairOrder
+from semblend.eviction.policy import EvictionPolicy, guard_policy, make_policy
 from semblend.materialize.donors.disk_tier import KvFile
 from semblend.materialize.kv.host_memory import Arrival
 from semblend.materialize.kv.moves import DonorTensors
@@ -25,6 +29,10 @@ from semblend.shares import FairLru
 
 TIERS = ("device", "host", "disk")
 """From fast to slow."""
+UNIT_BYTES = 1 << 10
+"""What an eviction policy counts as one."""
+TYPICAL_DONORS = 4096
+"""Donors that bound an eviction policy's memory: budgets are in bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +51,11 @@ class Entry:
     retired: bool = False  # replaced or dropped while held or moving
     moving: bool = False  # between tiers; its tensors belong to the mover alone
     told: bool = False  # its end was reported
+
+    @property
+    def key(self) -> int:
+        """The number under which the eviction policy knows it."""
+        return hash((self.donor_id, self.generation))
 
     @property
     def about(self) -> dict[str, Any]:
@@ -64,15 +77,31 @@ class Entry:
 class Books:
     """Entries by tier, and who leaves a full one; bytes in use stay within ``budget``."""
 
-    def __init__(self, budget: Mapping[str, int]) -> None:
+    def __init__(self, budget: Mapping[str, int], policy: EvictionPolicy | None = None) -> None:
         self.budget = dict(budget)
+        self.policy = policy
         self.tiers: dict[str, dict[int, Entry]] = {tier: {} for tier in TIERS}
-        self.order: dict[str, FairLru[int]] = {tier: FairLru() for tier in TIERS}
+        self.order: dict[str, FairLru[int]] = {tier: self._make_order(policy, self.tiers[tier]) for tier in TIERS}
         self.held: dict[int, Entry] = {}  # by the identity of the K tensor that was handed out
         self.current: dict[str, Entry] = {}
         self.used = dict.fromkeys(TIERS, 0)
         self.gone: list[tuple[str, int, str]] = []  # to be told
         self.waste: list[KvFile] = []  # to be removed
+
+    @staticmethod
+    def _make_order(policy: EvictionPolicy | None, entries: Mapping[int, Entry]) -> FairLru[int]:
+        return FairLru() if policy is None else FairOrder(policy, lambda item: entries[item].key)
+
+    def count_use(self, entry: Entry) -> None:
+        """Tell the eviction policy that a donor came, or that somebody takes its KV."""
+        if self.policy is not None:
+            self.policy.use([entry.key], sizes=[max(1, entry.nbytes // UNIT_BYTES)])
+
+    def forget_uses(self, entry: Entry) -> None:
+        """Tell the eviction policy that a donor is gone, unless another copy of it took its place."""
+        known = self.current.get(entry.donor_id, entry)
+        if self.policy is not None and (known is entry or known.key != entry.key):
+            self.policy.forget(entry.key)
 
     def find(self, donor_id: str, generation: int) -> Entry | None:
         entry = self.current.get(donor_id)
@@ -86,10 +115,13 @@ class Books:
             return entry.device is not None and entry.nbytes <= self.budget["device"]
         return entry.tier == "disk"
 
-    def hold(self, entry: Entry | None) -> DonorTensors | None:
+    def hold(self, entry: Entry | None, *, is_use: bool = True) -> DonorTensors | None:
+        """Hand out an entry's tensors until they are released; not every hold is a use: a copy to elsewhere is none."""
         if entry is None:
             return None
         entry.refs += 1
+        if is_use:
+            self.count_use(entry)
         self.order[entry.tier].touch(id(entry))
         tensors = DonorTensors.of_parts(entry.tensors, entry.donor_id, entry.generation, entry.rope)
         if entry.arrives is not None:
@@ -145,6 +177,7 @@ class Books:
         self.take_out(entry)
         self.throw_away(entry)
         entry.parts = None
+        self.forget_uses(entry)
         if self.current.get(entry.donor_id) is entry:
             del self.current[entry.donor_id]
 
@@ -188,6 +221,14 @@ class Books:
             _agree(files == on_disk, "the files on disk are not those that are booked")
         known = sum(not entry.retired for entries in self.tiers.values() for entry in entries.values())
         _agree(known == len(self.current), f"{known} donors lie in tiers, {len(self.current)} are known")
+
+
+def make_donor_policy(
+    name: str, budget: Mapping[str, int], on_failure: Callable[[BaseException], None] | None
+) -> EvictionPolicy | None:
+    """Make the eviction policy of all tiers together, behind a border; None for lru."""
+    capacity = max(1, sum(budget.values()) // UNIT_BYTES)
+    return guard_policy(make_policy(name, capacity, chained=False, items=TYPICAL_DONORS), on_failure)
 
 
 def _agree(holds: bool, problem: str) -> None:

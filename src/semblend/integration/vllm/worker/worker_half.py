@@ -68,6 +68,7 @@ class WorkerHalf:
         disk_bytes: int = 0,
         donor_bits: int = 16,
         directory: DirectoryKv | None = None,
+        eviction: str = "lru",
         warm_up_model: Callable[[], None] = lambda: None,
         watch_weights: Callable[[], WeightsWatch] | None = None,
     ) -> None:
@@ -83,6 +84,7 @@ class WorkerHalf:
             rope=model.rope,
             bits=donor_bits,
             directory=directory,
+            eviction=eviction,
         )
         self._publisher = Publisher(self.donor_kv)
         self._evicted: deque[tuple[str, int]] = deque()  # also by the publisher's thread

@@ -100,8 +100,9 @@ class SemBlendConfig:
     max_bytes: int = setting(GIB, "Memory for donor tokens and their index, in bytes.")
     eviction: str = setting(
         "lru",
-        "What the donors' memory and the embedded engine's exact prefix cache let go first: lru, lfu, slru, lru2, or "
-        "adaptive, which learns what comes back and when. A policy that fails leaves lru, and an event.",
+        "What the donors' memory, the embedded engine's exact prefix cache and SGLang's radix cache (our backend) "
+        "let go first: lru, lfu, slru, lru2, or adaptive, which learns what comes back and when. A policy that fails "
+        "leaves lru, and an event.",
     )
     donor_ttl_s: float = setting(0.0, "Seconds until a donor expires; 0 = never.")
     store: str = setting("", "File that keeps donors across restarts; empty = memory only.")

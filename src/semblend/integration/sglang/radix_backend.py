@@ -15,18 +15,41 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, InitLoadBackParams, MatchPrefixParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_cache.components.base import EvictLayer
+from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from torch import Tensor
 
+from semblend.eviction.policy import make_policy
 from semblend.integration.desk.records import SlotPool
 from semblend.integration.desk.reuse_desk import ReuseDesk
+from semblend.integration.sglang.eviction_strategy import BLOCK_TOKENS, BlockChain, PolicyStrategy
 from semblend.integration.sglang.requests import build_namespace, join_salts, read_request, show_receipt
 from semblend.integration.sglang.semantic_prefix import GuardedProvider, SemanticPrefixProvider, copy_key
 from semblend.prompt import Namespace, Prompt
+from semblend.reporting import report_policy_failure
 
 log = logging.getLogger("sglang.semblend")
 OWN_PAGES = "SGLang loads an exact prefix from its own pages"
 Answer = TypeVar("Answer")
+
+
+class ValuedFull(FullComponent):
+    """SGLang's part of the tree for full attention; tells our eviction strategy what leaves the device."""
+
+    def evict_component(self, node: Any, *args: Any, target: Any = EvictLayer.DEVICE, **more: Any) -> Any:
+        strategy = self.tree_core.eviction_strategy
+        if EvictLayer.DEVICE in target and isinstance(strategy, PolicyStrategy):
+            strategy.forget(node)
+        return super().evict_component(node, *args, target=target, **more)
+
+
+def prepare_tree(params: Any) -> None:
+    """Let SGLang build a tree that asks a strategy in Python: the one in Rust has its policies compiled in."""
+    params.tree_core_backend = "python"
+    parts = params.component_registry_override or {}
+    params.component_registry_override = {**parts, ComponentType.FULL: ValuedFull}
 
 
 class SemBlendRadixCache(UnifiedRadixCache):
@@ -36,6 +59,19 @@ class SemBlendRadixCache(UnifiedRadixCache):
     _namespace = Namespace()
     _provider: GuardedProvider | None = None
     _last_load_is_ours = False
+    _strategy: PolicyStrategy | None = None
+
+    def value_leaves(self, name: str) -> None:
+        """Let the eviction policy of this name say which leaf of the tree leaves first."""
+        blocks = max(1, int(self.token_to_kv_pool_allocator.size) // BLOCK_TOKENS)
+        self._strategy = PolicyStrategy(
+            lambda: make_policy(name, blocks), lambda: self.tree_core.evictable_device_leaves, self._note_failure
+        )
+        self.tree_core.eviction_strategy = self._strategy
+
+    def _note_failure(self, error: BaseException) -> None:
+        if self._desk is not None:
+            report_policy_failure(self._desk.semblend.events, error)
 
     def open_desk(self, make: Callable[[SlotPool], ReuseDesk], namespace: Namespace) -> None:
         """Serve requests from now on."""
@@ -197,10 +233,22 @@ class SemBlendRadixCache(UnifiedRadixCache):
             return
         self._guard("prompt", req.rid, lambda desk: self._note_prompt(desk, req, up_to), None)
         exact_end = self._find_exact_end(self._desk, req)
-        super().checkpoint(req, up_to=up_to if exact_end is None else min(up_to, exact_end), **more)
+        published = up_to if exact_end is None else min(up_to, exact_end)
+        super().checkpoint(req, up_to=published, **more)
+        self._note_use(req, published)
         told = exact_end is None and not getattr(req, "semblend_opted_out", False)
         if self._provider is not None and told and req.finished():
             self._provider.on_request_cached(req.rid, list(req.full_untruncated_fill_ids[:up_to]))
+
+    def _note_use(self, req: Any, published: int) -> None:
+        """Tell the eviction policy of the blocks that a request has in the tree."""
+        if self._strategy is None:
+            return
+        chain: BlockChain | None = getattr(req, "semblend_chain", None)
+        if chain is None:
+            chain = req.semblend_chain = BlockChain(req.extra_key, req.cache_salt)
+        chain.grow(req.full_untruncated_fill_ids[:published])
+        self._strategy.note_use(chain)
 
     def _find_exact_end(self, desk: ReuseDesk, req: Any) -> int | None:
         """Up to where the KV of a request is exact, by the request's own mark and by the desk; None for all of it."""
@@ -229,6 +277,8 @@ class SemBlendRadixCache(UnifiedRadixCache):
     def reset(self) -> None:
         self._guard("reset", "", lambda desk: desk.reset(), None)
         super().reset()
+        if self._strategy is not None:
+            self._strategy.begin_again()
 
     def evict_for_alloc(self, params: EvictParams, *args: Any, **more: Any) -> EvictResult:
         """SGLang needs slots: a load that waits gives its own back when the tree has not enough."""

@@ -36,23 +36,49 @@ def make_cache(context: Any) -> Any:
 
     from semblend.integration.sglang.radix_backend import SemBlendRadixCache
 
+    settings, why = _read_settings(context, sglang.__version__)
+    valued = settings is not None and _prepare_tree(context, settings)
     cache = create_unified_radix_cache(context, cache_class=SemBlendRadixCache)
-    try:
-        why = refusal(context, sglang.__version__)
-        if why is None:
-            own = {name: value for name, value in read_engine_variable("sglang").items() if name not in NOT_SETTINGS}
-            settings = sglang_settings(own)
+    if settings is not None:
+        try:
             cache.open_desk(lambda pool: make_desk(context, settings, pool, sglang.__version__), build_engine(context))
+            if valued:
+                cache.value_leaves(settings.config.eviction)
             if path := read_engine_variable("sglang").get("provider"):
                 cache.set_semantic_provider(make_provider(str(path)), deadline_ms=settings.provider_deadline_ms)
-    except Exception as error:  # an engine that we cannot serve must start
-        log.warning("SemBlend could not be started", exc_info=True)
-        why = f"{type(error).__name__}: {error}"
-    if why is not None:
+        except Exception as error:  # an engine that we cannot serve must start
+            log.warning("SemBlend could not be started", exc_info=True)
+            why = f"{type(error).__name__}: {error}"
+    if why is not None or settings is None:
         log.warning("SemBlend reuses nothing in this engine: %s", why)
     else:
         log.info("SemBlend serves this engine: SGLang %s, quality %s", sglang.__version__, settings.config.quality)
     return cache
+
+
+def _read_settings(context: Any, version: str) -> tuple[SglangSettings | None, str | None]:
+    """The settings of an engine that can be served, or why it cannot."""
+    try:
+        why = refusal(context, version)
+        own = {name: value for name, value in read_engine_variable("sglang").items() if name not in NOT_SETTINGS}
+        return (sglang_settings(own), None) if why is None else (None, why)
+    except Exception as error:  # an engine that we cannot serve must start
+        log.warning("SemBlend could not be started", exc_info=True)
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _prepare_tree(context: Any, settings: SglangSettings) -> bool:
+    """Make SGLang's tree one that asks our eviction policy, where the settings name one; whether it does."""
+    from semblend.integration.sglang.radix_backend import prepare_tree
+
+    name, own = settings.config.eviction, str(context.params.eviction_policy).lower()
+    if name == "lru":
+        return False
+    if own != "lru":
+        log.warning("SGLang evicts by --radix-eviction-policy %s; SEMBLEND_EVICTION=%s is for donors only", own, name)
+        return False
+    prepare_tree(context.params)
+    return True
 
 
 def make_desk(context: Any, settings: SglangSettings, pool: SlotPool, version: str) -> ReuseDesk:

@@ -75,30 +75,55 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatForm:
+    """How a model wants a chat written: ``begin`` up to the user's text, ``end`` from there to the answer."""
+
+    begin: str
+    end: str
+
+
+CHATML = ChatForm("<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
+ZEPHYR = ChatForm("<|system|>\n{system}</s>\n<|user|>\n", "</s>\n<|assistant|>\n")
+
+
+def choose_chat_form(encode: Encode) -> ChatForm:
+    """ChatML where its mark is one token (Qwen, SmolLM2); else Zephyr's form, which TinyLlama was tuned on."""
+    return CHATML if len(encode("<|im_start|>")) == 1 else ZEPHYR
+
+
+@dataclass(frozen=True, slots=True)
 class _Source:
-    """What the builders share: the data folder, the tokenizer, the largest document."""
+    """What the builders share: the data folder, the tokenizer, the largest document, how chats are written."""
 
     folder: Path
     encode: Encode
     tokens: int
     seed: int
+    form: ChatForm
 
     def rng(self, *key: object) -> random.Random:
         return random.Random(f"{self.seed}/{'/'.join(map(str, key))}")
 
     def chat(self, system: str, task: str) -> Tokens:
-        return self.encode(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{task}")
+        return self.encode(self.form.begin.format(system=system) + task)
 
     def ask(self, question: str) -> Tokens:
-        return self.encode(f"\n\nQuestion: {question}<|im_end|>\n<|im_start|>assistant\n")
+        return self.encode(f"\n\nQuestion: {question}{self.form.end}")
 
 
 def cases(
-    folder: Path, encode: Encode, *, scenarios: Sequence[str], prompts: int, tokens: int, seed: int
+    folder: Path,
+    encode: Encode,
+    *,
+    scenarios: Sequence[str],
+    prompts: int,
+    tokens: int,
+    seed: int,
+    form: ChatForm = CHATML,
 ) -> Iterator[Case]:
     """``prompts`` cases of every scenario (twice as many of the four data sets of summarization), taking turns, so that
     a run cut short has some of each."""
-    source = _Source(folder, encode, tokens, seed)
+    source = _Source(folder, encode, tokens, seed, form)
     lines = [itertools.islice(SCENARIOS[name](source), prompts * (1 + (name == "summarization"))) for name in scenarios]
     for row in itertools.zip_longest(*lines):
         yield from (case for case in row if case is not None)

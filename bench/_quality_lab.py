@@ -36,7 +36,8 @@ from semblend.quality import GATED_MODE, find_path
 NEVER = Thresholds(0.0, 0.0, 0.0)
 LOOKS = ("glance", "deviation")
 """Passes that end early."""
-RERUN_CHUNK = 1000
+RERUN_CHUNK, RERUN_CHUNKS = 1000, 3
+"""A rerun is computed in chunks of at most so many tokens, and in at least so many chunks: a short prompt too."""
 REFERENCE_TOKENS = 32
 
 
@@ -140,7 +141,7 @@ class Lab:
         cold = Prepared("cold", self._room(case, blocks), torch.empty(0), 1.0)
         cold.logits = self._prefill(case.tokens, cold.slots)
         rerun = Prepared("rerun", self._room(case, blocks), torch.empty(0), 1.0)
-        rerun.logits = self._prefill(case.tokens, rerun.slots, RERUN_CHUNK)
+        rerun.logits = self._prefill(case.tokens, rerun.slots, min(RERUN_CHUNK, len(case.tokens) // RERUN_CHUNKS + 1))
         made = [cold, rerun]
         prompt = CalibrationPrompt(case.tokens, case.donors, case.spans)
         if self.other_order and (moved := reorder_passages(prompt)) is not None:

@@ -81,10 +81,12 @@ def measure(args: argparse.Namespace, rows: Rows) -> None:
                     break
                 for kind, prompt in list_prompts(turns).items():
                     arms = rng.sample(("warm", "cold"), 2)
+                    if (name, kind) in done:  # it is a donor for what follows
+                        ask(server, prompt, "warm", f"{name}-{kind}", args.quality)
+                        continue
                     found = {arm: ask(server, prompt, arm, f"{name}-{kind}", args.quality) for arm in arms}
-                    if (name, kind) not in done:
-                        rows.add({"conversation": name, "kind": kind, "first": arms[0],
-                                  **{arm: reply.to_row() for arm, reply in found.items()}})  # fmt: skip
+                    rows.add({"conversation": name, "kind": kind, "first": arms[0],
+                              **{arm: reply.to_row() for arm, reply in found.items()}})  # fmt: skip
                 _report.progress(f"{number} of {args.conversations} conversations")
         finally:
             server.stop()

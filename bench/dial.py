@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import _report  # first: it sets the number of threads
 from _dial_runs import RowFile, add_run_arguments, load_model, read_rows, run_cases
 from _dial_tables import WAYS, measures_of, show_dial
-from _quality_cases import Case, cases
+from _quality_cases import Case, cases, choose_chat_form
 from _quality_lab import Lab, Recipe, recipes
 
 from semblend.materialize.blend.quality import QualitySettings
@@ -75,9 +75,10 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     began = time.perf_counter()
     model, tokenizer, name = load_model(args)
     rows = RowFile(args.rows)
+    encode: Callable[[str], list[int]] = lambda text: tokenizer.encode(text, add_special=False)  # noqa: E731
     made = list(
-        cases(_report.data_dir(args), lambda text: tokenizer.encode(text, add_special=False), scenarios=args.classes,
-              prompts=args.prompts, tokens=args.tokens, seed=args.seed)
+        cases(_report.data_dir(args), encode, scenarios=args.classes, prompts=args.prompts, tokens=args.tokens,
+              seed=args.seed, form=choose_chat_form(encode))
     )  # fmt: skip
     longest = max(len(tokens) for case in made for tokens in (case.tokens, *case.donors)) + 64
     if args.phase in ("both", "ways"):

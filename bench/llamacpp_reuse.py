@@ -6,7 +6,7 @@
 Both engines load the same GGUF file, run on one thread and get the same prompts as text. Each case asks its donor, then
 its recipient; the recipient is also asked of an empty cache. llama.cpp runs with ``n_cache_reuse`` 0 (its prefix cache
 alone) and 32. Tokens are each engine's own counts. An answer is changed where its text is not that of the same engine's
-empty cache.
+empty cache. Each case is a row of ``--rows`` as soon as an engine is done with it; a second run goes on from there.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from typing import Any
 
 from _report import REPO, Report, fail, progress  # first: it holds the numeric libraries to one thread
 
+# isort: split
+from _vllm_runs import Rows
+
 ADAPTER = REPO / "bench" / "peer_adapters" / "llamacpp.py"
 ENVIRONMENT = REPO / ".peers" / "llamacpp"
 PACKAGE = "xllamacpp==2026.10.11549"
@@ -34,11 +37,11 @@ MIDDLE = "Note: the text was checked by two readers and is complete.\n"
 CHAT = "<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def build_cases(count: int, words: int) -> list[dict[str, str]]:
+def build_cases(count: int, words: int) -> list[dict[str, Any]]:
     """Return cases of four edits: the head grows, the head shrinks, text appears inside, passages change places."""
     from sembench.manifests.writer import write_document
 
-    cases = []
+    cases: list[dict[str, Any]] = []
     for number in range(count):
         first, second = (write_document(f"llamacpp:{number}:{at}", words) for at in range(2))
         one, two = first.context, second.context
@@ -52,25 +55,38 @@ def build_cases(count: int, words: int) -> list[dict[str, str]]:
         }
         for shape, (donor, recipient) in shapes.items():
             texts = {"donor": donor, "recipient": recipient, "other": other}
-            cases.append({"shape": shape, **{name: CHAT.format(text=text) for name, text in texts.items()}})
+            prompts = {name: CHAT.format(text=text) for name, text in texts.items()}
+            cases.append({"number": len(cases), "words": words, "shape": shape, **prompts})
     return cases
 
 
-def run_llamacpp(model: str, cases: list[dict[str, str]], max_tokens: int) -> dict[str, Any]:
+def run_llamacpp(model: str, cases: list[dict[str, Any]], max_tokens: int, rows: Rows) -> None:
+    """Give llama.cpp the cases that it has no row of, and add a row for each as it comes."""
     python = ENVIRONMENT / "bin" / "python"
     if not python.exists():
         fail("llama.cpp is not installed", hint="python bench/llamacpp_reuse.py --setup")
-    work = {"model": model, "reuse": list(REUSE), "max_tokens": max_tokens, "context": CONTEXT, "cases": cases}
-    done = subprocess.run(
-        [str(python), str(ADAPTER)], input=json.dumps(work), capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        fail(f"llama.cpp failed: {done.stderr[-300:]}", hint="run the adapter by hand")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    known = {row["case"] for row in rows.rows if row.get("reuse") == REUSE[-1]}
+    left = [case for case in cases if case["number"] not in known]
+    work = {"model": model, "reuse": list(REUSE), "max_tokens": max_tokens, "context": CONTEXT, "cases": left}
+    with subprocess.Popen([str(python), str(ADAPTER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          stderr=subprocess.DEVNULL, text=True) as peer:  # fmt: skip
+        assert peer.stdin is not None
+        assert peer.stdout is not None
+        with peer.stdin as stdin:
+            json.dump(work, stdin)
+        for line in peer.stdout:
+            run = json.loads(line)
+            rows.add({"engine": name_llamacpp(run["version"], run["reuse"]), **_label(cases[run["case"]]), **run})
+            progress(f"llama.cpp, n_cache_reuse {run['reuse']}: case {run['case']} of {len(cases)}")
+    if peer.returncode:
+        fail(f"llama.cpp ended with {peer.returncode}", hint=f"run {ADAPTER.name} by hand")
 
 
-async def run_ours(model: str, cases: list[dict[str, str]], max_tokens: int, quality: str) -> list[dict[str, Any]]:
+def name_llamacpp(version: str, reuse: int) -> str:
+    return f"llama.cpp ({version}), n_cache_reuse {reuse}"
+
+
+async def run_ours(model: str, cases: list[dict[str, Any]], max_tokens: int, quality: str, rows: Rows) -> None:
     """Ask the embedded engine the same, over its own HTTP routes in this process."""
     import httpx
 
@@ -82,7 +98,6 @@ async def run_ours(model: str, cases: list[dict[str, str]], max_tokens: int, qua
     config = SemBlendConfig(embedder="none", quality=quality)
     engine = Launch(ServeConfig(model=model, device="cpu", pool_tokens=2 * CONTEXT)).engine(config)
     engine.start()
-    rows = []
     transport = httpx.ASGITransport(create_app(engine))
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=600) as http:
@@ -93,31 +108,40 @@ async def run_ours(model: str, cases: list[dict[str, str]], max_tokens: int, qua
                 receipt = answer["semblend"]
                 return {"text": answer["choices"][0]["text"], **{n: receipt[f"{n}_tokens"] for n in KINDS}}
 
-            for number, case in enumerate(cases):
+            for case in cases:
+                asked = {"engine": f"ours, {quality}", "case": case["number"]}
+                if rows.find(**asked):
+                    continue
                 (await http.post("/flush_cache")).raise_for_status()
                 cold = await ask(case["recipient"], max_tokens)
                 (await http.post("/flush_cache")).raise_for_status()
                 await ask(case["donor"], 1)
-                rows.append({"case": number, "cold": cold, "warm": await ask(case["recipient"], max_tokens)})
-                progress(f"ours, {quality}: {number + 1} of {len(cases)}")
+                warm = await ask(case["recipient"], max_tokens)
+                rows.add({**asked, **_label(case), "cold": cold, "warm": warm})
+                progress(f"ours, {quality}: {case['number'] + 1} of {len(cases)}")
     finally:
         engine.close()
-    return rows
+
+
+def _label(case: dict[str, Any]) -> dict[str, Any]:
+    return {"case": case["number"], "words": case["words"], "shape": case["shape"]}
 
 
 KINDS = ("exact", "reused", "recomputed", "prefill")
 
 
-def tabulate(name: str, shapes: list[str], rows: Iterable[tuple[int, int, int, bool]]) -> list[list[Any]]:
-    """Return a row for each direction: tokens of the prompts, tokens not computed, their share, answers changed."""
-    sums: dict[str, list[int]] = {}
-    for case, total, kept, changed in rows:
-        own = sums.setdefault(shapes[case], [0, 0, 0, 0])
-        for at, value in enumerate((1, total, kept, int(changed))):
+def tabulate(rows: Iterable[dict[str, Any]]) -> list[list[Any]]:
+    """Return a line for each engine and edit: tokens of the prompts, those not computed, answers changed."""
+    sums: dict[tuple[str, str], list[int]] = {}
+    last = {(row["engine"], row["case"]): row for row in rows}  # an interrupted case is asked again
+    for row in last.values():
+        total, kept = _count_ours(row) if row["engine"].startswith("ours") else _count_theirs(row)
+        own = sums.setdefault((row["engine"], row["shape"]), [0, 0, 0, 0])
+        for at, value in enumerate((1, total, kept, int(row["warm"]["text"] != row["cold"]["text"]))):
             own[at] += value
     return [
-        [name, shape, count, total, kept, kept / total, f"{changed} of {count}"]
-        for shape, (count, total, kept, changed) in sums.items()
+        [engine, shape, count, total, kept, kept / total, f"{changed} of {count}"]
+        for (engine, shape), (count, total, kept, changed) in sorted(sums.items(), key=lambda one: one[0][0])
     ]
 
 
@@ -126,29 +150,31 @@ def main() -> int:
     parser.add_argument("--setup", action="store_true", help="install llama.cpp below .peers/ and stop")
     parser.add_argument("--model", default="", metavar="FILE", help=f"a GGUF file (default: the pulled {MODEL})")
     parser.add_argument("--documents", type=int, default=4, metavar="N", help="cases of each direction (default: 4)")
-    parser.add_argument("--words", type=int, default=300, metavar="N", help="words of a document (default: 300)")
-    parser.add_argument("--max-tokens", type=int, default=16, metavar="N", help="of an answer (default: 16)")
+    parser.add_argument("--words", type=int, default=120, metavar="N", help="words of a document (default: 120)")
+    parser.add_argument("--max-tokens", type=int, default=12, metavar="N", help="of an answer (default: 12)")
     parser.add_argument("--quick", action="store_true", help="one short case of each direction")
+    parser.add_argument(
+        "--rows", default="bench/results/llamacpp_reuse.rows.jsonl", help="a second run goes on from it"
+    )
+    parser.add_argument("--tables-only", action="store_true", help="ask nobody, read the rows")
     parser.add_argument("--out", default="bench/results/llamacpp_reuse.json", help="JSON result file; '' writes none")
     args = parser.parse_args()
     if args.setup:
         venv.create(ENVIRONMENT, with_pip=True, clear=True)
         subprocess.run([str(ENVIRONMENT / "bin" / "pip"), "install", "-q", PACKAGE], check=True)
         return 0
-    report = Report("llamacpp_reuse", args)
-    cases = build_cases(1 if args.quick else args.documents, 80 if args.quick else args.words)
-    shapes = [case.pop("shape") for case in cases]
+    if args.quick:
+        args.documents, args.words, args.rows, args.out = 1, 80, "/dev/null", ""
+    report, rows = Report("llamacpp_reuse", args), Rows(args.rows)
+    rows.rows = rows.find(words=args.words)  # prompts of another length are other prompts
     model = args.model or find_gguf()
-    theirs = run_llamacpp(model, cases, args.max_tokens)
-    rows: list[list[Any]] = []
-    for reuse in REUSE:
-        name = f"llama.cpp ({theirs['version']}), n_cache_reuse {reuse}"
-        rows += tabulate(name, shapes, (_read_theirs(run) for run in theirs["runs"] if run["reuse"] == reuse))
-    for quality in ("balanced", "fast"):
-        ours = asyncio.run(run_ours(args.model or MODEL, cases, args.max_tokens, quality))
-        rows += tabulate(f"ours, {quality}", shapes, (_read_ours(run) for run in ours))
+    if not args.tables_only:
+        cases = build_cases(args.documents, args.words)
+        run_llamacpp(model, cases, args.max_tokens, rows)
+        for quality in ("balanced", "fast"):
+            asyncio.run(run_ours(args.model or MODEL, cases, args.max_tokens, quality, rows))
     columns = ["engine", "edit", "cases", "prompt tokens", "not computed", "share", "answers changed"]
-    report.table(f"One GGUF ({Path(model).name}), the same prompts", columns, rows)
+    report.table(f"One GGUF ({Path(model).name}), the same prompts", columns, tabulate(rows.rows))
     report.note(
         "n_cache_reuse looks for the rest of the prompt further on in the slot, so it moves what follows a deletion; "
         "not computed counts exact and moved tokens"
@@ -166,16 +192,14 @@ def find_gguf() -> str:
     return str(find_pulled_path(found))
 
 
-def _read_theirs(run: dict[str, Any]) -> tuple[int, int, int, bool]:
-    cold, warm = run["cold"], run["warm"]
-    total = cold["computed_tokens"] + cold["cached_tokens"]
-    return run["case"], total, total - warm["computed_tokens"], warm["text"] != cold["text"]
+def _count_theirs(row: dict[str, Any]) -> tuple[int, int]:
+    """Return the tokens of the prompt and those that were not computed."""
+    total = row["cold"]["computed_tokens"] + row["cold"]["cached_tokens"]
+    return total, total - row["warm"]["computed_tokens"]
 
 
-def _read_ours(run: dict[str, Any]) -> tuple[int, int, int, bool]:
-    cold, warm = run["cold"], run["warm"]
-    kept = warm["exact"] + warm["reused"]
-    return run["case"], sum(cold[kind] for kind in KINDS), kept, warm["text"] != cold["text"]
+def _count_ours(row: dict[str, Any]) -> tuple[int, int]:
+    return sum(row["cold"][kind] for kind in KINDS), row["warm"]["exact"] + row["warm"]["reused"]
 
 
 if __name__ == "__main__":

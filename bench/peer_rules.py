@@ -1,6 +1,7 @@
 """What the rules of CacheBlend and EPIC cost and do to answers on CacheBlend's own MuSiQue inputs, beside ours.
 
     PYTHONPATH=src:bench python bench/peer_rules.py --data-dir DATA [--model FILE.gguf] [--prompts 30] [--quick]
+    PYTHONPATH=src:bench python bench/peer_rules.py --device cuda --dtype bfloat16 --model FILE.gguf --tokens 3000
 
 Every prompt is prepared by every rule on the same model. *Alone* is the setting of the papers: each passage is encoded
 by itself at position 0 (CacheBlend, EPIC). *In a prompt* is what a server has: passages lie among others in three
@@ -13,13 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import _report  # first: it sets the number of threads
 import torch
-from _quality_cases import cases
+from _quality_cases import cases, choose_chat_form
 from _quality_lab import Lab, Recipe, recipes
 from _quality_tables import interval
 from quality import default_model, kept_rows
@@ -44,21 +46,27 @@ def choose_recipes(model: str) -> list[Recipe]:
 
 
 def run(args: argparse.Namespace) -> list[dict[str, object]]:
-    model = DecoderModel.load(args.model, "cpu", None)
+    begun = time.monotonic()
+    model = DecoderModel.load(args.model, args.device, getattr(torch, args.dtype) if args.dtype else None)
     tokenizer = ModelTokenizer.load(args.model)
     chosen = choose_recipes(Path(args.model).name)
     rows_path = Path(args.rows)
     rows = kept_rows([rows_path]) if rows_path.exists() else []
+    name = f"{Path(args.model).name} {str(model.dtype).removeprefix('torch.')} on {args.device}"
+    rows = [row for row in rows if row["model"] == name]
     finished = {row["case"] for row in rows}
     lab = Lab(model, tokenizer, chosen, longest=int(args.tokens * 2) + 400, other_order=True)
     encode: Callable[[str], list[int]] = lambda text: tokenizer.encode(text, add_special=False)  # noqa: E731
     made = cases(_report.data_dir(args), encode, scenarios=["several"], prompts=args.prompts, tokens=args.tokens,
-                 seed=args.seed)  # fmt: skip
+                 seed=args.seed, form=choose_chat_form(encode))  # fmt: skip
     with rows_path.open("a", encoding="utf-8") as out:
         for number, case in enumerate(made, start=1):
             if case.case_id in finished:
                 continue
-            found = [{"model": Path(args.model).name, **row} for row in lab.run(case)]
+            if args.budget_s and time.monotonic() - begun > args.budget_s:
+                _report.progress("the budget is spent; run again to go on")
+                break
+            found = [{"model": name, **row} for row in lab.run(case)]
             rows += found
             out.write("".join(json.dumps(row) + "\n" for row in found))
             out.flush()
@@ -66,7 +74,7 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
     return rows
 
 
-def show(report: _report.Report, rows: list[dict[str, object]], model: str) -> None:
+def show(report: _report.Report, rows: list[dict[str, object]]) -> None:
     lines = []
     for recipe in dict.fromkeys(str(row["recipe"]) for row in rows):
         own = [row for row in rows if row["recipe"] == recipe]
@@ -77,7 +85,8 @@ def show(report: _report.Report, rows: list[dict[str, object]], model: str) -> N
     lines.sort(key=lambda line: order[str(line[1])])
     columns = ["rule", "donors", "prompts", "FLOPs of cold", "KL of the answer", "F1 against cold", "F1 against gold"]
     tokens = sorted(int(str(row["tokens"])) for row in rows if row["recipe"] == "cold")
-    title = f"musique_s, {model}, prompts of {tokens[0]} to {tokens[-1]} tokens (median {tokens[len(tokens) // 2]})"
+    size = f"prompts of {tokens[0]} to {tokens[-1]} tokens (median {tokens[len(tokens) // 2]})"
+    title = f"musique_s, {rows[0]['model']}, {size}"
     report.table(title, columns, lines)
 
 
@@ -109,6 +118,9 @@ def main() -> int:
         "--prompts", type=int, default=30, metavar="N", help="prompts (default: 30); 0 quotes the larger model alone"
     )
     parser.add_argument("--tokens", type=int, default=200, metavar="N", help="half the tokens of all passages")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default=None, help="float32, bfloat16 or float16; default: float32 on a CPU")
+    parser.add_argument("--budget-s", type=float, default=0.0, help="begin no prompt after this long; 0: no limit")
     parser.add_argument("--rows", default="bench/results/peer_rules.rows.jsonl", help="a second run goes on from it")
     args = parser.parse_args()
     if args.quick:
@@ -118,7 +130,7 @@ def main() -> int:
     torch.set_num_threads(1)
     report = _report.Report("peer_rules", args)
     if args.prompts:
-        show(report, run(args), Path(args.model).name)
+        show(report, run(args))
     quote_larger_model(report)
     report.note("intervals: 95 %, bootstrap over documents; FLOPs count every pass, as a share of the cold prefill's")
     report.note("balanced falls back to a cold prefill where its gate sees too much damage, so its FLOPs may exceed 1")

@@ -6,7 +6,8 @@
 Every case is prepared by every recipe from the same donors. Against cold: divergence of the first token and of the
 whole answer (cold's own greedy answer, teacher forced), agreement of the most likely token, word F1 of the greedy
 answers (edit similarity of the next line for code), perplexity of the reference answer, whether a planted code is
-answered. Against the reference: the same score. `rerun` is cold again, prefilled in chunks: what rounding alone does.
+answered. Against the reference: the same score. `rerun` is cold again, prefilled in chunks: what rounding alone does;
+with --other-order, `other order` is cold with the passages that moved in a third order: what two retrievals do.
 `stage N` rows are what the gate's passes leave after N %, with every signal that a gate could decide by.
 FLOPs are a share of the cold prefill's, all passes and the observation counted.
 Rows go to --jsonl as they come; a second run skips the cases that are there; --shard 2/8 takes every eighth case and
@@ -24,7 +25,7 @@ from typing import Any
 
 import _report  # first: it sets the number of threads
 import torch
-from _quality_cases import SCENARIOS, cases
+from _quality_cases import SCENARIOS, cases, choose_chat_form
 from _quality_lab import Lab, recipes
 from _quality_tables import show
 
@@ -62,6 +63,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=1000, help="tokens of a document, at most")
     parser.add_argument("--scenarios", nargs="+", default=list(SCENARIOS), choices=list(SCENARIOS))
     parser.add_argument("--recipes", nargs="+", default=None, help="names; default: all")
+    parser.add_argument("--other-order", action="store_true", help="moved passages also cold in a third order")
     parser.add_argument("--half", default="both", choices=("both", "tuning", "held-out"), help="which documents")
     parser.add_argument("--jsonl", default="bench/results/quality.jsonl", help="rows; a second run goes on from them")
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th case from the i-th on")
@@ -88,11 +90,11 @@ def run(args: argparse.Namespace, report: _report.Report) -> list[dict[str, Any]
         path.write_bytes(path.read_bytes() + b"\n")  # a kill cut the last line off: let it spoil no other
     rows = [row for row in kept_rows([path]) if row["model"] == name]
     finished = {row["case"] for row in rows}  # a case's rows are written together
-    lab = Lab(model, tokenizer, chosen, longest=int(args.tokens * 2) + 400)
+    lab = Lab(model, tokenizer, chosen, longest=int(args.tokens * 2) + 400, other_order=args.other_order)
     encode: Callable[[str], list[int]] = lambda text: tokenizer.encode(text, add_special=False)  # noqa: E731
     first, shards = map(int, args.shard.split("/"))
     made = cases(_report.data_dir(args), encode, scenarios=args.scenarios, prompts=args.prompts, tokens=args.tokens,
-                 seed=args.seed)  # fmt: skip
+                 seed=args.seed, form=choose_chat_form(encode))  # fmt: skip
     with path.open("a", encoding="utf-8") as out:
         for number, case in enumerate(made):
             wanted = args.half == "both" or (args.half == "held-out") == case.held_out

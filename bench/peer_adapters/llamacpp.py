@@ -1,8 +1,9 @@
 """llama.cpp in a process of its own (PyPI ``xllamacpp``): what its cache reuse keeps, and what it answers.
 
 A JSON object on standard input: ``model`` (a GGUF file), ``reuse`` (values of ``n_cache_reuse``), ``max_tokens``,
-``context`` and ``cases`` of ``donor``, ``recipient`` and ``other``. On standard output, for each value and case: the
-answer of an empty cache, the answer after the donor, and llama.cpp's own counts of both.
+``context`` and ``cases`` of ``number``, ``donor``, ``recipient`` and ``other``. On standard output one JSON line for
+each case and value, as soon as it is measured: the answer of an empty cache, the answer after the donor, and
+llama.cpp's own counts of both.
 """
 
 from __future__ import annotations
@@ -48,19 +49,15 @@ def ask(server: Any, prompt: str, max_tokens: int, *, cached: bool) -> dict[str,
 
 def main() -> int:
     work = json.load(sys.stdin)
-    out: dict[str, Any] = {"version": version("xllamacpp"), "runs": []}
-    colds: dict[int, dict[str, Any]] = {}  # an empty cache is the same with every value
-    for reuse in work["reuse"]:
-        server = start(work["model"], reuse, work["context"])
-        for number, case in enumerate(work["cases"]):
-            if number not in colds:
-                colds[number] = ask(server, case["recipient"], work["max_tokens"], cached=False)
+    servers = {reuse: start(work["model"], reuse, work["context"]) for reuse in work["reuse"]}
+    for case in work["cases"]:
+        cold = ask(next(iter(servers.values())), case["recipient"], work["max_tokens"], cached=False)
+        for reuse, server in servers.items():
             ask(server, case["other"], 1, cached=True)  # the slot holds an unrelated prompt now
             ask(server, case["donor"], 1, cached=True)
             warm = ask(server, case["recipient"], work["max_tokens"], cached=True)
-            out["runs"].append({"reuse": reuse, "case": number, "cold": colds[number], "warm": warm})
-        del server
-    json.dump(out, sys.stdout)
+            run = {"reuse": reuse, "case": case["number"], "cold": cold, "warm": warm, "version": version("xllamacpp")}
+            print(json.dumps(run), flush=True)
     return 0
 
 

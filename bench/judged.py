@@ -98,7 +98,8 @@ async def judge_all(url: str, model: str, records: Sequence[RequestRecord], ques
     """Ask the judge about every answer that it has not been asked about yet; rows are on disk as they come."""
     async with httpx.AsyncClient(timeout=600) as client:
         for number, record in enumerate(records, start=1):
-            if rows.find(judge=model, case=record.item_id, arm=record.arm):
+            known = rows.find(judge=model, case=record.item_id, arm=record.arm)
+            if any(row["points"] is not None for row in known):
                 continue
             points = (await judge_answers(client, url, model, [record], questions))[0].judge_score
             rows.add({"judge": model, "case": record.item_id, "transform": record.transform, "arm": record.arm,

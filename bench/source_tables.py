@@ -102,7 +102,10 @@ def show_quality(report: Report) -> None:
         "SAMSum and MultiNews are the hard shapes here: dialogues from three earlier prompts, articles in another "
         "order; XSum and CNN/DailyMail are one article under another instruction"
     )
-    report.note("WikiHow: its texts are not in our data folder, so ours is empty")
+    report.note(
+        "WikiHow is left out: its makers hand the texts out as a file to fetch by hand, so no script can bring it; an "
+        "article under another instruction is the class of XSum and CNN/DailyMail"
+    )
 
 
 def show_hit_rates(report: Report) -> None:

@@ -221,3 +221,25 @@ def test_a_judge_sees_the_question_the_reference_and_no_arm():
     assert [one.judge_score for one in against_cold] == [None, 0.8, None]
     assert "cold words" in asked[-1]
     assert not any(word in text for text in asked for word in ("rerun", "reuse", "donor"))
+
+
+def test_a_judge_that_fails_is_asked_again_and_one_that_never_answers_gives_no_points():
+    left = [2]
+
+    def answer(request):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise httpx.RemoteProtocolError("the server closed the connection")
+        return httpx.Response(200, json={"choices": [{"message": {"content": "10"}}]})
+
+    said = RequestRecord(
+        item_id="i", dataset="d", transform="t", negative_control=False, pair_id="i", arm="cold", output_text="K17"
+    )
+
+    async def work():
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            return await judge_answers(client, "http://judge", "m", [said], {"i": ("Which code?", ["K17"])})
+
+    assert asyncio.run(work())[0].judge_score == 1.0
+    left[0] = 99
+    assert asyncio.run(work())[0].judge_score is None

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from semblend.web.report_style import STYLE
+from semblend.web.figures import Figure, draw_both, is_narrow
+from semblend.web.report import Tile, render_document, render_figure, render_head, render_list, render_tiles
 from semblend.web.svg import Drawing, Scale
 from semblend.web.tables import render_table
 
-WIDE = 900.0
 ROW = 64.0
 
 
@@ -20,28 +20,33 @@ def render_day(result: Mapping[str, Any]) -> str:
     good = [one for one in requests if one["status"] == 200]
     total = sum(one["prompt_tokens"] for one in good)
     saved = sum(one["exact_tokens"] + one["reused_tokens"] for one in good)
-    tables = "".join(_render_table(table) for table in result["tables"])
-    told = "".join(f"<li>{escape(note)}</li>" for note in result["notes"])
     wrong = [one for one in checks["answers"] if not one["equal"]]
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>A day in production</title><style>{STYLE}</style></head><body><main>
-<h1>A day in production, on one machine</h1>
-<p class="verdict">{escape(_write_verdict(requests, events, checks, saved / max(1, total)))}</p>
-{_render_tiles(requests, checks, saved, total)}
-<h2>When</h2>
-<figure>{_draw_timeline(requests, events, result["tables"])}
-<figcaption>Every mark is a request, at the time when it was sent, on the engine that answered it. Diamonds reused
-something, dots nothing; a red dot has no answer. The lower a mark stands in its row, the longer its answer
-took.</figcaption></figure>
-{tables}
-<h2>Answers that differ from cold ones</h2>
-{_render_differing(wrong)}
-<h2>How it was made</h2>
-<ul>{told}<li>{escape(result["provenance"]["command"])}, {escape(result["provenance"]["date"][:10])},
-{escape(str(result["provenance"]["cpu_model"]))}, {result["provenance"]["cpu_cores"]} cores</li></ul>
-</main></body></html>
-"""
+    made = result["provenance"]
+    how = f"{made['command']}, {made['date'][:10]}, {made['cpu_model']}, {made['cpu_cores']} cores"
+    title = "A day in production, on one machine"
+    timeline = Figure(
+        "when",
+        "When",
+        draw_both(lambda width: _draw_timeline(result, width), "requests over time, by engine"),
+        (
+            ("warm", "reused something"),
+            ("cold", "reused nothing"),
+            ("bad", "no answer"),
+            ("limit", "a process is killed"),
+            ("ceiling", "it is back"),
+        ),
+        "Every mark is a request, at the time when it was sent, on the engine that answered it. The lower a mark "
+        "stands in its row, the longer its answer took.",
+    )
+    body = [
+        render_head(title, (), _write_verdict(requests, events, checks, saved / max(1, total))),
+        render_tiles(_list_tiles(requests, checks, saved, total)),
+        render_figure(timeline),
+        *(_render_table(table) for table in result["tables"]),
+        f"<h2>Answers that differ from cold ones</h2>{_render_differing(wrong)}",
+        f"<h2>How it was made</h2>{render_list([*result['notes'], how])}",
+    ]
+    return render_document(title, body)
 
 
 def _write_verdict(
@@ -59,50 +64,53 @@ def _write_verdict(
     )
 
 
-def _render_tiles(requests: Sequence[Mapping[str, Any]], checks: Mapping[str, Any], saved: int, total: int) -> str:
+def _list_tiles(requests: Sequence[Mapping[str, Any]], checks: Mapping[str, Any], saved: int, total: int) -> list[Tile]:
     lost = sum(one["status"] != 200 for one in requests)
     crossed = len(checks["tenants"]["with_reuse"]) + len(checks["tenants"]["answers_with_a_foreign_code"])
     moved = [one["equal"] for one in checks["answers"] if one["reused_tokens"]]
     exact = [one["equal"] for one in checks["answers"] if not one["reused_tokens"]]
-    tiles = [
-        ("", f"{len(requests)}", "requests", "each accounted for"),
-        ("bad" if lost else "good", f"{lost}", "without an answer", "an engine and Redis were killed"),
-        ("good", f"{100 * saved / max(1, total):.0f} %", "of prompt tokens not computed", f"{saved:,} of {total:,}"),
-        ("bad" if crossed else "good", f"{crossed}", "crossed tenants",
-         f"{checks['tenants']['first_questions']} first questions looked at"),
-        ("bad" if not all(exact) else "good", f"{sum(exact)} of {len(exact)}", "answers equal to cold ones",
-         "of a sample with exact reuse alone"),
-        ("", f"{sum(moved)} of {len(moved)}", "answers equal to cold ones", "of a sample with moved KV"),
+    return [
+        Tile(f"{len(requests)}", "requests", "each accounted for"),
+        Tile(f"{lost}", "without an answer", "an engine and Redis were killed", "bad" if lost else "good"),
+        Tile(f"{100 * saved / max(1, total):.0f} %", "of prompt tokens not computed", f"{saved:,} of {total:,}",
+             "good"),
+        Tile(f"{crossed}", "crossed tenants", f"{checks['tenants']['first_questions']} first questions looked at",
+             "bad" if crossed else "good"),
+        Tile(f"{sum(exact)} of {len(exact)}", "answers equal to cold ones", "of a sample with exact reuse alone",
+             "bad" if not all(exact) else "good"),
+        Tile(f"{sum(moved)} of {len(moved)}", "answers equal to cold ones", "of a sample with moved KV"),
     ]  # fmt: skip
-    cells = (
-        f'<li class="tile {tone}"><b>{escape(value)}</b><span>{escape(label)}</span><span>{escape(more)}</span></li>'
-        for tone, value, label, more in tiles
-    )
-    return f'<ul class="tiles">{"".join(cells)}</ul>'
 
 
-def _draw_timeline(
-    requests: Sequence[Mapping[str, Any]], events: Sequence[Sequence[Any]], tables: Sequence[Mapping[str, Any]]
-) -> str:
+def _draw_timeline(result: Mapping[str, Any], width: float) -> Drawing:
+    requests, events = result["requests"], result["events"]
     names = {
-        row[0].split(" ")[0]: row[0] for table in tables if table["title"] == "By replica" for row in table["rows"]
+        row[0].split(" ")[0]: row[0]
+        for table in result["tables"]
+        if table["title"] == "By replica"
+        for row in table["rows"]
     }
+    narrow = is_narrow(width)
+    left = 12.0 if narrow else 150.0
     rows = sorted({one["replica"] or "none" for one in requests})
-    height = ROW * len(rows) + 60
+    above = 18.0 if narrow else 0.0  # room for a name above its row
+    pitch = ROW + above
+    height = pitch * len(rows) + 60
     last = max([one["at_s"] + one["seconds"] for one in requests] + [at for at, _ in events])
-    across = Scale(0, last, 150, WIDE - 12)
+    across = Scale(0, last, left, width - 12)
     slowest = max(one["seconds"] for one in requests)
-    drawing = Drawing(WIDE, height)
+    drawing = Drawing(width, height)
     for at, words in events:
         drawing.add_line(across(at), 26, across(at), height - 26, "limit" if "killed" in words else "ceiling")
-    for place, (at, words) in enumerate(events):
-        late = across(at) > WIDE - 160
+    for place, (at, words) in enumerate([] if narrow else events):  # a phone has no room for them
+        late = across(at) > width / 2
         drawing.add_text(across(at) - 4 if late else across(at) + 4, 12 + 11 * (place % 2), words, "tick",
                          "end" if late else "start")  # fmt: skip
     for number, name in enumerate(rows):
-        top = 30 + ROW * number
-        drawing.add_line(150, top + ROW - 6, WIDE - 12, top + ROW - 6, "grid")
-        drawing.add_text(142, top + ROW / 2, names.get(name, name), "name", "end")
+        top = 30 + pitch * number + above
+        drawing.add_line(left, top + ROW - 6, width - 12, top + ROW - 6, "grid")
+        at = (left, top - 6) if narrow else (left - 8, top + ROW / 2)
+        drawing.add_text(*at, names.get(name, name), "name", "start" if narrow else "end")
         down = Scale(0, slowest, top + 4, top + ROW - 12)
         for one in requests:
             if (one["replica"] or "none") != name:
@@ -115,9 +123,9 @@ def _draw_timeline(
                 drawing.add_diamond(*place, "warm", hover)
             else:
                 drawing.add_dot(*place, "cold", hover)
-    for at in across.choose_ticks(6):
+    for at in across.choose_ticks(3 if narrow else 6):
         drawing.add_text(across(at), height - 8, f"{at / 60:.1f} min", "tick", "middle")
-    return drawing.render("requests over time, by engine")
+    return drawing
 
 
 def _render_table(table: Mapping[str, Any]) -> str:

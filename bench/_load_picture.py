@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from html import escape
 from typing import Any
 
-INK, FAINT, PAPER = "#22262b", "#6d747d", "#fbfaf7"
-COLOURS = ("#8d939c", "#e76f51", "#e9a820", "#f2cf7a")  # of the engines, in the order of the table
-LOADS = ("one a second", "four a second")
+from semblend.web.palette import write_plain_style
+from semblend.web.svg import Drawing
+
+KINDS = ("stock", "ours-1", "ours-2", "ours-3")  # of the engines, in the order of the table
+LOADS = {"one a second": "once a second", "four a second": "four times a second"}
 PANELS = (("TTFT p50 ms", "Time to first token of the long prompts, p50, ms"),
           ("decode tokens/s", "Tokens a second of the requests that decode meanwhile"))  # fmt: skip
 WIDTH, TOP, BAR, STEP, GROUP = 1000, 96, 20, 26, 44
@@ -23,58 +24,33 @@ def draw_load(result: dict[str, Any]) -> str:
     measured = Counter(row[at["engine"]] for row in rows)
     engines = [name for name, count in measured.items() if count == len(LOADS)]  # the others have no second bar
     rows = [row for row in rows if row[at["engine"]] in engines]
-    parts, y = [], TOP
-    for load in LOADS:
-        parts.append(
-            _text(
-                20,
-                y + 14,
-                f"Long prompts arrive {load.replace('one', 'once').replace('four', 'four times')}",
-                bold=True,
-            )
-        )
+    drawing = Drawing(WIDTH, TOP + len(rows) * STEP + len(LOADS) * GROUP + 18)
+    headline = _write_headline(rows, at)
+    drawing.add_text(20, 34, headline, "title")
+    drawing.add_text(20, 54, result["arguments"]["measured_on"], "faded")
+    panels = [(column, NAMES + number * (PANEL + GAP), words) for number, (column, words) in enumerate(PANELS)]
+    for _, left, words in panels:
+        drawing.add_text(left, TOP - 18, words, "faded")
+    y = float(TOP)
+    for load, words in LOADS.items():
+        drawing.add_text(20, y + 14, f"Long prompts arrive {words}", "big")
         y += STEP
         for row in [row for row in rows if row[at["load"]] == load]:
-            parts.append(
-                _text(
-                    NAMES - 10,
-                    y + 15,
-                    row[at["engine"]].replace("donors in host memory", "host"),
-                    anchor="end",
-                    colour=FAINT,
-                )
-            )
-            for number, (column, _) in enumerate(PANELS):
-                longest = max(other[at[column]] for other in rows)
-                left, width = NAMES + number * (PANEL + GAP), PANEL * row[at[column]] / longest
-                colour = COLOURS[engines.index(row[at["engine"]])]
-                parts.append(f'<rect x="{left}" y="{y}" width="{max(width, 1):.1f}" height="{BAR}" fill="{colour}"/>')
-                parts.append(_text(left + width + VALUE, y + 15, f"{row[at[column]]:,.0f}"))
+            name = row[at["engine"]]
+            drawing.add_text(NAMES - 10, y + 15, name.replace("donors in host memory", "host"), "faded", "end")
+            for column, left, _ in panels:
+                value, longest = row[at[column]], max(other[at[column]] for other in rows)
+                width = PANEL * value / longest
+                drawing.add_bar(left, y, max(width, 1), BAR, KINDS[engines.index(name)])
+                drawing.add_text(left + width + VALUE, y + 15, f"{value:,.0f}", "name")
             y += STEP
         y += GROUP - STEP
-    for number, (_, words) in enumerate(PANELS):
-        parts.append(_text(NAMES + number * (PANEL + GAP), TOP - 18, words, colour=FAINT))
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 18}" font-family="sans-serif">',
-        f'<rect width="100%" height="100%" fill="{PAPER}"/>',
-        _text(20, 34, _headline(rows, at), bold=True, size=19),
-        _text(20, 54, result["arguments"]["measured_on"], colour=FAINT),
-        *parts,
-        _text(20, y + 4, "; ".join(result["notes"][:1]), colour=FAINT, size=11),
-        "</svg>",
-    ]) + "\n"  # fmt: skip
+    drawing.add_text(20, y + 4, "; ".join(result["notes"][:1]), "tick")
+    return drawing.render(headline, write_plain_style()) + "\n"
 
 
-def _headline(rows: list[list[Any]], at: dict[str, int]) -> str:
-    """What the busiest load shows, in one sentence."""
-    busy = {row[at["engine"]]: row[at["TTFT p50 ms"]] for row in rows if row[at["load"]] == LOADS[-1]}
+def _write_headline(rows: list[list[Any]], at: dict[str, int]) -> str:
+    """Say in one sentence what the busiest load shows."""
+    busy = {row[at["engine"]]: row[at["TTFT p50 ms"]] for row in rows if row[at["load"]] == list(LOADS)[-1]}
     stock, balanced = busy["stock vLLM"], busy["balanced"]
     return f"Four long prompts a second: first token after {balanced:,.0f} ms instead of {stock:,.0f} ms"
-
-
-def _text(
-    x: float, y: float, words: str, *, bold: bool = False, anchor: str = "start", colour: str = INK, size: int = 13
-) -> str:
-    weight = ' font-weight="bold"' if bold else ""
-    look = f'fill="{colour}" font-size="{size}" text-anchor="{anchor}"{weight}'
-    return f'<text x="{x:.1f}" y="{y}" {look}>{escape(words)}</text>'

@@ -63,7 +63,7 @@ def test_the_picture_has_a_bar_for_each_figure_and_names_it() -> None:
     }
     picture = ElementTree.fromstring(draw_load(result))
     texts = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
-    bars = [element for element in picture.iter("{http://www.w3.org/2000/svg}rect") if element.get("width") != "100%"]
+    bars = [element for element in picture.iter("{http://www.w3.org/2000/svg}rect") if element.get("class") != "ground"]
     assert len(bars) == 2 * 6
     assert texts.count("700") == 2
     assert "Four long prompts a second: first token after 120 ms instead of 700 ms" in texts

@@ -6,9 +6,11 @@ import fnmatch
 import re
 import tomllib
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from semblend.web.palette import read_palette
 from semblend.web.site import HEADERS, PageFiles, build_dashboard, build_explorer, build_fleet, read_static
 
 ROOT = Path(__file__).parents[2]
@@ -97,12 +99,6 @@ def test_every_static_file_is_packaged() -> None:
 # -- contrast: WCAG 2 asks for 4.5 of text, 3 of what is drawn -----------------------------------------------------
 
 
-def read_palette(theme: int) -> dict[str, str]:
-    """The colours of the light (0) or the dark (1) theme by name."""
-    found = re.findall(r"--([a-z0-9-]+): light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\)", read_static("base.css"))
-    return {name: colours[theme] for name, *colours in found}
-
-
 def measure_light(colour: str) -> float:
     parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
@@ -119,10 +115,12 @@ def test_contrast_is_measured_as_the_standard_says() -> None:
     assert measure_contrast("#767676", "#ffffff") == pytest.approx(4.54, abs=0.01)
 
 
-@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
-def test_text_stands_out_from_every_ground(theme: int) -> None:
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_and_marks_stand_out_from_every_ground(theme: Literal["light", "dark"]) -> None:
     palette = read_palette(theme)
     for ground in ("paper", "card", "field"):
         for text in ("ink", "dim", "accent", "bad", "good"):
             assert measure_contrast(palette[text], palette[ground]) >= 4.5, f"{text} on {ground}"
+    for mark in ("cold", "warm", "bad", "confirmed"):
+        assert measure_contrast(palette[mark], palette["paper"]) >= 3, mark
     assert measure_contrast(palette["accent-ink"], palette["accent"]) >= 4.5

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from semblend.errors import InputError
+from semblend.web.plotting import FAINT, GRID, INK, PAPER
 from semblend.web.plotting import pyplot as pyplot_of
 
-INK, FAINT, PAPER, GRID = "#22262b", "#8a9099", "#fbfaf7", "#e6e3dc"
 # Classic policies have pale colours, semantic ones strong colours, bounds dark ones.
 POLICY_COLOURS = {
     "lru": "#4c78a8", "fifo": "#b8bdc4", "lfu": "#72b7b2", "size_aware_lru": "#9ecae9", "static_semantic": "#eeca3b",
@@ -185,9 +185,9 @@ def draw_residuals(path: Path, fitted: Any, tokens: Any, times: Any) -> None:
 
 @contextmanager
 def open_figure(
-    target: Any, panels: int, size: tuple[float, float], title: str, note: str, *, label: str = NOTE, kind: str = "png"
+    path: Path, panels: int, size: tuple[float, float], title: str, note: str, *, label: str = NOTE
 ) -> Iterator[Any]:
-    """Open a figure and yield its axes; save it to ``target`` at the end, with the title above and the note below."""
+    """Open a figure and yield its axes; save it to ``path`` at the end, with the title above and the note below."""
     pyplot = pyplot_of("the plots need", "pass --no-plots")
     drawn, axes = pyplot.subplots(1, panels, figsize=size, facecolor=PAPER, squeeze=False, layout="constrained")
     drawn.get_layout_engine().set(w_pad=0.14, h_pad=0.1)
@@ -196,10 +196,10 @@ def open_figure(
         yield axes[0]
         text = textwrap.fill(f"{label}: {note}" if note else label, int(size[0] * 13))  # about 13 letters an inch
         drawn.supxlabel(text, x=0.01, ha="left", fontsize=8.5, color=FAINT)
-        drawn.savefig(target, dpi=130, facecolor=PAPER, format=kind)
+        drawn.savefig(path, dpi=130, facecolor=PAPER)
     except OSError as error:
         raise InputError(
-            f"cannot write {target}: {error.strerror}", hint="check the folder and its permissions"
+            f"cannot write {path}: {error.strerror}", hint="check the folder and its permissions"
         ) from None
     finally:
         pyplot.close(drawn)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sembench.report.frame import DOTS, Figure, RowFrame, describe_pair, draw_both
-from sembench.report.time_charts import draw_ttft_by_length, draw_ttft_by_transform
+from sembench.report.time_charts import DOTS, describe_pair, draw_ttft_by_length, draw_ttft_by_transform
 from sembench.report.view import RUNGS, ReportView, compute_quantile, find_noise_band
 from sembench.report.words import (
     DASH,
@@ -18,6 +17,7 @@ from sembench.report.words import (
 )
 from sembench.scoring.aggregate import FALSE_SAFE_KL
 from sembench.scoring.statistics import Estimate, group_by
+from semblend.web.figures import Figure, RowFrame, draw_both
 from semblend.web.svg import Drawing, Scale, pad_range, thin_out
 
 # -- reuse ---------------------------------------------------------------------------------------------------------

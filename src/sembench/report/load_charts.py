@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 from sembench.load_result import LoadPoint, LoadResult
-from sembench.report.frame import Figure, draw_both
 from sembench.report.words import format_milliseconds, format_percent
 from sembench.scoring.statistics import group_by
+from semblend.web.figures import Axis, Figure, begin_plot, draw_both
 from semblend.web.svg import Drawing, Scale, pad_range
 
-HEIGHT, LEFT, BOTTOM = 300.0, 60.0, 258.0
+HEIGHT = 300.0
 _KINDS = ("warm", "cold", "rung-exact", "rung-candidate", "rung-eligible", "rung-confirmed")
 
 Read = Callable[[LoadPoint], float | None]
@@ -23,7 +22,7 @@ def draw_ttft_by_rate(result: LoadResult) -> Figure | None:
         result.points,
         "load-ttft",
         "Time to first token",
-        "milliseconds, median below and 99th percentile above",
+        "ms, median and 99th percentile",
         ("median_ttft_ms", "p99_ttft_ms"),
         "Time runs from the moment a request was due, so a queue in front of the server counts. Both axes are "
         "logarithmic; the last place on the right is all requests at once.",
@@ -70,21 +69,15 @@ def _draw_lines(
     if not known:
         return None
     groups = group_by(known, _name_limit)
-    places = {rate: at for at, rate in enumerate(_sort_rates(known))}
+    rates = _sort_rates(known)
+    places = {rate: at for at, rate in enumerate(rates)}
 
     def draw(width: float) -> Drawing:
-        drawing = Drawing(width, HEIGHT)
         values = [float(point.summary[metric]) for point in known for metric in metrics]
         low, high = pad_range([max(value, 1e-3) for value in values], log=True) if log else (0.0, max(1.0, *values))
-        y = Scale(low, high, BOTTOM, 14, log=log)
-        x = Scale(-0.5, len(places) - 0.5, LEFT, width - 14)
-        for tick in y.choose_ticks():
-            drawing.add_line(LEFT, y(tick), width - 14, y(tick), "grid")
-            drawing.add_text(LEFT - 6, y(tick) + 4, f"{tick:g}", "tick", "end")
-        for rate, at in places.items():
-            drawing.add_text(x(at), BOTTOM + 16, _name_rate(rate), "tick", "middle")
-        drawing.add_line(LEFT, BOTTOM, width - 14, BOTTOM, "rule")
-        drawing.add_text(width - 14, BOTTOM + 34, f"{axis}, over requests a second", "axis", "end")
+        across = Axis(-0.5, len(rates) - 0.5, lambda at: _name_rate(rates[int(at)]), ticks=range(len(rates)))
+        up = Axis(low, high, "{:g}".format, log=log)
+        drawing, x, y = begin_plot(width, HEIGHT, across, up, f"{axis}, over requests a second", left=60.0)
         for number, group in enumerate(groups.values()):
             for metric in metrics:
                 _draw_line(drawing, x, y, group, places, metric, _KINDS[number % len(_KINDS)])
@@ -114,8 +107,7 @@ def _draw_line(
     kind: str,
 ) -> None:
     spots = sorted((places[point.request_rate], max(float(point.summary[metric]), 1e-3)) for point in group)
-    for (before, low), (after, high) in pairwise(spots):
-        drawing.add_line(x(before), y(low), x(after), y(high), "link strong")
+    drawing.add_curve([(x(at), y(value)) for at, value in spots], "curve other")
     for at, value in spots:
         drawing.add_dot(x(at), y(value), 4.5, kind, f"{metric}: {value:.4g}")
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 
 from sembench.load_result import LoadPoint, LoadResult
 from sembench.report.load_charts import LOAD_FIGURES
 from sembench.report.markdown import escape_plain, render_markdown_table
-from sembench.report.page import render_document, render_figure
 from sembench.report.story import flatten
 from sembench.report.words import DASH, format_milliseconds, format_percent
 from sembench.trust.doubts import Finding
+from semblend.web.report import render_document, render_figure, render_head, render_list
 from semblend.web.tables import render_table
 
 HEAD = (
@@ -23,12 +22,10 @@ HEAD = (
 def render_load_html(result: LoadResult, title: str, findings: Sequence[Finding] = ()) -> str:
     """Return the whole page."""
     figures = [found for figure in LOAD_FIGURES if (found := figure(result)) is not None]
-    doubts = "".join(f"<li>{escape(finding.to_line())}</li>" for finding in findings)
+    doubts = render_list(finding.to_line() for finding in findings) if findings else ""
     body = [
-        f"<h1>{escape(title)}</h1>",
-        f'<p class="when">{escape(_write_subtitle(result))}</p>',
-        f'<p class="verdict">{escape(write_load_headline(result, findings))}</p>',
-        f'<div class="doubts"><h2>Reasons not to believe this result</h2><ul>{doubts}</ul></div>' if doubts else "",
+        render_head(title, _list_subtitle(result), write_load_headline(result, findings)),
+        f'<div class="doubts"><h2>Reasons not to believe this result</h2>{doubts}</div>' if doubts else "",
         render_table(HEAD, [format_point(point) for point in result.points]),
         *(render_figure(figure) for figure in figures),
         '<h2 id="provenance">Where this comes from</h2>'
@@ -85,10 +82,10 @@ def format_point(point: LoadPoint) -> tuple[str, ...]:
     )
 
 
-def _write_subtitle(result: LoadResult) -> str:
+def _list_subtitle(result: LoadResult) -> tuple[str, ...]:
     count = sum(len(point.requests) for point in result.points)
-    words = ("load", str(result.config.get("model") or ""), f"{count:,} requests", f"{len(result.points)} points")
-    return " · ".join(word for word in (*words, str(result.run.get("timestamp_utc") or "")) if word)
+    when = str(result.run.get("timestamp_utc") or "")
+    return ("load", str(result.config.get("model") or ""), f"{count:,} requests", f"{len(result.points)} points", when)
 
 
 def _list_provenance(result: LoadResult) -> list[tuple[str, str]]:

@@ -8,11 +8,9 @@ from typing import Any
 
 from sembench.report import story
 from sembench.report.charts import FIGURES
-from sembench.report.frame import Figure
 from sembench.report.view import NotableRequest, ReportView
 from sembench.report.words import DASH, format_milliseconds, format_number, format_title
-from semblend.web.report_style import STYLE
-from semblend.web.svg import Drawing
+from semblend.web.report import render_document, render_figure, render_head, render_tiles
 from semblend.web.tables import render_table
 
 ENGINE_HEAD = ("engine", "lines", "donors", "hits", "materializations", "tokens", "errors")
@@ -24,11 +22,9 @@ def render_html(view: ReportView, title: str, summaries: Sequence[Mapping[str, A
     """Return the whole page."""
     figures = [found for figure in FIGURES if (found := figure(view)) is not None]
     body = [
-        f"<h1>{escape(title)}</h1>",
-        f'<p class="when">{escape(_write_subtitle(view))}</p>',
-        f'<p class="verdict">{_escape_unbroken(story.write_headline(view))}</p>',
+        render_head(title, _list_subtitle(view), story.write_headline(view)),
         _render_doubts(view),
-        _render_tiles(view),
+        render_tiles(story.build_tiles(view)),
         *(render_figure(figure) for figure in figures),
         _render_worst(view.worst),
         _render_engines(summaries),
@@ -38,33 +34,16 @@ def render_html(view: ReportView, title: str, summaries: Sequence[Mapping[str, A
     return render_document(title, body)
 
 
-def render_document(title: str, body: Sequence[str]) -> str:
-    """Return a page that needs nothing but itself."""
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body><main>\n"
-        + "\n".join(part for part in body if part)
-        + "\n</main></body></html>\n"
-    )
-
-
-def _write_subtitle(view: ReportView) -> str:
+def _list_subtitle(view: ReportView) -> list[str]:
     result = view.result
     run, config = result.run or {}, result.config
-    words = [
+    return [
         str(run.get("engine") or config.get("mode") or "sembench"),
         str(config.get("model") or config.get("planner") or ""),
         f"{view.aggregate.get('request_count') or 0:,} requests",
         f"{view.aggregate.get('source_count') or 0:,} documents",
         result.created_at_utc.replace("T", " ").replace("+00:00", "").removesuffix("Z")[:16] + " UTC",
     ]
-    return " · ".join(word for word in words if word)
-
-
-def _escape_unbroken(words: str) -> str:
-    """Escape text and keep a number and its percent sign on one line."""
-    return escape(words).replace(" %", "&nbsp;%")
 
 
 def _render_doubts(view: ReportView) -> str:
@@ -75,40 +54,6 @@ def _render_doubts(view: ReportView) -> str:
     return f'<div class="doubts" id="doubts"><h2>Reasons not to believe this result</h2><ul>{rows}</ul></div>'
 
 
-def _render_tiles(view: ReportView) -> str:
-    cells = (
-        f'<li class="tile {tile.tone}"><b>{escape(tile.value)}</b>'
-        f"<span>{_escape_unbroken(tile.label)}</span><span>{_escape_unbroken(tile.detail)}</span></li>"
-        for tile in story.build_tiles(view)
-    )
-    return f'<ul class="tiles">{"".join(cells)}</ul>'
-
-
-def render_figure(figure: Figure) -> str:
-    """Return a plot with its legend, its caption and its numbers."""
-    legend = "".join(f"<li>{_render_swatch(kind)}{escape(words)}</li>" for kind, words in figure.legend)
-    wide, narrow = figure.drawings
-    return (
-        f'<h2 id="{figure.name}">{escape(figure.title)}</h2>\n<figure><ul class="legend">{legend}</ul>'
-        f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
-        f"<figcaption>{escape(figure.caption)}</figcaption></figure>"
-        f"<details><summary>The numbers</summary>{render_table(figure.head, figure.rows)}</details>"
-    )
-
-
-def _render_swatch(kind: str) -> str:
-    drawing = Drawing(14, 14)
-    if kind in ("ceiling", "limit"):
-        drawing.add_line(0, 7, 14, 7, kind)
-    elif kind.startswith(("rung-", "band")):
-        drawing.add_bar(0, 2, 14, 10, kind)
-    elif kind == "warm":
-        drawing.add_diamond(7, 7, 5, kind)
-    else:
-        drawing.add_dot(7, 7, 5, kind)
-    return drawing.render("").replace('role="img" aria-label=""', 'aria-hidden="true"')
-
-
 def _render_worst(rows: Sequence[NotableRequest]) -> str:
     head = '<h2 id="worst">Requests to look at</h2>'
     if not rows:
@@ -116,7 +61,7 @@ def _render_worst(rows: Sequence[NotableRequest]) -> str:
     shown = render_table(WORST_HEAD, [format_worst_row(row) for row in rows], classes={1: "why"})
     answers = "".join(_render_answers(row) for row in rows if row.record.output_text)
     return (
-        f"{head}<p class=soft>The gravest first.</p>{shown}<details><summary>Their answers</summary>{answers}</details>"
+        f"{head}<p class=dim>The gravest first.</p>{shown}<details><summary>Their answers</summary>{answers}</details>"
     )
 
 
@@ -139,15 +84,15 @@ def _render_answers(row: NotableRequest) -> str:
     def quote(words: str | None) -> str:
         return f'<p class="answer">{escape((words or "")[:_ANSWER_CHARS])}</p>'
 
-    cold = f"<p class=soft>cold</p>{quote(row.cold.output_text)}" if row.cold else ""
-    return f"<h3>{escape(row.record.item_id)}</h3>{cold}<p class=soft>warm</p>{quote(row.record.output_text)}"
+    cold = f"<p class=dim>cold</p>{quote(row.cold.output_text)}" if row.cold else ""
+    return f"<h3>{escape(row.record.item_id)}</h3>{cold}<p class=dim>warm</p>{quote(row.record.output_text)}"
 
 
 def _render_engines(summaries: Sequence[Mapping[str, Any]]) -> str:
     if not summaries:
         return ""
     caveats = {str(summary.get("caveat")) for summary in summaries if summary.get("caveat")}
-    notes = "".join(f"<p class=soft>{escape(words)}</p>" for words in sorted(caveats))
+    notes = "".join(f"<p class=dim>{escape(words)}</p>" for words in sorted(caveats))
     shown = render_table(ENGINE_HEAD, story.list_engine_rows(summaries))
     return f'<h2 id="engines">What the engines logged</h2>{shown}{notes}'
 

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from sembench.report.view import ReportView, find_noise_band
 from sembench.report.words import UNKNOWN, format_interval, format_number, format_percent, format_plural, format_ratio
 from sembench.trust.doubts import UNSEEN
+from semblend.web.report import Tile
 
-Tone = Literal["", "good", "bad"]
 Show = Callable[[float], str]
-
-
-@dataclass(frozen=True, slots=True)
-class ReportTile:
-    """One important number of the report."""
-
-    value: str
-    label: str
-    detail: str
-    tone: Tone = ""
 
 
 def write_headline(view: ReportView) -> str:
@@ -35,7 +24,7 @@ def write_headline(view: ReportView) -> str:
     return " ".join(parts)
 
 
-def build_tiles(view: ReportView) -> list[ReportTile]:
+def build_tiles(view: ReportView) -> list[Tile]:
     """Return the tiles of the numbers that this run has."""
     found = [
         *(_make_speed_tiles(view) if _may_state_speed(view) else ()),
@@ -171,36 +160,36 @@ def _may_state_speed(view: ReportView) -> bool:
     return not view.grave and bool(view.paired.get("hit_rate"))
 
 
-def _make_speed_tiles(view: ReportView) -> list[ReportTile | None]:
+def _make_speed_tiles(view: ReportView) -> list[Tile | None]:
     return [_make_rate_tile(view, "blended_ttft_speedup_median", "faster to first token", format_ratio, format_ratio)]
 
 
-def _make_negatives_tile(view: ReportView) -> ReportTile | None:
+def _make_negatives_tile(view: ReportView) -> Tile | None:
     count, reused = _count_negatives(view)
     if not count:
         unknown = len(view.negative_records)
-        return ReportTile(UNKNOWN, f"what {unknown} unrelated pairs reused", "must be none") if unknown else None
+        return Tile(UNKNOWN, f"what {unknown} unrelated pairs reused", "must be none") if unknown else None
     label = "unrelated pairs that reused" if _is_live(view) else "unrelated pairs with eligible blocks"
-    return ReportTile(f"{reused} of {count}", label, "must be none", "bad" if reused else "good")
+    return Tile(f"{reused} of {count}", label, "must be none", "bad" if reused else "good")
 
 
-def _make_share_tile(view: ReportView, name: str, label: str, detail: str) -> ReportTile | None:
+def _make_share_tile(view: ReportView, name: str, label: str, detail: str) -> Tile | None:
     found = view.estimate(name)
     if found.value is None:
         return None
-    return ReportTile(format_percent(found.value, 1), label, f"{detail}, n={found.n}", "bad" if found.value else "good")
+    return Tile(format_percent(found.value, 1), label, f"{detail}, n={found.n}", "bad" if found.value else "good")
 
 
-def _make_contradictions_tile(view: ReportView) -> ReportTile | None:
+def _make_contradictions_tile(view: ReportView) -> Tile | None:
     count = view.aggregate.get("contradiction_count") or 0
     sources = view.aggregate.get("confirmation_sources") or {}
     if not sources:
         return None
     detail = f"between {', '.join(sorted(sources))}" if len(sources) > 1 else f"only {next(iter(sources))} spoke"
-    return ReportTile(str(count), "contradictions", detail, "bad" if count else "good" if len(sources) > 1 else "")
+    return Tile(str(count), "contradictions", detail, "bad" if count else "good" if len(sources) > 1 else "")
 
 
-def _make_offline_tiles(view: ReportView) -> list[ReportTile | None]:
+def _make_offline_tiles(view: ReportView) -> list[Tile | None]:
     wrong = view.estimate("wrong_tokens")
     return [
         _make_rate_tile(
@@ -212,16 +201,16 @@ def _make_offline_tiles(view: ReportView) -> list[ReportTile | None]:
         _make_rate_tile(view, "semantic_eligible_lift", "eligible beyond exact", format_percent, _format_fine_percent),
         None
         if wrong.value is None
-        else ReportTile(format_number(wrong.value), "wrong tokens", "must be none", "bad" if wrong.value else "good"),
+        else Tile(format_number(wrong.value), "wrong tokens", "must be none", "bad" if wrong.value else "good"),
     ]
 
 
-def _make_rate_tile(view: ReportView, name: str, label: str, show: Show, show_ci: Show) -> ReportTile | None:
+def _make_rate_tile(view: ReportView, name: str, label: str, show: Show, show_ci: Show) -> Tile | None:
     found = view.estimate(name)
     return (
         None
         if found.value is None
-        else ReportTile(show(found.value), label, _format_detail(format_interval(found.ci, show_ci), found.n, found.ci))
+        else Tile(show(found.value), label, _format_detail(format_interval(found.ci, show_ci), found.n, found.ci))
     )
 
 

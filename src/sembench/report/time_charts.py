@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sembench.report.frame import DOTS, Figure, RowFrame, describe_pair, draw_both
 from sembench.report.view import PairPoint, ReportView, compute_quantile, estimate_speedup
 from sembench.report.words import format_interval, format_milliseconds, format_ratio, format_title, format_tokens
 from sembench.scoring.statistics import group_by
-from semblend.web.svg import Drawing, Scale, list_doublings, pad_range, thin_out
+from semblend.web.figures import Axis, Figure, RowFrame, begin_plot, draw_both, is_narrow
+from semblend.web.svg import Drawing, list_doublings, pad_range, thin_out
+
+DOTS = 600  # more dots cover each other and make a large page
 
 
 def draw_ttft_by_length(view: ReportView) -> Figure | None:
@@ -20,17 +22,11 @@ def draw_ttft_by_length(view: ReportView) -> Figure | None:
     drawn = "" if len(shown) == len(points) else f" {len(shown)} of {len(points)} pairs are drawn."
 
     def draw(width: float) -> Drawing:
-        height, left, bottom = (360.0, 56.0, 318.0) if width > 500 else (320.0, 46.0, 278.0)
-        drawing = Drawing(width, height)
-        x = Scale(*pad_range([p.prompt_tokens for p in points], log=True), left, width - 14, log=True)
-        y = Scale(*pad_range([t for p in points for t in (p.cold_ms, p.warm_ms)], log=True), bottom, 14, log=True)
-        for tick in y.choose_ticks():
-            drawing.add_line(left, y(tick), width - 14, y(tick), "grid")
-            drawing.add_text(left - 6, y(tick) + 4, _format_short_ms(tick), "tick", "end")
-        for tick in list_doublings(x.low, x.high, 7 if width > 500 else 5):
-            drawing.add_text(x(tick), bottom + 16, format_tokens(tick), "tick", "middle")
-        drawing.add_line(left, bottom, width - 14, bottom, "rule")
-        drawing.add_text(width - 14, bottom + 34, "prompt tokens", "axis", "end")
+        narrow = is_narrow(width)
+        low, high = pad_range([p.prompt_tokens for p in points], log=True)
+        across = Axis(low, high, format_tokens, log=True, ticks=list_doublings(low, high, 5 if narrow else 7))
+        up = Axis(*pad_range([t for p in points for t in (p.cold_ms, p.warm_ms)], log=True), _format_short_ms, log=True)
+        drawing, x, y = begin_plot(width, 320.0 if narrow else 360.0, across, up, "prompt tokens")
         for point in shown:
             at = x(point.prompt_tokens)
             drawing.add_line(at, y(point.cold_ms), at, y(point.warm_ms), "link")
@@ -96,6 +92,16 @@ def draw_ttft_by_transform(view: ReportView) -> Figure | None:
             )
             for name, (cold, warm, s) in stats.items()
         ),
+    )
+
+
+def describe_pair(point: PairPoint) -> str:
+    """Say in a line what a pair measured, for those who point at its dots."""
+    confirmed = "unknown" if point.confirmed_tokens is None else f"{point.confirmed_tokens:,}"
+    return (
+        f"{point.item_id} ({format_title(point.transform)}), {point.prompt_tokens:,} tokens: cold "
+        f"{format_milliseconds(point.cold_ms)}, warm {format_milliseconds(point.warm_ms)}, "
+        f"{format_ratio(point.speedup)}, confirmed tokens {confirmed}"
     )
 
 

@@ -9,17 +9,16 @@ from typing import Any
 from semblend.confirm.receipt import TOKEN_KINDS
 from semblend.demo.runner import COLD, Arm, DemoOutcome
 from semblend.errors import InputError
+from semblend.web.plotting import COLOURS, FAINT, INK, PAPER
 from semblend.web.plotting import pyplot as pyplot_of
 
-# The dashboard's colours, so that one legend serves both.
 KINDS = {
-    "exact": ("#2a9d8f", "exact prefix"),
-    "reused": ("#f4a261", "moved from a donor"),
-    "recomputed": ("#7b5ea7", "a donor's, computed again"),
-    "prefill": ("#c9ccd1", "computed"),
+    "exact": "exact prefix",
+    "reused": "moved from a donor",
+    "recomputed": "a donor's, computed again",
+    "prefill": "computed",
 }
-ARMS = {COLD: "#8d939c", "fast": "#e76f51", "balanced": "#e9a820"}
-INK, FAINT, PAPER = "#22262b", "#8a9099", "#fbfaf7"
+ARMS = {COLD: COLOURS["rule"], "fast": COLOURS["accent"], "balanced": COLOURS["reused"]}
 BAR, GAP = 0.72, 1.15  # height of a bar, and room between two workloads, in rows
 
 
@@ -76,7 +75,7 @@ def _strip(axes: Any, arm: Arm, row: float) -> None:
         if not count:
             continue
         share = count / total
-        axes.barh(row, share, left=start, height=BAR, color=KINDS[kind][0], edgecolor=PAPER, linewidth=0.8)
+        axes.barh(row, share, left=start, height=BAR, color=COLOURS[kind], edgecolor=PAPER, linewidth=0.8)
         if share > 0.055:
             ink = "white" if kind in ("exact", "recomputed") else INK
             axes.text(start + share / 2, row, f"{count:,}", va="center", ha="center", fontsize=8.5, color=ink)
@@ -107,7 +106,7 @@ def _words(figure: Any, left: Any, right: Any, outcome: DemoOutcome) -> None:
     under = f"{outcome.model} · {machine.get('device', '')} · {machine.get('threads', '?')} threads"
     figure.text(0.125, 1 + 0.68 * inch, under, fontsize=10, color=FAINT, va="top")
     patches = importlib.import_module("matplotlib.patches")
-    handles = [patches.Patch(color=color, label=label) for color, label in KINDS.values()]
+    handles = [patches.Patch(color=COLOURS[kind], label=label) for kind, label in KINDS.items()]
     right.legend(
         handles=handles, loc="upper left", bbox_to_anchor=(0, 0), ncol=4, frameon=False, fontsize=9,
         handlelength=1, handleheight=1, columnspacing=1.4, labelcolor=INK, borderaxespad=0.2,

@@ -16,71 +16,53 @@ from semblend.estimate.words import (
     format_share,
     write_headline,
 )
-from semblend.web.report_style import STYLE
+from semblend.web.figures import Figure
+from semblend.web.report import Tile, render_document, render_figure, render_head, render_tiles
 from semblend.web.tables import render_table
 
 TENANTS_SHOWN = 20
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-_STYLE = """
-.step-before{fill:var(--band)}.step-gain{fill:var(--eligible)}.step-prefix{fill:var(--exact)}.step-loss{fill:var(--bad)}
-.curve-before{stroke:var(--rule);stroke-width:2}.curve-after{stroke:var(--eligible);stroke-width:2}
-circle.curve-before{fill:var(--rule);stroke:none}circle.curve-after{fill:var(--eligible);stroke:none}
-.steps td:first-child{white-space:normal;min-width:13rem}
-@media (max-width:640px){.steps td:first-child{min-width:7rem}.steps th,.steps td{padding-right:.45rem}}
-.steps tr.sum td{font-weight:650;border-top:2px solid var(--rule)}
-.break{background:var(--card);border:1px solid var(--faint);border-radius:8px;padding:.7rem .9rem;margin:.75rem 0}
-.break h3{font-size:1rem;margin:0}.break p{margin:.2rem 0}
-.quote{font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;white-space:pre-wrap;overflow-wrap:anywhere;
-margin:.5rem 0 0;padding:.5rem .6rem;background:var(--paper);border:1px solid var(--faint);border-radius:6px}
-.quote .same{color:var(--soft)}.quote .here,.quote .there{border-radius:3px;padding:0 .15rem}
-.quote .here{background:color-mix(in srgb,var(--warm) 20%,transparent)}
-.quote .there{background:color-mix(in srgb,var(--cold) 18%,transparent)}
-.quote b{font:600 11px system-ui,sans-serif;color:var(--soft);margin-right:.4rem;user-select:none}
-.notes{padding-left:1.1rem;max-width:46rem}.notes li{margin:.35rem 0}
-"""
 
 
 def render_page(answer: Mapping[str, Any]) -> str:
     """Return the whole page."""
     title = "What each step would have saved"
+    steps = Figure(
+        "steps",
+        "Step by step",
+        draw_steps(answer),
+        (
+            ("step-prefix", "exact prefix cache"),
+            ("step-gain", "gained"),
+            ("step-loss", "lost"),
+            ("step-before", "before"),
+        ),
+        "Each step stands on those above it.",
+    )
+    memory = Figure(
+        "memory",
+        "The exact prefix cache by its size",
+        draw_memory(answer),
+        (("curve before", "as it is"), ("curve after", "with the steps"), ("ceiling", "the size in use")),
+        "Share of the prompt tokens that an exact prefix cache alone holds: of the prompts as they are, and with "
+        "fields moved, tools sorted, repeats dropped and passages arranged for the size in use.",
+    )
     body = [
-        f"<h1>{title}</h1>",
-        f'<p class="when">{_escape(_write_subtitle(answer))}</p>',
-        f'<p class="verdict">{_escape(write_headline(answer))}</p>',
-        _render_tiles(answer),
-        '<h2 id="steps">Step by step</h2>',
-        _render_figure(draw_steps(answer), "Each step stands on those above it. Grey: saved by the steps before."),
+        render_head(title, _list_subtitle(answer), write_headline(answer)),
+        render_tiles(_list_tiles(answer)),
+        render_figure(steps),
         _render_rows(answer),
         _render_breaks(answer["breaks"]),
-        '<h2 id="memory">The exact prefix cache by its size</h2>',
-        _render_figure(
-            draw_memory(answer),
-            "Share of the prompt tokens that an exact prefix cache alone holds: of the prompts as they are, and with "
-            "fields moved, tools sorted, repeats dropped and passages arranged for the size in use.",
-        ),
+        render_figure(memory),
         _render_groups(answer),
         _render_assumptions(answer),
         _render_sources(answer),
     ]
-    page = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{title}</title><style>{STYLE}{_STYLE}</style></head>\n<body><main>\n"
-        + "\n".join(part for part in body if part)
-        + "\n</main></body></html>\n"
-    )
-    return page.encode("utf-8", "replace").decode("utf-8")  # half a character of a log is no reason to fail
+    return render_document(title, body)
 
 
-def _escape(words: str) -> str:
-    """Escape text and keep a number and its percent sign on one line."""
-    return escape(words).replace(" %", "&nbsp;%")
-
-
-def _write_subtitle(answer: Mapping[str, Any]) -> str:
+def _list_subtitle(answer: Mapping[str, Any]) -> list[str]:
     total = answer["total"]
-    words = [
+    return [
         str(answer["source"]).rsplit("/", 1)[-1],
         format_number(total["prompts"], "prompt"),
         f"{format_count(total['prompt_tokens'])} tokens",
@@ -88,34 +70,19 @@ def _write_subtitle(answer: Mapping[str, Any]) -> str:
         "" if answer["complete"] else "stopped before the end",
         "replayed, not measured",
     ]
-    return " · ".join(word for word in words if word)
 
 
-def _render_tiles(answer: Mapping[str, Any]) -> str:
+def _list_tiles(answer: Mapping[str, Any]) -> list[Tile]:
     total, rates, first = answer["total"], answer["rates"], answer["rows"][0]
-    tiles = [
-        (format_share(first["saved_share"]), "of the tokens", "from the exact prefix cache as it is"),
-        (format_share(total["saved_share"]), "of the tokens", "with every step on this page"),
-        (format_seconds(total["saved_s"]), "of prefill saved", f"of {format_seconds(total['prefill_s'])}, one engine"),
-        (
-            f"{format_price(total['saved_price'], total['price'])} {rates['currency']}",
-            "saved on this log",
-            f"of {format_price(total['price'], total['price'])} {rates['currency']}",
+    saved, price = (format_price(total[name], total["price"]) for name in ("saved_price", "price"))
+    return [
+        Tile(format_share(first["saved_share"]), "of the tokens", "from the exact prefix cache as it is"),
+        Tile(format_share(total["saved_share"]), "of the tokens", "with every step on this page"),
+        Tile(
+            format_seconds(total["saved_s"]), "of prefill saved", f"of {format_seconds(total['prefill_s'])}, one engine"
         ),
+        Tile(f"{saved} {rates['currency']}", "saved on this log", f"of {price} {rates['currency']}"),
     ]
-    cells = (
-        f'<li class="tile"><b>{_escape(value)}</b><span>{_escape(label)}</span><span>{_escape(detail)}</span></li>'
-        for value, label, detail in tiles
-    )
-    return f'<ul class="tiles">{"".join(cells)}</ul>'
-
-
-def _render_figure(drawings: tuple[str, str], caption: str) -> str:
-    wide, narrow = drawings
-    return (
-        f'<figure><div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
-        f"<figcaption>{escape(caption)}</figcaption></figure>"
-    )
 
 
 def _render_rows(answer: Mapping[str, Any]) -> str:
@@ -142,9 +109,7 @@ def _render_rows(answer: Mapping[str, Any]) -> str:
         )
     )
     head = ("step", "tokens saved", "of all", "prefill", currency, "rank")
-    shown = render_table(head, rows)
-    last = shown.rindex("<tr>")
-    return f'<div class="steps">{shown[:last]}<tr class="sum">{shown[last + len("<tr>") :]}</div>'
+    return render_table(head, rows, marks={len(rows) - 1: "sum"}, kind="wrapped")
 
 
 def _render_breaks(breaks: Mapping[str, Any]) -> str:
@@ -158,7 +123,7 @@ def _render_break(kind: str, one: Mapping[str, Any]) -> str:
     first, *rest = [_render_example(example) for example in one["examples"]]
     more = f"<details><summary>{len(rest)} more</summary>{''.join(rest)}</details>" if rest else ""
     return (
-        f'<section class="break"><h3>{escape(kind)}</h3><p class="soft">{format_number(one["prompts"], "prompt")}, '
+        f'<section class="card break"><h3>{escape(kind)}</h3><p class="dim">{format_number(one["prompts"], "prompt")}, '
         f"{format_count(one['tokens'])} tokens</p>{first}{more}</section>"
     )
 
@@ -168,13 +133,13 @@ def _render_example(example: Mapping[str, Any]) -> str:
     held = f"{example['position_tokens']:,} of {example['prompt_tokens']:,} tokens were held"
     where = f"Line {example['line']:,}{name}: {held}"
     if example["position_chars"] is None:
-        return f'<p class="soft">{escape(where)}. The log holds no text.</p>'
+        return f'<p class="dim">{escape(where)}. The log holds no text.</p>'
     same = f'<span class="same">{escape(example["before"])}</span>'
     lines = [f'<b>this prompt</b>{same}<span class="here">{escape(example["here"])}</span>']
     if example["earlier"] is not None:
         lines.append(f'<b>earlier one</b>{same}<span class="there">{escape(example["earlier"])}</span>')
     quotes = "".join(f'<div class="quote">{line}</div>' for line in lines)
-    return f'<p class="soft">{escape(where)}; the texts part at character {example["position_chars"]:,}.</p>{quotes}'
+    return f'<p class="dim">{escape(where)}; the texts part at character {example["position_chars"]:,}.</p>{quotes}'
 
 
 def _render_groups(answer: Mapping[str, Any]) -> str:
@@ -207,7 +172,7 @@ def _render_assumptions(answer: Mapping[str, Any]) -> str:
         "that grows faster than its length, and whether answers stay as good. Only an engine's receipt counts as "
         "reuse.</li>"
     )
-    return f'<h2 id="assumptions">What each row assumes</h2><ul class="notes">{"".join(items)}</ul>'
+    return f'<h2 id="assumptions">What each row assumes</h2><ul>{"".join(items)}</ul>'
 
 
 def _unique(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

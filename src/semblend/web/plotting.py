@@ -6,6 +6,10 @@ import importlib
 from typing import Any
 
 from semblend.errors import MissingDependencyError
+from semblend.web.palette import read_palette
+
+COLOURS = read_palette()
+INK, FAINT, PAPER, GRID = COLOURS["ink"], COLOURS["dim"], COLOURS["paper"], COLOURS["line"]
 
 
 def pyplot(what: str, instead: str = "") -> Any:

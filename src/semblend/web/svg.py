@@ -127,17 +127,26 @@ class Drawing:
         path = "L".join(f"{_round(at)} {_round(down)}" for at, down in corners)
         self._add_shape("path", f'd="M{path}Z"', kind, hover)
 
+    def add_curve(self, points: Sequence[tuple[float, float]], kind: str, hover: str = "") -> None:
+        """Add straight lines from point to point."""
+        path = "L".join(f"{_round(x)} {_round(y)}" for x, y in points)
+        self._add_shape("path", f'd="M{path}"', kind, hover)
+
     def add_text(self, x: float, y: float, words: str, kind: str = "label", anchor: Anchor = "start") -> None:
         self.parts.append(
             f'<text {_write_numbers(x=x, y=y)} class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
         )
 
-    def render(self, label: str) -> str:
-        """Return the SVG element; a screen reader says ``label`` in its place."""
+    def render(self, label: str, style: str = "") -> str:
+        """Return the SVG element; a screen reader says ``label`` in its place. ``style`` makes it a file of its own."""
         body = "".join(self.parts)
+        if style:
+            ground = f'<rect {_write_numbers(width=self.width, height=self.height)} class="ground"/>'
+            body = f"<title>{escape(label)}</title><style>\n{style}</style>{ground}{body}"
         box = f'viewBox="0 0 {_round(self.width)} {_round(self.height)}"'
         size = _write_numbers(width=self.width, height=self.height)
-        return f'<svg {box} {size} role="img" aria-label="{escape(label)}">{body}</svg>'
+        space = ' xmlns="http://www.w3.org/2000/svg"' if style else ""
+        return f'<svg{space} {box} {size} role="img" aria-label="{escape(label)}">{body}</svg>'
 
     def _add_shape(self, tag: str, shape: str, kind: str, hover: str) -> None:
         inner = f"<title>{escape(hover)}</title>" if hover else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import csv
+import html
 import json
 import shutil
 from pathlib import Path
@@ -88,7 +89,7 @@ def test_an_edited_load_result_is_refused_and_its_report_says_so(
 def test_the_report_draws_the_sweep(swept: Path, tmp_path: Path) -> None:
     page, text = tmp_path / "load.html", tmp_path / "load.md"
     assert main(["report", "--result", str(swept), "--output", str(page), "--markdown", str(text)]) == 0
-    shown = page.read_text()
+    shown = html.unescape(page.read_text()).replace("\xa0", " ")
     assert all(f'id="{name}"' in shown for name in ("load-ttft", "load-goodput", "load-throughput"))
     assert "99 % of requests kept the promises" in shown
     assert "| 60 | 4 |" in text.read_text()

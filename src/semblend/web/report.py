@@ -1,0 +1,99 @@
+"""Reports as one HTML file each. A page needs no network and no scripts; every text is escaped here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+from semblend.web.figures import Figure
+from semblend.web.site import read_static
+from semblend.web.svg import Drawing
+from semblend.web.tables import render_table
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+Tone = Literal["", "good", "bad"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One important number of a page."""
+
+    value: str
+    label: str
+    detail: str = ""
+    tone: Tone = ""
+
+
+def render_document(title: str, body: Iterable[str]) -> str:
+    """Return a page that needs nothing but itself; the parts of ``body`` are HTML."""
+    style = read_static("base.css", "report.css", "chart.css")
+    page = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>\n{style}</style></head>\n<body><main>\n"
+        + "\n".join(part for part in body if part)
+        + "\n</main></body></html>\n"
+    )
+    return page.encode("utf-8", "replace").decode("utf-8")  # half a character of a log is no reason to fail
+
+
+def render_head(title: str, subtitle: Sequence[str], verdict: str) -> str:
+    """Return the top of a page: its title, where it comes from, and the sentence to take home."""
+    told = " · ".join(word for word in subtitle if word)
+    return (
+        f'<h1>{escape(title)}</h1><p class="dim">{escape_unbroken(told)}</p>'
+        f'<p class="verdict">{escape_unbroken(verdict)}</p>'
+    )
+
+
+def escape_unbroken(words: str) -> str:
+    """Escape text and keep a number and its percent sign on one line."""
+    return escape(words).replace(" %", "&nbsp;%")
+
+
+def render_tiles(tiles: Iterable[Tile]) -> str:
+    """Return the important numbers, each in a box."""
+    cells = (
+        f'<li class="{" ".join(filter(None, ("card tile", tile.tone)))}"><b>{escape_unbroken(tile.value)}</b>'
+        + "".join(f"<span>{escape_unbroken(words)}</span>" for words in (tile.label, tile.detail) if words)
+        + "</li>"
+        for tile in tiles
+    )
+    return f'<ul class="tiles">{"".join(cells)}</ul>'
+
+
+def render_list(lines: Iterable[str]) -> str:
+    """Return plain lines as a list."""
+    return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>"
+
+
+def render_figure(figure: Figure) -> str:
+    """Return a chart with its title, its legend, its caption and its numbers."""
+    legend = "".join(f"<li>{_render_swatch(kind)}{escape(words)}</li>" for kind, words in figure.legend)
+    wide, narrow = figure.drawings
+    numbers = f"<details><summary>The numbers</summary>{render_table(figure.head, figure.rows)}</details>"
+    return (
+        f'<h2 id="{figure.name}">{escape(figure.title)}</h2>\n<figure>'
+        + (f'<ul class="legend">{legend}</ul>' if legend else "")
+        + f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
+        + f"<figcaption>{escape_unbroken(figure.caption)}</figcaption></figure>"
+        + (numbers if figure.rows else "")
+    )
+
+
+def _render_swatch(kind: str) -> str:
+    drawing = Drawing(14, 14)
+    if kind in ("ceiling", "limit"):
+        drawing.add_line(0, 7, 14, 7, kind)
+    elif kind.startswith("curve"):
+        drawing.add_curve([(0, 7), (14, 7)], kind)
+    elif kind.startswith(("rung-", "band", "step-")):
+        drawing.add_bar(0, 2, 14, 10, kind)
+    elif kind == "warm":
+        drawing.add_diamond(7, 7, 5, kind)
+    else:
+        drawing.add_dot(7, 7, 5, kind)
+    return drawing.render("").replace('role="img" aria-label=""', 'aria-hidden="true"')

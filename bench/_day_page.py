@@ -103,7 +103,7 @@ def _draw_timeline(result: Mapping[str, Any], width: float) -> Drawing:
     for at, words in events:
         drawing.add_line(across(at), 26, across(at), height - 26, "limit" if "killed" in words else "ceiling")
     for place, (at, words) in enumerate([] if narrow else events):  # a phone has no room for them
-        late = across(at) > width / 2
+        late = across(at) > width - 160
         drawing.add_text(across(at) - 4 if late else across(at) + 4, 12 + 11 * (place % 2), words, "tick",
                          "end" if late else "start")  # fmt: skip
     for number, name in enumerate(rows):

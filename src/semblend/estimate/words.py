@@ -17,7 +17,7 @@ def format_share(share: float) -> str:
     return f"{percent:.0f} %" if abs(percent) >= 9.95 or percent == 0 else f"{percent:.1f} %"
 
 
-def format_count(tokens: int) -> str:
+def format_count(tokens: float) -> str:
     """Format a number of tokens.
 
     >>> format_count(950), format_count(12_345), format_count(3_836_509), format_count(2_100_000_000)
@@ -26,7 +26,7 @@ def format_count(tokens: int) -> str:
     for size, unit in ((10**9, " G"), (10**6, " M"), (10**3, " k")):
         if abs(tokens) >= size:
             return f"{tokens / size:.3g}{unit}"
-    return str(tokens)
+    return f"{tokens:g}"
 
 
 def format_number(number: int, noun: str) -> str:

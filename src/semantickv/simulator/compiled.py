@@ -11,6 +11,7 @@ from semantickv.simulator.capacity import Capacity
 from semantickv.simulator.forest import Forest
 from semantickv.simulator.plain import Counts
 from semantickv.simulator.policies.adaptive import build_plan, number_sessions
+from semantickv.simulator.policies.aged import LHD_CLASSES, TURNS, build_edges
 from semantickv.simulator.policies.registry import Policy
 from semantickv.simulator.policies.serving import count_tokens_to_end
 
@@ -47,6 +48,8 @@ def run_compiled(forest: Forest, policy: Policy, capacity: Capacity, warm_up: in
         from semantickv.simulator import kernels_queues as queues
 
         queues.run_queues(getattr(queues, kind), *tape, fact, meta, tally, counts.used_share, counts.evicted)
+    elif family == "aged":
+        _run_aged(kind, forest, capacity, fact, meta, tally, counts)
     else:
         _run_adaptive(forest, capacity, fact, meta, tally, counts, options)
     counts.refused = int(meta[kernels.REFUSED])
@@ -64,6 +67,19 @@ def _build_meta(forest: Forest, capacity: Capacity, warm_up: int, options: dict[
     meta[kernels.HAND] = -1
     meta[kernels.WINDOW] = int(options["window"])
     return meta
+
+
+def _run_aged(kind: str, forest: Forest, capacity: Capacity, fact: Any, meta: Any, tally: Any, counts: Counts) -> None:
+    """Run the compiled `lhd` or `workload_aware` and fill ``counts`` and ``tally``."""
+    from semantickv.simulator import kernels_aged as aged
+
+    trace = forest.trace
+    edges = np.array(build_edges(capacity.size))
+    classes = len(trace.type_names) * (LHD_CLASSES if kind == "LHD" else TURNS)
+    table = np.tile(1.0 / (1.0 + edges[:-1]), (classes, 1))
+    evidence = np.zeros((*table.shape, 2))
+    tape = trace.starts, forest.node, trace.tokens, fact, meta
+    aged.run_aged(getattr(aged, kind), *tape, edges, table, evidence, tally, counts.used_share, counts.evicted)
 
 
 def _run_adaptive(

@@ -88,6 +88,14 @@ def test_adaptive_learns_the_same_in_both_twins_over_many_cache_fuls(mode, capac
     assert fast.weights == pytest.approx(slow.weights, rel=1e-9)
 
 
+@pytest.mark.parametrize("capacity", [Capacity.blocks(60), Capacity.blocks(250), Capacity.tokens(900)], ids=str)
+@pytest.mark.parametrize("mode", ["prefix", "block"])
+@pytest.mark.parametrize("name", ["lhd", "workload_aware"])
+def test_policies_that_count_by_age_learn_the_same_in_both_twins_over_many_cache_fuls(name, mode, capacity):
+    forest = build_forest(growing(7), mode)
+    same(*(simulate(forest, name, capacity, engine=engine) for engine in ("compiled", "plain")))
+
+
 @given(seed=st.integers(0, 99), share=st.floats(0.1, 0.9))
 @settings(max_examples=15, deadline=None)
 @pytest.mark.parametrize("name", [name for name, policy in POLICIES.items() if not policy.offline])
@@ -114,6 +122,23 @@ def test_sieve_keeps_what_was_used_and_moves_nothing():
 def test_s3fifo_lets_a_scan_pass_and_remembers_who_came_back():
     loop = [1, 2] * 3 + list(range(100, 200)) + [1, 2]
     assert replay(loop, "s3fifo", 10).block_hits == replay(loop, "lru", 10).block_hits + 2
+
+
+def test_lhd_learns_that_a_loop_larger_than_the_cache_is_worth_keeping_in_part():
+    loop = list(range(12)) * 40
+    assert replay(loop, "lru", 8).block_hits == 0
+    assert replay(loop, "lhd", 8).block_hits > 100
+
+
+def test_workload_aware_keeps_the_category_that_comes_back():
+    made = []
+    for n in range(300):
+        kind, block = ("system", n // 3 % 6) if n % 3 == 0 else ("user", 1000 + n)
+        made.append(TraceRequest(str(n), float(n), (block,), (16,), (kind,)))
+    trace = Trace.from_requests(made)
+    hits = {name: simulate(trace, name, Capacity.blocks(8)).block_hits for name in ("lru", "workload_aware")}
+    assert hits["lru"] == 0
+    assert hits["workload_aware"] > 60
 
 
 def test_tinylfu_refuses_newcomers_that_were_asked_for_no_more_often():

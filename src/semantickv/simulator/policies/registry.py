@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Final
 
 from semantickv.simulator.plain import PlainPolicy
-from semantickv.simulator.policies import adaptive, classic, modern, optimal, semantic, serving
+from semantickv.simulator.policies import adaptive, aged, classic, modern, optimal, semantic, serving
 from semblend.errors import InputError
 
 
@@ -37,6 +37,8 @@ _TABLE: Final = (
     Policy("lru2", "the longest since its last use but one goes first", classic.Lru2, "priority:LRU2"),
     Policy("slru", "lru, first among what was used once", serving.Slru, "priority:SLRU"),
     Policy("tlru", "lru, first among the ends of long prompts", serving.Tlru, "priority:TLRU"),
+    Policy("lhd", "fewest expected hits for space and time", aged.Lhd, "aged:LHD", True),
+    Policy("workload_aware", "least likely to be used soon", aged.WorkloadAware, "aged:WORKLOAD_AWARE", True),
     Policy("size_aware_lru", "last use divided by tokens", classic.SizeAwareLru, "priority:SIZE_LRU"),
     Policy("static_semantic", "fixed worth of a type, uses and size", semantic.StaticSemantic, "priority:STATIC", True),
     Policy("adaptive_semantic", "learns what comes back, and when", adaptive.AdaptiveSemantic, "adaptive:", True),

@@ -9,7 +9,8 @@ Requests of two kinds come mixed, one at a time, all behind one instruction. *Ch
 ``--open`` of them are under way, the next turn is that of any. *Retrieval*: one of ``--passages`` texts of MS MARCO by
 Zipf's law, and a question. What has more than ``--longest`` tokens is left out, and ends its conversation. Every policy
 gets the same requests from an empty cache, which holds ``--share`` of all their blocks. Donors are off: all hits are
-exact. Beside each hit rate stands what `semantickv` predicts from the token ids alone (*simulated*).
+exact. Beside each hit rate stands what `semantickv` predicts from the token ids alone (*simulated*), in blocks of 16
+tokens, for SGLang of one.
 
 The embedded engine runs with a model's weights, or with random ones: a Llama of two layers. Scheduler, pool and cache
 are the same and hits real, but times with it say nothing and are left out. SGLang runs in this process, its scheduler
@@ -82,31 +83,32 @@ def make_requests(args: argparse.Namespace, encode: Callable[[str], Tokens]) -> 
     return requests
 
 
-def number_blocks(requests: Sequence[Tokens]) -> list[list[int]]:
+def number_blocks(requests: Sequence[Tokens], size: int) -> list[list[int]]:
     """Number the full blocks of every request by their content and all before it."""
     numbers: dict[tuple[int, tuple[int, ...]], int] = {}
     found = []
     for ids in requests:
         above, path = -1, []
-        for begin in range(0, len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-            above = numbers.setdefault((above, tuple(ids[begin : begin + BLOCK_TOKENS])), len(numbers))
+        for begin in range(0, len(ids) - size + 1, size):
+            above = numbers.setdefault((above, tuple(ids[begin : begin + size])), len(numbers))
             path.append(above)
         found.append(path)
     return found
 
 
-def predict(policy: str, requests: Sequence[Tokens], blocks: Sequence[list[int]], capacity: int) -> float:
-    """Simulate the policy over the same blocks; the share of all prompt tokens that are found."""
+def predict(policy: str, requests: Sequence[Tokens], pool: int, size: int) -> float:
+    """Simulate the policy over blocks of ``size`` tokens in a pool of so many; the share of tokens that are found."""
     from semantickv.simulator.capacity import Capacity
     from semantickv.simulator.simulate import simulate
     from semantickv.traces.trace import Trace, TraceRequest
 
     trace = Trace.from_requests(
-        TraceRequest(str(n), float(n), tuple(path), (BLOCK_TOKENS,) * len(path), ("other",) * len(path))
-        for n, path in enumerate(blocks)
+        TraceRequest(str(n), float(n), tuple(path), (size,) * len(path), ("other",) * len(path))
+        for n, path in enumerate(number_blocks(requests, size))
         if path
     )
-    found = simulate(trace, PREDICTED_BY.get(policy, policy), Capacity.blocks(capacity))
+    capacity = Capacity.blocks((pool - BLOCK_TOKENS) // size)  # the last block of a request is not full
+    found = simulate(trace, PREDICTED_BY.get(policy, policy), capacity)
     return found.token_hits / sum(map(len, requests))
 
 
@@ -189,9 +191,10 @@ def measure(args: argparse.Namespace, report: _report.Report) -> int:
     timed = args.engine == "sglang" or args.model != "random"
     encode, open_engine = open_model(args)
     requests = make_requests(args, encode)
-    blocks = number_blocks(requests)
-    capacity = max(args.longest // BLOCK_TOKENS + 2, int(args.share * len({one for path in blocks for one in path})))
-    serve = open_engine(capacity * BLOCK_TOKENS)
+    distinct = len({one for path in number_blocks(requests, BLOCK_TOKENS) for one in path})
+    capacity = max(args.longest // BLOCK_TOKENS + 2, int(args.share * distinct))
+    pool, size = capacity * BLOCK_TOKENS, 1 if args.engine == "sglang" else BLOCK_TOKENS
+    serve = open_engine(pool)
     rows, wrong, answers = [], 0, dict[str, list[tuple[int, ...]]]()
     for policy in args.policies:
         served = list(serve(policy, requests))
@@ -199,7 +202,7 @@ def measure(args: argparse.Namespace, report: _report.Report) -> int:
         prompt, found = sum(one.prompt_tokens for one in served), sum(one.found_tokens for one in served)
         expected = None
         if args.engine != "donors":
-            expected = 100 * predict(policy, requests, blocks, capacity - 1)  # one block of a request is not full
+            expected = 100 * predict(policy, requests, pool, size)
         off = None if expected is None else 100 * found / prompt - expected
         wrong += off is not None and abs(off) > 2.0
         same = answers[policy] == answers[args.policies[0]]

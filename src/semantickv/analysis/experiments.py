@@ -8,7 +8,7 @@ prefix cache. An experiment's configuration is a YAML file with the fields of `E
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
@@ -96,13 +96,17 @@ class ExperimentOutcome:
         }
 
 
-def run_experiment(experiment: Experiment, *, over_time: bool = True) -> ExperimentOutcome:
+def run_experiment(
+    experiment: Experiment, *, over_time: bool = True, progress: Callable[[str], None] | None = None
+) -> ExperimentOutcome:
     """Simulate every policy in every mode; the same experiment gives the same numbers on every machine."""
     trace = experiment.build_trace()
     records: dict[str, list[dict[str, Any]]] = {}
     weights: dict[str, Any] = {}
     used: dict[str, Any] = {}
     for mode in experiment.modes:
+        if progress is not None:
+            progress(f"{experiment.experiment_id}: {len(experiment.policies)} policies in {mode} mode")
         forest = build_forest(trace, mode)
         done = [experiment.simulate_policy(forest, policy) for policy in experiment.policies]
         records[mode] = [build_policy_record(trace, one, experiment.latency) for one in done]

@@ -6,7 +6,7 @@ this latency model". It is not a measurement of a server.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,11 +62,16 @@ def replay(
     mode: Mode = "prefix",
     latency: LatencyModel | None = None,
     seed: int = 0,
+    progress: Callable[[str], None] | None = None,
 ) -> Replay:
     """Simulate the same requests, in order, with each policy, and estimate their times to first token."""
     model = latency or LatencyModel()
     forest = build_forest(trace, mode)
-    done = [simulate(forest, policy, capacity, seed=seed) for policy in policies]
+    done = []
+    for number, policy in enumerate(policies):
+        if progress is not None:
+            progress(f"{policy}: {number + 1} of {len(policies)} policies, {len(trace):,} requests")
+        done.append(simulate(forest, policy, capacity, seed=seed))
     return Replay(
         trace,
         capacity,

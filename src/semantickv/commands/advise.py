@@ -14,7 +14,7 @@ from semantickv.output import advise_page, advise_words
 from semantickv.output.files import make_folder
 from semantickv.simulator.capacity import DTYPE_BYTES, KV_SHAPES, count_kv_bytes_per_token
 from semantickv.simulator.policies import POLICIES
-from semblend.cli.output import print_json, say
+from semblend.cli.output import Progress, print_json, say
 from semblend.errors import InputError
 from semblend.prices import load_price_book
 from semblend.prices.price_book import TIERS
@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
         latency=latency,
         book=book,
     )
-    advice = advise(trace, question, policies=args.policies, sizes=sizes, seed=args.seed, progress=say)
+    with Progress() as progress:
+        advice = advise(trace, question, policies=args.policies, sizes=sizes, seed=args.seed, progress=progress.show)
     folder = make_folder(args.output_dir, args.output_name)
     advise_page.write_advice(advice, folder)
     if args.json:

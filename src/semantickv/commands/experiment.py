@@ -18,7 +18,7 @@ from semantickv.analysis.experiments import (
 from semantickv.analysis.latency import compute_gain
 from semantickv.output import experiment_files
 from semantickv.output.files import make_folder
-from semblend.cli.output import print_json, say, table
+from semblend.cli.output import Progress, print_json, say, table
 from semblend.errors import InputError
 
 ABOUT = (
@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     experiments = [_apply_flags(load_experiment(path), args) for path in _choose_configs(args, everything)]
     done: list[tuple[ExperimentOutcome, Path]] = []
     for experiment in experiments:
-        say(f"{experiment.experiment_id}: simulating {len(experiment.policies)} policies")
-        outcome = run_experiment(experiment)
+        with Progress() as progress:
+            outcome = run_experiment(experiment, progress=progress.show)
         folder = make_folder(experiment.output_dir, experiment.experiment_id)
         experiment_files.write_experiment(outcome, folder, pictures=not args.no_plots)
         done.append((outcome, folder))

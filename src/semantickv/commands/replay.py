@@ -12,7 +12,7 @@ from semantickv.commands.flags import trace_flags
 from semantickv.output.files import make_folder
 from semantickv.output.replay_files import describe_calibration, write_replay
 from semantickv.simulator.capacity import DTYPE_BYTES, KV_SHAPES, Capacity
-from semblend.cli.output import print_json, say, table
+from semblend.cli.output import Progress, print_json, say, table
 from semblend.errors import InputError
 
 ABOUT = """Replay a trace (our JSONL, Mooncake, Bailian, Azure, logs and KV events of engines; plain or gzip) through
@@ -52,7 +52,10 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--output-name {args.output_name!r} is no name", hint="the folder goes into --output-dir")
     trace = trace_flags.read_trace(args)
     latency, fitted, seen = trace_flags.choose_latency(args, trace)
-    result = replay(trace, capacity, args.policies, mode=args.mode, latency=latency, seed=args.seed)
+    with Progress() as progress:
+        result = replay(
+            trace, capacity, args.policies, mode=args.mode, latency=latency, seed=args.seed, progress=progress.show
+        )
     result = replace(result, calibration=fitted, observed=seen)
     folder = make_folder(args.output_dir, args.output_name)
     write_replay(result, folder, pictures=not args.no_plots)

@@ -10,7 +10,7 @@ from semantickv.analysis.tiers import DECODE_MS, Speed, Tier, TieredRun, replay_
 from semantickv.commands.flags import trace_flags
 from semantickv.simulator.capacity import DTYPE_BYTES, KV_SHAPES, count_kv_bytes_per_token
 from semantickv.simulator.forest import build_forest
-from semblend.cli.output import print_json, say, table
+from semblend.cli.output import Progress, print_json, say, table
 from semblend.errors import InputError
 from semblend.prices import load_price_book
 
@@ -59,7 +59,11 @@ def run(args: argparse.Namespace) -> int:
             f"{trace.name} says how long prompts were and not what they held", hint="see semantickv collect"
         )
     forest = build_forest(trace, "prefix")
-    runs = [replay_tiers(forest, tiers[:count], speed) for count in range(1, len(tiers) + 1)]
+    runs = []
+    with Progress() as progress:
+        for count in range(1, len(tiers) + 1):
+            progress.show(f"{' and '.join(tier.name for tier in tiers[:count])}: {len(trace):,} requests")
+            runs.append(replay_tiers(forest, tiers[:count], speed))
     if args.json:
         print_json({"prefill_source": rate.source, "runs": [one.as_json() for one in runs]})
     else:

@@ -99,29 +99,46 @@ def _pack(raw: BinaryIO, target: Path) -> BinaryIO:
 
 
 class Progress:
-    """A line on standard error that moves on a terminal, and a new line every ten seconds elsewhere."""
+    """A line on standard error that moves while work goes on. Where standard error is no terminal, nothing is shown.
+
+    Used as a context, it removes the line at the end.
+    """
+
+    INTERVAL_S = 0.2
 
     def __init__(self, quiet: bool = False) -> None:
-        self._quiet = quiet
-        self._live = sys.stderr.isatty()
-        self._interval_s = 0.2 if self._live else 10.0
-        self._next = time.monotonic() + self._interval_s
+        self._live = not quiet and sys.stderr.isatty()
+        self._next = time.monotonic() + self.INTERVAL_S
         self._drawn = False
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
 
     def due(self) -> bool:
         """Whether it is time for `show`; cheap enough for every item."""
-        return not self._quiet and time.monotonic() >= self._next
+        return self._live and time.monotonic() >= self._next
 
     def show(self, text: str) -> None:
-        self._next = time.monotonic() + self._interval_s
-        if self._live:
-            sys.stderr.write(f"\r\x1b[2K{text}")
-            sys.stderr.flush()
-            self._drawn = True
-        else:
-            say(text)
+        """Show a text in place of the last one, cut at the width of the terminal: a second line would stay."""
+        if not self._live:
+            return
+        self._next = time.monotonic() + self.INTERVAL_S
+        sys.stderr.write(f"\r\x1b[2K{text[: _read_columns() - 1]}")
+        sys.stderr.flush()
+        self._drawn = True
 
     def clear(self) -> None:
         if self._drawn:
             sys.stderr.write("\r\x1b[2K")
             sys.stderr.flush()
+            self._drawn = False
+
+
+def _read_columns() -> int:
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
+    except OSError:  # a terminal that does not tell
+        return 80

@@ -36,7 +36,8 @@ ENGINES = 2
 def serve_engines(launch: Any, model: Any, tokenizer: Any) -> Iterator[list[str]]:
     """Serve engines around one model, each on a port of its own; yield their addresses."""
     from semblend.config import SemBlendConfig
-    from semblend.engine.server.edge.listener import HttpServer, listen
+    from semblend.engine.server.edge.listener import HttpServer
+    from semblend.engine.server.edge.sockets import listen
     from semblend.engine.server.routes import create_app
     from semblend.engine.server.serving_adapter import LocalEngine
 

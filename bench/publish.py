@@ -1,4 +1,4 @@
-"""Put the figures of bench/results/*.json between the markers in README.md and docs/research/*.md, and draw a picture.
+"""Put the figures of bench/results/*.json between the markers in README, guides and research pages, and draw a picture.
 
     python bench/publish.py                   # rewrite the pages
     python bench/publish.py --check           # exit 1 when a page does not say what the results say
@@ -22,7 +22,11 @@ from _report import format_table
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 PICTURE = ROOT / "docs" / "images" / "vllm_load.svg"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "research").glob("*.md")))
+PAGES = (
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("guides/*.md")),
+    *sorted((ROOT / "docs").glob("research/*.md")),
+)
 PEERS = {
     "this project", "semblend 0.3.25, perfect embedder", "LMCache 0.5.6 matcher, chunk 256",
     "LMCache 0.5.6 matcher, chunk 32", "prefix blocks of 16", "content blocks of 16", "dict of 16-grams",

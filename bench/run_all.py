@@ -25,7 +25,8 @@ SCRIPTS = ("speed", "recall", "natural", "peers", "faults", "evidence", "vector_
 NEEDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("bodies", "dial_replay", "directory_kills", "directory_polls", "edge", "edge_endurance"), ()),
     **dict.fromkeys(("edge_timing", "experiments_seeding", "experiments_twins", "faults", "router_state"), ()),
-    **dict.fromkeys(("carry_over", "sembench_power", "source_tables", "ttft", "vector_index"), ()),
+    **dict.fromkeys(("carry_over", "extras", "sembench_power", "source_tables", "transformers_reuse"), ()),
+    **dict.fromkeys(("ttft", "vector_index"), ()),
     **dict.fromkeys(("advise", "arrange", "edge_placement", "estimate", "eviction", "evidence", "natural"), ("data",)),
     **dict.fromkeys(("peers", "placement_scale", "recall", "sembench_offline", "similarity_routing"), ("data",)),
     **dict.fromkeys(("speed",), ("data",)),

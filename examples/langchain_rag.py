@@ -1,13 +1,17 @@
 """Retrieval with LangChain: documents in an order that earlier prompts had, so that a prefix cache finds them.
 
-python examples/langchain_rag.py        needs pip install 'semblend-suite[langchain]'
+python examples/langchain_rag.py        needs pip install '.[langchain]' in the checkout
 """
 
 import random
+import sys
 
-from langchain_core.documents import Document
-from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.runnables import RunnableLambda
+try:
+    from langchain_core.documents import Document
+    from langchain_core.prompts import ChatPromptTemplate
+    from langchain_core.runnables import RunnableLambda
+except ModuleNotFoundError as error:
+    sys.exit(f"the package {error.name} is not installed\nhint: pip install '.[langchain]' in the checkout")
 
 from semblend.integration.langchain import ArrangeDocuments
 

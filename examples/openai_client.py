@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import sys
 
-import openai
+try:
+    import openai
+except ModuleNotFoundError:
+    sys.exit("the package openai is not installed\nhint: pip install openai")
 
 SERVER = sys.argv[1].rstrip("/") if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 TEXT = "\n".join(f"Shelf {n}: {n * 37 % 90} boxes of goods, counted on day {n * 11 % 28}." for n in range(32))

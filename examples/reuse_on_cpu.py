@@ -5,6 +5,12 @@ python examples/reuse_on_cpu.py
 The model is small and random: its answers mean nothing, its receipts and its next-token distributions do.
 """
 
+import sys
+from importlib.util import find_spec
+
+if find_spec("torch") is None:
+    sys.exit("the package torch is not installed\nhint: pip install '.[local]' in the checkout")
+
 from semblend import SemBlend, SemBlendConfig
 from semblend.engine.core.assemble import assemble
 from semblend.engine.core.config import EngineConfig

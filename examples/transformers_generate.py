@@ -10,8 +10,11 @@ from __future__ import annotations
 import sys
 import time
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+try:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+except ModuleNotFoundError as error:
+    sys.exit(f"the package {error.name} is not installed\nhint: pip install '.[transformers]' in the checkout")
 
 from semblend.integration.transformers.reuse import TransformersReuse
 

@@ -13,7 +13,8 @@ from typing import Any
 from fastapi import FastAPI
 
 from semblend.engine.server.config import ServeConfig
-from semblend.engine.server.edge.listener import HttpServer, listen
+from semblend.engine.server.edge.listener import HttpServer
+from semblend.engine.server.edge.sockets import listen
 from semblend.engine.server.routes import create_app
 from semblend.engine.server.serving import ServingEngine
 

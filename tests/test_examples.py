@@ -52,6 +52,26 @@ def test_every_example_is_checked() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(KEY_LINES) | set(NEED_A_SERVER)
 
 
+HIDDEN = """
+import importlib.util, runpy, sys
+hidden, script = sys.argv[1:]
+sys.modules[hidden] = None  # as if it were not installed
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name == hidden else find_spec(name, *more)
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("name", sorted({**NEEDED, "reuse_on_cpu.py": "torch"}))
+def test_without_its_package_an_example_says_what_to_install(name: str) -> None:
+    hidden = NEEDED.get(name, "torch")
+    command = [sys.executable, "-c", HIDDEN, hidden, str(EXAMPLES / name)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "hint: pip install" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("name", sorted(NEED_A_SERVER))
 def test_without_a_server_an_example_says_what_to_do(name: str) -> None:
     skip_without(name)

@@ -29,11 +29,16 @@ COMMANDS = (
     "check",
 )
 DESCRIPTION = "What a cache should keep and how much memory it needs (simulated); where a request should go."
+EXAMPLES = (
+    "semantickv collect --upstream http://127.0.0.1:8000 --output trace.jsonl",
+    "semantickv advise --trace trace.jsonl",
+    "semantickv router --replicas http://127.0.0.1:8000,http://127.0.0.1:8001",
+)
 
 
 def build_parser(words: Sequence[str] = ()) -> Parser:
     """The command line of the command that ``words`` name, or all of it; docs/reference is generated from it."""
-    return commandline.parser_of("semantickv", DESCRIPTION, commandline.choose_commands(words, COMMANDS))
+    return commandline.parser_of("semantickv", DESCRIPTION, commandline.choose_commands(words, COMMANDS), EXAMPLES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -33,12 +33,17 @@ COMMANDS = (
     "results.compare",
     "results.report",
 )
-DESCRIPTION = "Did reuse really help, and did it do no harm."
+DESCRIPTION = "Check whether reuse really helped, and whether it did harm."
+EXAMPLES = (
+    "sembench build --profile synthetic-v1 --output cases.jsonl",
+    "sembench run-offline --manifest cases.jsonl --output result.json",
+    "sembench report --result result.json",
+)
 
 
 def build_parser(words: Sequence[str] = ()) -> Parser:
     """Return the parser of the command that ``words`` name, or of all commands. docs/reference is generated from it."""
-    return commandline.parser_of("sembench", DESCRIPTION, commandline.choose_commands(words, COMMANDS))
+    return commandline.parser_of("sembench", DESCRIPTION, commandline.choose_commands(words, COMMANDS), EXAMPLES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,13 +6,15 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tools.reference.semblend_pages import commands_of, options_of
+from semblend.cli.help_text import expand_help, name_value
+from tools.reference.semblend_pages import commands_of, options_of, show_examples
 
 
 def page(parser: argparse.ArgumentParser, intro: Sequence[str], variables: Mapping[str, str]) -> str:
     """Every command, its flags, and the variables that are read."""
+    module = f"tools.reference.{parser.prog}_pages"
     lines = [
-        f"<!-- Made by `python -m {parser.prog}.reference docs/reference`; change the code, not this page. -->",
+        f"<!-- Made by `python -m {module} docs/reference`; change the code, not this page. -->",
         "",
         f"# Command line of {parser.prog}",
         "",
@@ -27,9 +29,10 @@ def page(parser: argparse.ArgumentParser, intro: Sequence[str], variables: Mappi
         lines += ["| argument | meaning |", "|---|---|"]
         for action in options_of(command):
             names = ", ".join(f"`{option}`" for option in action.option_strings) or f"`{action.dest}`"
-            value = "" if action.nargs == 0 or not action.option_strings else f" `{_value(action)}`"
+            value = "" if action.nargs == 0 or not action.option_strings else f" `{name_value(action)}`"
             needed = " (required)" if action.required and action.option_strings else ""
-            lines.append(f"| {names}{value} | {_cell((action.help or '') % _words(action))}{needed} |")
+            lines.append(f"| {names}{value} | {_cell(expand_help(action))}{needed} |")
+        lines += show_examples(command)
     return "\n".join(lines) + "\n"
 
 
@@ -42,17 +45,6 @@ def write(text: str, name: str, argv: Sequence[str] | None) -> int:
     (folder / name).write_text(text, encoding="utf-8")
     print(folder / name)
     return 0
-
-
-def _value(action: argparse.Action) -> str:
-    if isinstance(action.metavar, str):
-        return action.metavar
-    return "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper()
-
-
-def _words(action: argparse.Action) -> dict[str, object]:
-    """What argparse itself would fill into a help text."""
-    return {"default": action.default, "dest": action.dest, "choices": ", ".join(map(str, action.choices or ()))}
 
 
 def _cell(text: str) -> str:

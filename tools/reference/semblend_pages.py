@@ -19,6 +19,7 @@ from typing import Any
 import semblend
 from semblend import errors
 from semblend.cli.commandline import Parser
+from semblend.cli.help_text import WIDTH, HelpFormatter, expand_help, name_value
 from semblend.cli.main import build_parser
 from semblend.config import CONFIG_FILE_VARIABLE, KEY_VARIABLES, SETTINGS
 from semblend.extras import NEEDED_BY
@@ -87,8 +88,21 @@ def cli_markdown() -> str:
     ]
     for name, command in commands_of(parser).items():
         lines += ["", f"## semblend {name}", "", (command.description or "").strip(), ""]
-        lines += ["```text", _usage(command), "```", "", *_options(command)]
+        lines += ["```text", _usage(command), "```", "", *_options(command), *show_examples(command)]
     return "\n".join(lines)
+
+
+def show_examples(command: argparse.ArgumentParser) -> list[str]:
+    """The lines that end a command's help, as a block."""
+    if not command.epilog:
+        return []
+    title, *lines = command.epilog.splitlines()
+    return ["", f"{title.capitalize()}", "", "```console", *_with_prompts(lines), "```"]
+
+
+def _with_prompts(lines: Sequence[str]) -> list[str]:
+    """A prompt sign before each command; a line that goes on with one keeps its indent."""
+    return [line[2:] if line.startswith("      ") else f"$ {line[2:]}" for line in lines]
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, Parser]:
@@ -235,7 +249,7 @@ def _first_line(value: Any) -> str:
 
 def _usage(command: argparse.ArgumentParser) -> str:
     """The usage as if the terminal were 100 columns wide, wherever this runs."""
-    command.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=100)
+    command.formatter_class = lambda prog: HelpFormatter(prog, width=WIDTH)
     return command.format_usage().strip()
 
 
@@ -243,9 +257,9 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
     rows = ["| argument | meaning |", "|---|---|"]
     for action in options_of(parser):
         names = ", ".join(f"`{option}`" for option in action.option_strings) or _positional(action)
-        value = "" if action.nargs == 0 or not action.option_strings else f" `{action.metavar or action.dest.upper()}`"
+        value = "" if action.nargs == 0 or not action.option_strings else f" `{name_value(action)}`"
         needed = " (required)" if action.required and action.option_strings else ""
-        rows.append(f"| {names}{value} | {_cell(action.help or '')}{needed} |")
+        rows.append(f"| {names}{value} | {_cell(expand_help(action))}{needed} |")
     return rows
 
 

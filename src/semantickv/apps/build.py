@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from semantickv.apps.gateway import Gateway
@@ -86,6 +87,7 @@ def _build_replica(name: str, url: str, settings: EdgeSettings, tracked_tokens: 
 def _build_trace_log(settings: EdgeSettings, name: str) -> TraceLog | None:
     if not settings.trace:
         return None
+    _check_folder(settings.trace_dir)
     options = TraceOptions.in_folder(
         settings.trace_dir,
         name,
@@ -94,3 +96,13 @@ def _build_trace_log(settings: EdgeSettings, name: str) -> TraceLog | None:
         file_bytes=int(settings.trace_file_mb * (1 << 20)),
     )
     return TraceLog(options)
+
+
+def _check_folder(folder: str) -> None:
+    """Refuse a folder for traces that cannot be written, before the first request is lost."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write traces to {folder}: {error.strerror}", hint="name a folder with --output-dir, or --no-trace"
+        ) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from semantickv.apps.tls import TlsFiles
 from semblend.cli.output import say
 from semblend.engine.server.edge.connections import Connections, Deadlines, plan_limit
+from semblend.engine.server.edge.sockets import listen, write_url
 from semblend.errors import ConfigError, MissingDependencyError
 
 BACKLOG = 2048
@@ -21,10 +23,21 @@ DEADLINES = Deadlines(header_s=10.0, idle_s=75.0, write_s=60.0)
 _UNFINISHED = "ASGI callable returned without completing response."
 
 
-def run_server(app: Any, host: str, port: int, *, drain_s: int = DRAIN_S, tls: TlsFiles | None = None) -> int:
-    """Serve until SIGINT or SIGTERM: no new connections then, and ``drain_s`` seconds for the requests that run."""
-    if not 0 <= port <= 65_535:
-        raise ConfigError(f"no port {port}", hint="0 to 65535; 0 takes a free one")
+def run_server(
+    app: Any,
+    host: str,
+    port: int,
+    *,
+    announce: Callable[[str], None],
+    drain_s: int = DRAIN_S,
+    tls: TlsFiles | None = None,
+) -> int:
+    """Serve until SIGINT or SIGTERM: no new connections then, and ``drain_s`` seconds for the requests that run.
+
+    ``announce`` is given the address once clients can reach it; `ConfigError` where it is taken.
+    """
+    if drain_s < 0:
+        raise ConfigError(f"--drain {drain_s} is no time", hint="seconds, 0 or more")
     if tls is not None:
         tls.check()
     room = plan_limit(WANTED_DESCRIPTORS)
@@ -36,10 +49,14 @@ def run_server(app: Any, host: str, port: int, *, drain_s: int = DRAIN_S, tls: T
     # What is loaded by now stays for good: a collection that walks through it holds up every stream for some 50 ms.
     gc.collect()
     gc.freeze()
+    sock = listen(host, port)
+    announce(write_url(sock, host, tls=tls is not None))
     try:
-        server.run()
-    except SystemExit as end:  # the address is taken, or the application did not start; uvicorn has said so
+        server.run(sockets=[sock])
+    except SystemExit as end:  # the application did not start; uvicorn has said so
         return int(end.code or 1)
+    finally:
+        sock.close()
     return 0 if server.started else 1
 
 

@@ -22,27 +22,66 @@ from semblend.prices.price_book import TIERS
 ABOUT = """Hit rate against memory for all policies on your own trace, the size that leaves most money, what reuse at
 any position would add, and how sure all that is: one page to print. Everything on it is simulated."""
 
+EXAMPLES = (
+    "semantickv advise --trace trace.jsonl",
+    "semantickv advise --trace trace.jsonl --model llama-3.1-8b --engine vllm --gpu-hour 4.00",
+)
+
 
 def add(subparsers: Any) -> None:
     """Declare the flags of ``semantickv advise``."""
-    parser = subparsers.add_parser("advise", help="which policy, how much memory: one page", description=ABOUT)
+    parser = subparsers.add_parser(
+        "advise", help="tell which eviction policy and how much memory your traffic wants: one page", description=ABOUT
+    )
     trace_flags.add_trace_flags(parser)
     parser.add_argument("--policies", nargs="+", metavar="NAME", help="policies to compare (default: all)")
     parser.add_argument("--model", choices=sorted(KV_SHAPES), default="qwen2.5-7b",
-                        help="whose KV fills the memory, and whose prefill is saved (%(default)s)")  # fmt: skip
-    parser.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bf16", help="of that KV (%(default)s)")
-    parser.add_argument("--gib", nargs="+", type=float, metavar="GIB", help="sizes to try (default: ten, chosen)")
-    parser.add_argument("--gpu", default=DEFAULT_GPU, metavar="NAME", help="GPU whose hours are saved (%(default)s)")
-    parser.add_argument("--memory", choices=TIERS, default="",
+                        help="model whose KV fills the memory and whose prefill is saved")  # fmt: skip
+    parser.add_argument(
+        "--dtype", choices=sorted(DTYPE_BYTES), default="bf16", help="number type of that KV (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--gib",
+        nargs="+",
+        type=float,
+        metavar="GIB",
+        help="cache sizes to try, in GiB (default: ten, chosen by the trace)",
+    )
+    parser.add_argument(
+        "--gpu", default=DEFAULT_GPU, metavar="NAME", help="GPU whose hours are saved (default: %(default)s)"
+    )
+    parser.add_argument("--memory", "--memory-kind", choices=TIERS, default="",
                         help="kind of memory (default: the engine's, else what leaves most)")  # fmt: skip
     parser.add_argument("--prices", metavar="FILE", help="TOML that replaces prices and rates of the package")
-    parser.add_argument("--hour-cost", type=float, metavar="PRICE", help="price of an hour of the GPU, instead")
-    parser.add_argument("--gib-hour-cost", type=float, metavar="PRICE", help="price of a GiB of --memory for an hour")
-    parser.add_argument("--engine", choices=tuple(ENGINES), default="", help="advise only what this engine has")
+    parser.add_argument(
+        "--hour-cost",
+        "--gpu-hour",
+        type=float,
+        metavar="USD",
+        help="price of an hour of the GPU (default: of --gpu, an assumption)",
+    )
+    parser.add_argument(
+        "--gib-hour-cost",
+        type=float,
+        metavar="USD",
+        help="price of a GiB of --memory for an hour (default: of the package, an assumption)",
+    )
+    parser.add_argument(
+        "--engine", choices=tuple(ENGINES), default="", help="advise only policies that this engine has (default: all)"
+    )
     trace_flags.add_latency_flags(parser)
-    parser.add_argument("--seed", type=int, default=0, help="for policies that draw (default: %(default)s)")
-    parser.add_argument("--output-dir", default="outputs/advise", metavar="DIR", help="parent (default: %(default)s)")
-    parser.add_argument("--output-name", default="advice", metavar="NAME", help="end of the folder's name")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of policies that choose at random (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output-dir",
+        default="outputs/advise",
+        metavar="DIR",
+        help="folder under which a new folder is made (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output-name", default="advice", metavar="NAME", help="end of the new folder's name (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print the advice as JSON")
 
 

@@ -16,10 +16,18 @@ and no keys, and whoever reaches it shares one simulated cache: keep it on your 
 def add(subparsers: Any) -> None:
     """Declare the flags of ``semantickv api``."""
     parser = subparsers.add_parser("api", help="serve the cache simulator", description=ABOUT)
-    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="its port (default: %(default)s)")
-    parser.add_argument("--policy", help="eviction policy (or SEMANTICKV_CACHE_POLICY; default: lru)")
-    parser.add_argument("--cache-token-budget", type=int, metavar="TOKENS", help="size of the cache (default: 50000)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=8000,
+        metavar="PORT",
+        help="port to listen on; 0 takes any free one (default: %(default)s)",
+    )
+    parser.add_argument("--policy", metavar="NAME", help="eviction policy (default: SEMANTICKV_CACHE_POLICY, else lru)")
+    parser.add_argument(
+        "--cache-token-budget", type=int, metavar="TOKENS", help="size of the cache in tokens (default: 50000)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,5 +42,8 @@ def run(args: argparse.Namespace) -> int:
         capacity_tokens=args.cache_token_budget or settings.capacity_tokens,
     )
     app = build_api(settings)
-    say(f"simulation API on http://{args.host}:{args.port}; every number it gives is simulated")
-    return run_server(app, args.host, args.port, drain_s=5)
+
+    def announce(url: str) -> None:
+        say(f"simulation API on {url}; every number it gives is simulated; stop with Ctrl-C")
+
+    return run_server(app, args.host, args.port, announce=announce, drain_s=5)

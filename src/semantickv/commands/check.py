@@ -24,7 +24,12 @@ APPLICATIONS = ("telemetry_proxy", "locality_router", "simulation_api")
 def add(subparsers: Any) -> None:
     """Declare the flags of ``semantickv check``."""
     parser = subparsers.add_parser("check", help="check the installation, in a few seconds", description=ABOUT)
-    parser.add_argument("--config-dir", default=str(CONFIG_FOLDER), metavar="DIR", help="default: %(default)s")
+    parser.add_argument(
+        "--config-dir",
+        default=str(CONFIG_FOLDER),
+        metavar="DIR",
+        help="folder of the configurations (default: %(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -23,24 +23,45 @@ ABOUT = """Record traffic as a trace for replay and advise. With --upstream, a s
 is and writes one line for each; with --kv-events, requests are put together from what an engine publishes; with --mock,
 made-up traffic is written. No text is kept without --keep-text."""
 
+EXAMPLES = (
+    "semantickv collect --upstream http://127.0.0.1:8000 --output trace.jsonl",
+    "semantickv collect --mock --output trace.jsonl",
+)
+
 
 def add(subparsers: Any) -> None:
     """Declare the flags of ``semantickv collect``."""
     parser = subparsers.add_parser("collect", help="record OpenAI-compatible traffic as a trace", description=ABOUT)
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--upstream", metavar="URL", help="server to forward to (or SEMANTICKV_UPSTREAM_BASE_URL)")
+    source.add_argument(
+        "--upstream",
+        metavar="URL",
+        help="engine to forward to, such as http://127.0.0.1:8000 (default: SEMANTICKV_UPSTREAM_BASE_URL)",
+    )
     source.add_argument(
         "--kv-events", metavar="ADDRESS", help="listen to vLLM's or SGLang's KV events (tcp://HOST:PORT)"
     )
     source.add_argument("--mock", action="store_true", help="made-up traffic on a made-up clock; every line says so")
-    parser.add_argument("--host", default="127.0.0.1", help="where the proxy listens (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8010, help="its port, 0 for any (default: %(default)s)")
-    parser.add_argument("--requests", type=int, metavar="N", help="stop after N (default: 50 with --mock, else never)")
-    parser.add_argument("--seed", type=int, default=7, help="of the made-up traffic (default: %(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="address that the proxy listens on (default: %(default)s)")
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=8010,
+        metavar="PORT",
+        help="port of the proxy; 0 takes any free one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--requests", type=int, metavar="N", help="stop after N requests (default: 50 with --mock, else never)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=7, metavar="N", help="seed of the made-up traffic (default: %(default)s)"
+    )
     parser.add_argument("--keep-text", action="store_true", help="write the prompts' text into the trace")
     parser.add_argument("--rules", metavar="FILE", help="TOML file with more classification rules")
     parser.add_argument("--output-dir", metavar="DIR", help="folder of the trace (default: outputs/live_traces)")
-    parser.add_argument("--output-name", default="trace", metavar="NAME", help="end of the file's name")
+    parser.add_argument(
+        "--output-name", default="trace", metavar="NAME", help="end of the file's name (default: %(default)s)"
+    )
     parser.add_argument("--output", metavar="FILE", help="the trace's whole path, in place of the two above")
 
 

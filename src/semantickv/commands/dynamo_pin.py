@@ -38,5 +38,8 @@ def run(args: argparse.Namespace) -> int:
     evidence = WorkerEvidence(settings.max_tracked_tokens, reuse=EngineReuse.parse(settings.engine_reuse))
     app = PinGateway(settings, pool, evidence, args.endpoint)
     tls = read_tls(args)
-    say(f"pinning on {'https' if tls else 'http'}://{args.host}:{args.port}, in front of {pool.address.url}")
-    return run_server(app, args.host, args.port, drain_s=args.drain, tls=tls)
+
+    def announce(url: str) -> None:
+        say(f"pinning on {url}, in front of {pool.address.url}; stop with Ctrl-C")
+
+    return run_server(app, args.host, args.port, announce=announce, drain_s=args.drain, tls=tls)

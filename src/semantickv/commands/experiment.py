@@ -25,6 +25,8 @@ ABOUT = (
     "Run experiments on made-up workloads: several policies, block mode and prefix mode, files and plots. Simulated."
 )
 
+EXAMPLES = ("semantickv experiment run --config repeated_system", "semantickv experiment all")
+
 
 def add(subparsers: Any) -> None:
     """Declare the flags of ``semantickv experiment``."""
@@ -36,12 +38,17 @@ def add(subparsers: Any) -> None:
         "--config", action="append", default=[], metavar="FILE",
         help="a YAML file, or the name of one in --config-dir, or 'all'; may be given several times",
     )  # fmt: skip
-    parser.add_argument("--config-dir", default=str(CONFIG_FOLDER), metavar="DIR", help="default: %(default)s")
+    parser.add_argument(
+        "--config-dir",
+        default=str(CONFIG_FOLDER),
+        metavar="DIR",
+        help="folder of the configurations (default: %(default)s)",
+    )
     parser.add_argument(
         "--output-dir", metavar="DIR", help="parent of the result folders (default: the configuration's)"
     )
     parser.add_argument("--policies", nargs="+", metavar="NAME", help="other policies than the configuration's")
-    parser.add_argument("--seed", type=int, help="another seed than the configuration's")
+    parser.add_argument("--seed", type=int, metavar="N", help="another seed than the configuration's")
     parser.add_argument("--no-plots", action="store_true", help="write no pictures")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
 

@@ -14,11 +14,17 @@ ABOUT = """Forward OpenAI-compatible requests to one engine, byte for byte, and 
 engine reused. Traces hold hashes, counts and times; text only with --keep-text. Every setting is a SEMANTICKV_*
 variable; flags stand in for the common ones."""
 
+EXAMPLES = ("semantickv proxy --upstream http://127.0.0.1:8000",)
+
 
 def add(subparsers: Any) -> None:
     """Declare the flags of ``semantickv proxy``."""
-    parser = subparsers.add_parser("proxy", help="forward to one engine and record", description=ABOUT)
-    parser.add_argument("--upstream", metavar="URL", help="the engine (or SEMANTICKV_UPSTREAM_BASE_URL)")
+    parser = subparsers.add_parser("proxy", help="forward requests to one engine and record them", description=ABOUT)
+    parser.add_argument(
+        "--upstream",
+        metavar="URL",
+        help="engine to forward to, such as http://127.0.0.1:8000 (default: SEMANTICKV_UPSTREAM_BASE_URL)",
+    )
     add_serve_flags(parser, port=8010)
 
 
@@ -31,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
     settings = replace(settings, upstream=args.upstream or settings.upstream)
     app = build_proxy(settings)
     tls = read_tls(args)
-    scheme = "https" if tls else "http"
-    say(f"proxy on {scheme}://{args.host}:{args.port}, forwarding to {settings.upstream}; stop with Ctrl-C")
-    return run_server(app, args.host, args.port, drain_s=args.drain, tls=tls)
+
+    def announce(url: str) -> None:
+        say(f"proxy on {url}, forwarding to {settings.upstream}; stop with Ctrl-C")
+
+    return run_server(app, args.host, args.port, announce=announce, drain_s=args.drain, tls=tls)

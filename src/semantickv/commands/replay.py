@@ -18,6 +18,8 @@ from semblend.errors import InputError
 ABOUT = """Replay a trace (our JSONL, Mooncake, Bailian, Azure, logs and KV events of engines; plain or gzip) through
 several cache policies. The cache holds metadata and times follow a straight line: everything reported is simulated."""
 
+EXAMPLES = ("semantickv replay --trace trace.jsonl --cache-gib 40 --policies lru adaptive_semantic",)
+
 
 def add(subparsers: Any) -> None:
     """Declare the flags of ``semantickv replay``."""
@@ -27,20 +29,33 @@ def add(subparsers: Any) -> None:
     size.add_argument("--cache-token-budget", type=int, metavar="N", help="size of the cache in tokens")
     size.add_argument("--cache-block-budget", type=int, metavar="N", help="size of the cache in blocks")
     size.add_argument("--cache-gib", type=float, metavar="GIB", help="size of the cache in GiB of --model's KV")
-    parser.add_argument("--model", choices=sorted(KV_SHAPES), default="qwen2.5-7b", help="whose KV --cache-gib counts")
-    parser.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bf16", help="of that KV (%(default)s)")
+    parser.add_argument(
+        "--model", choices=sorted(KV_SHAPES), default="qwen2.5-7b", help="model whose KV --cache-gib counts"
+    )
+    parser.add_argument(
+        "--dtype", choices=sorted(DTYPE_BYTES), default="bf16", help="number type of that KV (default: %(default)s)"
+    )
     parser.add_argument(
         "--policies", nargs="+", default=list(DEFAULT_POLICIES), metavar="NAME",
         help=f"policies to compare (default: {' '.join(DEFAULT_POLICIES)}); see semantickv policies",
     )  # fmt: skip
     parser.add_argument(
         "--mode", choices=("prefix", "block"), default="prefix",
-        help="prefix: a block hits if all before it hit; block: each by itself (%(default)s)",
+        help="prefix: a block hits if all before it hit; block: each by itself (default: %(default)s)",
     )  # fmt: skip
     trace_flags.add_latency_flags(parser)
-    parser.add_argument("--seed", type=int, default=0, help="for policies that draw (default: %(default)s)")
-    parser.add_argument("--output-dir", default="outputs/traces", metavar="DIR", help="parent (default: %(default)s)")
-    parser.add_argument("--output-name", default="replay", metavar="NAME", help="end of the folder's name")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of policies that choose at random (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output-dir",
+        default="outputs/traces",
+        metavar="DIR",
+        help="folder under which a new folder is made (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output-name", default="replay", metavar="NAME", help="end of the new folder's name (default: %(default)s)"
+    )
     parser.add_argument("--no-plots", action="store_true", help="write no pictures")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
 

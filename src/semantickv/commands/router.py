@@ -18,16 +18,31 @@ common ones."""
 DEMO_FAMILIES = ("rag_shared_corpus", "support_agent", "coding_assistant")
 DEMO_CACHE_TOKENS = 4000
 
+EXAMPLES = (
+    "semantickv router --replicas http://127.0.0.1:8000,http://127.0.0.1:8001",
+    "semantickv router --demo",
+)
+
 
 def add(subparsers: Any) -> None:
     """Declare the flags of ``semantickv router``."""
     parser = subparsers.add_parser("router", help="choose an engine for each request", description=ABOUT)
-    parser.add_argument("--replicas", metavar="URLS", help="the engines, with commas (or SEMANTICKV_REPLICAS)")
-    parser.add_argument("--policy", help="round_robin, least_loaded, prefix_hash, cache_aware or semantic_locality")
+    parser.add_argument(
+        "--replicas",
+        metavar="URLS",
+        help="addresses of the engines, separated by commas (default: SEMANTICKV_REPLICAS)",
+    )
+    parser.add_argument(
+        "--policy",
+        metavar="NAME",
+        help="how to choose: round_robin, least_loaded, prefix_hash, cache_aware or semantic_locality",
+    )
     add_serve_flags(parser, port=8020)
     parser.add_argument("--demo", action="store_true", help="compare the policies on made-up traffic, and end")
-    parser.add_argument("--demo-replicas", type=int, default=4, metavar="N", help="for --demo (default: 4)")
-    parser.add_argument("--seed", type=int, default=11, help="of the demo's traffic (default: %(default)s)")
+    parser.add_argument("--demo-replicas", type=int, default=4, metavar="N", help="engines of --demo (default: 4)")
+    parser.add_argument(
+        "--seed", type=int, default=11, metavar="N", help="seed of the traffic of --demo (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,9 +57,11 @@ def run(args: argparse.Namespace) -> int:
     settings = replace(settings, replicas=named or settings.replicas, policy=args.policy or settings.policy)
     app = build_router(settings)
     tls = read_tls(args)
-    where = f"{'https' if tls else 'http'}://{args.host}:{args.port}"
-    say(f"router on {where}, {settings.policy} over {len(settings.replicas)} replicas")
-    return run_server(app, args.host, args.port, drain_s=args.drain, tls=tls)
+
+    def announce(url: str) -> None:
+        say(f"router on {url}, {settings.policy} over {len(settings.replicas)} replicas; stop with Ctrl-C")
+
+    return run_server(app, args.host, args.port, announce=announce, drain_s=args.drain, tls=tls)
 
 
 def _run_demo(args: argparse.Namespace) -> int:

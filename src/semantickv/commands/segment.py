@@ -19,9 +19,13 @@ ABOUT = "Cut a prompt (text, chat messages or an OpenAI request) into typed bloc
 def add(subparsers: Any) -> None:
     """Declare the flags of ``semantickv segment``."""
     parser = subparsers.add_parser("segment", help="show a prompt's typed blocks", description=ABOUT)
-    parser.add_argument("prompt", nargs="?", default="-", metavar="FILE", help="text or JSON; - is standard input")
+    parser.add_argument(
+        "prompt", nargs="?", default="-", metavar="FILE", help="text or JSON; - reads standard input (default: -)"
+    )
     parser.add_argument("--rules", metavar="FILE", help="TOML file with more rules; they come before the built-in ones")
-    parser.add_argument("--max-block-tokens", type=int, default=0, metavar="N", help="cut longer blocks (0: never)")
+    parser.add_argument(
+        "--max-block-tokens", type=int, default=0, metavar="N", help="cut longer blocks, in tokens (default: 0, never)"
+    )
     parser.add_argument("--show-rules", action="store_true", help="print the rules in their order, and nothing else")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

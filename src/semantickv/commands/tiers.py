@@ -19,19 +19,42 @@ from prefill rates and bandwidths. Running requests hold their blocks, and a req
 policy is LRU. Everything reported is simulated."""
 NAMES = {"device": "hbm", "host": "dram", "disk": "ssd"}
 
+EXAMPLES = ("semantickv tiers --trace trace.jsonl --device-gib 20 --host-gib 200",)
+
 
 def add(subparsers: Any) -> None:
     """Declare the flags of ``semantickv tiers``."""
-    parser = subparsers.add_parser("tiers", help="a cache on device, host and disk: hits and TTFT", description=ABOUT)
+    parser = subparsers.add_parser(
+        "tiers", help="simulate a cache on device, host and disk: hits and times to first token", description=ABOUT
+    )
     trace_flags.add_trace_flags(parser)
-    parser.add_argument("--model", choices=sorted(KV_SHAPES), default="qwen2.5-7b", help="whose KV (%(default)s)")
-    parser.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bf16", help="of that KV (%(default)s)")
-    parser.add_argument("--gpu", default=DEFAULT_GPU, metavar="NAME", help="whose prefill rate (%(default)s)")
-    parser.add_argument("--device-gib", type=float, required=True, metavar="GIB", help="KV memory of the device")
-    parser.add_argument("--host-gib", type=float, default=0.0, metavar="GIB", help="of the host (default: none)")
-    parser.add_argument("--disk-gib", type=float, default=0.0, metavar="GIB", help="of the disk (default: none)")
     parser.add_argument(
-        "--decode-ms", type=float, default=DECODE_MS, metavar="MS", help="time of a token of the answer (%(default)s)"
+        "--model",
+        choices=sorted(KV_SHAPES),
+        default="qwen2.5-7b",
+        help="model whose KV fills the memory (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype", choices=sorted(DTYPE_BYTES), default="bf16", help="number type of that KV (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--gpu", default=DEFAULT_GPU, metavar="NAME", help="GPU whose prefill rate is used (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--device-gib", type=float, required=True, metavar="GIB", help="KV memory of the device, in GiB"
+    )
+    parser.add_argument(
+        "--host-gib", type=float, default=0.0, metavar="GIB", help="KV memory of the host, in GiB (default: none)"
+    )
+    parser.add_argument(
+        "--disk-gib", type=float, default=0.0, metavar="GIB", help="KV memory of the disk, in GiB (default: none)"
+    )
+    parser.add_argument(
+        "--decode-ms",
+        type=float,
+        default=DECODE_MS,
+        metavar="MS",
+        help="time of a token of the answer, in ms (default: %(default)s)",
     )
     parser.add_argument("--prices", metavar="FILE", help="TOML that replaces rates and bandwidths of the package")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")

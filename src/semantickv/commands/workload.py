@@ -20,22 +20,53 @@ from semblend.errors import InputError
 ABOUT = """Write a trace: one of the made-up families, or real text (chats, agents, rag) from --data-dir with drawn
 arrivals. Traces hold hashes and lengths, no text."""
 
+EXAMPLES = ("semantickv workload support_agent --output trace.jsonl",)
+
 
 def add(subparsers: Any) -> None:
     """Declare the flags of ``semantickv workload``."""
     parser = subparsers.add_parser("workload", help="write a trace of made-up or text-based traffic", description=ABOUT)
-    parser.add_argument("family", choices=(*TEXT_WORKLOADS, *FAMILIES), help="which traffic")
+    parser.add_argument("family", choices=(*TEXT_WORKLOADS, *FAMILIES), help="kind of traffic")
     parser.add_argument("--output", required=True, metavar="FILE", help="trace to write (.jsonl or .jsonl.gz)")
     parser.add_argument("--data-dir", metavar="DIR", help="folder with chat, agent_traces and rag, for real text")
     parser.add_argument("--sessions", type=int, metavar="N", help="sessions (default: 50, or all of the text)")
-    parser.add_argument("--requests", type=int, default=6, metavar="N", help="requests of a made-up session (6)")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--arrivals", choices=PROCESSES, default="poisson", help="default: %(default)s")
-    parser.add_argument("--rate", type=float, default=0.5, help="sessions a second (default: %(default)s)")
-    parser.add_argument("--think-s", type=float, default=20.0, help="mean pause in a session (default: %(default)s)")
-    parser.add_argument("--burstiness", type=float, default=0.3, help="below 1 comes in bursts (gamma arrivals)")
-    parser.add_argument("--block-tokens", type=int, default=BLOCK_TOKENS, help="longest block of text (%(default)s)")
-    parser.add_argument("--tenants", type=int, default=1, help="tenants of a made-up family (default: %(default)s)")
+    parser.add_argument(
+        "--requests", type=int, default=6, metavar="N", help="requests of a made-up session (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of what is drawn (default: %(default)s)")
+    parser.add_argument(
+        "--arrivals",
+        choices=PROCESSES,
+        default="poisson",
+        help="process that draws the times of arrival (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rate", type=float, default=0.5, metavar="R", help="sessions that begin in a second (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--think-s",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="mean pause between two requests of a session, in seconds (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--burstiness",
+        type=float,
+        default=0.3,
+        metavar="B",
+        help="below 1, gamma arrivals come in bursts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--block-tokens",
+        type=int,
+        default=BLOCK_TOKENS,
+        metavar="N",
+        help="tokens in a block of text, at most (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tenants", type=int, default=1, metavar="N", help="tenants of a made-up family (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -44,8 +44,11 @@ class CollectingProxy(ThreadingHTTPServer):
         self.unrecorded = 0
         try:
             super().__init__((host, port), _Handler)
-        except OSError as error:
-            raise InputError(f"cannot listen on {host}:{port}: {error.strerror}", hint="pass another --port") from None
+        except (OSError, OverflowError) as error:
+            raise InputError(
+                f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}",
+                hint="pass another --port",
+            ) from None
 
     @property
     def address(self) -> str:

@@ -14,10 +14,12 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from types import ModuleType
+from typing import Any, NoReturn
 
 from semblend._version import __version__
 from semblend.cli.completion import add_completion
+from semblend.cli.help_text import HelpFormatter, write_examples
 from semblend.errors import SemBlendError
 from semblend.name_clash import refuse_foreign_distribution
 
@@ -27,10 +29,17 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a wrong flag the way every other mistake is reported."""
+    """Reports a wrong flag the way every other mistake is reported, and shows help as `HelpFormatter` does."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, formatter_class=HelpFormatter, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\nhint: {self.prog} --help shows how it is used\n")
+        self.exit(2, f"error: {message}\nhint: {self.name_help()}\n")
+
+    def name_help(self, command: str = "") -> str:
+        """The hint for an error that has none of its own."""
+        return f"{self.prog} {command} --help shows how it is used".replace("  ", " ")
 
 
 def add_debug(parser: argparse.ArgumentParser) -> None:
@@ -39,9 +48,12 @@ def add_debug(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def parser_of(package: str, description: str, commands: Sequence[str]) -> Parser:
-    """A command line whose commands are modules of ``<package>.commands`` with ``add(subparsers)``, ``run(args)``."""
-    parser = Parser(prog=package, description=description)
+def parser_of(package: str, description: str, commands: Sequence[str], examples: Sequence[str] = ()) -> Parser:
+    """A command line whose commands are modules of ``<package>.commands`` with ``add(subparsers)``, ``run(args)``.
+
+    A module may hold ``EXAMPLES``, lines that a newcomer would type: they end its ``--help``.
+    """
+    parser = Parser(prog=package, description=description, epilog=write_examples(examples) if examples else None)
     parser.add_argument("--version", action="version", version=f"{package} {__version__}")
     add_debug(parser)
     add_completion(parser)
@@ -51,8 +63,15 @@ def parser_of(package: str, description: str, commands: Sequence[str]) -> Parser
         module.add(subparsers)
         sub = subparsers.choices[_word_for(name)]
         add_debug(sub)
+        add_examples(sub, module)
         sub.set_defaults(run=module.run)
     return parser
+
+
+def add_examples(parser: argparse.ArgumentParser, module: ModuleType) -> None:
+    """End the help of a command with the lines that its module shows, where it shows any."""
+    if lines := getattr(module, "EXAMPLES", ()):
+        parser.epilog = write_examples(lines)
 
 
 def choose_commands(words: Sequence[str], commands: Sequence[str]) -> tuple[str, ...]:
@@ -89,12 +108,12 @@ def run(
         if args.command is None:
             parser.print_help(sys.stderr)
             return 2
-        return _run_guarded(args, even_if_foreign)
+        return _run_guarded(parser, args, even_if_foreign)
     except SystemExit as leaving:  # argparse leaves this way after --help and after a wrong flag
         return leaving.code if isinstance(leaving.code, int) else 2
 
 
-def _run_guarded(args: argparse.Namespace, even_if_foreign: Sequence[str]) -> int:
+def _run_guarded(parser: Parser, args: argparse.Namespace, even_if_foreign: Sequence[str]) -> int:
     try:
         if args.command not in even_if_foreign:
             refuse_foreign_distribution()
@@ -112,8 +131,8 @@ def _run_guarded(args: argparse.Namespace, even_if_foreign: Sequence[str]) -> in
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
             _let_go_of_output()
             full = SemBlendError(f"cannot write the output: {error.strerror}", hint="is the disk full?")
-            return _report(full, debug=False)
-        return _report(error, debug=getattr(args, "debug", False))
+            return _report(full, debug=False, help_of=parser.name_help(args.command))
+        return _report(error, debug=getattr(args, "debug", False), help_of=parser.name_help(args.command))
 
 
 def _let_go_of_output() -> None:
@@ -121,15 +140,13 @@ def _let_go_of_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _report(error: Exception, *, debug: bool) -> int:
+def _report(error: Exception, *, debug: bool, help_of: str) -> int:
     if debug:
         traceback.print_exception(error, file=sys.stderr)
     if isinstance(error, SemBlendError):
-        message, hint, code = error.message, error.hint, error.exit_code
+        message, hint, code = error.message, error.hint or help_of, error.exit_code
     else:
         message = f"{type(error).__name__}: {error}"
         hint, code = "this should not happen; run again with --debug and report what it shows", 1
-    print(f"error: {message}", file=sys.stderr)
-    if hint:
-        print(f"hint: {hint}", file=sys.stderr)
+    print(f"error: {message}\nhint: {hint}", file=sys.stderr)
     return code

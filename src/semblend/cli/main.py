@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 
 from semblend._version import __version__
 from semblend.cli import commandline
-from semblend.cli.commandline import Parser, add_debug
+from semblend.cli.commandline import Parser, add_debug, add_examples
 from semblend.cli.commands import (
     calibrate,
     demo,
@@ -25,10 +24,18 @@ from semblend.cli.commands import (
     warm,
 )
 from semblend.cli.completion import add_completion
+from semblend.cli.help_text import write_examples
 
 COMMANDS: tuple[ModuleType, ...] = (
     demo, serve, models, calibrate, explore, explain, estimate, warm, donors, vllm, doctor, version,
 )  # fmt: skip
+
+EXAMPLES = (
+    "semblend doctor                        # what this machine has, and what to run next",
+    "semblend estimate prompts.jsonl        # what reuse would save on your own log",
+    "semblend explore                       # paste prompts, see what they share",
+    "semblend serve --model smollm2-135m    # an OpenAI-compatible server with reuse",
+)
 
 
 def build_parser() -> Parser:
@@ -38,6 +45,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="semblend",
         description="Find the KV cache that earlier prompts already paid for.",
+        epilog=write_examples(EXAMPLES),
         parents=[common],
     )
     parser.add_argument("--version", action="version", version=f"semblend {__version__}")
@@ -47,12 +55,12 @@ def build_parser() -> Parser:
         summary = (module.__doc__ or "").partition("\n")[0]
         sub = commands.add_parser(
             module.__name__.rpartition(".")[2],
-            help=summary,
+            help=summary[:1].lower() + summary[1:].rstrip("."),
             description=module.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
             parents=[common],
         )
         module.add_arguments(sub)
+        add_examples(sub, module)
         sub.set_defaults(run=module.run)
     return parser
 

@@ -16,11 +16,20 @@ if TYPE_CHECKING:
     from semblend.prompt import Namespace
 
 LOG_HELP = "JSONL file of logged prompts, .gz too; - reads standard input"
+DTYPES = ("float32", "bfloat16", "float16")
 TOKENIZER_HELP = "stable (built in), a tokenizer.json, its folder, or a model in the local Hugging Face cache"
 
 
 def add_tokenizer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", default="stable", metavar="NAME", help=f"{TOKENIZER_HELP} (default: stable)")
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """``--dtype``, empty where the engine chooses."""
+    parser.add_argument(
+        "--dtype", default="", choices=["", *DTYPES], metavar="TYPE",
+        help=f"number type of the weights: {', '.join(DTYPES)} (default: float32 on a CPU, else the model's)",
+    )  # fmt: skip
 
 
 def add_namespace(parser: argparse.ArgumentParser) -> None:

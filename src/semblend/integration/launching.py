@@ -14,6 +14,13 @@ from semblend.errors import ConfigError, SemBlendError
 from semblend.integration.desk.settings import DeskSettings, list_own_settings, read_settings
 
 
+class LauncherParser(argparse.ArgumentParser):
+    """Takes our own flags and leaves the rest to the engine; reports a wrong one as every command does."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\nhint: {self.prog} --help shows how it is used\n")
+
+
 def add_settings_flag(parser: argparse.ArgumentParser, kind: type[DeskSettings]) -> None:
     """``--semblend NAME=VALUE``, as often as one likes."""
     parser.add_argument(

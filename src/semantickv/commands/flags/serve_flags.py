@@ -12,12 +12,23 @@ from semblend.errors import InputError
 
 def add_listen_flags(parser: argparse.ArgumentParser, *, port: int) -> None:
     """Declare where to listen, and how."""
-    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=port, help="its port (default: %(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument(
-        "--drain", type=int, default=30, metavar="SECONDS", help="time for running requests at the end (default: 30)"
+        "--port",
+        type=int,
+        default=port,
+        metavar="PORT",
+        help="port to listen on; 0 takes any free one (default: %(default)s)",
     )
-    parser.add_argument("--tls-cert", metavar="FILE", help="certificate (PEM, with its chain): serve HTTPS")
+    parser.add_argument(
+        "--drain",
+        "--drain-seconds",
+        type=int,
+        default=30,
+        metavar="SECONDS",
+        help="seconds for running requests after a stop signal (default: 30)",
+    )
+    parser.add_argument("--tls-cert", metavar="FILE", help="serve HTTPS with this certificate (PEM, with its chain)")
     parser.add_argument("--tls-key", metavar="FILE", help="its private key (default: in the certificate's file)")
 
 

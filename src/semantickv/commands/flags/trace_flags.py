@@ -14,11 +14,18 @@ from semblend.errors import InputError
 
 def add_trace_flags(parser: argparse.ArgumentParser) -> None:
     """Declare the flags that name a trace and say how to read it."""
-    parser.add_argument("--trace", required=True, metavar="FILE", help="trace to read, plain or gzip")
     parser.add_argument(
-        "--format", choices=("auto", *FORMATS), default="auto", help="its format (default: %(default)s)"
+        "--trace",
+        required=True,
+        metavar="FILE",
+        help="trace of requests to read, plain or gzip; semantickv collect writes one",
     )
-    parser.add_argument("--block-tokens", type=int, metavar="N", help="tokens of a block where the format does not say")
+    parser.add_argument(
+        "--format", choices=("auto", *FORMATS), default="auto", help="format of the trace (default: what it looks like)"
+    )
+    parser.add_argument(
+        "--block-tokens", type=int, metavar="N", help="tokens in a block, where the format does not say"
+    )
     parser.add_argument("--skip-bad", action="store_true", help="skip bad lines and count them")
     parser.add_argument("--sort", action="store_true", help="sort the requests by time of arrival")
     parser.add_argument("--max-requests", type=int, metavar="N", help="use the first N requests only")
@@ -26,10 +33,22 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_latency_flags(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of the latency line."""
-    parser.add_argument("--base-ms", type=float, metavar="MS", help="base time to first token")
-    parser.add_argument("--ms-per-uncached-token", type=float, metavar="MS", help="time of a computed token")
     parser.add_argument(
-        "--calibrate-from-trace", action="store_true", help="fit both to the times that the trace observed"
+        "--base-ms",
+        type=float,
+        metavar="MS",
+        help="time to first token of an empty prompt, in ms (default: 80, or by model and GPU)",
+    )
+    parser.add_argument(
+        "--ms-per-uncached-token",
+        type=float,
+        metavar="MS",
+        help="prefill time of a token, in ms (default: 0.08, or by model and GPU)",
+    )
+    parser.add_argument(
+        "--calibrate-from-trace",
+        action="store_true",
+        help="fit --base-ms and --ms-per-uncached-token to the times in the trace",
     )
 
 

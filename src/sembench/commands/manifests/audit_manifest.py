@@ -22,13 +22,17 @@ _SHOWN = 20
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "audit-manifest",
-        help="check a manifest",
+        help="check that a manifest can be trusted",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--manifest", required=True, help="made by sembench build")
-    parser.add_argument("--block-size", type=int, default=16, help="tokens of a KV block")
-    parser.add_argument("--tokenizer", default=None, help="stable (default), a file, a model name, tiktoken:NAME")
+    parser.add_argument("--manifest", required=True, metavar="FILE", help="made by sembench build")
+    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens in a KV block")
+    parser.add_argument(
+        "--tokenizer",
+        default=None,
+        metavar="NAME",
+        help="stable, a tokenizer.json, a model name or tiktoken:NAME (default: stable)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
     if chosen.stand_in:
         say(f"warning: {chosen.note}")
     wrong, items = audit(args.manifest, chosen.encoder, args.block_size)
+    if not items:
+        raise InputError(f"{args.manifest} holds no cases", hint="build it with sembench build")
     for case, _, line in wrong[:_SHOWN]:
         say(f"{case.item_id} ({case.transform}, {case.source_id}): {line}")
     if len(wrong) > _SHOWN:

@@ -22,40 +22,62 @@ from semblend.cli.output import Progress, say
 from semblend.errors import InputError
 from semblend.text.log_formats import FORMATS
 
+EXAMPLES = (
+    "sembench build --profile synthetic-v1 --output cases.jsonl",
+    "sembench build --profile jsonl --input prompts.jsonl --output cases.jsonl",
+)
+
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
-        "build", help="make a manifest", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "build", help="make a manifest: the cases of a benchmark, built in or from your own logs", description=__doc__
     )
     parser.add_argument("--profile", choices=(*PROFILES, OWN_LOGS), required=True, help="where the documents come from")
-    parser.add_argument("--output", required=True, help="manifest to write; packed if it ends in .gz")
+    parser.add_argument("--output", required=True, metavar="FILE", help="manifest to write; packed if it ends in .gz")
     parser.add_argument("--datasets", nargs="+", default=[], metavar="NAME", help="LongBench datasets (default: all)")
     parser.add_argument(
         "--max-items-per-dataset",
         type=int,
         default=None,
         metavar="N",
-        help="documents of a dataset that become donors",
+        help="documents of a dataset that become donors (default: all)",
     )
     parser.add_argument(
         "--transforms", nargs="+", default=list(ALL_TRANSFORMS), metavar="NAME",
-        help="default: all of " + ", ".join(ALL_TRANSFORMS),
+        help="changes between a donor and its recipient; default: all of " + ", ".join(ALL_TRANSFORMS),
     )  # fmt: skip
-    parser.add_argument("--max-segments", type=int, default=4, help="passages of a document, where it is cut")
-    parser.add_argument("--min-segment-chars", type=int, default=400, help="shortest passage")
-    parser.add_argument("--longbench-dir", default="", help="folder with NAME.jsonl or NAME.jsonl.gz files")
-    parser.add_argument("--hf-revision", default=None, help="revision of the dataset on the Hugging Face hub")
+    parser.add_argument(
+        "--max-segments", type=int, default=4, metavar="N", help="passages that a document is cut into, at most"
+    )
+    parser.add_argument(
+        "--min-segment-chars", type=int, default=400, metavar="N", help="shortest passage, in characters"
+    )
+    parser.add_argument(
+        "--longbench-dir", default="", metavar="DIR", help="LongBench folder with NAME.jsonl or NAME.jsonl.gz files"
+    )
+    parser.add_argument(
+        "--hf-revision", default=None, metavar="REVISION", help="revision of the dataset on the Hugging Face hub"
+    )
     parser.add_argument(
         "--frozen", action="store_true", help="change nothing: check that the output exists and would be built the same"
     )
     own = parser.add_argument_group(f"your own logs (--profile {OWN_LOGS})")
-    own.add_argument("--input", nargs="+", default=[], metavar="FILE", help="JSON Lines, or a server's log")
-    own.add_argument("--format", choices=("auto", *FORMATS[:-1]), default="auto", help="default: what it looks like")
+    own.add_argument("--input", nargs="+", default=[], metavar="FILE", help="your logs: JSON Lines, or a server's log")
+    own.add_argument(
+        "--format",
+        choices=("auto", *FORMATS[:-1]),
+        default="auto",
+        help="format of --input (default: what it looks like)",
+    )
     own.add_argument("--max-prompts", type=int, default=None, metavar="N", help="read only the first N prompts")
-    own.add_argument("--max-donors", type=int, default=2, metavar="N", help="earlier prompts a case gets (default: 2)")
-    own.add_argument("--negatives", type=int, default=8, metavar="N", help="negative controls (default: 8)")
+    own.add_argument(
+        "--max-donors", type=int, default=2, metavar="N", help="earlier prompts that a case gets as donors (default: 2)"
+    )
+    own.add_argument(
+        "--negatives", type=int, default=8, metavar="N", help="cases that share nothing with their donors (default: 8)"
+    )
     own.add_argument("--skip-bad", action="store_true", help="leave lines out that hold no prompt")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,8 +10,8 @@ from sembench.manifests.frozen import describe_manifest
 
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("checksum-manifest", help="SHA-256 and counts of a manifest", description=__doc__)
-    parser.add_argument("--manifest", required=True, help="made by sembench build")
+    parser = subparsers.add_parser("checksum-manifest", help="print the SHA-256 of a manifest", description=__doc__)
+    parser.add_argument("--manifest", required=True, metavar="FILE", help="made by sembench build")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser = subparsers.add_parser("freeze", help="write down the checksums of manifests", description=__doc__)
     parser.add_argument("--spec", required=True, metavar="FILE", help="the frozen file to write, JSON")
     parser.add_argument("--manifests-dir", required=True, metavar="DIR", help="folder of the manifests")
-    parser.add_argument("--block-size", type=int, default=16, help="tokens of a KV block, for the check")
+    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens in a KV block, for the check")
 
 
 def run(args: argparse.Namespace) -> int:

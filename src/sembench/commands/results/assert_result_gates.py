@@ -28,13 +28,14 @@ from semblend.errors import InputError
 
 _NAMES = {"share": "RATE", "count": "N", "ratio": "X", "number": "X"}
 
+EXAMPLES = ("sembench assert-result-gates --result result.json --min-hit-only-ttft-speedup 1.5",)
+
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "assert-result-gates",
         help="check a result against bounds; exit 1 where one is broken",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--result", required=True, metavar="FILE", help="result to judge")
     parser.add_argument(

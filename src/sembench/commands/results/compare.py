@@ -15,14 +15,15 @@ from sembench.scoring.compare_load import compare_loads
 from semblend.cli.output import say, table
 from semblend.errors import InputError
 
+EXAMPLES = ("sembench compare before.json after.json --fail-on-worse",)
 HEAD = ("metric", "n", "base", "new", "change", "95 %", "verdict")
 
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "compare",
-        help="what changed between two results, and what is only noise",
-        description="Compare two results item by item, with 95 %% intervals that draw whole documents. A metric is"
+        help="tell what changed between two results, and what is only noise",
+        description="Compare two results item by item, with 95 % intervals that draw whole documents. A metric is"
         " called better or worse only if that holds among all of them, with one false alarm in 100 comparisons.",
     )
     parser.add_argument("base", metavar="BASE", help="the result to compare with")

@@ -24,11 +24,20 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     )
     parser.add_argument("--cold", required=True, metavar="FILE", help="result of the run without donors")
     parser.add_argument("--warm", required=True, metavar="FILE", help="result of the run with donors")
-    parser.add_argument("--rerun", default="", metavar="FILE", help="a second cold run: the noise")
+    parser.add_argument(
+        "--rerun", default="", metavar="FILE", help="result of a second cold run, which measures the noise"
+    )
     parser.add_argument("--output", required=True, metavar="FILE", help="the paired result, JSON")
-    parser.add_argument("--run-id", default="", help="default: that of the warm run")
+    parser.add_argument("--run-id", default="", metavar="NAME", help="name of the run (default: that of the warm run)")
     parser.add_argument("--allow-unpaired", action="store_true", help="leave cases out that only one run has")
-    parser.add_argument("--connector-audit", nargs="+", action="extend", default=[], metavar="FILE", help="audit JSONL")
+    parser.add_argument(
+        "--connector-audit",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE",
+        help="audit files that the connector wrote, JSONL",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,6 +13,8 @@ from sembench.trust.channels import MIN_WITNESSES
 from semblend.cli.output import say
 from semblend.errors import InputError
 
+EXAMPLES = ("sembench report --result result.json --output report.html",)
+
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
@@ -22,15 +24,21 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     )
     parser.add_argument("--result", required=True, metavar="FILE", help="result to show")
     parser.add_argument(
-        "--engine-summary", action="append", default=[], metavar="FILE", help="engine summary to show beside it; repeat"
+        "--engine-summary",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="summary of an engine's log to show beside it; may be given several times",
     )
-    parser.add_argument("--output", metavar="FILE", help="HTML page; the result's name with .html if nothing is named")
-    parser.add_argument("--markdown", metavar="FILE", help="Markdown page")
+    parser.add_argument("--output", metavar="FILE", help="HTML page to write (default: the result's name with .html)")
+    parser.add_argument("--markdown", metavar="FILE", help="Markdown page to write")
     parser.add_argument(
         "--min-witnesses", type=parse_positive, default=MIN_WITNESSES, metavar="N",
         help="independent channels that must state reuse (default: 2)",
     )  # fmt: skip
-    parser.add_argument("--title", help="title; the run's id or the result's name if absent")
+    parser.add_argument(
+        "--title", metavar="TEXT", help="title of the page (default: the run's id or the result's name)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

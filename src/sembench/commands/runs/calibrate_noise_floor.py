@@ -29,21 +29,47 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser = subparsers.add_parser(
         "calibrate-noise-floor",
         help="measure how far two cold answers lie apart",
-        description="Ask every recipient twice of an empty cache. What differs is noise; reuse is judged beside it.",
+        description="Ask every prompt twice with an empty cache. What differs between the two answers is noise, "
+        "and reuse is judged by it.",
     )
-    parser.add_argument("--manifest", required=True, metavar="FILE", help="cases from sembench build")
-    parser.add_argument("--output", required=True, metavar="FILE", help="the calibration, JSON")
+    parser.add_argument("--manifest", required=True, metavar="FILE", help="cases to ask, from sembench build")
+    parser.add_argument("--output", required=True, metavar="FILE", help="calibration to write, JSON")
     add_server_flags(parser, default="sglang")
-    parser.add_argument("--engine-version", default="", help="version of the engine")
-    parser.add_argument("--model", required=True, help="the model that the server must serve")
-    parser.add_argument("--max-items", type=parse_positive, default=200, metavar="N", help="default: 200")
-    parser.add_argument("--max-new-tokens", type=parse_positive, default=64, metavar="N", help="default: 64")
-    parser.add_argument("--cooldown-ms", type=float, default=0.0, metavar="MS", help="pause after each request")
     parser.add_argument(
-        "--warmup-requests", type=parse_non_negative, default=2, metavar="N", help="thrown away (default: 2)"
+        "--engine-version", default="", metavar="TEXT", help="version of the engine, to be kept in the result"
     )
-    parser.add_argument("--timeout-seconds", type=float, default=900.0, metavar="S", help="limit of one request")
-    parser.add_argument("--reset-url", nargs="+", action="extend", default=[], metavar="URL", help="for a gateway")
+    parser.add_argument("--model", required=True, metavar="NAME", help="the model that the server must serve")
+    parser.add_argument(
+        "--max-items", type=parse_positive, default=200, metavar="N", help="cases to ask (default: 200)"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=parse_positive, default=64, metavar="N", help="tokens to generate (default: 64)"
+    )
+    parser.add_argument(
+        "--cooldown-ms", type=float, default=0.0, metavar="MS", help="pause after each request, in ms (default: 0)"
+    )
+    parser.add_argument(
+        "--warmup-requests",
+        type=parse_non_negative,
+        default=2,
+        metavar="N",
+        help="requests sent first and thrown away (default: 2)",
+    )
+    parser.add_argument(
+        "--timeout-seconds",
+        type=float,
+        default=900.0,
+        metavar="S",
+        help="seconds that one request may take (default: 900)",
+    )
+    parser.add_argument(
+        "--reset-url",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="URL",
+        help="addresses to POST to, to empty the caches behind a gateway",
+    )
     parser.add_argument("--skip-verify", action="store_true", help="do not ask the server which model it serves")
 
 

@@ -27,71 +27,171 @@ NOT_CONFIG = (*SECRET, "run", "command", "debug", "manifest", "output", "resume"
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags for what is run and for how the result names itself."""
-    parser.add_argument("--manifest", required=True, metavar="FILE", help="cases from sembench build")
-    parser.add_argument("--output", required=True, metavar="FILE", help="the result, JSON")
-    parser.add_argument("--model", required=True, help="the model that the server must serve")
-    parser.add_argument("--max-items", type=parse_positive, metavar="N", help="N cases, every transform in turn")
+    parser.add_argument("--manifest", required=True, metavar="FILE", help="cases to run, from sembench build")
+    parser.add_argument("--output", required=True, metavar="FILE", help="result file to write, JSON")
+    parser.add_argument("--model", required=True, metavar="NAME", help="the model that the server must serve")
     parser.add_argument(
-        "--block-size", type=parse_positive, default=16, metavar="N", help="tokens a block (default: 16)"
+        "--max-items", type=parse_positive, metavar="N", help="run N cases, every transform in turn (default: all)"
     )
-    parser.add_argument("--tokenizer", default="", help="name of the tokenizer, sent to routers (default: the model)")
-    parser.add_argument("--timeout-seconds", type=float, default=None, metavar="S", help="limit of one request")
+    parser.add_argument(
+        "--block-size",
+        type=parse_positive,
+        default=16,
+        metavar="N",
+        help="tokens in a KV block of the engine (default: 16)",
+    )
+    parser.add_argument(
+        "--tokenizer", default="", metavar="NAME", help="name of the tokenizer, sent to routers (default: the model)"
+    )
+    parser.add_argument(
+        "--timeout-seconds",
+        type=float,
+        default=None,
+        metavar="S",
+        help="seconds that one request may take (default: 3600 for run-live-sglang, 900 for run-live-gateway)",
+    )
     parser.add_argument("--resume", action="store_true", help="go on where an interrupted run stopped")
     parser.add_argument("--skip-verify", action="store_true", help="do not ask the server which model it serves")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     names = parser.add_argument_group("what the result says of itself")
-    names.add_argument("--run-id", default="", help="default: one is made up")
-    names.add_argument("--backend-id", default="", help="name of the backend, for comparisons")
-    names.add_argument("--baseline-id", default="", help="name of the run to compare with")
-    names.add_argument("--engine-version", default="", help="version of the engine")
+    names.add_argument("--run-id", default="", metavar="NAME", help="name of the run (default: one is made up)")
+    names.add_argument("--backend-id", default="", metavar="NAME", help="name of the backend, for comparisons")
+    names.add_argument("--baseline-id", default="", metavar="NAME", help="name of the run to compare with")
+    names.add_argument(
+        "--engine-version", default="", metavar="TEXT", help="version of the engine, to be kept in the result"
+    )
 
 
 def add_measuring_flags(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how it is measured")
-    how.add_argument("--paired", action="store_true", help="cold, warm and rerun of every case, in random order")
+    how.add_argument(
+        "--paired",
+        action="store_true",
+        help="run every case cold, warm (with its donors) and cold again, in random order",
+    )
     how.add_argument("--no-rerun", action="store_true", help="with --paired: leave the second cold arm out")
-    how.add_argument("--arm", choices=["single", "cold", "warm"], default="single", help="one arm alone, to be merged")
-    how.add_argument("--seed", type=int, default=0, help="of the order of arms (default: 0)")
     how.add_argument(
-        "--isolation", choices=["auto", *ISOLATIONS], default="auto", help="how a case gets an empty cache"
+        "--arm",
+        choices=["single", "cold", "warm"],
+        default="single",
+        help="run cold or warm alone, for sembench merge-results; single: warm, unpaired (default: single)",
+    )
+    how.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the order of arms (default: 0)")
+    how.add_argument(
+        "--isolation",
+        choices=["auto", *ISOLATIONS],
+        default="auto",
+        help="how a case gets an empty cache: flush, or a cache_salt of its own (default: auto, what the server can)",
     )
     how.add_argument(
-        "--warmup-requests", type=parse_non_negative, default=2, metavar="N", help="thrown away (default: 2)"
-    )
-    how.add_argument("--cooldown-ms", type=float, default=0.0, metavar="MS", help="pause after each request")
-    how.add_argument("--post-donor-delay-ms", type=float, default=0.0, metavar="MS", help="pause behind the donors")
-    how.add_argument("--capture-logprobs", action="store_true", help="ask for log-probabilities: KL, perplexity")
-    how.add_argument(
-        "--top-logprobs-num", type=parse_positive, default=8, metavar="N", help="alternatives (default: 8)"
+        "--warmup-requests",
+        type=parse_non_negative,
+        default=2,
+        metavar="N",
+        help="requests sent first and thrown away (default: 2)",
     )
     how.add_argument(
-        "--quality-threshold", type=float, default=QUALITY_THRESHOLD, metavar="SHARE", help="default: 0.60"
+        "--cooldown-ms", type=float, default=0.0, metavar="MS", help="pause after each request, in ms (default: 0)"
     )
     how.add_argument(
-        "--quality-f1-floor", type=float, default=QUALITY_F1_FLOOR, metavar="F1", help="an answer below it never passes"
+        "--post-donor-delay-ms",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="pause after the donors of a case, in ms (default: 0)",
+    )
+    how.add_argument(
+        "--capture-logprobs", action="store_true", help="ask for log-probabilities, for KL divergence and perplexity"
+    )
+    how.add_argument(
+        "--top-logprobs-num",
+        type=parse_positive,
+        default=8,
+        metavar="N",
+        help="log-probabilities to ask for at each token (default: 8)",
+    )
+    how.add_argument(
+        "--quality-threshold",
+        type=float,
+        default=QUALITY_THRESHOLD,
+        metavar="SHARE",
+        help="share of the gold answer that must be met for an answer to pass (default: 0.60)",
+    )
+    how.add_argument(
+        "--quality-f1-floor",
+        type=float,
+        default=QUALITY_F1_FLOOR,
+        metavar="F1",
+        help="token F1 below which an answer never passes (default: %(default)s)",
     )
     how.add_argument("--no-reuse", action="store_true", help="ask the backend not to reuse: the baseline")
     how.add_argument(
-        "--tenant-pairs", type=parse_non_negative, default=0, metavar="N", help="ask N prompts as another tenant, too"
+        "--tenant-pairs",
+        type=parse_non_negative,
+        default=0,
+        metavar="N",
+        help="ask N prompts as another tenant, too: nothing may be reused (default: 0)",
     )
-    how.add_argument("--other-tenant", default="tenant-b", metavar="NAME", help="who that is (default: tenant-b)")
-    how.add_argument("--tenant-salt", action="store_true", help="tenants also differ in cache_salt")
+    how.add_argument(
+        "--other-tenant", default="tenant-b", metavar="NAME", help="name of that other tenant (default: tenant-b)"
+    )
+    how.add_argument("--tenant-salt", action="store_true", help="give each tenant a cache_salt of its own, too")
 
 
 def add_confirmation_flags(parser: argparse.ArgumentParser) -> None:
     who = parser.add_argument_group("who confirms")
-    who.add_argument("--metrics-url", nargs="+", action="extend", default=[], metavar="URL", help="Prometheus text")
-    who.add_argument("--connector-audit", nargs="+", action="extend", default=[], metavar="FILE", help="audit JSONL")
-    who.add_argument("--engine-serve-command", default="", metavar="TEXT", help="how the engine was started")
+    who.add_argument(
+        "--metrics-url",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="URL",
+        help="addresses of Prometheus metrics (default: /metrics of each server)",
+    )
+    who.add_argument(
+        "--connector-audit",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE",
+        help="audit files that the connector wrote, JSONL",
+    )
+    who.add_argument(
+        "--engine-serve-command",
+        default="",
+        metavar="TEXT",
+        help="command that started the engine, to be kept in the result",
+    )
     who.add_argument("--engine-serve-command-file", default="", metavar="FILE", help="the same, from a file")
-    who.add_argument("--engine-env", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help="its settings")
-    who.add_argument("--require-phase0-flags", action="store_true", help="refuse an engine that was started unfairly")
+    who.add_argument(
+        "--engine-env",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=VALUE",
+        help="variables of the engine, to be kept in the result",
+    )
+    who.add_argument(
+        "--require-phase0-flags",
+        action="store_true",
+        help="refuse an engine whose command switches off what the baseline needs, such as prefix caching",
+    )
     keys = parser.add_argument_group("keys and judge")
-    keys.add_argument("--api-key", action="append", default=[], metavar="[TENANT=]KEY", help="@FILE reads it")
-    keys.add_argument("--admin-key", default="", metavar="KEY", help="for flushing and metrics; @FILE reads it")
+    keys.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="[TENANT=]KEY",
+        help="API key, of one tenant or of all; @FILE reads it from a file",
+    )
+    keys.add_argument(
+        "--admin-key", default="", metavar="KEY", help="key for flushing and metrics; @FILE reads it from a file"
+    )
     keys.add_argument("--judge-url", default="", metavar="URL", help="an OpenAI endpoint that judges the answers")
-    keys.add_argument("--judge-model", default="", help="its model")
-    keys.add_argument("--judge-api-key", default="", metavar="KEY", help="its key; @FILE reads it")
+    keys.add_argument("--judge-model", default="", metavar="NAME", help="model of that endpoint")
+    keys.add_argument(
+        "--judge-api-key", default="", metavar="KEY", help="key of that endpoint; @FILE reads it from a file"
+    )
 
 
 def build_settings(args: argparse.Namespace, **own: Any) -> LiveSettings:
@@ -169,9 +269,22 @@ def run_live(args: argparse.Namespace, session: Mapping[str, Any], settings: Map
 
 def add_server_flags(parser: argparse.ArgumentParser, *, default: str, names: Sequence[str] = ("--base-url",)) -> None:
     """Add the flags of a command that talks to one server of either kind."""
-    parser.add_argument("--engine", choices=["sglang", "gateway"], default=default, help="how it is spoken to")
-    parser.add_argument(*names, required=True, metavar="URL", help="the server")
-    parser.add_argument("--api-key", action="append", default=[], metavar="[TENANT=]KEY", help="@FILE reads it")
+    parser.add_argument(
+        "--engine",
+        choices=["sglang", "gateway"],
+        default=default,
+        help="API of the server: SGLang's own, or OpenAI's (gateway) (default: %(default)s)",
+    )
+    parser.add_argument(
+        *names, required=True, metavar="URL", help="address of the server, such as http://127.0.0.1:8000"
+    )
+    parser.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="[TENANT=]KEY",
+        help="API key, of one tenant or of all; @FILE reads it from a file",
+    )
 
 
 def make_backend(args: argparse.Namespace, client: httpx.AsyncClient, model: str, **own: Any) -> ServerBackend:

@@ -20,27 +20,65 @@ from semblend.errors import InputError
 
 TIMEOUT_S = 900.0
 RESET = "/reset_prefix_cache"
+EXAMPLES = (
+    "sembench run-live-gateway --manifest cases.jsonl --gateway-url http://127.0.0.1:8000 --model Qwen2.5-7B"
+    " --output result.json --paired",
+)
 
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "run-live-gateway",
         help="replay a manifest through an OpenAI-compatible gateway",
-        description="Prime donors at --donor-url, ask recipients through --gateway-url, and weigh what comes back.",
+        description="Send donors to --donor-url, then the prompts that should reuse them (recipients) through "
+        "--gateway-url, and check what comes back about reuse.",
     )
     add_run_flags(parser)
-    parser.add_argument("--gateway-url", required=True, metavar="URL", help="where recipients go")
-    parser.add_argument("--donor-url", default="", metavar="URL", help="where donors are primed (default: the gateway)")
     parser.add_argument(
-        "--worker-url", nargs="+", action="extend", default=[], metavar="URL", help="engines behind it, for metrics"
+        "--gateway-url", "--base-url", required=True, metavar="URL", help="address that recipients are sent to"
     )
     parser.add_argument(
-        "--reset-url", nargs="+", action="extend", default=[], metavar="URL", help=f"POSTed to empty caches ({RESET})"
+        "--donor-url", default="", metavar="URL", help="address that donors are sent to (default: the gateway)"
     )
-    parser.add_argument("--tenant", default="tenant-a", help="sent as x-tenant-id (default: tenant-a)")
-    parser.add_argument("--template", default="rag-template-v1", help="sent as x-chat-template-id")
-    parser.add_argument("--donor-max-tokens", type=parse_positive, default=1, metavar="N", help="default: 1")
-    parser.add_argument("--recipient-max-tokens", type=parse_positive, default=256, metavar="N", help="default: 256")
+    parser.add_argument(
+        "--worker-url",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="URL",
+        help="addresses of the engines behind it, for their metrics",
+    )
+    parser.add_argument(
+        "--reset-url",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="URL",
+        help=f"addresses to POST to, to empty caches (path: {RESET})",
+    )
+    parser.add_argument(
+        "--tenant", default="tenant-a", metavar="NAME", help="tenant, sent as x-tenant-id (default: tenant-a)"
+    )
+    parser.add_argument(
+        "--template",
+        default="rag-template-v1",
+        metavar="NAME",
+        help="name of the chat template, sent as x-chat-template-id",
+    )
+    parser.add_argument(
+        "--donor-max-tokens",
+        type=parse_positive,
+        default=1,
+        metavar="N",
+        help="tokens to generate for a donor (default: 1)",
+    )
+    parser.add_argument(
+        "--recipient-max-tokens",
+        type=parse_positive,
+        default=256,
+        metavar="N",
+        help="tokens to generate for a recipient (default: 256)",
+    )
     parser.add_argument(
         "--concurrency", type=parse_positive, default=1, metavar="N", help="requests at once (default: 1)"
     )
@@ -49,9 +87,9 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         type=parse_non_negative,
         default=0,
         metavar="N",
-        help="cases primed before a recipient is asked",
+        help="cases whose donors are sent before a recipient is asked",
     )
-    parser.add_argument("--throughput-output", default="", metavar="FILE", help="requests a second, JSON")
+    parser.add_argument("--throughput-output", default="", metavar="FILE", help="file for the requests a second, JSON")
     add_measuring_flags(parser)
     add_confirmation_flags(parser)
 

@@ -16,20 +16,40 @@ from sembench.commands.runs.live_flags import (
 )
 
 TIMEOUT_S = 3600.0
+EXAMPLES = (
+    "sembench build --profile synthetic-v1 --output cases.jsonl",
+    "sembench run-live-sglang --manifest cases.jsonl --base-url http://127.0.0.1:8000 --model smollm2-135m"
+    " --output result.json --paired",
+)
 
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "run-live-sglang",
         help="replay a manifest on an SGLang server, or the embedded one",
-        description="Prime donors, ask recipients over /generate, and weigh what the server says of reuse.",
+        description="Send donors, then the prompts that should reuse them (recipients), over /generate, and check what "
+        "the server says about reuse.",
     )
     add_run_flags(parser)
-    parser.add_argument("--base-url", required=True, metavar="URL", help="the server, such as http://localhost:30000")
-    parser.add_argument("--donor-max-new-tokens", type=parse_positive, default=1, metavar="N", help="default: 1")
-    parser.add_argument("--recipient-max-new-tokens", type=parse_positive, default=16, metavar="N", help="default: 16")
+    parser.add_argument(
+        "--base-url", required=True, metavar="URL", help="address of the server, such as http://127.0.0.1:30000"
+    )
+    parser.add_argument(
+        "--donor-max-new-tokens",
+        type=parse_positive,
+        default=1,
+        metavar="N",
+        help="tokens to generate for a donor (default: 1)",
+    )
+    parser.add_argument(
+        "--recipient-max-new-tokens",
+        type=parse_positive,
+        default=16,
+        metavar="N",
+        help="tokens to generate for a recipient (default: 16)",
+    )
     parser.add_argument("--no-flush-per-item", action="store_true", help="do not empty the cache between cases")
-    parser.add_argument("--tenant", default="", help="sent as x-tenant-id")
+    parser.add_argument("--tenant", default="", metavar="NAME", help="tenant, sent as x-tenant-id (default: none)")
     add_measuring_flags(parser)
     add_confirmation_flags(parser)
 

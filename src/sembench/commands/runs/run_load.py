@@ -34,35 +34,60 @@ from semblend.errors import InputError
 from semblend.text.log_formats import FORMATS
 
 LATE_MS = 100.0
+EXAMPLES = (
+    "sembench run-load --log prompts.jsonl --base-url http://127.0.0.1:8000 --model smollm2-135m"
+    " --request-rate 1 2 4 --slo ttft:500 --output load.json",
+)
 
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "run-load",
-        help="open-loop load: rates, concurrencies, traces, conversations; goodput under promises",
+        help="load a server at given rates: a manifest, your logs or a trace; how many answers keep their limits",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     work = parser.add_mutually_exclusive_group(required=True)
     work.add_argument("--manifest", metavar="FILE", help="donors and recipients of these cases")
     work.add_argument("--log", nargs="+", metavar="FILE", help="your own logs; conversations are replayed turn by turn")
     work.add_argument("--trace", metavar="FILE", help="a Mooncake (.jsonl) or Azure (.csv) trace; prompts are made up")
-    parser.add_argument("--output", required=True, metavar="FILE", help="the result, JSON")
-    parser.add_argument("--csv", default="", metavar="FILE", help="one row a point, too")
+    parser.add_argument("--output", required=True, metavar="FILE", help="result file to write, JSON")
+    parser.add_argument("--csv", default="", metavar="FILE", help="write one row for each point of the sweep here, too")
     add_server_flags(parser, default="gateway", names=("--base-url", "--gateway-url"))
-    parser.add_argument("--model", required=True, help="the model that the server must serve")
+    parser.add_argument("--model", required=True, metavar="NAME", help="the model that the server must serve")
     _add_sweep_flags(parser)
     _add_work_flags(parser)
     parser.add_argument(
-        "--slo", "--goodput", nargs="+", default=[], metavar="NAME:MS", help="ttft:500 tpot:50 e2el:3000"
+        "--slo",
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="limits of a good answer, in ms: ttft (first token), tpot (each further token), e2el (whole answer); "
+        "such as ttft:500 tpot:50",
     )
     parser.add_argument(
-        "--warmup-requests", type=parse_non_negative, default=2, metavar="N", help="thrown away (default: 2)"
+        "--warmup-requests",
+        type=parse_non_negative,
+        default=2,
+        metavar="N",
+        help="requests sent first and thrown away (default: 2)",
     )
-    parser.add_argument("--metrics-url", nargs="+", action="extend", default=[], metavar="URL", help="Prometheus text")
-    parser.add_argument("--tenant", default="tenant-a", help="sent as x-tenant-id (default: tenant-a)")
-    parser.add_argument("--timeout-seconds", type=float, default=900.0, metavar="S", help="limit of one request")
-    parser.add_argument("--save-detailed", action="store_true", help="also one list a quantity, of the last point")
+    parser.add_argument(
+        "--metrics-url", nargs="+", action="extend", default=[], metavar="URL", help="addresses of Prometheus metrics"
+    )
+    parser.add_argument(
+        "--tenant", default="tenant-a", metavar="NAME", help="tenant, sent as x-tenant-id (default: tenant-a)"
+    )
+    parser.add_argument(
+        "--timeout-seconds",
+        type=float,
+        default=900.0,
+        metavar="S",
+        help="seconds that one request may take (default: 900)",
+    )
+    parser.add_argument(
+        "--save-detailed", action="store_true", help="write the times of every request of the last point, too"
+    )
     parser.add_argument("--resume", action="store_true", help="go on with the points that an interrupted run lacks")
     parser.add_argument("--skip-verify", action="store_true", help="do not ask the server which model it serves")
     parser.add_argument("--quiet", action="store_true", help="no progress")
@@ -71,34 +96,72 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 def _add_sweep_flags(parser: argparse.ArgumentParser) -> None:
     sweep = parser.add_argument_group("the sweep: every rate with every concurrency")
     sweep.add_argument(
-        "--request-rate", type=float, nargs="+", default=[math.inf], metavar="R", help="a second (default: inf)"
+        "--request-rate",
+        type=float,
+        nargs="+",
+        default=[math.inf],
+        metavar="R",
+        help="requests a second; inf sends all at once (default: inf)",
     )
     sweep.add_argument(
         "--max-concurrency", type=parse_positive, nargs="+", default=[None], metavar="N",
-        help="at most N under way (default: no limit)",
+        help="requests under way, at most (default: no limit)",
     )  # fmt: skip
-    sweep.add_argument("--burstiness", type=float, default=1.0, metavar="B", help="1 is Poisson, below 1 bursts")
-    sweep.add_argument("--seed", type=int, default=0, help="of the arrivals (default: 0)")
+    sweep.add_argument(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="B",
+        help="1 draws Poisson arrivals, below 1 they come in bursts (default: 1)",
+    )
+    sweep.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the arrivals (default: 0)")
     sweep.add_argument(
         "--isolation", choices=["auto", "salt", "flush", "none"], default="auto",
-        help="how a point gets an empty cache (auto: none for one point, else salt, or flush for sglang)",
+        help="how a point gets an empty cache (default: auto, none for one point, else salt, or flush for sglang)",
     )  # fmt: skip
-    sweep.add_argument("--reset-url", nargs="+", action="extend", default=[], metavar="URL", help="POSTed to flush")
+    sweep.add_argument(
+        "--reset-url",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="URL",
+        help="addresses to POST to, to empty caches",
+    )
 
 
 def _add_work_flags(parser: argparse.ArgumentParser) -> None:
     work = parser.add_argument_group("the requests")
     work.add_argument("--num-prompts", type=parse_positive, metavar="N", help="only the first N requests")
-    work.add_argument("--max-tokens", type=parse_positive, default=32, metavar="N", help="of an answer (default: 32)")
-    work.add_argument("--no-donors", action="store_true", help="of a manifest, send recipients only")
-    work.add_argument("--format", choices=("auto", *FORMATS[:-1]), default="auto", help="of --log (default: auto)")
+    work.add_argument(
+        "--max-tokens", type=parse_positive, default=32, metavar="N", help="tokens of an answer (default: 32)"
+    )
+    work.add_argument("--no-donors", action="store_true", help="with --manifest: send recipients only")
+    work.add_argument(
+        "--format",
+        choices=("auto", *FORMATS[:-1]),
+        default="auto",
+        help="format of --log (default: what it looks like)",
+    )
     work.add_argument(
         "--think-time", type=float, default=None, metavar="S",
         help="mean pause before a next turn, in seconds (default: the logged one, where the log has times)",
     )  # fmt: skip
-    work.add_argument("--max-think-time", type=float, default=60.0, metavar="S", help="longest pause (default: 60)")
-    work.add_argument("--time-scale", type=float, default=1.0, metavar="F", help="2 plays a trace at double speed")
-    work.add_argument("--max-prompt-tokens", type=parse_positive, metavar="N", help="cut the prompts of a trace")
+    work.add_argument(
+        "--max-think-time", type=float, default=60.0, metavar="S", help="longest pause, in seconds (default: 60)"
+    )
+    work.add_argument(
+        "--time-scale",
+        type=float,
+        default=1.0,
+        metavar="F",
+        help="speed of --trace; 2 plays it twice as fast (default: 1)",
+    )
+    work.add_argument(
+        "--max-prompt-tokens",
+        type=parse_positive,
+        metavar="N",
+        help="cut longer prompts of --trace, in tokens (default: never)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -33,35 +33,80 @@ _DISTRACTOR_WORDS = 700
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "run-offline", help="replay a manifest without a server", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--manifest", required=True, help="made by sembench build; packed if it ends in .gz")
-    parser.add_argument("--output", required=True, help="result file")
-    parser.add_argument("--block-size", type=int, default=16, help="tokens of a KV block")
-    parser.add_argument("--tokenizer", default=None, help="stable (default), a file, a model name, tiktoken:NAME")
+    parser.add_argument(
+        "--manifest", required=True, metavar="FILE", help="made by sembench build; packed if it ends in .gz"
+    )
+    parser.add_argument("--output", required=True, metavar="FILE", help="result file to write, JSON")
+    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens in a KV block")
+    parser.add_argument(
+        "--tokenizer",
+        default=None,
+        metavar="NAME",
+        help="stable, a tokenizer.json, a model name or tiktoken:NAME (default: stable)",
+    )
     parser.add_argument(
         "--no-tokenizer-stand-in", action="store_true", help="fail where a named tokenizer is not at hand"
     )
-    parser.add_argument("--planner", default="ours", help=f"{', '.join(BUILT_IN)}, or module:Class")
-    parser.add_argument("--store", choices=STORES, default="one", help="one store for all, or one for each item")
+    parser.add_argument(
+        "--planner",
+        default="ours",
+        metavar="NAME",
+        help=f"what decides on reuse: {', '.join(BUILT_IN)}, or module:Class",
+    )
+    parser.add_argument(
+        "--store", choices=STORES, default="one", help="one donor store for all cases, or one for each (default: one)"
+    )
     parser.add_argument(
         "--distractors", default=DEFAULT_DISTRACTORS, metavar="N|MANIFEST",
         help="unrelated donors in the one store: so many made ones, or all donors of another manifest",
     )  # fmt: skip
-    parser.add_argument("--max-items", type=int, default=None, help="N cases and their donors, every transform in turn")
-    parser.add_argument("--chunk-size", type=int, default=256, help="tokens of a chunk, for lmcache-chunks")
-    parser.add_argument("--semblend-path", default="", help="folder to import a module:Class planner from")
-    parser.add_argument("--semblend-embedder", default=None, help="evidence beside the spans (default: none)")
-    parser.add_argument("--semblend-min-similarity", type=float, default=None, help="lowest cosine of that evidence")
-    parser.add_argument("--semblend-min-reuse-ratio", type=float, default=None, help="decline below this share")
-    parser.add_argument("--disable-multi-donor", action="store_true", help="only the spans of the best donor")
+    parser.add_argument(
+        "--max-items",
+        type=int,
+        default=None,
+        metavar="N",
+        help="run N cases and their donors, every transform in turn (default: all)",
+    )
+    parser.add_argument(
+        "--chunk-size", type=int, default=256, metavar="N", help="tokens in a chunk, for --planner lmcache-chunks"
+    )
+    parser.add_argument(
+        "--semblend-path", default="", metavar="DIR", help="folder to import a module:Class planner from"
+    )
+    parser.add_argument(
+        "--semblend-embedder",
+        default=None,
+        metavar="NAME",
+        help="embedder that adds evidence to the spans (default: none)",
+    )
+    parser.add_argument(
+        "--semblend-min-similarity",
+        type=float,
+        default=None,
+        metavar="COSINE",
+        help="lowest cosine similarity of that evidence (default: the package's)",
+    )
+    parser.add_argument(
+        "--semblend-min-reuse-ratio",
+        type=float,
+        default=None,
+        metavar="SHARE",
+        help="decline reuse below this share of the prompt (default: the package's)",
+    )
+    parser.add_argument("--disable-multi-donor", action="store_true", help="use only the spans of the best donor")
     parser.add_argument("--resume", action="store_true", help="go on with an interrupted run")
     parser.add_argument("--skip-bad", action="store_true", help="leave out lines that cannot be read, and count them")
     parser.add_argument("--skip-verify", action="store_true", help="accept a manifest of mixed benchmark versions")
     parser.add_argument("--quiet", action="store_true", help="no progress and no table")
     for name in ("--run-id", "--backend-id", "--baseline-id", "--engine-version"):
-        parser.add_argument(name, default=None, help="kept in the result")
-    parser.add_argument("--arm", default="single", choices=("cold", "warm", "single"), help="kept in the result")
+        parser.add_argument(name, default=None, metavar="NAME", help="a name to keep in the result")
+    parser.add_argument(
+        "--arm",
+        default="single",
+        choices=("cold", "warm", "single"),
+        help="name of the arm, to keep in the result (default: single)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,6 +14,8 @@ from semblend.cli.output import say
 
 MISMATCH = 3
 
+EXAMPLES = ("sembench verify-endpoint --base-url http://127.0.0.1:8000 --expect-model smollm2-135m",)
+
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
@@ -23,7 +25,13 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     )
     add_server_flags(parser, default="gateway")
     parser.add_argument("--expect-model", default="", metavar="NAME", help="the model that it must serve")
-    parser.add_argument("--timeout-seconds", type=float, default=60.0, metavar="S", help="default: 60")
+    parser.add_argument(
+        "--timeout-seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds that one request may take (default: 60)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -20,10 +20,23 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         help="save the counters of an engine; with --before, what they did since",
         description="Scrape Prometheus endpoints. With --before, subtract an earlier snapshot of the same endpoints.",
     )
-    parser.add_argument("--metrics-url", nargs="+", action="extend", required=True, metavar="URL", help="endpoints")
-    parser.add_argument("--output", required=True, metavar="FILE", help="the snapshot, JSON")
+    parser.add_argument(
+        "--metrics-url",
+        nargs="+",
+        action="extend",
+        required=True,
+        metavar="URL",
+        help="addresses of Prometheus metrics",
+    )
+    parser.add_argument("--output", required=True, metavar="FILE", help="snapshot to write, JSON")
     parser.add_argument("--before", default="", metavar="FILE", help="an earlier snapshot")
-    parser.add_argument("--timeout-seconds", type=float, default=30.0, metavar="S", help="default: 30")
+    parser.add_argument(
+        "--timeout-seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds that one request may take (default: 30)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -25,7 +25,6 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "engine-window",
         help="what counters did between two snapshots",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--before", required=True, metavar="FILE", help="snapshot at the start")
     parser.add_argument("--after", required=True, metavar="FILE", help="snapshot at the end")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from semblend.cli.engine_parts import engine_imports
 from semblend.cli.output import Progress, check_target, say, table, write_json
+from semblend.cli.shared_flags import add_dtype
 from semblend.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
 
 DEFAULT_LIMIT = 24
 DEFAULT_ANSWER = 16
+
+EXAMPLES = (
+    "semblend calibrate --prompts prompts.jsonl --out thresholds.json",
+    "semblend serve --thresholds thresholds.json",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit", type=int, default=DEFAULT_LIMIT, metavar="N", help=f"prompts to measure (default: {DEFAULT_LIMIT})"
     )
-    parser.add_argument("--max-tokens", type=int, default=4096, help="leave longer prompts out (default: 4096)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=4096, metavar="N", help="leave longer prompts out, in tokens (default: 4096)"
+    )
     parser.add_argument(
         "--target-false-safe",
         type=float,
@@ -44,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="share of the prompts that pass the gate which may be damaged (default: 0.02)",
     )
-    parser.add_argument("--out", metavar="FILE", help="write the thresholds here, for semblend serve --thresholds")
+    parser.add_argument(
+        "--out", "--output", metavar="FILE", help="write the thresholds here, for semblend serve --thresholds"
+    )
     parser.add_argument("--pairs", metavar="FILE", help="keep each prompt's measurement here, and go on from there")
     parser.add_argument(
         "--answer-tokens",
@@ -54,8 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of each cold answer, over which divergence is averaged (default: {DEFAULT_ANSWER})",
     )
     parser.add_argument("--device", default="", help="cpu or cuda (default: cuda where there is one)")
-    parser.add_argument("--dtype", default="", choices=["", "float32", "bfloat16", "float16"], help="of the weights")
-    parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads (default: as torch chooses)")
+    add_dtype(parser)
+    parser.add_argument(
+        "--threads", type=int, default=0, metavar="N", help="CPU threads, at most (default: as torch chooses)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,13 +18,20 @@ RIGHT = tuple(range(2, len(HEAD)))
 PATIENCE_S = 45.0  # on a quiet machine every workload begins before this and is measured twice
 POOL_TOKENS = {False: 8192, True: 24_576}
 
+EXAMPLES = (
+    "semblend models pull smollm2-135m && semblend demo",
+    "semblend demo --long --json demo.json --plot demo.png",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m", help="a pulled model's name, a folder or a GGUF file")
     parser.add_argument("--long", action="store_true", help="documents of about 4,000 tokens instead of 1,000")
     parser.add_argument("--json", metavar="FILE", help="write all figures, answers and receipts here")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the figures here (needs the extra lab)")
-    parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads (default: as torch chooses)")
+    parser.add_argument(
+        "--threads", type=int, default=0, metavar="N", help="CPU threads, at most (default: as torch chooses)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 ACTIONS = ("list", "show", "forget")
 
+EXAMPLES = ("semblend donors --store donors.db", "semblend donors forget --store donors.db --older-than 7d")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", nargs="?", choices=ACTIONS, default="list", help="what to do (default: list)")

@@ -30,6 +30,12 @@ LEARNED_CHARS = 32_000_000
 SAMPLE_RUN = 1_000
 INTERRUPTED = 130
 
+EXAMPLES = (
+    "semblend estimate prompts.jsonl --html page.html",
+    "semblend estimate requests.jsonl --tokenizer tokenizer.json --model llama-3.1-8b --gpu-hour 4.00",
+    "zcat vllm.log.gz | semblend estimate - --format vllm --limit 10000",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("log", nargs="?", metavar="LOG", help="file of logged prompts, .gz too; - reads standard input")
@@ -94,7 +100,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="reuse at an offset only what saves more than N tokens (default: 600, what a pass costs on an H200)",
     )
-    parser.add_argument("--max-bytes", type=parse_count, metavar="N", help=argparse.SUPPRESS)
+    parser.add_argument("--max-bytes", type=parse_count, metavar="N", help="--donor-tokens in bytes of the donor store")
 
 
 def _add_rates(parser: argparse.ArgumentParser) -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from semblend.prompt import Prompt
     from semblend.text.tokenization import Tokenizer
 
+EXAMPLES = ('semblend explain --donors prompts.jsonl --text "Summarize: ..."',)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)

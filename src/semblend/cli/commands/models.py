@@ -10,6 +10,8 @@ from semblend.errors import InputError
 
 ACTIONS = ("list", "pull", "path")
 
+EXAMPLES = ("semblend models", "semblend models pull smollm2-135m")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", nargs="?", choices=ACTIONS, default="list", help="what to do (default: list)")

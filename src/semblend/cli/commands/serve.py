@@ -10,13 +10,19 @@ from collections.abc import Iterator
 
 from semblend.cli.commandline import INTERRUPTED
 from semblend.cli.output import say
+from semblend.cli.shared_flags import add_dtype
 from semblend.config import load_config, read_key_variables
-from semblend.engine.server.config import DTYPES, ServeConfig
+from semblend.engine.server.config import ServeConfig
 from semblend.engine.server.edge.keys import KeyRing, read_keys_file, read_pairs
 from semblend.engine.server.tenants import Tenants
 from semblend.errors import ConfigError, MissingDependencyError
 
 DEFAULTS = ServeConfig()
+EXAMPLES = (
+    "semblend models pull smollm2-135m && semblend serve",
+    "semblend serve --model ./Qwen2.5-0.5B-Instruct --port 8080 --quality fast",
+    "semblend serve --host 0.0.0.0 --keys-file keys.toml",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,21 +36,28 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="smollm2-135m", help="a pulled model's name, a folder or a GGUF file")
     add("--device", default="", help="cpu or cuda (default: cuda where there is one)")
-    add("--dtype", default="", choices=["", *DTYPES], help="of the weights")
-    limit = "CPU threads at most (default: the cores this process may use)"
+    add_dtype(parser)
+    limit = "CPU threads, at most (default: the cores this process may use)"
     add("--threads", type=int, default=0, metavar="N", help=limit)
-    add("--quality", default="", help="exact, fast, balanced or a number of nats; overrides SEMBLEND_QUALITY")
-    add("--thresholds", default="", metavar="FILE", help="of the quality gate, from semblend calibrate")
+    quality = "exact, fast, balanced, or how far an answer may move, in nats (default: SEMBLEND_QUALITY, else balanced)"
+    add("--quality", default="", metavar="MODE", help=quality)
+    add(
+        "--thresholds", default="", metavar="FILE", help="thresholds of the quality gate, written by semblend calibrate"
+    )
 
 
 def _add_room(parser: argparse.ArgumentParser) -> None:
     for flag, default, text in (
-        ("--pool-tokens", DEFAULTS.pool_tokens, "KV pool, in tokens (default: 32768)"),
-        ("--step-tokens", DEFAULTS.step_tokens, "tokens computed in one step (default: 512)"),
-        ("--donor-bytes", DEFAULTS.donor_host_bytes, "host memory for donor KV (default: 2 GiB)"),
-        ("--donor-device-bytes", DEFAULTS.donor_device_bytes, "device memory for donor KV (default: 0)"),
-        ("--donor-disk-bytes", DEFAULTS.donor_disk_bytes, "limit of --donor-dir (default: 8 GiB)"),
-        ("--donor-directory-bytes", DEFAULTS.donor_directory_bytes, "limit of --donor-directory (default: 4 GiB)"),
+        ("--pool-tokens", DEFAULTS.pool_tokens, "size of the KV pool, in tokens (default: 32768)"),
+        ("--step-tokens", DEFAULTS.step_tokens, "tokens computed in one scheduler step, at most (default: 512)"),
+        ("--donor-bytes", DEFAULTS.donor_host_bytes, "host memory for donor KV, in bytes (default: 2 GiB)"),
+        ("--donor-device-bytes", DEFAULTS.donor_device_bytes, "device memory for donor KV, in bytes (default: 0)"),
+        ("--donor-disk-bytes", DEFAULTS.donor_disk_bytes, "limit of --donor-dir, in bytes (default: 8 GiB)"),
+        (
+            "--donor-directory-bytes",
+            DEFAULTS.donor_directory_bytes,
+            "limit of --donor-directory, in bytes (default: 4 GiB)",
+        ),
     ):
         parser.add_argument(flag, type=int, default=default, help=text)
     parser.add_argument("--donor-dir", default="", metavar="DIR", help="keep donor KV that falls out of memory here")
@@ -52,21 +65,23 @@ def _add_room(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--donor-directory", default="", metavar="DIR", help=shared)
     orders = "keep the orders of passages over a restart here, see docs/guides/arrange.md"
     parser.add_argument("--arrange-file", default="", metavar="FILE", help=orders)
-    bits = "of a number of donor KV in memory and on disk: 16, or 8 for half the bytes (default: 16)"
+    bits = "bits of a number of donor KV in memory and on disk; 8 halves the bytes (default: 16)"
     parser.add_argument("--donor-bits", type=int, default=DEFAULTS.donor_bits, choices=[16, 8], help=bits)
 
 
 def _add_callers(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    add("--port", type=int, default=8000, help="port (default: 8000)")
+    add(
+        "--port", type=int, default=8000, metavar="PORT", help="port to listen on; 0 takes any free one (default: 8000)"
+    )
     add("--insecure-open", action="store_true", help="serve beyond this machine without keys: everyone is admin")
     add("--keys-file", default="", metavar="FILE", help="TOML file of keys, see docs/guides/serve.md")
     for flag, value, text in (
         ("--api-key", "TENANT=KEY", "a tenant's key; may be given often; other users of the machine can see it"),
-        ("--admin-key", "KEY", "sees all tenants, may flush"),
-        ("--trusted-front", "ADDRESS", "whose X-Tenant-ID is believed"),
-        ("--trusted-tenant", "TENANT", "whose prompts may spell control tokens; may be given often"),
+        ("--admin-key", "KEY", "a key that sees all tenants and may flush the cache"),
+        ("--trusted-front", "ADDRESS", "address of a proxy whose X-Tenant-ID header is believed; may be given often"),
+        ("--trusted-tenant", "TENANT", "a tenant whose prompts may spell control tokens; may be given often"),
     ):
         add(flag, action="append", default=[], metavar=value, help=text)
     add("--public-metrics", action="store_true", help="/metrics shows everybody's figures to anyone, without a key")
@@ -74,17 +89,25 @@ def _add_callers(parser: argparse.ArgumentParser) -> None:
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     for flag, count, text in (
-        ("--max-running", DEFAULTS.max_running, "requests answered at once (default: 32)"),
-        ("--max-waiting", DEFAULTS.max_waiting, "requests in line before 429 (default: 256)"),
-        ("--max-connections", DEFAULTS.max_connections, "open connections (default: 1024)"),
+        ("--max-running", DEFAULTS.max_running, "requests answered at once, at most (default: 32)"),
+        ("--max-waiting", DEFAULTS.max_waiting, "requests that may wait; more are answered with 429 (default: 256)"),
+        ("--max-connections", DEFAULTS.max_connections, "open connections, at most (default: 1024)"),
     ):
         parser.add_argument(flag, type=int, default=count, help=text)
     for flag, seconds, text in (
-        ("--header-timeout", DEFAULTS.header_timeout_s, "time for a request's headers (default: 10)"),
-        ("--idle-timeout", DEFAULTS.idle_timeout_s, "time between two requests of a connection (default: 75)"),
-        ("--drain-seconds", DEFAULTS.drain_s, "time for running requests after a signal (default: 20)"),
+        (
+            ("--header-timeout",),
+            DEFAULTS.header_timeout_s,
+            "seconds for the headers of a request to arrive (default: 10)",
+        ),
+        (("--idle-timeout",), DEFAULTS.idle_timeout_s, "seconds that a connection may stay idle (default: 75)"),
+        (
+            ("--drain-seconds", "--drain"),
+            DEFAULTS.drain_s,
+            "seconds for running requests after a stop signal (default: 20)",
+        ),
     ):
-        parser.add_argument(flag, type=float, default=seconds, metavar="SECONDS", help=text)
+        parser.add_argument(*flag, type=float, default=seconds, metavar="SECONDS", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

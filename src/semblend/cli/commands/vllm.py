@@ -15,6 +15,11 @@ from semblend.errors import InputError, SemBlendError
 
 ACTIONS = ("list", "tenants", "pin", "unpin", "forget")
 
+EXAMPLES = (
+    "semblend vllm donors --socket /run/user/1000/semblend.sock",
+    "semblend vllm donors pin --socket /run/user/1000/semblend.sock --donor req-17",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("subject", choices=("donors",), help="what it is about")

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from semblend.arrange.corpus_prompts import group_documents
 from semblend.cli.engine_parts import engine_imports
 from semblend.cli.output import Progress, say
+from semblend.cli.shared_flags import add_dtype
 from semblend.cli.warm_targets import ServerTarget, Target, open_directory_target
 from semblend.errors import ConfigError, InputError
 from semblend.text.corpus import read_corpus, read_retrievals, split_text
@@ -26,6 +27,11 @@ BEFORE = "Read the documents below. You will be asked about them.\n\n"
 """In front of documents where --before says nothing else. KV of documents at the beginning of a prompt, or behind a
 first token, a blank line or a title alone, is further from cold than that of a donor from traffic; behind a sentence
 that asks for something it is not (docs/research/arrange.md)."""
+
+EXAMPLES = (
+    "semblend warm --corpus handbook/ --donor-directory /var/lib/semblend/donors",
+    "semblend warm --corpus handbook.jsonl --url http://127.0.0.1:8000 --state warmed.json",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,11 +48,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = "how your clients send prompts: as messages, or as text (default: chat where the model has a template)"
     add("--format", default="", choices=["chat", "text"], help=kinds)
     add("--prompt-tokens", type=int, default=2048, metavar="N", help="tokens computed as one donor (default: 2048)")
-    add("--most-bytes", type=int, default=0, metavar="N", help="stop before it starts if it needs more (default: no)")
+    add(
+        "--most-bytes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="bytes that it may need; stop before it starts if it needs more (default: no limit)",
+    )
     add("--donor-bits", type=int, default=16, choices=[16, 8], help="as the server's --donor-bits (default: 16)")
     add("--device", default="", help="cpu or cuda (default: cuda where there is one)")
-    add("--dtype", default="", choices=["", "float32", "bfloat16", "float16"], help="of the weights, as the server's")
-    add("--threads", type=int, default=0, metavar="N", help="CPU threads (default: as torch chooses)")
+    add_dtype(parser)
+    add("--threads", type=int, default=0, metavar="N", help="CPU threads, at most (default: as torch chooses)")
     add("--dry-run", action="store_true", help="say what it would take, and stop")
 
 

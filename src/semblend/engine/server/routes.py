@@ -38,7 +38,8 @@ from semblend.engine.server.answering import CLIENT_LEFT, ENDPOINTS, Endpoint, a
 from semblend.engine.server.config import ServeConfig
 from semblend.engine.server.dashboard import LiveBoard
 from semblend.engine.server.edge.drain import Drain, DrainRequests
-from semblend.engine.server.edge.listener import listen, serve
+from semblend.engine.server.edge.listener import serve
+from semblend.engine.server.edge.sockets import listen
 from semblend.engine.server.exposition import CONTENT_TYPE, write_metrics, write_tenant_metrics
 from semblend.engine.server.limits import Gate, read_digits
 from semblend.engine.server.openapi.document import write_document

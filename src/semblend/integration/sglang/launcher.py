@@ -7,13 +7,12 @@ semblend-sglang --semblend-provider my_package.my_module:MyProvider --model-path
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
 
 from semblend.errors import SemBlendError
-from semblend.integration.launching import add_settings_flag, become, pass_settings_on, stop_with
+from semblend.integration.launching import LauncherParser, add_settings_flag, become, pass_settings_on, stop_with
 from semblend.integration.sglang.plugin import BACKEND
 from semblend.integration.sglang.settings import SglangSettings
 from semblend.integration.sglang.versions import support
@@ -37,8 +36,8 @@ def main(argv: Sequence[str] | None = None, *, start: Callable[[list[str]], None
     (start or become)([sys.executable, "-m", "sglang.launch_server", *rest])
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> LauncherParser:
+    parser = LauncherParser(
         prog="semblend-sglang",
         usage="semblend-sglang [-h] [--semblend NAME=VALUE] [--semblend-provider MODULE:NAME] [flags of SGLang ...]",
         description="Start SGLang's HTTP server with semantic KV reuse (--radix-cache-backend semblend). "

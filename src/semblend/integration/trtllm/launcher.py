@@ -7,7 +7,6 @@ semblend-trtllm --print-config > connector.yaml
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from semblend.errors import ConfigError, SemBlendError
-from semblend.integration.launching import add_settings_flag, become, pass_settings_on, stop_with
+from semblend.integration.launching import LauncherParser, add_settings_flag, become, pass_settings_on, stop_with
 from semblend.integration.trtllm.settings import TrtllmSettings
 from semblend.integration.trtllm.versions import find_version, support
 from semblend.integration.version_support import VersionEvidence
@@ -47,8 +46,8 @@ def main(argv: Sequence[str] | None = None, *, start: Callable[[list[str]], None
     (start or become)(command)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> LauncherParser:
+    parser = LauncherParser(
         prog="semblend-trtllm",
         usage="semblend-trtllm [-h] [--print-config] [--semblend NAME=VALUE] MODEL [flags of trtllm-serve ...]",
         description="Start TensorRT-LLM's server with semantic KV reuse, through its KV cache connector. "

@@ -28,7 +28,6 @@ from fastapi import FastAPI
 from semblend.engine.server.config import ServeConfig
 from semblend.engine.server.edge.connections import Connections, Deadlines, Phase, RareLines, plan_limit
 from semblend.engine.server.edge.drain import Drain
-from semblend.errors import ConfigError
 
 if TYPE_CHECKING:
     from semblend.engine.server.edge.protocol import GuardedProtocol, MakesProtocol
@@ -36,25 +35,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("semblend.server.edge")
 _CALMED = ("semblend.server.edge", "uvicorn.error", "asyncio")
 ACCEPTS_AT_ONCE = 32
-BACKLOG = 2048
 RETRY_ACCEPT_S = 0.1
 LAST_WORDS_S = 5.0
 """Time for error events and 503s to leave, once the drain is over."""
 POLL_S = 0.02
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that clients can reach from now on; `ConfigError` where the address is taken or not ours."""
-    if not 0 <= port <= 65_535:  # the resolver would take it modulo that
-        raise ConfigError(f"cannot listen on {host}:{port}: no such port", hint="0 to 65535; 0 takes a free one")
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}", hint="choose another host or port"
-        ) from None
 
 
 def serve(app: FastAPI, sock: socket.socket) -> signal.Signals | None:

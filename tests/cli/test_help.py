@@ -1,0 +1,143 @@
+"""``--help`` of every command, read as a stranger reads it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator
+
+import pytest
+
+import semantickv.cli
+import sembench.cli
+from semblend.cli.commandline import Parser
+from semblend.cli.help_text import HelpFormatter, describe_option, expand_help
+from semblend.cli.main import build_parser
+from semblend.integration.sglang import launcher as sglang
+from semblend.integration.trtllm import launcher as trtllm
+
+PROGRAMS = {
+    "semblend": build_parser(),
+    "semantickv": semantickv.cli.build_parser(),
+    "sembench": sembench.cli.build_parser(),
+}
+LAUNCHERS = {"semblend-sglang": sglang.build_parser(), "semblend-trtllm": trtllm.build_parser()}
+FRONT_DOORS = (
+    "semblend serve", "semblend estimate", "semblend demo", "semblend warm", "semblend calibrate", "semantickv advise",
+    "semantickv router", "semantickv proxy", "semantickv collect", "sembench build", "sembench run-live-gateway",
+    "sembench run-load", "sembench compare", "sembench report",
+)  # fmt: skip
+
+
+def list_parsers() -> dict[str, argparse.ArgumentParser]:
+    """Every command of every program, by what a person types."""
+    found: dict[str, argparse.ArgumentParser] = {**PROGRAMS, **LAUNCHERS}
+    for program, parser in PROGRAMS.items():
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found |= {f"{program} {name}": command for name, command in action.choices.items()}
+    return found
+
+
+PARSERS = list_parsers()
+
+
+def list_options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    return [one for one in parser._actions if not isinstance(one, argparse._SubParsersAction)]
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("columns", [80, 100, 200])
+def test_help_fits_a_terminal_and_never_passes_100_columns(
+    name: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text, _, examples = PARSERS[name].format_help().partition("examples:")
+    assert max(map(len, text.splitlines())) <= (min(columns, 100) if name not in LAUNCHERS else 200)
+    assert all(len(line) <= 100 for line in examples.splitlines())
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_help_says_what_the_command_is_for_and_what_each_flag_means(name: str) -> None:
+    parser = PARSERS[name]
+    assert len((parser.description or "").split()) > 3
+    for option in list_options(parser):
+        text = expand_help(option)
+        assert len(text.split()) > 1, f"{name} {option.dest}: {text!r}"
+        assert "%%" not in text
+    assert "%%" not in parser.format_help()
+
+
+@pytest.mark.parametrize("name", [name for name in PARSERS if name not in LAUNCHERS])
+def test_a_flag_with_a_default_says_it(name: str) -> None:
+    for option in list_options(PARSERS[name]):
+        if option.nargs != 0 and option.default not in (None, "", [], argparse.SUPPRESS):
+            assert "default" in describe_option(option), f"{name} {option.dest}"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_summaries_are_written_alike(name: str) -> None:
+    (commands,) = [one for one in PROGRAMS[name]._actions if isinstance(one, argparse._SubParsersAction)]
+    for command in commands._choices_actions:
+        assert not (command.help or "").endswith("."), command.dest
+        assert (command.help or "A")[0].islower() or (command.help or "").startswith(("OpenAI", "KV")), command.dest
+
+
+def commands_in(parser: argparse.ArgumentParser) -> Iterator[list[str]]:
+    """The commands of the lines that end a help text, words as a shell splits them."""
+    lines = (parser.epilog or "").replace("\\\n", " ").splitlines()[1:]
+    for line in lines:
+        for part in re.split(r"&&|\|", line):
+            words = shlex.split(part, comments=True)
+            if words and words[0] in PROGRAMS:
+                yield words
+
+
+@pytest.mark.parametrize("name", [name for name, parser in PARSERS.items() if parser.epilog])
+def test_the_examples_of_a_help_text_are_commands_that_exist(name: str) -> None:
+    shown = list(commands_in(PARSERS[name]))
+    assert shown
+    for program, *words in shown:
+        args = PROGRAMS[program].parse_args(words)
+        assert args.command
+
+
+def test_a_front_door_shows_examples() -> None:
+    for name in (*PROGRAMS, *FRONT_DOORS):
+        assert PARSERS[name].epilog, name
+
+
+def test_the_same_thing_has_the_same_flag_in_all_programs() -> None:
+    """Where two programs grew two names, either name is taken by both."""
+    for flags in (("--drain", "--drain-seconds"), ("--hour-cost", "--gpu-hour"), ("--gateway-url", "--base-url")):
+        for name, parser in PARSERS.items():
+            given = {flag for option in list_options(parser) for flag in option.option_strings}
+            alone = given & set(flags)
+            if alone and alone != {"--base-url"} and alone != {"--gpu-hour"}:
+                assert alone == set(flags), f"{name} knows {alone} alone"
+
+
+def test_a_usage_of_many_flags_shows_those_that_must_be_given() -> None:
+    parser = Parser(prog="tool")
+    parser.add_argument("--needed", required=True, metavar="FILE")
+    for number in range(10):
+        parser.add_argument(f"--option-{number}", type=int, default=number, help="an option of this test")
+    assert parser.format_usage() == "usage: tool --needed FILE [options]\n"
+
+
+def test_long_choices_become_a_word_and_a_list() -> None:
+    parser = argparse.ArgumentParser(prog="tool", formatter_class=HelpFormatter)
+    parser.add_argument("--kind", choices=[f"kind-number-{n}" for n in range(5)], help="which of them")
+    text = " ".join(parser.format_help().split())
+    assert "--kind NAME which of them; one of kind-number-0, kind-number-1" in text
+
+
+def test_paragraphs_are_wrapped_and_indented_lines_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    parser = argparse.ArgumentParser(
+        prog="tool",
+        formatter_class=HelpFormatter,
+        description="One two three\nfour five six seven eight.\n\nAs:\n  a   b",
+    )
+    assert "One two three four five six seven\neight.\n\nAs:\n  a   b" in parser.format_help()

@@ -1,0 +1,136 @@
+"""The figures in the README's sentences are those of the result files, and name the script that makes them.
+
+`bench/publish.py` fills whole tables; a figure inside a sentence is compared here: each fragment is written from the
+result file and must stand in the README as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text("utf-8")
+COMPARISON = README.partition("## How it compares")[2].partition("## Limits")[0]
+LIMITS = README.partition("## Limits")[2].partition("## Rules it keeps")[0]
+Row = dict[str, Any]
+
+
+def read_rows(name: str, title: str = "") -> list[Row]:
+    """The rows of the first table of a result whose title holds ``title``, by column."""
+    tables = json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text("utf-8"))["tables"]
+    table = next(one for one in tables if title in one["title"])
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+
+
+def share(value: float, places: int = 3) -> str:
+    """A share as the README writes it: .410, and 1.000."""
+    return f"{value:.{places}f}".removeprefix("0")
+
+
+def percent(value: float) -> str:
+    return f"{value:.0%}".replace("%", " %")
+
+
+def first_number(cell: object) -> float:
+    """Of a cell that may carry its interval: ``0.906 [0.85, 0.95]``."""
+    return float(str(cell).split()[0])
+
+
+def write_load() -> Iterator[str]:
+    four = {row["engine"]: row for row in read_rows("vllm_load_h200") if row["load"] == "four a second"}
+    yield f"TTFT {four['stock vLLM']['TTFT p50 ms']:,.0f} ms"
+    yield f"{four['fast']['TTFT p50 ms']:.0f} ms `fast`, {four['balanced']['TTFT p50 ms']:.0f} ms `balanced`"
+
+
+def write_peers() -> Iterator[str]:
+    found = {row["system"]: share(float(row["all"])) for row in read_rows("peers", "Share of the reusable")}
+    cost = {row["system"]: share(float(row["CPU ms p50"])) for row in read_rows("peers", "Costs and mistakes")}
+    chunks = "LMCache 0.5.6 matcher, chunk {}".format
+    yield f"{found['prefix blocks of 16']}; ["
+    yield f"found {found[chunks(256)]} (chunk 256), {found[chunks(32)]} (chunk 32)"
+    yield f"the 256 matcher is faster: {cost[chunks(256)]} ms of CPU"
+    yield f"found {found['this project']} in {cost['this project']} ms"
+    yield f"found {found['semblend 0.3.25, perfect embedder']}; in SGLang"
+
+
+def write_handed_tokens() -> Iterator[str]:
+    rows = read_rows("sglang_peer", "handed behind")
+    for system, words in (("semblend", "{} of {} tokens are KV of another token"), ("this project", "{} of {}")):
+        own = [row for row in rows if row["system"].startswith(system)]
+        yield words.format(*(f"{sum(row[key] for row in own):,}" for key in ("not equal", "tokens handed")))
+
+
+def write_arranging() -> Iterator[str]:
+    (pilot,) = [row for row in read_rows("arrange_contextpilot", "Beside") if row["stream"] == "cacheblend_musique_s"]
+    yield f"{percent(pilot['their exact'])} exact, {pilot['their p50 µs'] / 1000:.1f} ms a prompt"
+    yield f"{percent(pilot['our exact'])}, {share(pilot['our p50 µs'] / 1000, 2)} ms"
+
+
+def write_rules() -> Iterator[str]:
+    rules = {row["rule"]: row for row in read_rows("peer_rules", "Another run")[1:7]}
+    of = {
+        name: (percent(row["FLOPs of cold"]), share(first_number(row["F1 against cold"]), 2))
+        for name, row in rules.items()
+    }
+    yield "{} of the FLOPs, F1 {} against cold".format(*of["CacheBlend-15"])
+    yield "`fast` {}, {}; `balanced` {}, {}".format(*of["fast"], *of["balanced"])
+
+
+def write_llamacpp() -> Iterator[str]:
+    rows = {
+        (row["engine"].partition(" (")[0], row["engine"][-2:], row["edit"]): row["share"]
+        for row in read_rows("llamacpp_reuse")
+    }
+    theirs = {edit: value for (engine, size, edit), value in rows.items() if engine == "llama.cpp" and size == "32"}
+    ours = {
+        mode: {e: v for (engine, _, e), v in rows.items() if engine == f"ours, {mode}"} for mode in ("fast", "balanced")
+    }
+    moved, grows, shrinks = "passages change places", "the head grows", "the head shrinks"
+    yield f"passages moved {share(theirs[moved], 2)} of the tokens, another head {share(theirs[grows], 2)}"
+    heads = sorted((ours["fast"][grows], ours["fast"][shrinks]))
+    yield f"`fast` {share(ours['fast'][moved], 2)} and {share(heads[0], 2)} to {share(heads[1], 2)}"
+    yield f"`balanced` {share(ours['balanced'][moved], 2)}"
+
+
+def write_quality() -> Iterator[str]:
+    tables = json.loads((ROOT / "bench" / "results" / "quality_h200.json").read_text("utf-8"))["tables"]
+    recipes = [table for table in tables if table["columns"][0] == "recipe"]
+    at = {name: recipes[0]["columns"].index(name) for name in ("n", "FLOPs", "F1 vs cold")}
+    yield f"{sum(next(row for row in table['rows'] if row[0] == 'balanced')[at['n']] for table in recipes)} prompts"
+    one = {row[0]: row for row in recipes[0]["rows"]}
+    kept = {name: share(first_number(one[name][at["F1 vs cold"]])) for name in ("balanced", "rerun")}
+    yield f"word F1 {kept['balanced']} against the"
+    yield f"with {percent(one['balanced'][at['FLOPs']])} of the FLOPs, where a cold rerun has {kept['rerun']}"
+
+
+@pytest.mark.parametrize(
+    "write", [write_load, write_peers, write_handed_tokens, write_arranging, write_rules, write_llamacpp],
+    ids=lambda write: write.__name__.removeprefix("write_"),
+)  # fmt: skip
+def test_a_figure_of_the_comparison_is_that_of_its_result_file(write: Any) -> None:
+    for fragment in write():
+        assert fragment in COMPARISON
+
+
+def test_a_figure_of_the_limits_is_that_of_its_result_file() -> None:
+    for fragment in write_quality():
+        assert fragment in LIMITS
+
+
+def test_every_row_of_the_comparison_names_the_script_that_makes_its_figures() -> None:
+    rows = [line for line in COMPARISON.splitlines() if line.startswith("| ") and "alternative" not in line]
+    assert len(rows) > 5
+    for row in rows:
+        scripts = re.findall(r"\((bench/\w+\.py)\)", row)
+        assert scripts or "not run" in row, row
+        assert all((ROOT / script).exists() for script in scripts)
+
+
+def test_the_comparison_would_notice_a_wrong_figure() -> None:
+    assert all(fragment not in COMPARISON.replace("5,966", "5,967") for fragment in list(write_load())[:1])

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from importlib import metadata
 
 DISTRIBUTION = "semblend-suite"
+MODULES = {"yaml": "pyyaml", "zmq": "pyzmq", "nats": "nats-py", "opentelemetry": "opentelemetry-api"}
+"""Modules whose package has another name."""
 
 # What each extra is for. docs/reference/extras.md is made from this table; a test fails when an extra is missing here.
 NEEDED_BY: dict[str, str] = {
@@ -60,6 +62,19 @@ def extras() -> dict[str, tuple[Requirement, ...]]:
             found.setdefault(one.extra, []).append(one)
     known = [name for name in NEEDED_BY if name in found]
     return {name: tuple(found[name]) for name in [*known, *sorted(found.keys() - NEEDED_BY.keys())]}
+
+
+def find_extra(module: str) -> str | None:
+    """The extra that brings the package of a module, or None where none does.
+
+    >>> find_extra("no_such_module") is None
+    True
+    """
+    package = MODULES.get(module.partition(".")[0], module.partition(".")[0]).replace("_", "-").lower()
+    for extra, wanted in extras().items():
+        if extra != "dev" and package in {one.package.partition("[")[0].lower() for one in wanted}:
+            return extra
+    return None
 
 
 def _read_declared_extras() -> list[str]:

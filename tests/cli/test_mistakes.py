@@ -328,6 +328,21 @@ def test_a_mistake_is_one_line_and_a_hint(
     check_reported(code, capsys.readouterr().err, line)
 
 
+def test_a_package_that_is_missing_names_its_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+
+    def fail(args: object) -> int:
+        raise ModuleNotFoundError("No module named 'httptools'", name="httptools")
+
+    monkeypatch.setattr("semantickv.commands.router._run_demo", fail)
+    assert semantickv.cli.main(["router", "--demo"]) == 2
+    said = capsys.readouterr().err
+    assert said == (
+        "error: this needs the package httptools, which is not installed\nhint: pip install 'semblend-suite[edge]'\n"
+    )
+
+
 LONG = {
     "semblend explore --port 0": "http://",
     "semantickv router --replicas http://127.0.0.1:9 --port 0 --no-trace": "router on",

@@ -21,6 +21,7 @@ from semblend._version import __version__
 from semblend.cli.completion import add_completion
 from semblend.cli.help_text import HelpFormatter, write_examples
 from semblend.errors import SemBlendError
+from semblend.extras import DISTRIBUTION, find_extra
 from semblend.name_clash import refuse_foreign_distribution
 
 INTERRUPTED = 130
@@ -145,6 +146,9 @@ def _report(error: Exception, *, debug: bool, help_of: str) -> int:
         traceback.print_exception(error, file=sys.stderr)
     if isinstance(error, SemBlendError):
         message, hint, code = error.message, error.hint or help_of, error.exit_code
+    elif isinstance(error, ModuleNotFoundError) and error.name and (extra := find_extra(error.name)):
+        message = f"this needs the package {error.name}, which is not installed"
+        hint, code = f"pip install '{DISTRIBUTION}[{extra}]'", 2
     else:
         message = f"{type(error).__name__}: {error}"
         hint, code = "this should not happen; run again with --debug and report what it shows", 1

@@ -33,7 +33,8 @@ class Parser(argparse.ArgumentParser):
     """Reports a wrong flag the way every other mistake is reported, and shows help as `HelpFormatter` does."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, formatter_class=HelpFormatter, **kwargs)
+        kwargs["formatter_class"] = HelpFormatter
+        super().__init__(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\nhint: {self.name_help()}\n")

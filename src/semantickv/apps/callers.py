@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from random import getrandbits
 from typing import Any
 
 from semantickv.edge.headers import RawHeaders, find_header
+from semblend.wire.loopback import is_loopback
 
 LONGEST_LABEL = 128
 
@@ -87,10 +87,7 @@ def is_operator(headers: RawHeaders, peer: str, admin_key: str) -> bool:
         scheme, _, key = find_header(headers, b"authorization").partition(" ")
         given = key.strip() if scheme.lower() == "bearer" else ""
         return hmac.compare_digest(given.encode("latin-1"), admin_key.encode("utf-8"))
-    try:
-        return ipaddress.ip_address(peer).is_loopback
-    except ValueError:
-        return False
+    return is_loopback(peer)
 
 
 def _read_label(headers: Mapping[bytes, bytes], name: bytes) -> str:

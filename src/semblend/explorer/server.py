@@ -7,7 +7,6 @@ a request that changes something must be JSON, which a foreign page cannot send 
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import socket
@@ -20,6 +19,7 @@ from semblend._version import __version__
 from semblend.errors import CapacityError, InputError, SemBlendError
 from semblend.explorer.app import ExplorerApp, NotFoundError
 from semblend.web.site import HEADERS, build_explorer
+from semblend.wire.loopback import is_loopback
 
 LOG = logging.getLogger(__name__)
 MAX_BODY_BYTES = 4 * 1024 * 1024
@@ -186,16 +186,6 @@ class ExplorerHandler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """One line per request would drown the terminal; errors reach the page."""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a name or address can only mean this machine."""
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _status_of(error: SemBlendError) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ipaddress
 import signal
 from collections.abc import Iterator
 
@@ -16,6 +15,7 @@ from semblend.engine.server.config import ServeConfig
 from semblend.engine.server.edge.keys import KeyRing, read_keys_file, read_pairs
 from semblend.engine.server.tenants import Tenants
 from semblend.errors import ConfigError, MissingDependencyError
+from semblend.wire.loopback import is_loopback
 
 DEFAULTS = ServeConfig()
 EXAMPLES = (
@@ -166,7 +166,7 @@ def _gather_keys(args: argparse.Namespace) -> KeyRing:
 
 def _make_config(args: argparse.Namespace) -> ServeConfig:
     tenants = Tenants(ring=_gather_keys(args).keys, fronts=args.trusted_front, trusted=args.trusted_tenant)
-    if tenants.is_open and not _on_loopback(args.host) and not args.insecure_open:
+    if tenants.is_open and not is_loopback(args.host) and not args.insecure_open:
         raise ConfigError(
             f"--host {args.host} without keys makes everyone admin who can reach this machine",
             hint="give keys (--keys-file), name a --trusted-front, or say --insecure-open",
@@ -195,12 +195,5 @@ def _make_config(args: argparse.Namespace) -> ServeConfig:
         drain_s=args.drain_seconds,
         tenants=tenants,
         public_metrics=args.public_metrics,
-        local_only=_on_loopback(args.host),
+        local_only=is_loopback(args.host),
     )
-
-
-def _on_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from semblend.engine.core.fair_line import FairClock, TenantLine, may_start
 from semblend.engine.server.config import ServeConfig
 from semblend.shares import Shares
 from semblend.wire.errors import ApiError
+from semblend.wire.loopback import is_loopback
 
 MOST_TENANTS = 1000
 """Refusals are counted for so many tenants."""
@@ -69,7 +69,7 @@ def refuse_foreign_page(host: str, origin: str | None, config: ServeConfig) -> N
 
     Without this, any page that a person opens could read their donors or flush their cache.
     """
-    if config.local_only and not _is_local(_read_host(f"//{host}")):
+    if config.local_only and not is_loopback(_read_host(f"//{host}")):
         raise ApiError(403, f"this server does not answer to the name {host[:100]!r}", hint="call it as localhost")
     if origin is None or origin in config.origins or _read_part(origin, "netloc") == host:
         return
@@ -86,15 +86,6 @@ def _read_part(url: str, name: str) -> str | None:
 
 def _read_host(url: str) -> str:
     return _read_part(url, "hostname") or ""
-
-
-def _is_local(name: str) -> bool:
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ def render_table(
         return f"<td{_write_class(column)}>{shown}</td>"
 
     top = "".join(
-        f'<th scope="col"{_write_class("num" if at in numeric else "")}>{escape(word)}</th>'
+        f'<th scope="col"{_write_class("num" if at in numeric else "")}>{escape(word)}</th>' if word else "<td></td>"
         for at, word in enumerate(head)
     )
     body = "".join(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import in_a_browser, read_dom, read_text
 
 from semblend import SemBlendConfig
 from semblend.errors import InputError
@@ -288,3 +290,14 @@ def test_many_visitors_at_once_are_all_answered(ask: Client) -> None:
     with ThreadPoolExecutor(60) as pool:
         answers = list(pool.map(lambda _: ask("GET", "/health")[0], range(180)))
     assert set(answers) == {200}
+
+
+@in_a_browser
+def test_an_example_is_explained_in_a_browser(ask: Client, tmp_path: Path) -> None:
+    page = read_dom(f"http://127.0.0.1:{ask.port}/#three-words", tmp_path)
+    assert read_text(page, "verdict") == "of this prompt is held by donors"
+    assert "the engine would prefill the other 3" in read_text(page, "verdict-detail")
+    assert re.search(r'id="strip-box"[^>]*aria-label="367 tokens, 364 of them held by donors"', page)
+    assert len(re.findall(r"<rect", page.split('id="bars"')[1].split('id="strip-box"')[0])) == 5  # a prefix, four spans
+    assert len(re.findall(r"<mark", page)) == 4
+    assert read_text(page, "problem") == ""

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
 import socket
-import subprocess
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +14,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the server needs fastapi")
 uvicorn = pytest.importorskip("uvicorn", reason="a real socket needs uvicorn")
 
+from browser import in_a_browser, read_dom, read_text  # noqa: E402
 from starlette.responses import HTMLResponse  # noqa: E402
 
 from semblend.config import SemBlendConfig  # noqa: E402
@@ -26,11 +24,6 @@ from semblend.engine.server.routes import PAGE_FILES, create_app  # noqa: E402
 from semblend.engine.server.tenants import Tenants  # noqa: E402
 from semblend.facade import SemBlend  # noqa: E402
 from semblend.web.site import HEADERS  # noqa: E402
-
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
-in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 
 
 @pytest.fixture
@@ -61,26 +54,10 @@ def serve() -> Iterator[Any]:
         sock.close()
 
 
-def dom(url: str, profile: Path) -> str:
-    """The page as it stands after eight seconds of the browser's own clock."""
-    command = [
-        str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-        f"--user-data-dir={profile}", "--virtual-time-budget=8000", "--dump-dom", url,
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout
-
-
-def text_of(page: str, id: str) -> str:
-    found = re.search(rf'id="{id}"[^>]*>(.*?)</(?:p|span|h2)>', page, re.DOTALL)
-    assert found, f"the page has no #{id}"
-    return re.sub(r"<[^>]+>", "", found[1])
-
-
 @in_a_browser
 def test_the_playground_shows_how_the_second_question_reuses_the_first(serve, tmp_path):
     url, fake = serve()
-    page = dom(f"{url}/#demo", tmp_path)
+    page = read_dom(f"{url}/#demo", tmp_path)
     verdict = re.search(r'<p id="verdict".*?</p>', page, re.DOTALL)
     assert verdict
     shown = re.sub(r"<[^>]+>", "", verdict[0])
@@ -95,7 +72,7 @@ def test_the_playground_shows_how_the_second_question_reuses_the_first(serve, tm
 @in_a_browser
 def test_requests_appear_as_strips_with_their_outcomes(serve, tmp_path):
     url, _ = serve()
-    page = dom(f"{url}/#demo", tmp_path)
+    page = read_dom(f"{url}/#demo", tmp_path)
     assert len(re.findall(r'<details class="request done', page)) == 2
     strips = re.findall(r'<span class="strip"><svg.*?</svg>', page)
     assert "var(--reused)" in strips[0]  # the latest is first
@@ -105,17 +82,17 @@ def test_requests_appear_as_strips_with_their_outcomes(serve, tmp_path):
     assert "backend materialized reuse" in outcomes
     assert "cold fallback" in outcomes
     assert "nothing shared" in page.split('id="declines"')[1].split("</section>")[0]
-    assert re.search(r"\d+ %", text_of(page, "share"))
+    assert re.search(r"\d+ %", read_text(page, "share"))
 
 
 @in_a_browser
 def test_a_visitor_without_a_key_is_asked_for_one_and_sees_nothing(serve, tmp_path):
     url, _ = serve(tenants=Tenants({"sk-acme": "acme"}))
-    page = dom(url, tmp_path)
+    page = read_dom(url, tmp_path)
     form = re.search(r'<form id="key-form"[^>]*>', page)
     assert form
     assert "hidden" not in form[0]
-    assert "no API key" in text_of(page, "health")
+    assert "no API key" in read_text(page, "health")
     assert "<details" not in page
 
 
@@ -128,10 +105,10 @@ def test_a_tenant_sees_its_own_figures_and_an_admin_everybodys(serve, tmp_path, 
     for name in ("sk-acme", "sk-bolt", "sk-bolt"):
         body = {"messages": [{"role": "user", "content": "When does the ferry leave?"}]}
         httpx.post(f"{url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {name}"})
-    page = dom(f"{url}/enter", tmp_path)
-    assert names in text_of(page, "health")
+    page = read_dom(f"{url}/enter", tmp_path)
+    assert names in read_text(page, "health")
     assert len(re.findall(r'<details class="request done', page)) == shown
-    assert text_of(page, "requests-note").startswith(f"{shown} done")
+    assert read_text(page, "requests-note").startswith(f"{shown} done")
 
 
 def test_the_page_and_its_parts_are_served_with_a_policy_that_lets_nothing_else_in(serve):

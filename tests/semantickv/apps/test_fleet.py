@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import socket
 from typing import Any
 
 import pytest
 from asgi_client import ask
+from browser import in_a_browser, read_dom, read_text
 
 from semantickv.apps.build import build_proxy, build_router
 from semantickv.apps.own_paths import PAGE_FILES
@@ -106,5 +109,33 @@ def test_a_proxy_with_one_engine_has_no_fleet(path):
         async with ScriptedEngine() as engine:
             app = build_proxy(EdgeSettings(upstream=engine.url, trace=False))
             assert (await ask(app, "GET", path))[0].status == 404
+
+    run(test())
+
+
+@in_a_browser
+@pytest.mark.parametrize(("key", "shown"), [("", 2), ("k", 0)])
+def test_a_browser_shows_placements_to_the_operator_and_asks_others_for_the_key(key, shown, tmp_path):
+    uvicorn = pytest.importorskip("uvicorn", reason="a real socket needs uvicorn")
+
+    async def test():
+        async with ScriptedEngine() as one, ScriptedEngine() as two:
+            one.default = two.default = answer_json(REPORT)
+            app = build_router(EdgeSettings(replicas=(one.url, two.url), trace=False, admin_key=key))
+            for question in ("Who pays?", "When?"):
+                await ask(app, "POST", CHAT, body=write_chat("deed", question))
+            server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none", lifespan="off"))
+            with socket.create_server(("127.0.0.1", 0)) as sock:
+                serving = asyncio.create_task(server.serve([sock]))
+                url = f"http://127.0.0.1:{sock.getsockname()[1]}/fleet"
+                page = await asyncio.to_thread(read_dom, url, tmp_path)
+                server.should_exit = True
+                await serving
+        form = re.search(r'<form id="key-form"[^>]*>', page)
+        assert form
+        assert ("hidden" in form[0]) is not bool(key)
+        assert page.count('<details class="decision') == shown
+        assert page.count('<article class="replica') == shown
+        assert read_text(page, "health") == ("a key is needed" if key else "live")
 
     run(test())

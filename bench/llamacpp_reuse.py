@@ -67,6 +67,8 @@ def run_llamacpp(model: str, cases: list[dict[str, Any]], max_tokens: int, rows:
         fail("llama.cpp is not installed", hint="python bench/llamacpp_reuse.py --setup")
     known = {row["case"] for row in rows.rows if row.get("reuse") == REUSE[-1]}
     left = [case for case in cases if case["number"] not in known]
+    if not left:
+        return
     work = {"model": model, "reuse": list(REUSE), "max_tokens": max_tokens, "context": CONTEXT, "cases": left}
     with subprocess.Popen([str(python), str(ADAPTER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           stderr=subprocess.DEVNULL, text=True) as peer:  # fmt: skip

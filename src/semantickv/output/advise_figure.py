@@ -18,7 +18,7 @@ def build_figure(advice: Advice) -> Figure:
     kinds = {_choose_kind(name, advice): name for name in [*advice.curves, *([ANYWHERE] if advice.anywhere else [])]}
     words = {
         "curve warm": advice.policy, "curve cold": "lru", "curve bound": "knows the future",
-        "curve anywhere": "lru, reuse at any position", "curve other": "other policies",
+        "curve anywhere": "reuse at any position", "curve other": "other policies",
     }  # fmt: skip
     return Figure(
         "curves",

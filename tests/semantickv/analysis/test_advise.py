@@ -19,7 +19,7 @@ from semantickv.analysis.advise import Question, advise, choose_policy
 from semantickv.analysis.engines import ENGINES
 from semantickv.analysis.sizing import find_knee, find_paying_size
 from semantickv.cli import main
-from semantickv.output import advise_page, advise_words
+from semantickv.output import advise_figure, advise_page, advise_words
 from semantickv.simulator.policies import POLICIES
 from semantickv.traces.trace import Trace, TraceRequest
 from semantickv.workloads.families import generate_workload
@@ -236,3 +236,15 @@ def test_an_unknown_model_or_size_is_refused() -> None:
         advise(small, Question(model="gpt-9"), policies=("lru",))
     with pytest.raises(InputError, match="at least one token"):
         advise(small, sizes=[0], policies=("lru",))
+
+
+def test_the_figure_draws_every_policy_and_names_the_advised_one_first(advice: Advice) -> None:
+    figure = advise_figure.build_figure(advice)
+    wide, narrow = figure.drawings
+    for name in advice.curves:
+        assert f"<title>{name}</title>" in wide
+        assert f"<title>{name}</title>" in narrow
+        assert f">{name} " in wide
+    assert figure.legend[0] == ("curve warm", advice.policy)
+    assert wide.count('class="curve warm"') == 2  # the curve and its mark beside the name
+    assert narrow.count('class="curve warm"') == 1

@@ -105,7 +105,8 @@ def main() -> int:
     report.table("Time to the first token around generate(), one prompt after the other", names, rows)
     report.note("plain / this: median over rounds of plain CPU time over this arm's, both of one round")
     report.note("not computed: tokens of the prompt that were taken from a donor or a prefix, from the last receipt")
-    report.note("random weights: what balanced recomputes on a real model is another number" if not args.model else "")
+    if not args.model:
+        report.note("random weights: what balanced recomputes on a real model is another number")
     report.write(args.out)
     return 0
 

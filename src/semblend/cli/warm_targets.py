@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from semblend.cli.output import say
 from semblend.errors import ConfigError, InputError, SemBlendError, StoreError
 
 if TYPE_CHECKING:
@@ -239,6 +240,7 @@ def open_directory_target(args: argparse.Namespace) -> DirectoryTarget:
             donor_directory_bytes=1 << 50,  # what is there stays: room is looked at before the work begins
         )
         launch = Launch(config)
+        say(f"loading {launch.path.name} on {launch.chosen_device}")
         model, tokenizer = launch.load()
         in_chat = args.format == "chat" or (not args.format and tokenizer.has_chat_template)
         if in_chat and not tokenizer.has_chat_template:

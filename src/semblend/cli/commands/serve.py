@@ -94,7 +94,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         ("--max-connections", DEFAULTS.max_connections, "open connections, at most (default: 1024)"),
     ):
         parser.add_argument(flag, type=int, default=count, help=text)
-    for flag, seconds, text in (
+    for flags, seconds, text in (
         (
             ("--header-timeout",),
             DEFAULTS.header_timeout_s,
@@ -107,7 +107,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
             "seconds for running requests after a stop signal (default: 20)",
         ),
     ):
-        parser.add_argument(*flag, type=float, default=seconds, metavar="SECONDS", help=text)
+        parser.add_argument(*flags, type=float, default=seconds, metavar="SECONDS", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

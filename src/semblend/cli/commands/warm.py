@@ -29,7 +29,7 @@ first token, a blank line or a title alone, is further from cold than that of a 
 that asks for something it is not (docs/research/arrange.md)."""
 
 EXAMPLES = (
-    "semblend warm --corpus handbook/ --donor-directory /var/lib/semblend/donors",
+    "semblend warm --corpus handbook/ --donor-directory ./donors",
     "semblend warm --corpus handbook.jsonl --url http://127.0.0.1:8000 --state warmed.json",
 )
 

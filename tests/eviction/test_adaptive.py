@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semblend.eviction.adaptive import PlainAdaptive
+from semblend.eviction.adaptive import PlainAdaptive, find_best_rates
 from semblend.eviction.compiled import Adaptive
 from semblend.eviction.plan import AdaptivePlan, limit_history
 
@@ -79,3 +79,20 @@ def test_every_whole_number_of_64_bits_is_a_key(key):
     policy = Adaptive(4)
     policy.use([key])
     assert policy.price(np.array([key], np.int64).tolist())[0] > 0.0
+
+
+@given(st.lists(st.floats(0.0, 5.0), min_size=1, max_size=12), st.lists(st.floats(0.1, 9.0), min_size=12, max_size=12))
+@settings(max_examples=200, deadline=None)
+def test_the_best_rate_is_the_best_over_all_times_at_which_one_might_give_up(rates, widths):
+    edges = np.cumsum([0.0, *widths[: len(rates)]]).tolist()
+    best = find_best_rates(rates, edges)
+    for age in range(len(rates)):
+        gain, cost, alive, found = 0.0, 0.0, 1.0, 0.0
+        for later in range(age, len(rates)):
+            expected = rates[later] * (edges[later + 1] - edges[later])
+            chance = expected / (1.0 + expected)
+            gain += alive * chance
+            cost += alive * (edges[later + 1] - edges[later]) * (1.0 - 0.5 * chance)
+            alive *= 1.0 - chance
+            found = max(found, gain / cost)
+        assert best[age] == pytest.approx(found, rel=1e-9)

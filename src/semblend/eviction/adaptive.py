@@ -353,20 +353,24 @@ def estimate_rates(cells: list[Cell], assumed: list[float], trust: float) -> lis
 def find_best_rates(rate: list[float], edges: list[float]) -> list[float]:
     """Find for every age the best ratio of returns to waiting over all times at which one might give up.
 
+    From the last age to the first: a stretch of ages takes in the next one while that has the better ratio. Ratios of
+    the stretches that follow each other fall, so that this is the best time to give up, in one pass.
+
     >>> [round(value, 3) for value in find_best_rates([0.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0])]
     [0.286, 0.667, 0.0]
     """
-    chance = []
-    for age, value in enumerate(rate):
-        expected = value * (edges[age + 1] - edges[age])
-        chance.append(expected / (1.0 + expected))
-    best = []
-    for age in range(len(rate)):
-        most, gain, cost, alive = 0.0, 0.0, 0.0, 1.0
-        for later in range(age, len(rate)):
-            gain += alive * chance[later]
-            cost += alive * (edges[later + 1] - edges[later]) * (1.0 - 0.5 * chance[later])
-            alive *= 1.0 - chance[later]
-            most = max(most, gain / cost)
-        best.append(most)
+    stretches: list[tuple[float, float, float]] = []  # returns, waiting and chance to be left; the earliest comes last
+    best = [0.0] * len(rate)
+    for age in range(len(rate) - 1, -1, -1):
+        width = edges[age + 1] - edges[age]
+        expected = rate[age] * width
+        chance = expected / (1.0 + expected)
+        gain, cost, left = chance, width * (1.0 - 0.5 * chance), 1.0 - chance
+        while stretches and stretches[-1][0] * cost > gain * stretches[-1][1]:  # going on is better than giving up
+            more, longer, later = stretches.pop()
+            gain += left * more
+            cost += left * longer
+            left *= later
+        stretches.append((gain, cost, left))
+        best[age] = gain / cost
     return best

@@ -95,3 +95,10 @@ class Adaptive:
     def returns_by_type(self) -> list[float]:
         """Returns per cache-ful of waiting, by block type."""
         return self.plan.compute_returns(self.state.ledger, self.types)
+
+
+def compile_kernels() -> None:
+    """Compile or load the kernels now: a cache is made when an engine starts, and its first request must not wait."""
+    scratch = Adaptive(1, plan=AdaptivePlan.build(1, history=8))
+    scratch.use([1])
+    scratch.price([1])

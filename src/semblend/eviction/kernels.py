@@ -309,21 +309,22 @@ def price_keys(rows: Any, heads: Any, index: Any, edges: Any, meta: Any, keys: A
 
 
 @njit(nogil=True)
-def _find_best_rates(rate: Any, edges: Any, chance: Any, best: Any) -> None:
-    """Find for every age the best ratio of returns to waiting, into ``best``."""
-    bins = len(rate)
-    for k in range(bins):
-        expected = rate[k] * (edges[k + 1] - edges[k])
-        chance[k] = expected / (1.0 + expected)
-    for k in range(bins):
-        most, least, gain, cost, alive = 0.0, 1.0, 0.0, 0.0, 1.0
-        for j in range(k, bins):
-            gain += alive * chance[j]
-            cost += alive * (edges[j + 1] - edges[j]) * (1.0 - 0.5 * chance[j])
-            alive *= 1.0 - chance[j]
-            if gain * least > most * cost:  # gain / cost is larger, without a division a step
-                most, least = gain, cost
-        best[k] = most / least
+def _find_best_rates(rate: Any, edges: Any, stretches: Any, best: Any) -> None:
+    """Find for every age the best ratio of returns to waiting, into ``best``; ``stretches`` is room for a stack."""
+    depth = 0
+    for k in range(len(rate) - 1, -1, -1):
+        width = edges[k + 1] - edges[k]
+        expected = rate[k] * width
+        chance = expected / (1.0 + expected)
+        gain, cost, left = chance, width * (1.0 - 0.5 * chance), 1.0 - chance
+        while depth > 0 and stretches[depth - 1, 0] * cost > gain * stretches[depth - 1, 1]:
+            depth -= 1
+            gain += left * stretches[depth, 0]
+            cost += left * stretches[depth, 1]
+            left *= stretches[depth, 2]
+        stretches[depth, 0], stretches[depth, 1], stretches[depth, 2] = gain, cost, left
+        depth += 1
+        best[k] = gain / cost
 
 
 @njit(nogil=True)
@@ -348,7 +349,7 @@ def _learn(ledger: Any, index: Any, edges: Any, priors: Any, groups: Any, plan: 
            fade: float) -> None:  # fmt: skip
     """Compute the index of every class from the evidence, then let the evidence fade."""
     bins, trust = index.shape[1], plan[TRUST]
-    common, chance, rate = np.zeros(bins), np.zeros(bins), np.zeros(bins)
+    common, stretches, rate = np.zeros(bins), np.zeros((bins, 3)), np.zeros(bins)
     _estimate_common_rates(ledger, edges, plan, now, common)
     together, unknown, members = np.zeros((GROUPS, bins)), np.zeros((GROUPS, bins)), np.zeros((GROUPS, bins, 2))
     for first in range(0, len(ledger), KINDS):
@@ -361,7 +362,7 @@ def _learn(ledger: Any, index: Any, edges: Any, priors: Any, groups: Any, plan: 
             for k in range(bins):
                 together[g, k] = (members[g, k, 0] + trust) / (members[g, k, 1] + trust / (priors[g, k] * common[k]))
                 rate[k] = trust / (trust / together[g, k])
-            _find_best_rates(rate, edges, chance, unknown[g])
+            _find_best_rates(rate, edges, stretches, unknown[g])
         for kind in range(KINDS):
             c, g = first + kind, groups[kind]
             known = False
@@ -374,7 +375,7 @@ def _learn(ledger: Any, index: Any, edges: Any, priors: Any, groups: Any, plan: 
                 rate[k] = (ledger[c, k, RETURNS] + trust) / (ledger[c, k, EXPOSURE] + trust / together[g, k])
                 ledger[c, k, RETURNS] *= fade
                 ledger[c, k, EXPOSURE] *= fade
-            _find_best_rates(rate, edges, chance, index[c])
+            _find_best_rates(rate, edges, stretches, index[c])
 
 
 @njit(nogil=True)

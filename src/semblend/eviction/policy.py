@@ -166,8 +166,9 @@ def make_policy(name: str, capacity: int, *, chained: bool = True, items: int | 
             from semblend.eviction.adaptive import PlainAdaptive
 
             return PlainAdaptive(capacity, chained=chained, plan=plan)
-        from semblend.eviction.compiled import Adaptive
+        from semblend.eviction.compiled import Adaptive, compile_kernels
 
+        compile_kernels()
         return Adaptive(capacity, chained=chained, plan=plan)
     if name == "lru2":
         return Lru2(items)

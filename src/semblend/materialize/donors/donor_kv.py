@@ -94,7 +94,9 @@ class DonorKv:
             raise InputError("a byte budget is negative", hint="0 turns a tier off")
         self._disk = DiskTier(disk_dir) if disk_dir is not None and budget_disk_bytes else None
         budget = budget if self._disk is not None else budget | {"disk": 0}
-        self._books = Books(budget, make_donor_policy(eviction, budget, on_policy_failure or _warn))
+        self._policy_failures: list[BaseException] = []  # to be told
+        self._on_policy_failure = on_policy_failure or _warn
+        self._books = Books(budget, make_donor_policy(eviction, budget, self._policy_failures.append))
         self._device_type = device_type
         self.memory = DonorMemory(bits)
         self._rope = rope
@@ -283,9 +285,13 @@ class DonorKv:
             with self._lock:
                 gone, self._books.gone = self._books.gone, []
                 waste, self._books.waste = self._books.waste, []
+                failures = self._policy_failures.copy()
+                self._policy_failures.clear()
             for file in waste:
                 if self._disk is not None:
                     self._disk.remove(file)
+            for error in failures:
+                self._on_policy_failure(error)
             if self._on_evicted is not None:
                 for donor_id, generation, reason in gone:
                     self._on_evicted(donor_id, generation, reason)

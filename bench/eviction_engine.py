@@ -14,10 +14,10 @@ tokens, for SGLang of one.
 
 The embedded engine runs with a model's weights, or with random ones: a Llama of two layers. Scheduler, pool and cache
 are the same and hits real, but times with it say nothing and are left out. SGLang runs in this process, its scheduler
-stepped by hand until the answer is whole, which its times include (tests/engines/sglang). *donors* is the library alone: every prompt is
-looked up at any offset, a plan is claimed and confirmed, and a prompt with new tokens registered, in a store of
-``--share`` as many donors as requests; nothing is computed, and nothing predicted. Exit code 1 where answers differ by
-policy, or a prediction is off by more than two points.
+stepped by hand until the answer is whole, which its times include (tests/engines/sglang). *donors* is the library
+alone: every prompt is looked up at any offset, a plan is claimed and confirmed, and a prompt with new tokens
+registered, in a store of ``--share`` as many donors as requests; nothing is computed, and nothing predicted. Exit code
+1 where answers differ by policy, or a prediction is off by more than two points.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ registered, in a store of ``--share`` as many donors as requests; nothing is com
 from __future__ import annotations
 
 import argparse
+import importlib
 import random
 import statistics
 import sys
@@ -148,7 +149,8 @@ def serve_sglang(world: Any, policy: str, requests: Sequence[Tokens], answer: in
 def serve_donors(policy: str, most: int, requests: Sequence[Tokens]) -> Iterable[Served]:
     """Look every prompt up in a donor store that holds so many; a plan counts as carried out."""
     from semblend import Prompt, ReusePlan, SemBlend, SemBlendConfig
-    from semblend.confirm.receipt import Outcome, Receipt
+    from semblend.confirm.outcome import Outcome
+    from semblend.confirm.receipt import Receipt
 
     sb = SemBlend(SemBlendConfig(eviction=policy, max_donors=most, quality="fast", embedder="none", metrics=False))
     for number, ids in enumerate(requests):
@@ -181,9 +183,8 @@ def open_sglang(pool: int) -> Any:
 
     sys.path.insert(0, str(_report.REPO / "tests" / "engines" / "sglang"))
     os.environ["SEMBLEND_EVICTION"] = "adaptive"
-    from scheduler_world import SchedulerWorld
-
-    return SchedulerWorld(os.environ["SEMBLEND_TEST_SGLANG_MODEL"], max_total_tokens=pool)
+    world = importlib.import_module("scheduler_world").SchedulerWorld
+    return world(os.environ["SEMBLEND_TEST_SGLANG_MODEL"], max_total_tokens=pool)
 
 
 def measure(args: argparse.Namespace, report: _report.Report) -> int:

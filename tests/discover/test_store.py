@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from worlds import assert_token_equal, spans_of, tokens
 
 from semblend import CapacityError, Decline, Namespace, Prompt, ReusePlan, SemBlend, SemBlendConfig
-from semblend.confirm.receipt import Outcome, Receipt
+from semblend.confirm.outcome import Outcome
+from semblend.confirm.receipt import Receipt
 from semblend.confirm.sinks import MemorySink
 
 

@@ -6,10 +6,11 @@ TORCH   ?= torch==2.13.0
 MODEL   ?= smollm2-135m
 PORT    ?= 8000
 # Test processes side by side, one compute thread each: small tensors gain nothing from more.
+# Files are taken in the order of their names, which leaves the quick doctests of src to the end: none waits for another.
 WORKERS ?= auto
 BIN     := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(VENV)/constraints.txt
-PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile $(TEST_ARGS)
+PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 # One environment that grows: what serving needs, then what make test needs, then what make test-all needs.
 SERVE_READY := $(VENV)/.serve-ready
@@ -76,8 +77,9 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
+# A unit test that hangs is ended, with the stacks of its threads.
 unit: setup
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true -m "not slow"
 
 test-all: $(ALL_READY)
 	$(BIN)/semblend models pull $(MODEL)

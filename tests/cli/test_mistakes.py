@@ -358,13 +358,22 @@ def test_ctrl_c_ends_a_server_without_a_traceback(line: str, folder: Path) -> No
     program, *words = line.split()
     module = {"semblend": "semblend", "semantickv": "semantickv"}[program]
     command = [sys.executable, "-m", module, *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
-        assert running.stdout is not None
-        said, give_up = "", time.monotonic() + 120
-        while LONG[line] not in said and time.monotonic() < give_up:
-            said += running.stdout.readline()
-        running.send_signal(signal.SIGINT)
-        rest, _ = running.communicate(timeout=60)
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    ) as running:
+        try:
+            assert running.stdout is not None
+            said, give_up = "", time.monotonic() + 120
+            while LONG[line] not in said and time.monotonic() < give_up:
+                said += running.stdout.readline()
+            running.send_signal(signal.SIGINT)
+            rest, _ = running.communicate(timeout=60)
+        finally:
+            running.kill()
     assert running.returncode in (0, 130)
     assert "Traceback" not in said + rest
 

@@ -7,6 +7,7 @@ Blocks are priced again after a lesson, or after as many accesses as there are l
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from math import exp
 from typing import Any, Final
 
@@ -27,7 +28,7 @@ def build_edges(capacity: int) -> list[float]:
     return edges
 
 
-class Aged(PlainPolicy):
+class Aged(PlainPolicy, ABC):
     """What both have in common. A subclass files uses and evictions, and computes the table of values."""
 
     bypass = True
@@ -70,13 +71,13 @@ class Aged(PlainPolicy):
                     cell[1] *= FADE
             self.taught = self.clock
 
+    @abstractmethod
     def file_uses(self, nodes: list[int]) -> None:
         """File the uses of a request's blocks, the last one first."""
-        raise NotImplementedError
 
+    @abstractmethod
     def learn(self) -> None:
         """Compute the table from the evidence."""
-        raise NotImplementedError
 
     def priority(self, block: Block) -> float:
         return self.table[self.kind[block.node]][self.find_age(block.node)] / block.size

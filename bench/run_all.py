@@ -46,7 +46,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "sglang_ttft": ("data", "sglang", "vllm"),
     **dict.fromkeys(("arranged_answers", "dial", "donor_bits", "embedders", "quality", "rejected"), ("gpu",)),
     **dict.fromkeys(("splice", "vllm_http", "vllm_load", "vllm_poison", "vllm_quality", "vllm_shuffle"), ("gpu",)),
-    **dict.fromkeys(("vllm_ttft", "vllm_users"), ("gpu",)),
+    **dict.fromkeys(("vllm_ttft", "vllm_users", "eviction_vllm"), ("gpu",)),
 }
 """What a script needs beside `make setup`, for the figures that are published. Those of ``gpu`` are `run_gpu.py`'s."""
 NOT_MEASUREMENTS = ("corpus", "publish", "run_all", "run_gpu")

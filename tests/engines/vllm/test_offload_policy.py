@@ -9,13 +9,18 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: .ci/engines/vllm-cpu runs these tests")
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
-from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.cpu.policies import base
+from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
 from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy
 
+from semblend.errors import ConfigError
+from semblend.integration.vllm.offload_spec import replace_policy
+
+Status = getattr(base, "ChunkStatus", None) or base.BlockStatus  # its name from vLLM 0.32 on, and before
 MODULE = "semblend.integration.vllm.offload_policy"
 NAMES = ("Adaptive", "Lfu", "Slru", "Lru2")
-CONTEXT = ReqContext(req_id="r")
 
 
 def make(name: str, capacity: int) -> CachePolicy:
@@ -23,15 +28,17 @@ def make(name: str, capacity: int) -> CachePolicy:
 
 
 def key(number: int) -> OffloadKey:
-    return OffloadKey(number.to_bytes(8, "big"))
+    return OffloadKey(number.to_bytes(8, "big") + bytes(4))  # the last four name the group
 
 
-def serve(policy: CachePolicy, keys: list[OffloadKey], capacity: int, held: set[OffloadKey]) -> int:
+def serve(policy: CachePolicy, number: int, keys: list[OffloadKey], capacity: int, held: set[OffloadKey]) -> int:
     """Do as the offloading manager does with one request; returns how many of its chunks were there."""
+    context = ReqContext(req_id=f"r{number}")
     hits = [one for one in keys if policy.get(one) is not None]
-    policy.touch(hits, CONTEXT)
+    policy.touch(keys, context)
     new = [one for one in keys if policy.get(one) is None]
-    policy.on_store_miss(new, CONTEXT)
+    if hasattr(policy, "on_store_miss"):
+        policy.on_store_miss(new, context)
     too_many = len(held) + len(new) - capacity
     if too_many > 0:
         gone = policy.evict(too_many, set(keys))
@@ -41,14 +48,16 @@ def serve(policy: CachePolicy, keys: list[OffloadKey], capacity: int, held: set[
         assert not {one for one, _ in gone} & set(keys)
         held.difference_update(one for one, _ in gone)
     for one in new:
-        policy.insert(one, ChunkStatus(len(held)))
+        policy.insert(one, Status(len(held)))
     for one in new:
         chunk = policy.get(one)
         assert chunk is not None
         chunk.ref_cnt = 0
         policy.mark_evictable(one)
     held.update(new)
-    policy.on_request_finished([keys], set(new), set(hits), CONTEXT)
+    policy.touch(keys, context)
+    if hasattr(CachePolicy, "on_request_finished"):
+        policy.on_request_finished([keys], set(new), set(hits), context)
     return len(hits)
 
 
@@ -63,7 +72,7 @@ def stream(seed: int, requests: int) -> list[list[OffloadKey]]:
 
 def replay(policy: CachePolicy, seed: int, requests: int, capacity: int) -> list[int]:
     held: set[OffloadKey] = set()
-    return [serve(policy, keys, capacity, held) for keys in stream(seed, requests)]
+    return [serve(policy, number, keys, capacity, held) for number, keys in enumerate(stream(seed, requests))]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -88,7 +97,7 @@ def test_a_policy_that_fails_evicts_as_vllms_own_lru(monkeypatch):
 def test_nothing_changes_where_not_enough_may_leave():
     policy = make("Adaptive", 4)
     for number in range(4):
-        policy.insert(key(number), ChunkStatus(number))
+        policy.insert(key(number), Status(number))
         chunk = policy.get(key(number))
         assert chunk is not None
         chunk.ref_cnt = 0
@@ -99,3 +108,35 @@ def test_nothing_changes_where_not_enough_may_leave():
     assert found is not None
     assert {one for one, _ in found} == {key(1), key(2)}
     assert policy.evict(0, set()) == []
+
+
+def test_a_request_is_one_use_however_often_vllm_names_its_chunks(monkeypatch):
+    policy = make("Adaptive", 30)
+    heard: list[tuple[int, int]] = []
+    monkeypatch.setattr(policy._policy, "use", lambda keys, *, told=0: heard.append((len(keys), told)))
+    keys, context = [key(number) for number in range(6)], ReqContext(req_id="r")
+    policy.touch(keys[:4], context)
+    policy.touch(keys[:4], context)
+    policy.touch(keys, context)
+    if hasattr(CachePolicy, "on_request_finished"):
+        policy.on_request_finished([keys], set(), set(), context)
+        assert heard == [(6, 0)]
+    else:
+        assert heard == [(4, 0), (6, 4)]
+
+
+def test_vllms_own_manager_takes_our_policy_where_it_has_no_path_for_one():
+    manager = replace_policy(CPUOffloadingManager(30), "Adaptive", 30)
+    found = 0
+    for number, keys in enumerate(stream(4, 300)):
+        context = ReqContext(req_id=f"r{number}")
+        manager.on_new_request(context)
+        found += sum("HIT" in str(manager.lookup(one, context)) for one in keys)
+        manager.touch(keys, context)
+        stored = manager.prepare_store(keys, context)
+        assert stored is not None
+        manager.complete_store(stored.keys_to_store, context)
+        manager.on_request_finished(context)
+    assert found > 300
+    with pytest.raises(ConfigError, match="lru"):
+        replace_policy(manager, "lru", 30)

@@ -3,8 +3,11 @@
     --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config":
       {"eviction_policy": "Adaptive", "cache_policy_module_path": "semblend.integration.vllm.offload_policy"}}'
 
-A chunk that its request has not finished with is worth more than any other. A policy that fails leaves least recently
-used, with a warning in the log; the offload goes on.
+vLLM 0.26 has no module path for a policy, only one for the whole offload: see `offload_spec`.
+
+A request is one use of its chunks: at its end, where vLLM says when that is (0.32), else when they are looked up. In
+the first case a chunk that its request has not finished with is worth more than any other. A policy that fails leaves
+least recently used, with a warning in the log; the offload goes on.
 """
 
 from __future__ import annotations
@@ -13,15 +16,22 @@ import heapq
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext
-from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus, order_request_keys
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
+from vllm.v1.kv_offload.cpu.policies import base
+from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 
 from semblend.eviction.policy import GuardedPolicy, make_policy
 
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
+
 log = logging.getLogger("vllm.semblend")
 Entry = tuple[float, int, OffloadKey]  # worth, rank, key
+HEARS_THE_END = hasattr(CachePolicy, "on_request_finished")
+MOST_REQUESTS = 4096
+"""Requests whose chunks are known to be counted, where their end is not told."""
 
 
 class Adaptive(CachePolicy):
@@ -30,7 +40,7 @@ class Adaptive(CachePolicy):
     policy: ClassVar[str] = "adaptive"
 
     def __init__(self, cache_capacity: int) -> None:
-        super().__init__(cache_capacity)
+        self.cache_capacity = cache_capacity
         self.clear()
 
     def clear(self) -> None:
@@ -41,6 +51,7 @@ class Adaptive(CachePolicy):
         self._chunks: dict[OffloadKey, ChunkStatus] = {}
         self._ranks: dict[OffloadKey, int] = {}  # order of last use
         self._under_way: set[OffloadKey] = set()  # no request has finished with them yet
+        self._told: dict[tuple[str, int], int] = {}  # chunks of a request and group whose use is counted
         self._evictable: set[OffloadKey] = set()
         self._heap: list[Entry] = []  # entries that are out of date are skipped
         self._next_rank = self._used = self._epoch = 0
@@ -52,7 +63,8 @@ class Adaptive(CachePolicy):
 
     def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
         self._chunks[key] = chunk
-        self._under_way.add(key)
+        if HEARS_THE_END:
+            self._under_way.add(key)
         self._rank([key])
         if chunk.ref_cnt == 0:
             self.mark_evictable(key)
@@ -72,8 +84,10 @@ class Adaptive(CachePolicy):
     # -- uses --------------------------------------------------------------------------------------------------------
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        del req_context
-        self._rank(reversed(list(keys)))
+        keys = list(keys)
+        if keys and not HEARS_THE_END:
+            self._use_so_far(keys, req_context.req_id)
+        self._rank(reversed(keys))
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """Nothing yet: a request is one use of its chunks, at its end."""
@@ -86,11 +100,22 @@ class Adaptive(CachePolicy):
         req_context: ReqContext,
     ) -> None:
         del insertion_only_keys, reused_keys
-        keys = order_request_keys(key_groups, req_context)
+        keys = base.order_request_keys(key_groups, req_context)
         self._policy.use([hash(key) for key in keys])
         self._used += len(keys)
         self._under_way.difference_update(keys)
         self._rank(reversed(keys))
+
+    def _use_so_far(self, keys: list[OffloadKey], request: str) -> None:
+        """Count a request's chunks once: vLLM names all of them again whenever it looks them up or stores some."""
+        place = request, get_offload_group_idx(keys[0])
+        told = self._told.pop(place, 0)
+        if len(keys) > told:
+            self._policy.use([hash(key) for key in keys], told=told)
+            self._used += len(keys) - told
+        self._told[place] = max(told, len(keys))
+        if len(self._told) > MOST_REQUESTS:
+            del self._told[next(iter(self._told))]
 
     # -- room --------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,9 @@ An earlier prompt had the question's passages in another order, with some others
 lays the new prompt out in that order. Measured on the same questions: the task score of the arranged prompt less that
 of the retrieval order, both computed cold (paired, 95 % interval by bootstrap over questions), and what reuse of the
 earlier prompt does to the arranged one: divergence from cold of the same order, FLOPs, F1, answers changed, task score.
-Beside them: cold again in chunks (rerun), and cold in a third order (order noise).
+Beside them: cold again in chunks (rerun), and cold in a third order (order noise). With --keep-first 1 the passage that
+was retrieved first stays in front; with --best-last it stands behind the others, next to the question, and they are
+free.
 Rows go to --rows as they come; a second run goes on from there.
 """
 
@@ -59,7 +61,7 @@ def make_cases(
     passage_tokens: int,
     passages: int,
     between: int,
-    keep_first: int,
+    keep: Keep,
     seed: int,
 ) -> Iterator[Arranged]:
     """Questions of three passages or more; passages are cut to ``passage_tokens``."""
@@ -75,7 +77,7 @@ def make_cases(
         rng = random.Random(f"{seed}/{question.question_id}")
         others, filler = filler[:between], list(pieces)
         made += 1
-        yield _arrange(question, texts, pieces, others, encode, rng, Keep(first=keep_first))
+        yield _arrange(question, texts, pieces, others, encode, rng, keep)
 
 
 def _arrange(
@@ -97,7 +99,8 @@ def _arrange(
         donor += pieces[number]
     arranger = Arranger()
     arranger.record(arranger.arrange([texts[number] for number in earlier]))
-    order = arranger.arrange(texts, keep=keep).order
+    listed = [*range(1, len(texts)), 0] if keep.last else list(range(len(texts)))  # the best one last
+    order = tuple(listed[i] for i in arranger.arrange([texts[i] for i in listed], keep=keep).order)
 
     def lay_out(name: str, chosen: tuple[int, ...] | range) -> Case:
         tokens, spans = list(head), []
@@ -123,6 +126,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--passages", type=int, default=10, help="of a question, at most")
     parser.add_argument("--between", type=int, default=3, help="others that the earlier prompt had among them, at most")
     parser.add_argument("--keep-first", type=int, default=0, help="passages that stay in front, as retrieved")
+    parser.add_argument("--best-last", action="store_true", help="the first retrieved stands last, the others are free")
     args = parser.parse_args()
     if args.quick:
         args.questions, args.passage_tokens = 3, 60
@@ -158,7 +162,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     made = make_cases(
         questions(_report.data_dir(args)), lambda text: tokenizer.encode(text, add_special=False),
         most=args.questions, passage_tokens=args.passage_tokens, passages=args.passages, between=args.between,
-        keep_first=args.keep_first, seed=args.seed,
+        keep=Keep(first=args.keep_first, last=int(args.best_last)), seed=args.seed,
     )  # fmt: skip
     for _ in run_cases(made, rows, args, model=name, phase="arranged", work=work, began=began):
         pass

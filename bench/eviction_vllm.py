@@ -42,7 +42,8 @@ def read_requests(args: argparse.Namespace) -> list[Tokens]:
 
 def count_host_blocks(args: argparse.Namespace, requests: list[Tokens]) -> int:
     distinct = {one for path in number_blocks(requests, BLOCK_TOKENS) for one in path}
-    return max(args.longest // BLOCK_TOKENS + 2, int(args.share * len(distinct)))
+    longest: int = args.longest
+    return max(longest // BLOCK_TOKENS + 2, int(args.share * len(distinct)))
 
 
 def count_block_bytes(folder: str) -> int:

@@ -155,6 +155,7 @@ def test_heavy_dependencies_and_kernels_are_imported_late(module):
         "integration.vllm.connector_v1",
         "integration.vllm.multi_connector",
         "integration.vllm.offload_policy",
+        "integration.vllm.offload_spec",
     ):  # vLLM imports them, nobody else
         at_home |= {"vllm"}
     if module in (

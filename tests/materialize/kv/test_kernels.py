@@ -17,7 +17,7 @@ CASES = Path(__file__).with_name("kernel_cases.py")
 
 
 def run_cases(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", str(CASES), "-q", *words]
+    command = [sys.executable, "-m", "pytest", str(CASES), "-q", "--tb=line", "-rN", *words]
     return subprocess.run(
         command, env=os.environ | environment, capture_output=True, text=True, cwd=CASES.parents[3], timeout=600
     )

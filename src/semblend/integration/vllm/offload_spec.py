@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from vllm.v1.kv_offload.base import OffloadingManager
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from semblend.errors import ConfigError
@@ -20,10 +21,13 @@ from semblend.integration.vllm import offload_policy
 class SemBlendOffloadingSpec(CPUOffloadingSpec):
     """vLLM's offload to the host's memory, with one of our policies by its class's name."""
 
+    _manager: OffloadingManager | None
+    eviction_policy: str
+
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             name, self.eviction_policy = self.eviction_policy, "lru"
-            self._manager = replace_policy(super().get_manager(), name, self.num_blocks)
+            self._manager = replace_policy(super().get_manager(), name, getattr(self, "num_blocks", 0))
         return self._manager
 
 
@@ -34,11 +38,10 @@ def replace_policy(manager: OffloadingManager, name: str, capacity: int) -> Offl
         raise ConfigError(
             f"no eviction policy is called {name!r}", hint="Adaptive, Lfu, Slru or Lru2; see offload_policy"
         )
-    if not isinstance(manager, CPUOffloadingManager) or not isinstance(
-        getattr(manager, "_policy", None), offload_policy.CachePolicy
-    ):
+    is_known = isinstance(manager, CPUOffloadingManager) and isinstance(getattr(manager, "_policy", None), CachePolicy)
+    if not is_known or not capacity:
         raise ConfigError(
-            "this vLLM's offload keeps its policy elsewhere",
+            "this vLLM's offload is another one",
             hint=f'name the policy by its own path: "cache_policy_module_path": "{offload_policy.__name__}"',
         )
     manager._policy = policy(cache_capacity=capacity)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,25 @@ def read_rows(paths: Iterable[str | Path]) -> list[Row]:
     return list(rows.values())
 
 
+def refuse_other_prompts(path: str | Path, rows: Sequence[Row], cases: Sequence[Any]) -> None:
+    """End with an error where the rows of a case were made with another prompt: a table would mix the two.
+
+    Rows of before 2026-11-17 hold no digest of their prompt; their number of tokens is compared.
+    """
+    digests, lengths = {case.case_id: case.digest for case in cases}, {case.case_id: case.tokens for case in cases}
+    known: dict[str, set[str]] = {}
+    for row in rows:
+        if row["case"] in digests:
+            of_length = digests[row["case"]] if row["tokens"] == len(lengths[row["case"]]) else ""
+            known.setdefault(row["case"], set()).add(row.get("prompt", of_length))
+    for case, found in known.items():
+        if digests[case] not in found:
+            _report.fail(
+                f"{path} holds {case} with another prompt",
+                hint="name another file for the rows, or give the --tokens, --seed and data of the run that wrote it",
+            )
+
+
 class RowFile:
     """Rows on disk, those of one case together, so that a case is there or not."""
 
@@ -83,7 +102,10 @@ def run_cases(
     """Runs what is not there yet, within the budget; yields the name of each case when its rows are on disk."""
     first, shards = map(int, args.shard.split("/"))
     finished = rows.finished(model, phase)
-    for number, case in enumerate(cases):
+    every = list(cases)
+    mine = [row for row in rows.rows if (row["model"], row["phase"]) == (model, phase)]
+    refuse_other_prompts(rows.path, mine, every)
+    for number, case in enumerate(every):
         if number % shards != first or case.case_id in finished:
             continue
         if args.budget_s and time.perf_counter() - began > args.budget_s:

@@ -18,7 +18,14 @@ from semblend.materialize.measure_ways import Moved, PromptMeasure, WayMeasure
 Row = dict[str, Any]
 WAYS = {"fast": 0, "attended-10": 10, "product-20": 20, "product-40": 40}
 ORDERS = {"reordered": PassageOrder.REORDERED, "several": PassageOrder.SEVERAL}
+MOVED = {"multi_news": PassageOrder.REORDERED, "samsum": PassageOrder.SEVERAL}
+"""Data sets of the class of summaries whose passages moved."""
 FLOORS = ("rerun", "other order")
+
+
+def order_of(row: Row) -> PassageOrder:
+    """How the passages of a row's prompt stand beside those of its donors."""
+    return ORDERS.get(row["scenario"], MOVED.get(row["dataset"], PassageOrder.IN_ORDER))
 
 
 def measures_of(rows: Sequence[Row]) -> Iterator[tuple[str, PromptMeasure]]:
@@ -36,8 +43,7 @@ def measures_of(rows: Sequence[Row]) -> Iterator[tuple[str, PromptMeasure]]:
             if (row := mine.get(name)) and row["work"] is not None
         )  # fmt: skip
         floors = [Moved(mine[name]["kl"], mine[name]["changed"]) if name in mine else None for name in FLOORS]
-        order = ORDERS.get(mine["cold"]["scenario"], PassageOrder.IN_ORDER)
-        yield case, PromptMeasure(order, ways, *floors)
+        yield case, PromptMeasure(order_of(mine["cold"]), ways, *floors)
 
 
 def show_dial(report: _report.Report, rows: Sequence[Row]) -> None:

@@ -69,6 +69,12 @@ class Case:
         return donors, tuple(Span(str(i), 0, s.target_start, s.length) for i, s in enumerate(self.spans))
 
     @property
+    def digest(self) -> str:
+        """What makes the prompt: its tokens, its donors and what they share, so another length is another prompt."""
+        parts = (self.tokens, self.donors, [(s.donor_id, s.donor_start, s.target_start, s.length) for s in self.spans])
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    @property
     def held_out(self) -> bool:
         """Half of the documents, by a hash of their names: thresholds are set on the others."""
         return hashlib.sha256(self.cluster.encode()).digest()[0] % 2 == 1

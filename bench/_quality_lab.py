@@ -327,9 +327,9 @@ class Lab:
         score = next_line_similarity if case.scenario == "code" else word_f1
         done = one.blended
         return {
-            "case": case.case_id, "scenario": case.scenario, "dataset": case.dataset, "cluster": case.cluster,
-            "held_out": case.held_out, "recipe": one.name, "tokens": len(case.tokens), "spans": len(case.spans),
-            "flops": one.flops, "kl_first": float(kl[0]), "kl": float(kl.mean()),
+            "case": case.case_id, "prompt": case.digest, "scenario": case.scenario, "dataset": case.dataset,
+            "cluster": case.cluster, "held_out": case.held_out, "recipe": one.name, "tokens": len(case.tokens),
+            "spans": len(case.spans), "flops": one.flops, "kl_first": float(kl[0]), "kl": float(kl.mean()),
             "top1": float((forced[i].argmax(-1) == forced[0].argmax(-1)).float().mean()),
             "f1": score(text, reference), "task": max((score(text, gold) for gold in case.golds), default=None),
             "ppl_log": float(nll[i] - nll[0]), "answer": text,

@@ -49,6 +49,10 @@ class Arranged:
         return self.retrieval.case_id
 
     @property
+    def digest(self) -> str:
+        return self.arranged.digest
+
+    @property
     def tokens(self) -> tuple[int, ...]:
         return self.arranged.tokens
 

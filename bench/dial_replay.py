@@ -15,19 +15,17 @@ from typing import Any
 
 import _report  # first: it sets the number of threads
 import numpy as np
-from _dial_tables import ORDERS, WAYS
+from _dial_tables import WAYS, order_of
 from quality import kept_rows
 
 from semblend.materialize.fit_dial import Served, fit_dial, replay
 from semblend.materialize.gate.dial import FALSE_SAFE_TIMES, NUMBERS
-from semblend.materialize.gate.plan_shape import PassageOrder
 from semblend.materialize.gate.risk import RiskFeatures
 from semblend.materialize.measure_ways import Moved, PromptMeasure, WayMeasure
 
 Row = dict[str, Any]
 BELOW_ORDER_NOISE = 0.15
 """Cold answers of this model move by .20 nats when passages change places (24 multi-hop prompts)."""
-MOVED = {"multi_news": PassageOrder.REORDERED, "samsum": PassageOrder.SEVERAL}
 
 
 def make_measure(rows: dict[str, Row]) -> PromptMeasure | None:
@@ -35,15 +33,13 @@ def make_measure(rows: dict[str, Row]) -> PromptMeasure | None:
     glance = rows.get("balanced", {}).get("glance")
     if glance is None or not all(name in rows for name in WAYS):
         return None
-    cold = rows["cold"]
-    order = ORDERS.get(cold["scenario"], MOVED.get(cold["dataset"], PassageOrder.IN_ORDER))
     ways = []
     for name, percent in WAYS.items():
         row = rows[name]
         seen = RiskFeatures(row["risk"], row["risk"], 1.0, 0.0) if percent and row["risk"] is not None else None
         moved = Moved(row["kl"], row["f1"] < 1)
         ways.append(WayMeasure(percent, moved, row["kl_first"], row["flops"], glance if percent else None, seen))
-    return PromptMeasure(order, tuple(ways))
+    return PromptMeasure(order_of(rows["cold"]), tuple(ways))
 
 
 def main() -> None:

@@ -21,14 +21,15 @@ from pathlib import Path
 
 import _report  # first: it sets the number of threads
 import torch
+from _dial_runs import refuse_other_prompts
 from _quality_cases import cases, choose_chat_form
 from _quality_lab import Lab, Recipe, recipes
 from _quality_tables import interval
-from quality import default_model, kept_rows
+from quality import default_model, describe_table, kept_rows, name_table
 
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.tokenizer import ModelTokenizer
-from semblend.materialize.gate.thresholds import thresholds_for
+from semblend.materialize.gate.thresholds import Thresholds, thresholds_for
 
 COLD = ("cold", "rerun", "other order")
 ALONE = "passages encoded alone"
@@ -36,9 +37,9 @@ IN_PROMPT = "passages in three earlier prompts"
 _DONORS = {"several": IN_PROMPT, "reordered": "passages in one earlier prompt, another order"}
 
 
-def choose_recipes(model: str) -> list[Recipe]:
+def choose_recipes(thresholds: Thresholds) -> list[Recipe]:
     """Return the rules of the peers in their own setting, then all rules with donors as a server has them."""
-    every = {recipe.name: recipe for recipe in recipes(thresholds_for(model))}
+    every = {recipe.name: recipe for recipe in recipes(thresholds)}
     alone = [replace(every[name], name=f"{name}, alone", alone=True) for name in ("relocate", "CacheBlend-15")]
     epic = replace(every["EPIC-16"], name="EPIC-16, alone")
     in_prompt = replace(every["EPIC-16"], alone=False)
@@ -49,16 +50,18 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
     begun = time.monotonic()
     model = DecoderModel.load(args.model, args.device, getattr(torch, args.dtype) if args.dtype else None)
     tokenizer = ModelTokenizer.load(args.model)
-    chosen = choose_recipes(Path(args.model).name)
+    thresholds = thresholds_for(args.name or Path(args.model).name)
+    chosen = choose_recipes(thresholds)
     rows_path = Path(args.rows)
     rows = kept_rows([rows_path]) if rows_path.exists() else []
-    name = f"{Path(args.model).name} {str(model.dtype).removeprefix('torch.')} on {args.device}"
+    name = f"{args.name or Path(args.model).name} {str(model.dtype).removeprefix('torch.')} on {args.device}"
     rows = [row for row in rows if row["model"] == name]
     finished = {row["case"] for row in rows}
     lab = Lab(model, tokenizer, chosen, longest=int(args.tokens * 2) + 400, other_order=True)
     encode: Callable[[str], list[int]] = lambda text: tokenizer.encode(text, add_special=False)  # noqa: E731
-    made = cases(_report.data_dir(args), encode, scenarios=["several"], prompts=args.prompts, tokens=args.tokens,
-                 seed=args.seed, form=choose_chat_form(encode))  # fmt: skip
+    made = list(cases(_report.data_dir(args), encode, scenarios=["several"], prompts=args.prompts, tokens=args.tokens,
+                      seed=args.seed, form=choose_chat_form(encode)))  # fmt: skip
+    refuse_other_prompts(rows_path, rows, made)
     with rows_path.open("a", encoding="utf-8") as out:
         for number, case in enumerate(made, start=1):
             if case.case_id in finished:
@@ -66,7 +69,7 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
             if args.budget_s and time.monotonic() - begun > args.budget_s:
                 _report.progress("the budget is spent; run again to go on")
                 break
-            found = [{"model": name, **row} for row in lab.run(case)]
+            found = [{"model": name, "table": name_table(thresholds), **row} for row in lab.run(case)]
             rows += found
             out.write("".join(json.dumps(row) + "\n" for row in found))
             out.flush()
@@ -114,6 +117,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     _report.add_common_arguments(parser, "peer_rules")
     parser.add_argument("--model", default=default_model(), help="GGUF file or folder")
+    parser.add_argument("--name", default="", help="of the model, in rows and for its thresholds; default: the file's")
     parser.add_argument(
         "--prompts", type=int, default=30, metavar="N", help="prompts (default: 30); 0 quotes the larger model alone"
     )
@@ -122,16 +126,21 @@ def main() -> int:
     parser.add_argument("--dtype", default=None, help="float32, bfloat16 or float16; default: float32 on a CPU")
     parser.add_argument("--budget-s", type=float, default=0.0, help="begin no prompt after this long; 0: no limit")
     parser.add_argument("--rows", default="bench/results/peer_rules.rows.jsonl", help="a second run goes on from it")
+    parser.add_argument("--tables-only", nargs="+", default=None, metavar="JSONL", help="run nothing, read these")
+    parser.add_argument("--measured-on", default="", help="the machine, where tables are printed on another")
     args = parser.parse_args()
     if args.quick:
         args.prompts, args.tokens, args.out, args.rows = 2, 160, "", "/dev/null"
-    if not args.model:
+    if not args.model and not args.tables_only:
         _report.fail("no model found", hint="pass --model, or `semblend models pull smollm2-135m`")
     torch.set_num_threads(1)
     report = _report.Report("peer_rules", args)
-    if args.prompts:
-        show(report, run(args))
-    quote_larger_model(report)
+    rows = kept_rows(map(Path, args.tables_only)) if args.tables_only else run(args) if args.prompts else []
+    if rows:
+        show(report, rows)
+        report.note(f"{rows[0]['model']}{describe_table(rows)}")
+    if not args.tables_only:
+        quote_larger_model(report)
     report.note("intervals: 95 %, bootstrap over documents; FLOPs count every pass, as a share of the cold prefill's")
     report.note("balanced falls back to a cold prefill where its gate sees too much damage, so its FLOPs may exceed 1")
     report.write(args.out)

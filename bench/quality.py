@@ -9,9 +9,12 @@ answers (edit similarity of the next line for code), perplexity of the reference
 answered. Against the reference: the same score. `rerun` is cold again, prefilled in chunks: what rounding alone does;
 with --other-order, `other order` is cold with the passages that moved in a third order: what two retrievals do.
 `stage N` rows are what the gate's passes leave after N %, with every signal that a gate could decide by.
+Mode balanced goes by the table of the model's name (--name, or the file's), or by the one for unknown models: the notes
+say which.
 FLOPs are a share of the cold prefill's, all passes and the observation counted.
-Rows go to --jsonl as they come; a second run skips the cases that are there; --shard 2/8 takes every eighth case and
---tables-only reads the rows of several runs. Intervals: bootstrap over documents.
+Rows go to --jsonl as they come; a second run skips the cases that are there, and refuses a file with other prompts;
+--shard 2/8 takes every eighth case and --tables-only reads the rows of several runs. Intervals: bootstrap over
+documents.
 """
 
 from __future__ import annotations
@@ -19,19 +22,20 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import _report  # first: it sets the number of threads
 import torch
+from _dial_runs import refuse_other_prompts
 from _quality_cases import SCENARIOS, cases, choose_chat_form
 from _quality_lab import Lab, recipes
 from _quality_tables import show
 
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.tokenizer import ModelTokenizer
-from semblend.materialize.gate.thresholds import thresholds_for
+from semblend.materialize.gate.thresholds import DEFAULT, Thresholds, thresholds_for
 
 
 def default_model() -> str:
@@ -53,10 +57,22 @@ def kept_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
+def name_table(thresholds: Thresholds) -> str:
+    """Which table mode balanced goes by, for the rows."""
+    return "unknown models" if thresholds is DEFAULT else "the model"
+
+
+def describe_table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A half sentence for a note; nothing for rows that do not say which table it was."""
+    tables = sorted({str(row["table"]) for row in rows if "table" in row})
+    return f"; balanced by the table of {', '.join(tables)}" if tables else ""
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     _report.add_common_arguments(parser, "quality")
     parser.add_argument("--model", default=default_model(), help="GGUF file or folder")
+    parser.add_argument("--name", default="", help="of the model, in rows and for its thresholds; default: the file's")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default=None, help="float32, bfloat16 or float16; default: float32 on a CPU")
     parser.add_argument("--prompts", type=int, default=20, help="cases of each scenario")
@@ -82,9 +98,10 @@ def run(args: argparse.Namespace, report: _report.Report) -> list[dict[str, Any]
     begun = time.perf_counter()
     model = DecoderModel.load(args.model, args.device, getattr(torch, args.dtype) if args.dtype else None)
     tokenizer = ModelTokenizer.load(args.model)
-    every = recipes(thresholds_for(Path(args.model).name))
+    thresholds = thresholds_for(args.name or Path(args.model).name)
+    every = recipes(thresholds)
     chosen = [recipe for recipe in every if recipe.name in (args.recipes or [r.name for r in every if not r.extra])]
-    name, path = f"{Path(args.model).name} {model.dtype}", Path(args.jsonl)
+    name, path = f"{args.name or Path(args.model).name} {model.dtype}", Path(args.jsonl)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.read_bytes().endswith(b"\n"):
         path.write_bytes(path.read_bytes() + b"\n")  # a kill cut the last line off: let it spoil no other
@@ -93,8 +110,9 @@ def run(args: argparse.Namespace, report: _report.Report) -> list[dict[str, Any]
     lab = Lab(model, tokenizer, chosen, longest=int(args.tokens * 2) + 400, other_order=args.other_order)
     encode: Callable[[str], list[int]] = lambda text: tokenizer.encode(text, add_special=False)  # noqa: E731
     first, shards = map(int, args.shard.split("/"))
-    made = cases(_report.data_dir(args), encode, scenarios=args.scenarios, prompts=args.prompts, tokens=args.tokens,
-                 seed=args.seed, form=choose_chat_form(encode))  # fmt: skip
+    made = list(cases(_report.data_dir(args), encode, scenarios=args.scenarios, prompts=args.prompts,
+                      tokens=args.tokens, seed=args.seed, form=choose_chat_form(encode)))  # fmt: skip
+    refuse_other_prompts(path, rows, made)
     with path.open("a", encoding="utf-8") as out:
         for number, case in enumerate(made):
             wanted = args.half == "both" or (args.half == "held-out") == case.held_out
@@ -103,7 +121,7 @@ def run(args: argparse.Namespace, report: _report.Report) -> list[dict[str, Any]
             if args.budget_s and time.perf_counter() - begun > args.budget_s:
                 report.note("stopped by --budget-s; run again to go on")
                 break
-            found = [{"model": name, **row} for row in lab.run(case)]
+            found = [{"model": name, "table": name_table(thresholds), **row} for row in lab.run(case)]
             rows += found
             out.write("".join(json.dumps(row) + "\n" for row in found))
             out.flush()
@@ -119,7 +137,8 @@ def main() -> None:
     rows = kept_rows(map(Path, args.tables_only)) if args.tables_only else run(args, report)
     show(report, rows)
     for name in sorted({row["model"] for row in rows}):
-        report.note(f"{name}; {len({row['case'] for row in rows})} prompts")
+        mine = [row for row in rows if row["model"] == name]
+        report.note(f"{name}; {len({row['case'] for row in mine})} prompts{describe_table(mine)}")
     report.write(args.out)
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import _report  # first: it holds the numeric libraries to one thread
 import numpy as np
+from _dial_runs import refuse_other_prompts
 from _quality_cases import SCENARIOS, Case, cases
 from _quality_lab import next_line_similarity, word_f1
 from _vllm_runs import take_turn
@@ -106,9 +107,9 @@ def run_case(engine: Asked | AskedServer, case: Case) -> list[dict[str, Any]]:
         golds = [score(text, gold) for gold in case.golds]
         fact = None if case.code is None else case.code in text
         rows.append(
-            {"case": case.case_id, "scenario": case.scenario, "cluster": case.cluster, "recipe": arm,
-             "tokens": len(case.tokens), "f1": score(text, cold), "task": max(golds, default=None), "fact": fact,
-             "donor_fact": None if case.donor_code is None else case.donor_code in text, **receipt}
+            {"case": case.case_id, "prompt": case.digest, "scenario": case.scenario, "cluster": case.cluster,
+             "recipe": arm, "tokens": len(case.tokens), "f1": score(text, cold), "task": max(golds, default=None),
+             "fact": fact, "donor_fact": None if case.donor_code is None else case.donor_code in text, **receipt}
         )  # fmt: skip
     return rows
 
@@ -117,9 +118,11 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     begun, path = time.perf_counter(), Path(args.jsonl)
     engine = AskedServer(args) if args.http else Asked(args)
     rows = kept_rows([path])
-    finished = {row["case"] for row in rows}
-    made = cases(_report.data_dir(args), lambda text: engine.tokenizer.encode(text, add_special_tokens=False),
-                 scenarios=args.scenarios, prompts=args.prompts, tokens=args.tokens, seed=args.seed)  # fmt: skip
+    mine = [row for row in rows if row["model"] == Path(args.model).name]
+    finished = {row["case"] for row in mine}
+    made = list(cases(_report.data_dir(args), lambda text: engine.tokenizer.encode(text, add_special_tokens=False),
+                 scenarios=args.scenarios, prompts=args.prompts, tokens=args.tokens, seed=args.seed))  # fmt: skip
+    refuse_other_prompts(path, mine, made)
     with closing(engine), take_turn(args.turn), path.open("a", encoding="utf-8") as out:
         for case in made:
             if case.case_id in finished:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import carry_over
 from _quality_cases import CHATML, ZEPHYR, choose_chat_form
 
+from semblend.materialize.gate.dial import DialTable
 from semblend.materialize.gate.plan_shape import PassageOrder
 from semblend.materialize.gate.risk import RiskFeatures
-from semblend.materialize.gate.thresholds import Thresholds
+from semblend.materialize.gate.thresholds import DEFAULT, Thresholds, thresholds_for
 from semblend.materialize.measure_ways import Moved, PromptMeasure, WayMeasure
 
+RESULT = Path(__file__).parents[2] / "bench" / "results" / "carry_over.json"
 WORK = {0: 0.1, 10: 0.2, 20: 0.3, 40: 0.5}
 
 
@@ -35,22 +39,36 @@ def test_a_model_gets_chatml_only_where_its_mark_is_one_token() -> None:
     assert choose_chat_form(lambda text: list(range(len(text)))) is ZEPHYR
 
 
-def test_thresholds_serve_the_first_repair_that_has_settled() -> None:
-    table = Thresholds(0.01, 0.01, 0.01)
-    served = carry_over.replay_steps(table, make_measure({10: 0.05, 20: 0.005, 40: 0.001}))
-    assert (served.percent, served.work) == (20, pytest.approx(0.4))
+def make_table(of_moved: float) -> DialTable:
+    """A dial that takes what a repair moved for the divergence; by plan, passages that moved lose ``of_moved`` nats."""
+    means = {order: dict.fromkeys(WORK, of_moved) for order in PassageOrder}
+    means[PassageOrder.IN_ORDER] = dict.fromkeys(WORK, 0.01)
+    return DialTable(means, dict.fromkeys(WORK, (0.0,) * 4), dict.fromkeys((10, 20, 40), (1.0, *(0.0,) * 5)))
 
 
-def test_thresholds_prefill_what_never_settles_and_what_the_glance_forbids() -> None:
-    table = Thresholds(0.01, 0.01, 0.01)
-    assert carry_over.replay_steps(table, make_measure(dict.fromkeys((10, 20, 40), 0.5))).percent is None
-    strict = Thresholds(0.01, 0.01, 0.01, begin_prefill=0.005)
-    served = carry_over.replay_steps(strict, make_measure(dict.fromkeys((10, 20, 40), 0.001)))
-    assert (served.percent, served.nats) == (None, 0.0)
-    assert served.work > 1
+def test_the_first_repair_that_is_expected_to_be_enough_serves_the_prompt() -> None:
+    served = carry_over.replay_without_glance(make_table(0.5), make_measure({10: 0.05, 20: 0.005, 40: 0.001}))
+    assert (served.percent, served.work) == (20, pytest.approx(0.4))  # both repairs are paid for
 
 
-def test_a_prefill_after_repairs_costs_the_repairs_too() -> None:
-    table = Thresholds(0.01, 0.01, 0.01)
-    lost = carry_over.replay_steps(table, make_measure({10: 0.5}))
-    assert lost.work == pytest.approx(1.2)
+def test_repairs_that_are_never_enough_end_in_a_prefill_that_pays_for_them() -> None:
+    lost = carry_over.replay_without_glance(make_table(0.5), make_measure({10: 0.5}))
+    assert (lost.percent, lost.nats, lost.work) == (None, 0.0, pytest.approx(1.2))
+
+
+def test_moved_passages_are_prefilled_at_once_where_the_plan_says_so() -> None:
+    moved = replace(make_measure({10: 0.001}), order=PassageOrder.SEVERAL)
+    assert carry_over.replay_without_glance(make_table(0.5), moved).work == 1.0
+    assert carry_over.replay_without_glance(make_table(0.01), moved).percent == 10
+
+
+def test_the_table_of_unknown_models_is_the_fit_of_the_published_rows() -> None:
+    results = json.loads(RESULT.read_text("utf-8"))
+    assert DEFAULT.dial == DialTable.from_record(results["dial of moved passages, all models"])
+    fitted = Thresholds.from_json(json.dumps(results["thresholds"]["tinyllama bfloat16"]))
+    assert thresholds_for("TinyLlama/TinyLlama-1.1B-Chat-v1.0") == fitted
+
+
+def test_classes_of_summaries_are_two_because_some_passages_moved() -> None:
+    names = [carry_over.name_class({"scenario": "summarization", "dataset": name}) for name in ("xsum", "samsum")]
+    assert names == ["summaries", "summaries, passages moved"]

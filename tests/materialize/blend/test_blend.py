@@ -391,7 +391,9 @@ def test_every_token_is_counted_once_and_a_receipt_can_be_written(pieces, tail, 
     prompt += tokens_of(tail, 10)
     blended, _ = world.prepare(prompt, spans, exact=exact)
     if isinstance(blended, Decline):
-        assert (mode, blended.reason) == ("balanced", DeclineReason.BELOW_BREAK_EVEN)
+        at_once = blended.reason is DeclineReason.QUALITY_RISK and thresholds is DEFAULT  # its dial knows moved pieces
+        assert mode == "balanced"
+        assert at_once or blended.reason is DeclineReason.BELOW_BREAK_EVEN
         return
     counts = (blended.exact_tokens, blended.reused_tokens, blended.recomputed_tokens, blended.prefill_tokens)
     assert sum(counts) == len(prompt)

@@ -1,7 +1,7 @@
 """Install every extra from the built wheel into an environment of its own, and run its front door there.
 
     python bench/extras.py                        # all that a machine without a GPU can install; minutes, some GB
-    python bench/extras.py --only lab edge        # some of them
+    python bench/extras.py --only lab edge        # some of them; gpu and onnx-gpu only when they are named
     python bench/extras.py --list                 # the front doors, and why an extra is left out
 
 One environment at a time, deleted afterwards. Versions are those of constraints/core.txt.
@@ -77,6 +77,7 @@ LEFT_OUT = {
     "trtllm": "needs a GPU to be installed",
     "dev": "`make test` installs it",
 }
+FOR_A_GPU = ("onnx-gpu", "gpu")  # pip installs gigabytes of CUDA that nothing here could run
 
 
 def build_wheel(folder: Path) -> Path:
@@ -136,7 +137,7 @@ def main() -> int:
     rows: dict[str, list[object]] = json.loads(kept.read_text()) if kept and kept.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         wheel = build_wheel(Path(folder))
-        for extra in [""] if args.quick else args.only or DOORS:
+        for extra in [""] if args.quick else args.only or [name for name in DOORS if name not in FOR_A_GPU]:
             if extra in rows:
                 continue
             environment = Path(folder) / "environment"
@@ -150,8 +151,11 @@ def main() -> int:
     report.table("Extras installed from the built wheel, each into an environment of its own", names, shown)
     for extra, reason in LEFT_OUT.items():
         report.note(f"{extra}: {reason}")
-    if untried := [extra for extra in DOORS if extra not in rows]:
+    if untried := [extra for extra in DOORS if extra not in rows and extra not in FOR_A_GPU]:
         report.note("not tried in this run: " + ", ".join(untried))
+    if idle := [extra for extra in FOR_A_GPU if extra not in rows]:
+        why = "packages for CUDA, which a machine without a GPU installs and cannot run"
+        report.note(f"{', '.join(idle)}: not tried: {why}")
     report.note("seconds depend on the network and on what pip has downloaded before; MB is the whole environment")
     report.write(args.out)
     return 0 if all(row[1] == "yes" and not str(row[2]).startswith("failed") for row in shown) else 1

@@ -1,13 +1,22 @@
-"""The manifests in deploy/: Kubernetes' own schemas accept them, and what one names another one has. Nothing is run."""
+"""deploy/: Kubernetes' own schemas accept the manifests, hadolint the images; what one file names another one has.
+
+Nothing is built or applied.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from semantickv import cli as semantickv_cli
 from semantickv.settings import VARIABLES
+from semblend import __version__
+from semblend.cli import main as semblend_cli
 from semblend.config import SETTINGS
 
 yaml = pytest.importorskip("yaml")
@@ -119,6 +128,87 @@ def test_nobody_is_told_that_this_ran(path):
         assert "never applied" in (path.parent / "README.md").read_text(encoding="utf-8")
     else:
         assert "ever" in path.read_text(encoding="utf-8").split("\n")[0]
+
+
+IMAGES = sorted(DEPLOY.rglob("Dockerfile*"))
+PARSERS = {"semblend": semblend_cli.build_parser, "semantickv": semantickv_cli.build_parser}
+
+
+def read_image(path: Path) -> list[tuple[str, str]]:
+    """The instructions of a Dockerfile with what follows each."""
+    lines = [line.partition(" ") for line in path.read_text("utf-8").splitlines() if line and not line.startswith("#")]
+    return [(word, rest) for word, _, rest in lines]
+
+
+def is_sent(name: str) -> bool:
+    """Whether .dockerignore lets a path of the checkout into an image: the last pattern that names it decides."""
+    lines = [line for line in (DEPLOY.parent / ".dockerignore").read_text("utf-8").splitlines() if line[:1] != "#"]
+    sent = True
+    for line in lines:
+        if line.removeprefix("!") in ("*", name):
+            sent = line.startswith("!")
+    return sent
+
+
+@pytest.mark.skipif(not shutil.which("hadolint"), reason="hadolint is not installed")
+@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.name)
+def test_hadolint_has_nothing_to_say(path):
+    done = subprocess.run(["hadolint", str(path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.name)
+def test_an_image_copies_what_is_there_and_what_a_build_needs(path):
+    copied = [name for word, rest in read_image(path) if word == "COPY" for name in rest.split()[:-1]]
+    for name in copied:
+        assert (DEPLOY.parent / name).exists()
+        assert name == "." or is_sent(name), f"{name} is in .dockerignore"
+    needed = ("pyproject.toml", "README.md", "LICENSE", "src")
+    assert all("." in copied or name in copied for name in needed)
+    assert all(is_sent(name) for name in needed)
+
+
+def test_an_image_does_not_take_an_environment_or_the_history_along():
+    assert not any(is_sent(name) for name in (".git", ".venv", ".engines", "bench", "build"))
+
+
+@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.name)
+def test_an_extra_that_an_image_installs_exists(path):
+    wanted = re.findall(r"\[([\w,-]+)\]['\"]", " ".join(rest for word, rest in read_image(path) if word == "RUN"))
+    declared = (DEPLOY.parent / "pyproject.toml").read_text("utf-8")
+    assert wanted
+    assert all(re.search(rf"^{extra} = \[", declared, re.MULTILINE) for one in wanted for extra in one.split(","))
+
+
+def list_started() -> list[list[str]]:
+    """The commands of ours that an image or a container starts, with the arguments that the manifest adds."""
+    started = [
+        json.loads(rest) for path in IMAGES for word, rest in read_image(path) if word in ("CMD", "ENTRYPOINT")
+    ]  # fmt: skip
+    router = next(one for one in started if one[:2] == ["semantickv", "router"])
+    added = find("Deployment", "router")["spec"]["template"]["spec"]["containers"][0]["args"]
+    return [*started, router + added, ["semblend", "models", "pull", "smollm2-135m"]]
+
+
+@pytest.mark.parametrize("words", list_started(), ids=" ".join)
+def test_what_a_container_starts_is_a_command_with_flags_that_exist(words):
+    program, *rest = words
+    found = vars(PARSERS[program]().parse_args(rest))
+    assert found["command"] == rest[0]
+
+
+def test_the_ports_of_probes_and_services_are_those_that_the_router_opens():
+    router = find("Deployment", "router")["spec"]["template"]["spec"]["containers"][0]
+    words = next(one for one in list_started() if one[:2] == ["semantickv", "router"])
+    assert {one["containerPort"] for one in router["ports"]} == {int(words[words.index("--port") + 1])}
+
+
+def test_an_image_is_named_by_the_version_of_this_checkout():
+    texts = [path.read_text("utf-8") for path in DEPLOY.rglob("*.yaml")]
+    texts.append((DEPLOY.parent / "docs" / "guides" / "kubernetes.md").read_text("utf-8"))
+    tags = [tag for text in texts for tag in re.findall(r"semblend-(?:engine|router):(\S+)", text)]
+    assert len(tags) > 3
+    assert set(tags) == {__version__}
 
 
 def test_the_workflow_runs_what_ci_runs() -> None:

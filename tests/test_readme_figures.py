@@ -107,6 +107,19 @@ def write_quality() -> Iterator[str]:
     kept = {name: share(first_number(one[name][at["F1 vs cold"]])) for name in ("balanced", "rerun")}
     yield f"word F1 {kept['balanced']} against the"
     yield f"with {percent(one['balanced'][at['FLOPs']])} of the FLOPs, where a cold rerun has {kept['rerun']}"
+    moved = ("several", "reordered")
+    asked = [row for table in recipes if table["title"].startswith(moved) for row in table["rows"]]
+    prompts = sum(row[at["n"]] for row in asked if row[0] == "balanced")
+    served = sum(row["served"] for row in read_rows("quality_h200", "let pass") if row["setting"] in moved)
+    yield f"{prompts - served}\n  of {prompts} prompts to a full prefill"
+
+
+def write_served_quality() -> Iterator[str]:
+    tables = json.loads((ROOT / "bench" / "results" / "vllm_quality_h200.json").read_text("utf-8"))["tables"]
+    answers = [table for table in tables if "greedy answers" in table["title"]]
+    at = {name: answers[0]["columns"].index(name) for name in ("arm", "n")}
+    asked = sum(row[at["n"]] for table in answers for row in table["rows"] if row[at["arm"]] == "cold")
+    yield f"through `vllm serve`, [{asked:,} prompts](docs/research/vllm.md)"
 
 
 @pytest.mark.parametrize(
@@ -119,7 +132,7 @@ def test_a_figure_of_the_comparison_is_that_of_its_result_file(write: Any) -> No
 
 
 def test_a_figure_of_the_limits_is_that_of_its_result_file() -> None:
-    for fragment in write_quality():
+    for fragment in (*write_quality(), *write_served_quality()):
         assert fragment in LIMITS
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
 import pytest
 
@@ -94,40 +93,3 @@ def test_memory_is_unknown_where_the_system_does_not_say(monkeypatch):
 )
 def test_the_next_command_fits_what_is_here(engines, begins):
     assert choose_next(engines, [])[0].startswith(begins)
-
-
-# -- completion ----------------------------------------------------------------------------------------------------
-
-
-def complete(line: str) -> list[str]:
-    """What a real bash offers behind ``line``."""
-    words = line.split(" ")
-    script = "; ".join(
-        [
-            f'eval "$({sys.executable} -m semblend.cli.main --completion bash)"',
-            f'COMP_WORDS=({" ".join(words[:-1])} "{words[-1]}")',
-            f"COMP_CWORD={len(words) - 1}",
-            "_semblend_complete",
-            'printf "%s\\n" "${COMPREPLY[@]}"',
-        ]
-    )
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="needs bash")
-def test_bash_completes_commands_and_the_flags_of_each():
-    assert complete("semblend doc") == ["doctor"]
-    assert complete("semblend doctor --j") == ["--json"]
-    assert complete("semblend --debug models pu") == ["pull"]
-
-
-@pytest.mark.parametrize("program", ["semblend", "semantickv", "sembench"])
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_every_program_prints_completion_for_every_shell(program, shell, capsys):
-    run = __import__(f"{program}.cli.main" if program == "semblend" else f"{program}.cli", fromlist=["main"]).main
-    assert run(["--completion", shell]) == 0
-    shown = capsys.readouterr().out
-    assert f"{program}" in shown
-    assert shown.count("\n") > 10

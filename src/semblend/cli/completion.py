@@ -11,7 +11,7 @@ SHELLS = ("bash", "zsh", "fish")
 _BASH = """\
 _{name}_complete() {{
     local current="${{COMP_WORDS[COMP_CWORD]}}" command="" words="" word
-    for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
+    for word in "${{COMP_WORDS[@]:1:$((COMP_CWORD - 1))}}"; do
         case "$word" in -*) ;; *) command="$word"; break ;; esac
     done
     case "$command" in
@@ -20,6 +20,13 @@ _{name}_complete() {{
     COMPREPLY=( $(compgen -W "$words" -- "$current") )
 }}
 complete -o default -F _{name}_complete {program}
+"""
+
+
+# zsh reads the script of bash. Its own completion may not have been started: a shell without a ~/.zshrc.
+_ZSH_START = """\
+(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -i; }
+autoload -U +X bashcompinit && bashcompinit
 """
 
 
@@ -51,7 +58,7 @@ def make_script(parser: argparse.ArgumentParser, shell: str) -> str:
     cases += [_write_case(name, _list_words(command)) for name, command in commands.items()]
     name = parser.prog.replace("-", "_")
     script = _BASH.format(name=name, program=parser.prog, cases="\n".join(cases))
-    return script if shell == "bash" else f"autoload -U +X bashcompinit && bashcompinit\n{script}"
+    return script if shell == "bash" else _ZSH_START + script
 
 
 def list_commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

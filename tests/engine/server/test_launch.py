@@ -20,7 +20,9 @@ from worlds import tokens
 from semblend import Prompt, SemBlend, SemBlendConfig
 from semblend.discover import journal
 from semblend.discover.journal import set_aside
-from semblend.engine.server.launch import open_library
+from semblend.engine.server.config import ServeConfig
+from semblend.engine.server.launch import Launch, open_library
+from semblend.materialize.gate.thresholds import DEFAULT, thresholds_for
 
 
 @pytest.fixture
@@ -141,3 +143,14 @@ def test_a_store_that_others_may_read_is_told_and_closed_to_them(config, tmp_pat
     caplog.clear()
     open_library(config).close()
     assert not caplog.text
+
+
+def test_a_model_under_another_file_name_is_known_by_the_name_inside(tmp_path):
+    gguf = pytest.importorskip("gguf", reason="the file is written with gguf")
+    path = tmp_path / "weights.gguf"
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_name("Qwen2.5 Coder 0.5B Instruct")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert Launch(ServeConfig(model=str(path))).gate == thresholds_for("qwen2.5-coder-0.5b") != DEFAULT

@@ -78,6 +78,11 @@ def read_header(path: Path) -> GgufHeader:
         raise InputError(f"{path}: {error.message}", hint=error.hint) from None
 
 
+def read_name(path: Path) -> str:
+    """The model's name as the file itself has it, in one word; empty where it has none."""
+    return str(read_header(path).metadata.get("general.name", "")).strip().replace(" ", "-")
+
+
 class _HeaderError(Exception):
     """The file contradicts itself, or ends before what it announces."""
 

@@ -16,6 +16,7 @@ from semblend.engine.core.engine import Engine
 from semblend.engine.core.open_directory import open_directory, share_donors
 from semblend.engine.core.stops import Detokenizer
 from semblend.engine.core.threads import prepare_cpu
+from semblend.engine.model.gguf_weights import read_name
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.pooled_model import PooledModel
 from semblend.engine.model.tokenizer import ModelTokenizer
@@ -25,7 +26,7 @@ from semblend.errors import ConfigError, StoreError
 from semblend.facade import SemBlend
 from semblend.materialize.blend.pass_cost import MANY_ROWS, measure_pass_rows
 from semblend.materialize.blend.quality import QualitySettings
-from semblend.materialize.gate.thresholds import Thresholds, thresholds_for
+from semblend.materialize.gate.thresholds import DEFAULT, Thresholds, thresholds_for
 from semblend.models import resolve
 
 log = logging.getLogger("semblend.server")
@@ -83,9 +84,14 @@ class Launch:
 
     @property
     def gate(self) -> Thresholds:
-        """Where the quality gate opens for this model."""
+        """Where the quality gate opens for this model, known by its file's name or by the name inside."""
         config = self.config
-        return Thresholds.read(config.thresholds) if config.thresholds else thresholds_for(config.model)
+        if config.thresholds:
+            return Thresholds.read(config.thresholds)
+        found = thresholds_for(config.model)
+        if found is DEFAULT and self.path.suffix == ".gguf":
+            found = thresholds_for(read_name(self.path))
+        return found
 
     def load(self) -> tuple[DecoderModel, ModelTokenizer]:
         """The model and its tokenizer."""

@@ -11,24 +11,29 @@ from pathlib import Path
 
 import pytest
 
+import sembench.cli
 from semantickv.cli import main
 from semblend.cli.output import Progress
 
 pty = pytest.importorskip("pty", reason="this system has no pseudo-terminals")
 TRACE = Path(__file__).parents[2] / "examples" / "traces" / "rag_serving_trace.jsonl"
 ERASE = "\r\x1b[2K"
+MARK = "\0"
 
 
 @contextmanager
 def open_terminal() -> Iterator[Callable[[], str]]:
     """Make standard error a terminal; the call gives what was written to it."""
     outer, inner = pty.openpty()
-    os.set_blocking(outer, False)
     with os.fdopen(inner, "w", encoding="utf-8") as stream, redirect_stderr(stream):
 
         def read() -> str:
+            stream.write(MARK)  # a terminal may hand over what was written in parts, and later
             stream.flush()
-            return os.read(outer, 1 << 16).decode()
+            seen = b""
+            while not seen.endswith(MARK.encode()):
+                seen += os.read(outer, 1 << 16)
+            return seen.decode().removesuffix(MARK)
 
         yield read
     os.close(outer)
@@ -108,3 +113,19 @@ def test_nothing_of_ours_writes_colours() -> None:
         if "\\x1b[" in path.read_text(encoding="utf-8") or "\\033[" in path.read_text(encoding="utf-8")
     }
     assert users == {"semblend/cli/output.py", "semblend/cli/estimate_text.py"}  # the latter takes them out
+
+
+def test_compare_and_report_say_which_part_is_under_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases, result, page = (str(tmp_path / name) for name in ("cases.jsonl", "result.json", "page.html"))
+    assert sembench.cli.main(["build", "--profile", "synthetic-v1", "--output", cases]) == 0
+    assert sembench.cli.main(["run-offline", "--manifest", cases, "--output", result, "--quiet"]) == 0
+    capsys.readouterr()
+    with open_terminal() as read:
+        assert sembench.cli.main(["compare", result, result]) == 0
+        shown = read()
+        assert sembench.cli.main(["report", "--result", result, "--output", page]) == 0
+        shown += read()
+    for part in ("1 of 3: reading", "3 of 3: drawing documents", "reading", "examining", "drawing"):
+        assert f"{ERASE}{part}" in shown
+    assert shown.rindex(ERASE) > shown.rindex("drawing")
+    assert "\x1b" not in capsys.readouterr().out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sembench.files import write_text
@@ -12,7 +12,7 @@ from sembench.load_result import is_load_result, read_load_result
 from sembench.result import read_result
 from sembench.scoring.compare import compare_results
 from sembench.scoring.compare_load import compare_loads
-from semblend.cli.output import say, table
+from semblend.cli.output import Progress, say, table
 from semblend.errors import InputError
 
 EXAMPLES = ("sembench compare before.json after.json --fail-on-worse",)
@@ -38,15 +38,14 @@ def run(args: argparse.Namespace) -> int:
         if not all(kinds):
             raise InputError("one file is a load result and the other is not", hint="compare two of one kind")
         return _compare_loads(args)
-    found = {"base": args.base, "new": args.new, **compare_results(read_result(args.base), read_result(args.new))}
+    found = {"base": args.base, "new": args.new, **_compare_files(args, read_result, compare_results)}
     _write(found, args.output)
     _print_comparison(found)
     return _judge_worse((*found["metrics"], *found["negative_controls"]), args.fail_on_worse)
 
 
 def _compare_loads(args: argparse.Namespace) -> int:
-    found = {"base": args.base, "new": args.new}
-    found |= compare_loads(read_load_result(args.base), read_load_result(args.new))
+    found = {"base": args.base, "new": args.new, **_compare_files(args, read_load_result, compare_loads)}
     _write(found, args.output)
     for line in found["setup_differences"]:
         say(f"hint: not the same set-up: {line}")
@@ -54,6 +53,19 @@ def _compare_loads(args: argparse.Namespace) -> int:
         say(f"{point['name']}: {point['requests']} requests in both")
         say(table([_format_row(row) for row in point["metrics"]], head=HEAD, right=(1, 2, 3, 4)))
     return _judge_worse([row for point in found["points"] for row in point["metrics"]], args.fail_on_worse)
+
+
+def _compare_files(
+    args: argparse.Namespace, read: Callable[[str], Any], compare: Callable[[Any, Any], dict[str, Any]]
+) -> dict[str, Any]:
+    """Read both results and compare them, with a line on the terminal that says which part is under way."""
+    with Progress() as progress:
+        progress.show(f"1 of 3: reading {args.base}")
+        base = read(args.base)
+        progress.show(f"2 of 3: reading {args.new}")
+        new = read(args.new)
+        progress.show("3 of 3: drawing documents again and again, for the intervals")
+        return compare(base, new)
 
 
 def _write(found: dict[str, Any], output: str | None) -> None:

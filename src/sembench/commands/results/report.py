@@ -10,7 +10,7 @@ from pathlib import Path
 from sembench.commands.runs.live_flags import parse_positive
 from sembench.files import write_text
 from sembench.trust.channels import MIN_WITNESSES
-from semblend.cli.output import say
+from semblend.cli.output import Progress, say
 from semblend.errors import InputError
 
 EXAMPLES = ("sembench report --result result.json --output report.html",)
@@ -42,6 +42,21 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.output is None and args.markdown is None:
+        args.output = str(Path(args.result).with_suffix("")) + ".html"
+    for path in (args.output, args.markdown):
+        if path is not None and Path(path).resolve() == Path(args.result).resolve():
+            raise InputError(f"{path} is the result itself", hint="name another file for the page")
+    with Progress() as progress:
+        written = _write_pages(args, progress)
+    for path in written.values():
+        say(f"wrote {path}")
+    print(json.dumps(written))
+    return 0
+
+
+def _write_pages(args: argparse.Namespace, progress: Progress) -> dict[str, str]:
+    """Read, examine and draw the result; the names of the written files by their kind."""
     from sembench.gates.check import read_summary
     from sembench.load_result import is_load_result, read_load_result
     from sembench.report import build_view, render_html, render_load_html, render_load_markdown, render_markdown
@@ -49,14 +64,11 @@ def run(args: argparse.Namespace) -> int:
     from sembench.trust.examine import examine
     from sembench.trust.load import examine_load
 
-    if args.output is None and args.markdown is None:
-        args.output = str(Path(args.result).with_suffix("")) + ".html"
-    for path in (args.output, args.markdown):
-        if path is not None and Path(path).resolve() == Path(args.result).resolve():
-            raise InputError(f"{path} is the result itself", hint="name another file for the page")
+    progress.show(f"reading {args.result}")
     renderers: tuple[Callable[[str], str], Callable[[str], str]]
     if is_load_result(args.result):
         load = read_load_result(args.result)
+        progress.show("examining the load")
         found, run_facts = examine_load(load), load.run
         renderers = (
             lambda title: render_load_html(load, title, found),
@@ -65,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         result = read_result(args.result)
         summaries = [read_summary(path) for path in args.engine_summary]
+        progress.show(f"examining {len(result.requests)} requests")
         view, run_facts = (
             build_view(result, examine(result, summaries, min_witnesses=args.min_witnesses)), result.run or {}
         )  # fmt: skip
@@ -76,8 +89,7 @@ def run(args: argparse.Namespace) -> int:
     written = {}
     for name, path, render in zip(("html", "markdown"), (args.output, args.markdown), renderers, strict=True):
         if path is not None:
+            progress.show(f"drawing {path}")
             write_text(path, render(title))
             written[name] = path
-            say(f"wrote {path}")
-    print(json.dumps(written))
-    return 0
+    return written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ def make_run() -> list[RequestRecord]:
     return [*whole, make_record("half", "cold"), make_record("one", "warm", cross_tenant=True)]
 
 
-def test_the_judge_gets_all_arms_of_cases_with_a_gold_answer_and_three_controls_each() -> None:
+def test_the_judge_gets_all_arms_of_cases_with_a_gold_answer_and_the_controls() -> None:
     chosen = judged.choose_records(make_run(), QUESTIONS, 10)
     assert [(record.item_id, record.arm) for record in chosen] == [
         (item, arm) for item in ("one", "two") for arm in (*judged.ARMS, *judged.CONTROLS)
@@ -36,6 +37,7 @@ def test_the_judge_gets_all_arms_of_cases_with_a_gold_answer_and_three_controls_
     controls = {(record.item_id, record.arm): record.output_text for record in chosen if record.arm in judged.CONTROLS}
     assert controls["one", "gold answer"] == "34 knots"
     assert controls["one", "another case's gold answer"] == "Ann"
+    assert controls["one", "gold answer in a sentence"] == "The material says that it is 34 knots."
     assert controls["two", "another case's gold answer"] == "34 knots"
 
 
@@ -44,3 +46,10 @@ def test_an_interval_holds_the_mean_and_no_points_are_no_zero() -> None:
     assert low < mean < high
     assert mean == 0.5
     assert judged.summarize([], seed=1) == [None, None, None]
+
+
+def test_the_score_is_the_share_of_yes_in_any_spelling_and_a_reply_of_other_words_has_none() -> None:
+    logs = {"Yes": 0.3, " yes": 0.3, "No": 0.2, "Maybe": 0.2}
+    assert judged.read_yes({word: math.log(p) for word, p in logs.items()}) == pytest.approx(0.75)
+    assert judged.read_yes({"The": math.log(0.9), "Yes": math.log(0.1)}) is None
+    assert judged.read_yes({}) is None

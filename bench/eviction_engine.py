@@ -109,7 +109,8 @@ def predict(policy: str, requests: Sequence[Tokens], pool: int, size: int) -> fl
         if path
     )
     capacity = Capacity.blocks((pool - BLOCK_TOKENS) // size)  # the last block of a request is not full
-    found = simulate(trace, PREDICTED_BY.get(policy, policy), capacity)
+    # The engine's policy learns from blocks of 16 tokens: so many tokens are one block's evidence, not sixteen's.
+    found = simulate(trace, PREDICTED_BY.get(policy, policy), capacity, share=BLOCK_TOKENS / size)
     return found.token_hits / sum(map(len, requests))
 
 

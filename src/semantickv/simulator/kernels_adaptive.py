@@ -32,7 +32,7 @@ from semblend.eviction.kernels import KEY, hear_use, learn_if_due, price_row
 from semblend.fingerprint.kernels import njit
 
 
-@njit(nogil=True)
+@njit(inline="always")
 def _price(rows: Any, index: Any, edges: Any, meta: Any, row_of: Any, x: int) -> Any:
     """Compute the value of node ``x``; nothing if the policy has forgotten it."""
     if rows[row_of[x], KEY] != x:
@@ -52,7 +52,6 @@ def _take_in(starts: Any, node: Any, info: Any, fact: Any, key: Any, heap: Any, 
         if info[x, AT] >= 0:
             drop_from_heap(heap, info, key, meta, x)
         info[x, STAMP] = first + last - i
-        key[x] = _price(rows, index, edges, learnt, row_of, x)
         if not info[x, RESIDENT]:
             info[x, RESIDENT] = 1
             info[x, BORN] = info[x, STAMP]
@@ -62,6 +61,7 @@ def _take_in(starts: Any, node: Any, info: Any, fact: Any, key: Any, heap: Any, 
     for i in range(last - 1, first - 1, -1):
         x = node[i]
         if info[x, KIDS] == 0 and info[x, AT] < 0:
+            key[x] = _price(rows, index, edges, learnt, row_of, x)
             push_to_heap(heap, info, key, meta, x)
 
 

@@ -29,8 +29,10 @@ from semblend.eviction.plan import (
 )
 from semblend.fingerprint.kernels import mix64, njit
 
-KEY, NEXT, LAST, PLACE, USES, FAN, TURN, BY_BLOCK, BY_TALK = range(9)
-COLUMNS = 9
+# Columns of ``rows``, eight of them: a row is 64 bytes. CLASSES holds both, the view by block above the low 32 bits.
+KEY, NEXT, LAST, CLASSES, PLACE, USES, FAN, TURN = range(8)
+COLUMNS = 8
+LOW = 0xFFFFFFFF
 # Columns of ``ring``.
 ROW, AT, FIRST_CLASS, SECOND_CLASS = range(4)
 RETURNS, EXPOSURE, AT_RISK, SINCE = range(4)
@@ -45,7 +47,7 @@ def _find_chain(heads: Any, key: int) -> Any:
     return np.int64(mix64(np.uint64(key)) & np.uint64(len(heads) - 1))
 
 
-@njit(nogil=True)
+@njit(inline="always")
 def find_row(rows: Any, heads: Any, key: int) -> Any:
     """Find the row of a block; -1 if it is not known. Chains hold row + 1, so that an empty table is all zeros."""
     r = heads[_find_chain(heads, key)] - 1
@@ -54,7 +56,7 @@ def find_row(rows: Any, heads: Any, key: int) -> Any:
     return r
 
 
-@njit(nogil=True)
+@njit(inline="always")
 def _make_row(rows: Any, heads: Any, meta: Any, key: int, turn: int) -> Any:
     if meta[FREE] > 0:
         r = meta[FREE] - 1
@@ -65,12 +67,12 @@ def _make_row(rows: Any, heads: Any, meta: Any, key: int, turn: int) -> Any:
     chain = _find_chain(heads, key)
     rows[r, :] = 0
     rows[r, KEY], rows[r, NEXT], rows[r, PLACE], rows[r, TURN] = key, heads[chain], -1, turn
-    rows[r, BY_BLOCK] = rows[r, BY_TALK] = -1
+    rows[r, CLASSES] = -1
     heads[chain] = r + 1
     return r
 
 
-@njit(nogil=True)
+@njit(inline="always")
 def _free_row(rows: Any, heads: Any, meta: Any, r: int) -> None:
     chain = _find_chain(heads, rows[r, KEY])
     q = heads[chain] - 1
@@ -101,7 +103,7 @@ def _find_age(age: float, edges: Any) -> Any:
     return k
 
 
-@njit(nogil=True)
+@njit(inline="always")
 def _settle(ring: Any, ledger: Any, at: int, k: int, now: float, change: float) -> None:
     """Bring the exposure of both classes of a use at one age up to date, then add ``change`` blocks."""
     if ring[at, FIRST_CLASS] >= 0:
@@ -136,7 +138,7 @@ def _grow_older(ring: Any, ledger: Any, edges: Any, behind: Any, meta: Any) -> N
         behind[k] = q
 
 
-@njit(nogil=True)
+@njit(inline="always")
 def _leave_ring(rows: Any, ring: Any, ledger: Any, edges: Any, meta: Any, r: int, returned: bool) -> None:
     """End the wait of a block that came back, and count its return."""
     if rows[r, PLACE] < 0:
@@ -151,7 +153,7 @@ def _leave_ring(rows: Any, ring: Any, ledger: Any, edges: Any, meta: Any, r: int
     rows[r, PLACE] = -1
 
 
-@njit(nogil=True)
+@njit(inline="always")
 def _join_ring(rows: Any, heads: Any, ring: Any, ledger: Any, edges: Any, meta: Any, r: int) -> None:
     """Remember a use; the oldest one leaves a full ring, and its block with it."""
     if meta[HEAD] - meta[TAIL] >= len(ring):
@@ -164,7 +166,7 @@ def _join_ring(rows: Any, heads: Any, ring: Any, ledger: Any, edges: Any, meta: 
     meta[HEAD] = q + 1
     at = q % len(ring)
     ring[at, ROW], ring[at, AT] = r, meta[NOW]
-    ring[at, FIRST_CLASS], ring[at, SECOND_CLASS] = rows[r, BY_BLOCK], rows[r, BY_TALK]
+    ring[at, FIRST_CLASS], ring[at, SECOND_CLASS] = rows[r, CLASSES] >> 32, rows[r, CLASSES] & LOW
     rows[r, PLACE] = q
     _settle(ring, ledger, at, 0, meta[NOW], 1.0)
 
@@ -174,7 +176,7 @@ def _step_length(unseen: int) -> Any:
     return 0 if unseen < 3 else 1 if unseen < 12 else 2 if unseen < 40 else 3
 
 
-@njit(nogil=True)
+@njit(inline="always")
 def _classify_known(uses: int, gap: float, fan: int, unit: float) -> Any:
     """Find the class of a block that was used before, from its uses, its last gap and its children."""
     level, limit = 0, 4.0 * unit
@@ -188,7 +190,7 @@ def _classify_known(uses: int, gap: float, fan: int, unit: float) -> Any:
     return SEVERAL + level if fan > 1 and fame < 4 else NEW_KINDS + fame * 6 + level
 
 
-@njit(nogil=True)
+@njit(inline="always")
 def _find_context(turn: int, uses: int) -> Any:
     if uses >= 32:
         return 1
@@ -237,7 +239,7 @@ def _meet(rows: Any, heads: Any, edges: Any, meta: Any, keys: Any, told: int, se
     context[0], context[1], context[2], context[3], context[4] = seen, kind, silence, turn, last
 
 
-@njit(nogil=True)
+@njit(inline="always")
 def _file(rows: Any, heads: Any, ring: Any, ledger: Any, edges: Any, meta: Any, context: Any, r: int, unseen: int,
           end: bool, first: int) -> None:  # fmt: skip
     """Count a return of the block in row ``r``, and file its new use."""
@@ -256,7 +258,7 @@ def _file(rows: Any, heads: Any, ring: Any, ledger: Any, edges: Any, meta: Any, 
         by_block = _classify_known(rows[r, USES], gap, rows[r, FAN], edges[1])
         fanned = 1 if rows[r, FAN] > 1 else 0
         by_talk = OWN + (kind * 4 + silence) * 2 + fanned if own else SHARED + by_block - NEW_KINDS
-    rows[r, BY_BLOCK], rows[r, BY_TALK] = first + by_block, first + by_talk
+    rows[r, CLASSES] = (first + by_block) << 32 | (first + by_talk)
     rows[r, LAST] = now
     _join_ring(rows, heads, ring, ledger, edges, meta, r)
 
@@ -289,15 +291,16 @@ def hear_use(rows: Any, heads: Any, ring: Any, ledger: Any, edges: Any, behind: 
     meta[ACCESSES] += n - told
 
 
-@njit(nogil=True)
+@njit(inline="always")
 def price_row(rows: Any, index: Any, edges: Any, meta: Any, r: int) -> Any:
     """Compute the value of the block in a row at its present age."""
-    if rows[r, BY_BLOCK] < 0:
+    both = rows[r, CLASSES]
+    if both < 0:
         return 0.0
     k = _find_age(meta[NOW] - rows[r, LAST], edges)
     if not meta[CHAINED]:
-        return index[rows[r, BY_BLOCK], k]
-    return np.sqrt(index[rows[r, BY_BLOCK], k] * index[rows[r, BY_TALK], k])
+        return index[both >> 32, k]
+    return np.sqrt(index[both >> 32, k] * index[both & LOW, k])
 
 
 @njit(nogil=True)
@@ -330,18 +333,20 @@ def _find_best_rates(rate: Any, edges: Any, stretches: Any, best: Any) -> None:
 @njit(nogil=True)
 def _estimate_common_rates(ledger: Any, edges: Any, plan: Any, now: float, common: Any) -> None:
     """Estimate the rate of returns by age over all blocks except the ends of prompts."""
-    for k in range(len(common)):
-        returns, exposure = 0.0, 0.0
-        for c in range(len(ledger)):
+    sums = np.zeros((len(common), 2))
+    for c in range(len(ledger)):  # as the table lies in memory
+        counts = 4 <= c % KINDS < BLOCK_KINDS
+        for k in range(len(common)):
             if ledger[c, k, AT_RISK] > 0.0:
                 _settle_cell(ledger, c, k, now, 0.0)
-            if 4 <= c % KINDS < BLOCK_KINDS:
-                returns += ledger[c, k, RETURNS]
-                exposure += ledger[c, k, EXPOSURE]
+            if counts:
+                sums[k, 0] += ledger[c, k, RETURNS]
+                sums[k, 1] += ledger[c, k, EXPOSURE]
+    for k in range(len(common)):
         prior = plan[HOPE] / (0.5 * (edges[k] + edges[k + 1]))
         if k > 0:
             prior = max(prior, common[k - 1])
-        common[k] = (returns + plan[DOUBT]) / (exposure + plan[DOUBT] / prior)
+        common[k] = (sums[k, 0] + plan[DOUBT]) / (sums[k, 1] + plan[DOUBT] / prior)
 
 
 @njit(nogil=True)

@@ -96,7 +96,7 @@ def _comes_before(key: Any, info: Any, a: int, b: int) -> Any:
     return key[a] < key[b] or (key[a] == key[b] and info[a, STAMP] < info[b, STAMP])
 
 
-@njit(nogil=True)
+@njit(inline="always")
 def _move_up(heap: Any, info: Any, key: Any, place: int) -> None:
     """Move a node towards the top of the heap until its parent is smaller."""
     node = heap[place]
@@ -112,7 +112,7 @@ def _move_up(heap: Any, info: Any, key: Any, place: int) -> None:
     info[node, AT] = place
 
 
-@njit(nogil=True)
+@njit(inline="always")
 def _move_down(heap: Any, info: Any, key: Any, place: int, count: int) -> None:
     """Move a node towards the bottom of the heap until its children are larger."""
     node = heap[place]
@@ -157,7 +157,7 @@ def drop_from_heap(heap: Any, info: Any, key: Any, meta: Any, node: int) -> None
     _move_down(heap, info, key, info[moved, AT], last)
 
 
-@njit(nogil=True)
+@njit(inline="always")
 def replace_top_of_heap(heap: Any, info: Any, key: Any, meta: Any, node: int) -> None:
     """Replace the smallest node; cheap, because a parent that follows its child is often the smallest again."""
     info[heap[0], AT] = -1

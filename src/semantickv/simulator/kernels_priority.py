@@ -79,7 +79,7 @@ def _compute_priority(kind: int, info: Any, fact: Any, next_use: Any, weights: A
     return -float(next_use[i])
 
 
-@njit(nogil=True)
+@njit(inline="always")
 def evict_smallest(info: Any, fact: Any, key: Any, heap: Any, meta: Any, evicted: Any, r: int, safe: bool) -> None:
     """Evict the top of the heap; its parent takes its place if this was the last cached child."""
     x = heap[0]

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import random
 import statistics
 import sys
@@ -62,12 +63,19 @@ class Served:
 
 def make_requests(args: argparse.Namespace, encode: Callable[[str], Tokens]) -> list[Tokens]:
     """Make the token ids of every request, in the order in which they come."""
+    return [ids for ids, _ in make_stream(args, encode)]
+
+
+def make_stream(args: argparse.Namespace, encode: Callable[[str], Tokens]) -> list[tuple[Tokens, int]]:
+    """Make the token ids of every request and the number of its conversation; a retrieval is one of its own."""
     folder, draw = _report.data_dir(args), random.Random(args.seed)
     waiting = iter([list(reversed(chat.prompts)) for chat in chats(folder) if len(chat.prompts) > 1])
     texts = [item.parts[0] for item in rag(folder, "msmarco_rag_llma")[: args.passages]]
     weights = [1 / rank for rank in range(1, len(texts) + 1)]
     under_way = [next(waiting) for _ in range(args.open)]
-    requests: list[Tokens] = []
+    sessions = itertools.count(1)
+    spoken = [next(sessions) for _ in under_way]
+    requests: list[tuple[Tokens, int]] = []
     while len(requests) < args.requests:
         if draw.random() < args.retrieval:
             text = draw.choices(texts, weights)[0]
@@ -78,9 +86,9 @@ def make_requests(args: argparse.Namespace, encode: Callable[[str], Tokens]) -> 
             prompt = under_way[place].pop()
         ids = encode(SYSTEM + prompt)
         if len(ids) <= args.longest:
-            requests.append(ids)
+            requests.append((ids, spoken[place] if place >= 0 else next(sessions)))
         if place >= 0 and (len(ids) > args.longest or not under_way[place]):
-            under_way[place] = next(waiting)
+            under_way[place], spoken[place] = next(waiting), next(sessions)
     return requests
 
 

@@ -33,7 +33,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("cold_speed", "engine_vs_transformers", "fairness", "hostile", "hostile_text"), ("model",)),
     **dict.fromkeys(("kills", "llamacpp_reuse", "sembench_embedded", "soak"), ("model",)),
     **dict.fromkeys(("chats", "edge_engines", "eviction_engine", "peer_rules", "sglang_classes"), ("data", "model")),
-    **dict.fromkeys(("warm", "warm_donors"), ("data", "model")),
+    **dict.fromkeys(("eviction_sessions", "warm", "warm_donors"), ("data", "model")),
     "eviction_held_out": ("mooncake",),
     "judged": ("model", "judge"),
     "arrange_ttft": ("data", "model", "vllm"),

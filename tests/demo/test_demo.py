@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,15 @@ def test_the_answers_of_a_demo_fit_into_json_and_a_table(arms):
     assert record["schema"] == "semblend.demo.v1"
     assert sum(record["arms"][1]["tokens"].values()) == record["arms"][1]["receipt"]["prompt_tokens"]
     assert all(len(demo_command._row(arm)) == len(demo_command.HEAD) for arm in arms)
+
+
+def test_a_picture_of_disturbed_times_claims_none(arms):
+    pytest.importorskip("matplotlib", reason="the extra lab is not installed")
+    from semblend.demo.plot import write_headline
+
+    quiet = [replace(arm, runs_ms=(10.0, 11.0)) for arm in arms]
+    assert "sooner in fast mode" in write_headline(quiet)
+    assert "no measurement" in write_headline([*quiet, replace(arms[0], runs_ms=(10.0, 16.0))])
 
 
 def test_the_picture_is_drawn_where_its_package_is_there(arms, tmp_path):

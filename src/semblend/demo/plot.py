@@ -94,16 +94,25 @@ def _bare(axes: Any, rows: float) -> None:
         side.set_visible(False)
 
 
+def write_headline(arms: Sequence[Arm]) -> str:
+    """What the picture shows, in a line; of times that other programs disturbed it claims nothing."""
+    if any(arm.disturbed for arm in arms):
+        return "Disturbed by other programs: times are no measurement, tokens are"
+    best = {name: max((arm.times_faster for arm in arms if arm.name == name), default=1.0) for name in ARMS}
+    return f"First token up to {best['fast']:.1f}× sooner in fast mode, {best['balanced']:.1f}× in balanced"
+
+
 def _words(figure: Any, left: Any, right: Any, outcome: DemoOutcome) -> None:
-    best = {name: max((arm.times_faster for arm in outcome.arms if arm.name == name), default=1.0) for name in ARMS}
     left.set_title("Time to the first token", loc="left", fontsize=10.5, color=FAINT, pad=8)
     right.set_title("Where the prompt's tokens came from", loc="left", fontsize=10.5, color=FAINT, pad=8)
     figure.subplots_adjust(top=1, bottom=0)
     inch = 1 / figure.get_figheight()
-    headline = f"First token up to {best['fast']:.1f}× sooner in fast mode, {best['balanced']:.1f}× in balanced"
-    figure.text(0.125, 1 + 0.78 * inch, headline, fontsize=17, fontweight="bold", color=INK, va="bottom")
+    figure.text(
+        0.125, 1 + 0.78 * inch, write_headline(outcome.arms), fontsize=17, fontweight="bold", color=INK, va="bottom"
+    )
     machine = outcome.machine
-    under = f"{outcome.model} · {machine.get('device', '')} · {machine.get('threads', '?')} threads"
+    threads = machine.get("threads", "?")
+    under = f"{outcome.model} · {machine.get('device', '')} · {threads} thread{'' if threads == 1 else 's'}"
     figure.text(0.125, 1 + 0.68 * inch, under, fontsize=10, color=FAINT, va="top")
     patches = importlib.import_module("matplotlib.patches")
     handles = [patches.Patch(color=COLOURS[kind], label=label) for kind, label in KINDS.items()]

@@ -22,7 +22,7 @@ from semblend.engine.model.pooled_model import PooledModel
 from semblend.engine.model.tokenizer import ModelTokenizer
 from semblend.engine.server.config import ServeConfig
 from semblend.engine.server.serving_adapter import LocalEngine
-from semblend.errors import ConfigError, StoreError
+from semblend.errors import ConfigError, InputError, StoreError
 from semblend.facade import SemBlend
 from semblend.materialize.blend.pass_cost import MANY_ROWS, measure_pass_rows
 from semblend.materialize.blend.quality import QualitySettings
@@ -89,9 +89,13 @@ class Launch:
         if config.thresholds:
             return Thresholds.read(config.thresholds)
         found = thresholds_for(config.model)
-        if found is DEFAULT and self.path.suffix == ".gguf":
-            found = thresholds_for(read_name(self.path))
-        return found
+        if found is not DEFAULT:
+            return found
+        try:
+            path = self.path
+        except InputError:  # a model that was handed over ready, under a name of its own
+            return found
+        return thresholds_for(read_name(path)) if path.suffix == ".gguf" else found
 
     def load(self) -> tuple[DecoderModel, ModelTokenizer]:
         """The model and its tokenizer."""

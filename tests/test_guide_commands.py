@@ -77,3 +77,14 @@ def test_the_reader_of_commands_tells_what_needs_a_server() -> None:
     assert why_not("sembench run-load --log a") == "a server"
     assert not why_not("semantickv router --demo")
     assert not why_not("semblend estimate prompts.jsonl --html estimate.html")
+
+
+def test_the_log_beside_the_examples_saves_what_the_guide_says(tmp_path: Path) -> None:
+    log = ROOT / "examples" / "data" / "handbook_desk.jsonl"
+    assert MAINS["semblend"](["estimate", str(log), "--json", str(tmp_path / "answer.json")]) == 0
+    rows = json.loads((tmp_path / "answer.json").read_text(encoding="utf-8"))["rows"]
+    saved = {row["name"]: f"{100 * row['saved_share']:.0f} %" for row in rows}
+    page = (ROOT / "docs" / "guides" / "estimate.md").read_text(encoding="utf-8")
+    assert (
+        f"Moving the date saves {saved['fields']} of its tokens, and reuse in mode `fast` {saved['fast']} more" in page
+    )

@@ -269,18 +269,25 @@ def open_model(args: argparse.Namespace) -> tuple[Callable[[str], Tokens], Calla
     return tokenizer.encode, lambda pool: lambda policy, requests: serve_embedded(args, model, policy, pool, requests)
 
 
+def add_stream_arguments(parser: argparse.ArgumentParser, *, answer: int) -> None:
+    """The flags of `make_requests`, and how much of the stream fits."""
+    parser.add_argument("--requests", type=int, default=1200, metavar="N")
+    parser.add_argument("--longest", type=int, default=800, metavar="TOKENS", help="of a prompt (default: 800)")
+    parser.add_argument(
+        "--answer", type=int, default=answer, metavar="TOKENS", help=f"of an answer (default: {answer})"
+    )
+    parser.add_argument("--share", type=float, default=0.1, help="of all distinct blocks that fit (default: .1)")
+    parser.add_argument("--open", type=int, default=12, metavar="N", help="conversations under way (default: 12)")
+    parser.add_argument("--passages", type=int, default=60, metavar="N", help="that are retrieved (default: 60)")
+    parser.add_argument("--retrieval", type=float, default=0.5, help="share of the requests (default: .5)")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     _report.add_common_arguments(parser, "eviction_engine")
     parser.add_argument("--engine", choices=("embedded", "sglang", "donors"), default="embedded")
     parser.add_argument("--model", default="random", help="random weights (default), or a model's name")
-    parser.add_argument("--requests", type=int, default=1200, metavar="N")
-    parser.add_argument("--longest", type=int, default=800, metavar="TOKENS", help="of a prompt (default: 800)")
-    parser.add_argument("--answer", type=int, default=1, metavar="TOKENS", help="of an answer (default: 1)")
-    parser.add_argument("--share", type=float, default=0.1, help="of all distinct blocks that fit (default: .1)")
-    parser.add_argument("--open", type=int, default=12, metavar="N", help="conversations under way (default: 12)")
-    parser.add_argument("--passages", type=int, default=60, metavar="N", help="that are retrieved (default: 60)")
-    parser.add_argument("--retrieval", type=float, default=0.5, help="share of the requests (default: .5)")
+    add_stream_arguments(parser, answer=1)
     parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES)
     args = parser.parse_args()
     if args.quick:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from _vllm_runs import Rows, add_engine_arguments, read_arguments, run_engines, write_report
-from eviction_engine import BLOCK_TOKENS, Tokens, make_requests, number_blocks, predict
+from eviction_engine import BLOCK_TOKENS, Tokens, add_stream_arguments, make_requests, number_blocks, predict
 
 ALONE = "device alone"
 OURS = {"lfu": "Lfu", "slru": "Slru", "lru2": "Lru2", "adaptive": "Adaptive"}
@@ -136,13 +136,7 @@ def last_run(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_engine_arguments(parser, "eviction_vllm")
-    parser.add_argument("--requests", type=int, default=1200, metavar="N")
-    parser.add_argument("--longest", type=int, default=800, metavar="TOKENS", help="of a prompt (default: 800)")
-    parser.add_argument("--answer", type=int, default=4, metavar="TOKENS", help="of an answer (default: 4)")
-    parser.add_argument("--share", type=float, default=0.1, help="of all blocks that the host holds (default: .1)")
-    parser.add_argument("--open", type=int, default=12, metavar="N", help="conversations under way (default: 12)")
-    parser.add_argument("--passages", type=int, default=60, metavar="N", help="that are retrieved (default: 60)")
-    parser.add_argument("--retrieval", type=float, default=0.5, help="share of the requests (default: .5)")
+    add_stream_arguments(parser, answer=4)
     args = read_arguments(parser, requests=40)
     if args.engine:
         serve(args.engine, args)

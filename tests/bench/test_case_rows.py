@@ -27,10 +27,6 @@ def make_row(case: Case, **more: Any) -> dict[str, Any]:
     return {"case": case.case_id, "tokens": len(case.tokens), "recipe": "cold", "prompt": case.digest, **more}
 
 
-def test_the_same_prompt_goes_on() -> None:
-    refuse_other_prompts("rows", [make_row(make_case(20))], [make_case(20)])
-
-
 @pytest.mark.parametrize("other", [make_case(21), make_case(20, donor=8), make_case(20, start=3)])
 def test_another_length_donor_or_span_under_the_same_name_is_refused_with_a_hint(
     other: Case, capsys: pytest.CaptureFixture[str]
@@ -49,12 +45,14 @@ def test_older_rows_without_a_digest_are_compared_by_their_length() -> None:
         refuse_other_prompts("rows", [old], [make_case(30)])
 
 
-def test_a_run_that_would_mix_prompts_ends_before_it_computes_anything(tmp_path: Path) -> None:
+def test_a_second_run_skips_the_same_prompt_and_ends_before_it_computes_another(tmp_path: Path) -> None:
     rows = RowFile(tmp_path / "rows.jsonl")
     args = argparse.Namespace(shard="0/1", budget_s=0.0)
     work = lambda case: [make_row(case)]  # noqa: E731
     assert list(run_cases([make_case(20)], rows, args, model="m", phase="ways", work=work, began=0.0)) == ["code/one"]
     kept = rows.path.read_bytes()
+    again = run_cases([make_case(20)], rows, args, model="m", phase="ways", work=pytest.fail, began=0.0)
+    assert list(again) == []  # the same prompt goes on, and is done
     with pytest.raises(SystemExit):
         list(run_cases([make_case(40)], rows, args, model="m", phase="ways", work=pytest.fail, began=0.0))
     assert rows.path.read_bytes() == kept

@@ -16,6 +16,7 @@ NAMES = {
     "retrieval other order": "a third order, cold",
     "arranged cold": "arranged, cold",
     "arranged fast": "arranged, donor KV alone",
+    "arranged attended-5": "arranged, 5 % repaired",
     "arranged attended-10": "arranged, 10 % repaired",
 }
 
@@ -47,7 +48,7 @@ def _show_scores(report: _report.Report, model: str, rows: Sequence[Row]) -> Non
 def _show_differences(report: _report.Report, model: str, rows: Sequence[Row]) -> None:
     lines = []
     base = {row["case"]: row for row in rows if row["recipe"] == "retrieval cold"}
-    for recipe in ("retrieval rerun", "retrieval other order", "arranged cold", "arranged attended-10"):
+    for recipe in (name for name in NAMES if name != "retrieval cold"):
         for dataset in ("all", *dict.fromkeys(row["dataset"] for row in rows)):
             paired = [{"cluster": row["case"], "difference": row["task"] - base[row["case"]]["task"]}
                       for row in rows if row["recipe"] == recipe and dataset in ("all", row["dataset"])

@@ -8,8 +8,8 @@ lays the new prompt out in that order. Measured on the same questions: the task 
 of the retrieval order, both computed cold (paired, 95 % interval by bootstrap over questions), and what reuse of the
 earlier prompt does to the arranged one: divergence from cold of the same order, FLOPs, F1, answers changed, task score.
 Beside them: cold again in chunks (rerun), and cold in a third order (order noise). With --keep-first 1 the passage that
-was retrieved first stays in front; with --best-last it stands behind the others, next to the question, and they are
-free.
+was retrieved first stays in front. With --best-last it stands behind the others, next to the question, and they are
+free; with --best-again all are free, and it stands there once more. Both compute it anew at that place.
 Rows go to --rows as they come; a second run goes on from there.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from semblend.arrange import Arranger, Keep
 from semblend.materialize.gate.thresholds import Thresholds
 from semblend.span import Span
 
-REUSES = ("fast", "attended-10")
+REUSES = ("fast", "attended-5", "attended-10")
 Encode = Callable[[str], list[int]]
 
 
@@ -66,6 +66,7 @@ def make_cases(
     passages: int,
     between: int,
     keep: Keep,
+    again: bool,
     seed: int,
 ) -> Iterator[Arranged]:
     """Questions of three passages or more; passages are cut to ``passage_tokens``."""
@@ -81,12 +82,12 @@ def make_cases(
         rng = random.Random(f"{seed}/{question.question_id}")
         others, filler = filler[:between], list(pieces)
         made += 1
-        yield _arrange(question, texts, pieces, others, encode, rng, keep)
+        yield _arrange(question, texts, pieces, others, encode, rng, keep, again)
 
 
 def _arrange(
     question: Question, texts: tuple[str, ...], pieces: list[tuple[int, ...]], others: list[tuple[int, ...]],
-    encode: Encode, rng: random.Random, keep: Keep,
+    encode: Encode, rng: random.Random, keep: Keep, again: bool,
 ) -> Arranged:  # fmt: skip
     before = tuple(encode(f"<|im_start|>system\n{DONOR_SYSTEM}<|im_end|>\n<|im_start|>user\n{DONOR_TASK}"))
     head = tuple(encode(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{TASK}"))
@@ -106,7 +107,8 @@ def _arrange(
     listed = [*range(1, len(texts)), 0] if keep.last else list(range(len(texts)))  # the best one last
     order = tuple(listed[i] for i in arranger.arrange([texts[i] for i in listed], keep=keep).order)
 
-    def lay_out(name: str, chosen: tuple[int, ...] | range) -> Case:
+    def lay_out(name: str, chosen: Sequence[int], anew: Sequence[int] = ()) -> Case:
+        """``anew``: passages behind the chosen ones that are computed, wherever the earlier prompt has them."""
         tokens, spans = list(head), []
         for number in chosen:
             span = Span("0", starts[number], len(tokens), len(pieces[number]))
@@ -116,10 +118,15 @@ def _arrange(
             else:
                 spans.append(span)
             tokens += pieces[number]
+        for number in anew:
+            tokens += pieces[number]
         return Case(question.question_id, name, question.dataset, question.question_id, (*tokens, *tail),
                     (tuple(donor),), tuple(spans), question.golds)  # fmt: skip
 
-    return Arranged(lay_out("retrieval", range(len(pieces))), lay_out("arranged", order))
+    retrieval = lay_out("retrieval", range(len(pieces)))
+    if keep.last:
+        return Arranged(retrieval, lay_out("arranged", order[:-1], anew=order[-1:]))
+    return Arranged(retrieval, lay_out("arranged", order, anew=(0,) if again else ()))
 
 
 def arguments() -> argparse.Namespace:
@@ -131,6 +138,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--between", type=int, default=3, help="others that the earlier prompt had among them, at most")
     parser.add_argument("--keep-first", type=int, default=0, help="passages that stay in front, as retrieved")
     parser.add_argument("--best-last", action="store_true", help="the first retrieved stands last, the others are free")
+    parser.add_argument("--best-again", action="store_true", help="all are free, the first retrieved follows once more")
     args = parser.parse_args()
     if args.quick:
         args.questions, args.passage_tokens = 3, 60
@@ -152,7 +160,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     model, tokenizer, name = load_model(args)
     rows = RowFile(args.rows)
     chosen = [recipe for recipe in recipes(Thresholds(1e9, 1e9, 1e9)) if recipe.name in REUSES]
-    longest = args.passage_tokens * (args.passages + args.between) + 400
+    longest = args.passage_tokens * (args.passages + args.between + 1) + 400
     lab = Lab(model, tokenizer, chosen, longest, other_order=True)
 
     def work(pair: Arranged) -> list[dict[str, Any]]:
@@ -166,7 +174,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     made = make_cases(
         questions(_report.data_dir(args)), lambda text: tokenizer.encode(text, add_special=False),
         most=args.questions, passage_tokens=args.passage_tokens, passages=args.passages, between=args.between,
-        keep=Keep(first=args.keep_first, last=int(args.best_last)), seed=args.seed,
+        keep=Keep(first=args.keep_first, last=int(args.best_last)), again=args.best_again, seed=args.seed,
     )  # fmt: skip
     for _ in run_cases(made, rows, args, model=name, phase="arranged", work=work, began=began):
         pass

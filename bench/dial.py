@@ -27,8 +27,9 @@ from _quality_lab import Lab, Recipe, recipes
 
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.fit_dial import LEAST_TO_FIT, fit_dial
+from semblend.materialize.gate.chosen_table import choose_table
 from semblend.materialize.gate.dial import NUMBERS
-from semblend.materialize.gate.thresholds import Thresholds, thresholds_for
+from semblend.materialize.gate.thresholds import Thresholds
 
 CLASSES = ("one_document", "edits", "code", "reordered", "several")
 
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         dial = fit_dial([measure for _, measure in measures_of(known)])
         if not dial.glance:
             _report.fail(f"fewer than {LEAST_TO_FIT} prompts to fit the dial on", hint="raise --prompts")
-        old = thresholds_for(args.name or args.model)
+        old = choose_table(args.name or args.model).thresholds
         fitted = Thresholds(old.kl_10, old.kl_20, old.kl_40, risk=old.risk, dial=dial)
         run_phase(args, rows, [case for case in made if case.held_out], began, name=name, phase="numbers",
                   lab=Lab(model, tokenizer, number_recipes(fitted, old), longest, other_order=True))  # fmt: skip

@@ -30,7 +30,8 @@ from quality import default_model
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.tokenizer import ModelTokenizer
 from semblend.materialize.blend.quality import QualitySettings
-from semblend.materialize.gate.thresholds import Thresholds, thresholds_for
+from semblend.materialize.gate.chosen_table import choose_table
+from semblend.materialize.gate.thresholds import Thresholds
 from semblend.materialize.kv.eight_bits import SCALES, Scales, count_packed_bytes, pack, unpack_rows
 
 Rows = Mapping[str, dict[str, Any]]
@@ -165,7 +166,7 @@ def main() -> int:
     report = Report("donor_bits", args)
     tokenizer = ModelTokenizer.load(args.model)
     model = DecoderModel.load(args.model, args.device, getattr(torch, args.dtype) if args.dtype else None)
-    chosen = make_recipes(thresholds_for(Path(args.model).name))
+    chosen = make_recipes(choose_table(Path(args.model).name).thresholds)
     made = list(
         cases(
             _report.data_dir(args),

@@ -29,7 +29,8 @@ from quality import default_model, describe_table, kept_rows, name_table
 
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.tokenizer import ModelTokenizer
-from semblend.materialize.gate.thresholds import Thresholds, thresholds_for
+from semblend.materialize.gate.chosen_table import choose_table
+from semblend.materialize.gate.thresholds import Thresholds
 
 COLD = ("cold", "rerun", "other order")
 ALONE = "passages encoded alone"
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
     begun = time.monotonic()
     model = DecoderModel.load(args.model, args.device, getattr(torch, args.dtype) if args.dtype else None)
     tokenizer = ModelTokenizer.load(args.model)
-    thresholds = thresholds_for(args.name or Path(args.model).name)
+    thresholds = choose_table(args.name or Path(args.model).name).thresholds
     chosen = choose_recipes(thresholds)
     rows_path = Path(args.rows)
     rows = kept_rows([rows_path]) if rows_path.exists() else []

@@ -35,7 +35,8 @@ from _quality_tables import show
 
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.tokenizer import ModelTokenizer
-from semblend.materialize.gate.thresholds import DEFAULT, Thresholds, thresholds_for
+from semblend.materialize.gate.chosen_table import choose_table
+from semblend.materialize.gate.thresholds import DEFAULT, Thresholds
 
 
 def default_model() -> str:
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace, report: _report.Report) -> list[dict[str, Any]
     begun = time.perf_counter()
     model = DecoderModel.load(args.model, args.device, getattr(torch, args.dtype) if args.dtype else None)
     tokenizer = ModelTokenizer.load(args.model)
-    thresholds = thresholds_for(args.name or Path(args.model).name)
+    thresholds = choose_table(args.name or Path(args.model).name).thresholds
     every = recipes(thresholds)
     chosen = [recipe for recipe in every if recipe.name in (args.recipes or [r.name for r in every if not r.extra])]
     name, path = f"{args.name or Path(args.model).name} {model.dtype}", Path(args.jsonl)

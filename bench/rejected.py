@@ -35,9 +35,10 @@ from semblend.engine.model.pooled_model import PooledModel
 from semblend.engine.model.tokenizer import ModelTokenizer
 from semblend.materialize.blend.pass_cost import MANY_ROWS, measure_pass_rows
 from semblend.materialize.blend.quality import QualitySettings
+from semblend.materialize.gate.chosen_table import choose_table
 from semblend.materialize.gate.outcome_memory import OutcomeMemory
 from semblend.materialize.gate.plan_shape import PlanShape
-from semblend.materialize.gate.thresholds import Thresholds, thresholds_for
+from semblend.materialize.gate.thresholds import Thresholds
 from semblend.models import resolve
 from semblend.plan.reuse_plan import Decline, ReusePlan
 from semblend.prompt import Namespace
@@ -79,7 +80,7 @@ class Bench:
         slots = pool.slots_of(pool.allocate(pool.blocks_for(many)), 0, many)
         measure_pass_rows(PooledModel(model, pool), slots)  # the first passes of a process are slow
         self.pass_rows = measure_pass_rows(PooledModel(model, pool), slots)
-        base = QualitySettings(thresholds=REFUSALS[args.refuse] if args.refuse else thresholds_for(args.model))
+        base = QualitySettings(thresholds=REFUSALS[args.refuse] if args.refuse else choose_table(args.model).thresholds)
         self.settings = {"cold": base, "before": base, "now": replace(base, pass_rows=self.pass_rows)}
         library = SemBlend(SemBlendConfig(embedder="none", metrics=False))
         library.warm_up()

@@ -235,7 +235,7 @@ def build(args: argparse.Namespace, folder: str) -> tuple[Any, Any, Any]:
     from semblend.engine.core.assemble import assemble
     from semblend.engine.core.config import EngineConfig
     from semblend.materialize.blend.quality import QualitySettings
-    from semblend.materialize.gate.thresholds import thresholds_for
+    from semblend.materialize.gate.chosen_table import choose_table
 
     model, tokenizer = random_parts() if args.random else real_parts(args.model)
     sink = MemorySink(limit=200_000)
@@ -246,7 +246,7 @@ def build(args: argparse.Namespace, folder: str) -> tuple[Any, Any, Any]:
         pool_tokens=args.pool_tokens,
         config=EngineConfig(model_name="soak", step_tokens=256, max_running=8, quality="balanced"),
         semblend=library,
-        quality=QualitySettings(thresholds=thresholds_for(args.model)),
+        quality=QualitySettings(thresholds=choose_table(args.model).thresholds),
         donor_host_bytes=args.donor_tokens * token_bytes,
         donor_disk_bytes=args.donor_tokens * token_bytes,
         donor_dir=folder,

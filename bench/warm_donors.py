@@ -35,7 +35,7 @@ from semblend.engine.core.threads import prepare_cpu
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.tokenizer import ModelTokenizer
 from semblend.materialize.blend.quality import QualitySettings
-from semblend.materialize.gate.thresholds import thresholds_for
+from semblend.materialize.gate.chosen_table import choose_table
 from semblend.models import resolve
 
 ASKED = (
@@ -177,7 +177,7 @@ def measure_all(args: argparse.Namespace, rows: Rows) -> None:
     texts = Texts(tokenizer, args.chat)
     recipes = (
         Recipe("fast", QualitySettings(mode="fast")),
-        Recipe("balanced", QualitySettings(thresholds=thresholds_for(args.model))),
+        Recipe("balanced", QualitySettings(thresholds=choose_table(args.model).thresholds)),
     )
     groups = choose_groups(args)
     longest = max(len(texts.in_chat(_join_second(group) + COLLEAGUE)) for group in groups)

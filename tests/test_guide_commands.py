@@ -82,7 +82,9 @@ def test_the_reader_of_commands_tells_what_needs_a_server() -> None:
 def test_the_log_beside_the_examples_saves_what_the_guide_says(tmp_path: Path) -> None:
     log = ROOT / "examples" / "data" / "handbook_desk.jsonl"
     assert MAINS["semblend"](["estimate", str(log), "--json", str(tmp_path / "answer.json")]) == 0
-    rows = json.loads((tmp_path / "answer.json").read_text(encoding="utf-8"))["rows"]
+    answer = json.loads((tmp_path / "answer.json").read_text(encoding="utf-8"))
+    assert not answer["failed_lookups"], answer["first_failure"]
+    rows = answer["rows"]
     saved = {row["name"]: f"{100 * row['saved_share']:.0f} %" for row in rows}
     page = (ROOT / "docs" / "guides" / "estimate.md").read_text(encoding="utf-8")
     assert (

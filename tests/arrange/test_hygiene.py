@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import string
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -127,3 +131,22 @@ def test_a_prompt_of_digits_does_not_cost_a_search_its_square():
     digits = VolatileField("it", "7", "x", 0, 2, ())
     assert digits.find("1" * 8_000) is None
     assert digits.find("12 345 x") == (2, 7)
+
+
+FIND_IN_EXAMPLE = """
+import sys
+from semblend.arrange import find_volatile_fields
+from semblend.text.logs import PromptLog
+print(find_volatile_fields([logged.text for logged in PromptLog(sys.argv[1])]))
+"""
+
+
+def test_what_is_found_does_not_depend_on_the_seed_of_pythons_hashes():
+    log = Path(__file__).parents[2] / "examples" / "data" / "handbook_desk.jsonl"
+    found = {
+        subprocess.run([sys.executable, "-c", FIND_IN_EXAMPLE, str(log)], capture_output=True, text=True, check=True,
+                       env={**os.environ, "PYTHONHASHSEED": seed}).stdout
+        for seed in ("0", "1", "4")
+    }  # fmt: skip
+    assert len(found) == 1
+    assert "today" in found.pop()

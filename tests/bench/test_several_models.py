@@ -15,10 +15,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import carry_over
 from _quality_cases import CHATML, ZEPHYR, choose_chat_form
 
+from semblend.materialize.gate.chosen_table import choose_table
 from semblend.materialize.gate.dial import DialTable
 from semblend.materialize.gate.plan_shape import PassageOrder
 from semblend.materialize.gate.risk import RiskFeatures
-from semblend.materialize.gate.thresholds import DEFAULT, Thresholds, thresholds_for
+from semblend.materialize.gate.thresholds import DEFAULT, Thresholds
 from semblend.materialize.measure_ways import Moved, PromptMeasure, WayMeasure
 
 RESULT = Path(__file__).parents[2] / "bench" / "results" / "carry_over.json"
@@ -66,7 +67,7 @@ def test_the_table_of_unknown_models_is_the_fit_of_the_published_rows() -> None:
     results = json.loads(RESULT.read_text("utf-8"))
     assert DEFAULT.dial == DialTable.from_record(results["dial of moved passages, all models"])
     fitted = Thresholds.from_json(json.dumps(results["thresholds"]["tinyllama bfloat16"]))
-    assert thresholds_for("TinyLlama/TinyLlama-1.1B-Chat-v1.0") == fitted
+    assert choose_table("TinyLlama/TinyLlama-1.1B-Chat-v1.0").thresholds == fitted
 
 
 def test_classes_of_summaries_are_two_because_some_passages_moved() -> None:

@@ -136,6 +136,7 @@ from semblend.engine.model.model import DecoderModel  # noqa: E402
 from semblend.engine.model.spec import ModelSpec  # noqa: E402
 from semblend.engine.server.config import ServeConfig  # noqa: E402
 from semblend.engine.server.launch import Launch  # noqa: E402
+from semblend.materialize.gate.chosen_table import borrow_dial  # noqa: E402
 from semblend.materialize.gate.thresholds import DEFAULT, Thresholds  # noqa: E402
 
 CONFIG = SemBlendConfig(embedder="none", metrics=False)
@@ -295,7 +296,7 @@ def test_calibrate_writes_a_file_that_serve_reads_and_goes_on_where_it_ended(loa
     table = Thresholds.read(out)
     assert (table.provenance["model"], table.provenance["prompts"]) == ("tiny", 2)
     assert table.provenance["steps"]["10"]["pairs"] == 2
-    assert Launch(ServeConfig(model="tiny", thresholds=str(out))).gate == table
+    assert Launch(ServeConfig(model="tiny", thresholds=str(out))).gate.thresholds == borrow_dial(table)
     with pairs.open("a") as stream:
         stream.write('{"key": "half')  # as a killed run leaves it
     assert main([*flags, "--limit", "3"]) == 0
@@ -351,8 +352,8 @@ def test_calibrate_without_shared_text_says_what_it_needs(loads_tiny, tmp_path, 
 
 
 def test_serve_takes_thresholds_from_a_file_or_by_the_models_name(tmp_path):
-    assert Launch(ServeConfig(model="unheard-of")).gate is DEFAULT
-    assert Launch(ServeConfig(model="qwen2.5-coder-1.5b")).gate.begin_prefill == 0.045
+    assert Launch(ServeConfig(model="unheard-of")).gate.thresholds is DEFAULT
+    assert Launch(ServeConfig(model="qwen2.5-coder-1.5b")).gate.thresholds.begin_prefill == 0.045
     path = tmp_path / "t.json"
     path.write_text(Thresholds(0.1, 0.2, 0.3).to_json())
     launch = Launch(ServeConfig(model="tiny", pool_tokens=512, thresholds=str(path)))

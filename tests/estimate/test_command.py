@@ -267,3 +267,20 @@ def test_a_log_in_another_encoding_is_named_as_such(tmp_path: Path, capsys: pyte
     told = capsys.readouterr().err
     assert "not UTF-8" in told
     assert "iconv" in told
+
+
+def test_lookups_that_fail_are_told_because_they_count_reuse_too_low(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from semblend.pipeline import Pipeline
+
+    log = str(Path(__file__).parents[2] / "examples" / "data" / "handbook_desk.jsonl")
+    assert run_json(log, capsys=capsys)["failed_lookups"] == 0
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(Pipeline, "run", fail)
+    assert main(["estimate", log, "--html", str(tmp_path / "page.html")]) == 0
+    assert "lookups failed, so reuse is counted too low: MemoryError: no room" in capsys.readouterr().out
+    assert "lookups failed" in (tmp_path / "page.html").read_text("utf-8")

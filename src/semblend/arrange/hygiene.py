@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import re
+import zlib
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,8 @@ from semblend.errors import InputError
 HEAD_CHARS = 2 * WINDOW_CHARS
 NEIGHBOURS = 256
 ANCHOR_CHARS = 32
-MOST_ANCHORS = 32
+MOST_ANCHORS = 64
+"""As many pieces as a head of prose has; with a sample of 32, 1.5 % of the samples missed a field of 24 prompts."""
 FEW_ANCHORS = 8
 MOST_HOLDERS = 8
 LEAST_BEHIND_CHARS = 512
@@ -141,14 +143,18 @@ class _Neighbours:
 
 def _find_anchors(head: str) -> tuple[int, ...]:
     """Hashes of the beginnings of long lines and sentences; of runs of words where there are few of those."""
-    starts = {
-        hash(piece[:ANCHOR_CHARS]) for piece in head.replace(". ", "\n").split("\n") if len(piece) >= ANCHOR_CHARS
-    }
+    pieces = head.replace(". ", "\n").split("\n")
+    starts = {_hash_text(piece[:ANCHOR_CHARS]) for piece in pieces if len(piece) >= ANCHOR_CHARS}
     if len(starts) < FEW_ANCHORS:
         words = head.split()
-        starts |= {hash(" ".join(words[at : at + 6])) for at in range(len(words) - 5)}
+        starts |= {_hash_text(" ".join(words[at : at + 6])) for at in range(len(words) - 5)}
     # The lowest hashes: the same ones in every prompt that has them.
     return tuple(heapq.nsmallest(MOST_ANCHORS, starts))
+
+
+def _hash_text(text: str) -> int:
+    """The same in every process, unlike `hash`: which pieces are the lowest decides what is found."""
+    return zlib.crc32(text.encode("utf-8", "surrogatepass"))
 
 
 def _find_differences(one: str, other: str) -> Iterator[tuple[int, int, int]]:

@@ -71,6 +71,8 @@ def _render_rows(answer: dict[str, Any]) -> str:
     notes = [f"arrange: {row['assumes']}" for row in found if answer["passages"]["assumed"]]
     worse = [row["title"] for row in answer["rows"] if row["saved_tokens"] < 0]
     notes += [f"costs more than it saves here: {', '.join(map(make_printable, worse))}"] if worse else []
+    if failed := answer["failed_lookups"]:
+        notes.append(f"{failed:,} lookups failed, so reuse is counted too low: {answer['first_failure']}")
     return "\n".join([table(rows, head=head, right=(1, 2, 3, 4, 5)), cost, *notes])
 
 

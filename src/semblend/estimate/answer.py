@@ -72,6 +72,7 @@ def build_answer(
     rows = build_rows(replay, rates, [_name_field(one, redacted) for one in fields])
     saved = sum(row["saved_tokens"] for row in rows)
     tenants = replay.groups.list_tenants()
+    failed, first_failure = replay.count_failures()
     return {
         "kind": "estimate",
         "version": 2,
@@ -100,6 +101,8 @@ def build_answer(
         "curves": replay.list_curves(),
         "by_length": replay.groups.list_lengths(),
         "by_tenant": {_hide_tenant(name) if redacted else name: one for name, one in tenants.items()},
+        "failed_lookups": failed,
+        "first_failure": first_failure,
         "lines_skipped": facts.lines_skipped,
         "skipped_examples": list(facts.skipped_examples),
         "replay_s": round(seconds, 3),

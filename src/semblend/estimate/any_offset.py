@@ -31,7 +31,7 @@ from semblend.errors import CapacityError
 from semblend.estimate.prefix_cache import KeyArray, make_cache
 from semblend.facade import SemBlend
 from semblend.materialize.gate.plan_shape import PassageOrder, PlanShape
-from semblend.plan.reuse_plan import ReusePlan
+from semblend.plan.reuse_plan import DeclineReason, ReusePlan
 from semblend.prompt import Prompt
 from semblend.span import Span
 
@@ -70,7 +70,8 @@ class AnyOffsetReplay:
         pass_tokens: int = PASS_TOKENS,
     ) -> None:
         self.mode = mode
-        self.too_large = 0
+        self.too_large = self.failed_lookups = 0
+        self.first_failure = ""
         self._block_tokens, self._pass_tokens, self._donor_tokens = block_tokens, pass_tokens, donor_tokens
         self._cache, self._loaded = (make_cache([max(1, cache_tokens // block_tokens)]) for _ in range(2))
         self._shares: OrderedDict[bytes, None] = OrderedDict()
@@ -102,6 +103,9 @@ class AnyOffsetReplay:
             decision = self._semblend.lookup(prompt)
             if isinstance(decision, ReusePlan):
                 exact, moved = self._divide(decision, exact)
+            elif decision.reason is DeclineReason.ERROR:
+                self.failed_lookups += 1
+                self.first_failure = self.first_failure or decision.detail
         again = self._count_again(moved, tokens, exact)
         if again is None or self._heals(moved, keys, asked, exact, again):
             self._cache.replay(keys, 0)

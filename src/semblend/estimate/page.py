@@ -68,6 +68,7 @@ def _list_subtitle(answer: Mapping[str, Any]) -> list[str]:
         f"{format_count(total['prompt_tokens'])} tokens",
         "" if answer["sample"] == 1 else f"a sample of {answer['sample']:.0%}",
         "" if answer["complete"] else "stopped before the end",
+        f"{failed:,} lookups failed: reuse is counted too low" if (failed := answer["failed_lookups"]) else "",
         "replayed, not measured",
     ]
 

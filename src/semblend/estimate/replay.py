@@ -238,5 +238,10 @@ class Replay:
             "after_steps": list(self._stages[-1].hits_by_size),
         }
 
+    def count_failures(self) -> tuple[int, str]:
+        """Lookups that failed, and what the first said: reuse is counted too low by them."""
+        said = (reuse.first_failure for reuse in self._reuses if reuse.failed_lookups)
+        return sum(reuse.failed_lookups for reuse in self._reuses), next(said, "")
+
     def options_dict(self) -> dict[str, Any]:
         return asdict(self.options)

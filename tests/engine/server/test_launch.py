@@ -22,7 +22,7 @@ from semblend.discover import journal
 from semblend.discover.journal import set_aside
 from semblend.engine.server.config import ServeConfig
 from semblend.engine.server.launch import Launch, open_library
-from semblend.materialize.gate.thresholds import DEFAULT, thresholds_for
+from semblend.materialize.gate.thresholds import find_known
 
 
 @pytest.fixture
@@ -153,4 +153,4 @@ def test_a_model_under_another_file_name_is_known_by_the_name_inside(tmp_path):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    assert Launch(ServeConfig(model=str(path))).gate == thresholds_for("qwen2.5-coder-0.5b") != DEFAULT
+    assert Launch(ServeConfig(model=str(path))).gate.thresholds is find_known("qwen2.5-coder-0.5b")[1]

@@ -17,6 +17,7 @@ from semblend.engine.core.config import EngineConfig
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.spec import ModelSpec
 from semblend.engine.server.serving_adapter import LocalEngine
+from semblend.materialize.gate.chosen_table import choose_table
 from semblend.prompt import Prompt
 from semblend.wire.errors import ApiError
 from semblend.wire.request import Request
@@ -266,3 +267,11 @@ def test_closing_removes_donor_kv_from_disk_and_keeps_the_donors_in_their_store(
     with SemBlend(SemBlendConfig(embedder="none", metrics=False, store=str(store))) as again:
         assert [donor.donor_id for donor in again.donors()] == ["one"]
     engine.close()  # twice is once
+
+
+def test_the_figures_for_an_operator_say_which_thresholds_the_gate_goes_by():
+    engine = make()
+    assert "quality_gate" not in engine.stats()
+    engine.gate = choose_table("tiny")
+    assert engine.stats()["quality_gate"].startswith("default thresholds: no table is known of 'tiny'")
+    engine.close()

@@ -24,7 +24,7 @@ from semblend.materialize.calibrate import Pair, calibrate, choose, table_of
 from semblend.materialize.contract import Capabilities, Rows
 from semblend.materialize.donors.donor_kv import DonorKv
 from semblend.materialize.gate.risk import RiskFeatures, RiskModel, fit_weights, next_token_kl
-from semblend.materialize.gate.thresholds import DEFAULT, STEPS, Thresholds, thresholds_for
+from semblend.materialize.gate.thresholds import DEFAULT, STEPS, Thresholds
 from semblend.materialize.measure_ways import CalibrationPrompt
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.span import Span
@@ -536,10 +536,11 @@ def test_calibration_with_enough_prompts_weighs_the_signs_and_no_prompt_judges_i
     assert Thresholds.read(tmp_path / "t.json") == table
 
 
-def test_an_unknown_model_gets_the_strict_default_and_a_bad_table_is_named(tmp_path):
-    assert thresholds_for("nobody/knows") is DEFAULT
-    for text in ("[]", '{"schema": "other"}', '{"schema": "semblend.thresholds.v2", "kl_10": "x"}', "no json"):
-        (tmp_path / "t.json").write_text(text)
+def test_a_bad_table_is_named(tmp_path):
+    long_number = '{"schema": "semblend.thresholds.v2", "kl_10": 1' + "0" * 400 + "}"
+    broken = ("[]", '{"schema": "other"}', '{"schema": "semblend.thresholds.v2", "kl_10": "x"}', "no json", long_number)
+    for text in (*broken, "[" * 100_000, "\xff"):
+        (tmp_path / "t.json").write_text(text, encoding="latin-1")
         with pytest.raises(ConfigError, match="cannot be read"):
             Thresholds.read(tmp_path / "t.json")
     with pytest.raises(ConfigError):

@@ -12,7 +12,7 @@ from semblend.errors import ConfigError
 from semblend.materialize.gate import outcome_memory
 from semblend.materialize.gate.outcome_memory import RETRY_BUDGET, OutcomeMemory, count_skips
 from semblend.materialize.gate.plan_shape import PassageOrder, PlanShape
-from semblend.materialize.gate.thresholds import Thresholds, thresholds_for
+from semblend.materialize.gate.thresholds import Thresholds, find_known
 from semblend.plan.reuse_plan import DeclineReason, ReusePlan
 from semblend.prompt import Namespace
 from semblend.span import Span
@@ -219,5 +219,5 @@ def test_expected_costs_are_kept_in_the_thresholds_file_and_checked():
 def test_kinds_in_the_known_tables_are_kinds_that_plans_can_have():
     pieces = [("a", 6000 - 600 * i, 590) for i in range(10)]
     reordered, several = plan_of(*pieces), plan_of(*((f"d{i % 3}", s, n) for i, (_, s, n) in enumerate(pieces)))
-    expected = thresholds_for("qwen2.5-coder-1.5b").expected_costs
+    expected = find_known("qwen2.5-coder-1.5b")[1].expected_costs
     assert set(expected) == {PlanShape.of(plan).kind for plan in (reordered, several)}

@@ -33,6 +33,8 @@ EXAMPLES = (
     "semblend serve --thresholds thresholds.json",
 )
 
+WITHOUT_DIAL = "passages in order go by thresholds, which numbers scale; moved ones by the default dial"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m", help="a pulled model's name, a folder or a GGUF file")
@@ -169,7 +171,7 @@ def as_dial(thresholds: Thresholds) -> str:
     """What each number saves and costs, and what cold answers do by themselves."""
     numbers, noise = thresholds.provenance["numbers"], thresholds.provenance["noise"]
     if not numbers:
-        return "too few prompts to measure the dial; numbers scale the thresholds above"
+        return f"too few prompts to measure the dial: {WITHOUT_DIAL}"
     rows: list[tuple[object, ...]] = [
         (f"{row['number']:g}", row["kind"], row["prompts"], f"{row['served']}", f"{1 - row['work']:.0%}",
          f"{row['nats']:.4f}", f"{row['changed']:.0%}", f"{row['false_safe']:.0%}")
@@ -184,7 +186,7 @@ def as_dial(thresholds: Thresholds) -> str:
     orders = {row["kind"] for row in numbers} - {"all"}
     missing = [str(one) for one in _list_orders() if str(one) in orders and not thresholds.dial.knows(one)]
     if missing:
-        say(f"too few prompts with {', '.join(missing)}: for these, numbers scale the thresholds")
+        say(f"too few prompts with {', '.join(missing)}: {WITHOUT_DIAL}")
     return text
 
 

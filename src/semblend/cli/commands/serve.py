@@ -128,6 +128,8 @@ def run(args: argparse.Namespace) -> int:
         engine = launch.engine(library)
         try:
             engine.start()
+            if engine.gate is not None:
+                say(f"quality gate: {engine.gate.describe()}")
             say(f"{engine.model} is ready; dashboard and API, Ctrl-C stops it")
             print(f"http://{args.host}:{sock.getsockname()[1]}", flush=True)
             ended_by = serve(create_app(engine, config, arranger), sock)

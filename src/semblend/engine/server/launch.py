@@ -26,7 +26,8 @@ from semblend.errors import ConfigError, InputError, StoreError
 from semblend.facade import SemBlend
 from semblend.materialize.blend.pass_cost import MANY_ROWS, measure_pass_rows
 from semblend.materialize.blend.quality import QualitySettings
-from semblend.materialize.gate.thresholds import DEFAULT, Thresholds, thresholds_for
+from semblend.materialize.gate.chosen_table import ChosenTable, TableSource, choose_table
+from semblend.materialize.gate.thresholds import Thresholds
 from semblend.models import resolve
 
 log = logging.getLogger("semblend.server")
@@ -83,19 +84,17 @@ class Launch:
         return resolve(self.config.model)
 
     @property
-    def gate(self) -> Thresholds:
+    def gate(self) -> ChosenTable:
         """Where the quality gate opens for this model, known by its file's name or by the name inside."""
         config = self.config
-        if config.thresholds:
-            return Thresholds.read(config.thresholds)
-        found = thresholds_for(config.model)
-        if found is not DEFAULT:
+        found = choose_table(config.model, file=config.thresholds)
+        if found.source is not TableSource.DEFAULT:
             return found
         try:
             path = self.path
         except InputError:  # a model that was handed over ready, under a name of its own
             return found
-        return thresholds_for(read_name(path)) if path.suffix == ".gguf" else found
+        return choose_table(config.model, read_name(path)) if path.suffix == ".gguf" else found
 
     def load(self) -> tuple[DecoderModel, ModelTokenizer]:
         """The model and its tokenizer."""
@@ -112,7 +111,7 @@ class Launch:
             log.warning(
                 "texts with control tokens of %s are refused: they look like its template's own", self.path.name
             )
-        return LocalEngine(self.assemble(model, tokenizer, library, gate), tokenizer)
+        return LocalEngine(self.assemble(model, tokenizer, library, gate.thresholds), tokenizer, gate=gate)
 
     def assemble(
         self, model: DecoderModel, tokenizer: Detokenizer, library: SemBlendConfig, gate: Thresholds | None = None
@@ -122,7 +121,7 @@ class Launch:
         try:
             semblend.warm_up()
             model.warm_up()
-            return self._put_together(model, tokenizer, semblend, gate or self.gate)
+            return self._put_together(model, tokenizer, semblend, gate or self.gate.thresholds)
         except BaseException:
             semblend.close()
             raise

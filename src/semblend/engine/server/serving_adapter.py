@@ -13,6 +13,7 @@ from semblend.engine.core.engine import Engine
 from semblend.engine.core.sequence import QueueFull
 from semblend.engine.model.tokenizer import ModelTokenizer
 from semblend.engine.server.merge import merge
+from semblend.materialize.gate.chosen_table import ChosenTable
 from semblend.prompt import Namespace
 from semblend.text.token_budget import TokenBudget
 from semblend.wire.answer import Chunk
@@ -23,11 +24,14 @@ from semblend.wire.request import Request
 class LocalEngine:
     """A `ServingEngine` around an `Engine` and its model's tokenizer; `start` it, and `close` it in the end."""
 
-    def __init__(self, engine: Engine, tokenizer: ModelTokenizer, *, model: str = "") -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: ModelTokenizer, *, model: str = "", gate: ChosenTable | None = None
+    ) -> None:
         self.engine = AsyncEngine(engine)
         self.model = model or engine.config.model_name or "semblend"
         self._inner = engine
         self._tokenizer = tokenizer
+        self.gate = gate
 
     def start(self) -> None:
         self.engine.start()
@@ -98,7 +102,8 @@ class LocalEngine:
     def stats(self) -> Mapping[str, Any]:
         donor_kv = self._inner.reuse.donor_kv
         tiers = {} if donor_kv is None else {f"donor_{tier}_bytes": used for tier, used in donor_kv.used_bytes.items()}
-        return asdict(self._inner.load) | tiers
+        gate = {} if self.gate is None else {"quality_gate": self.gate.describe()}
+        return asdict(self._inner.load) | tiers | gate
 
     def reset(self) -> int:
         """Forget the prefix cache and all donors, in the engine's thread; the calling thread waits until it is done."""

@@ -19,7 +19,7 @@ from semblend.integration.sglang.refusals import refusal
 from semblend.integration.sglang.semantic_prefix import SemanticPrefixProvider
 from semblend.integration.sglang.settings import SglangSettings, sglang_settings
 from semblend.materialize.blend.quality import QualitySettings
-from semblend.materialize.gate.thresholds import thresholds_for
+from semblend.materialize.gate.chosen_table import choose_table
 from semblend.materialize.weights_watch import WeightsWatch
 from semblend.prompt import Namespace
 
@@ -86,9 +86,11 @@ def make_desk(context: Any, settings: SglangSettings, pool: SlotPool, version: s
     model = SglangModel(context.tp_worker.model_runner)
     semblend = SemBlend(settings.config, sinks=[CallbackSink(_log_line)])
     semblend.warm_up()
+    gate = choose_table(str(context.server_args.model_path))
+    log.info("SemBlend's quality gate: %s", gate.describe())
     quality = QualitySettings(
         mode=settings.config.quality,
-        thresholds=thresholds_for(str(context.server_args.model_path)),
+        thresholds=gate.thresholds,
         seam_tokens=settings.config.seam_tokens,
         layer_share=settings.config.layer_share,
         chunk_tokens=max(int(context.server_args.chunked_prefill_size or 0), 512),

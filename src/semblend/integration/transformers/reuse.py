@@ -39,7 +39,7 @@ from semblend.integration.transformers.reuse_cache import ReuseCache
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.contract import Rows
 from semblend.materialize.gate.canary import canary_positions, find_tolerance, measure_canary
-from semblend.materialize.gate.thresholds import thresholds_for
+from semblend.materialize.gate.chosen_table import choose_table
 from semblend.materialize.kv.moves import Move
 from semblend.materialize.kv.splice import splice
 from semblend.materialize.weights_watch import WeightsWatch
@@ -351,9 +351,11 @@ def _allow_lookups(config: SemBlendConfig) -> SemBlendConfig:
 
 
 def _make_quality(config: SemBlendConfig, model: Any) -> QualitySettings:
+    gate = choose_table(str(getattr(model.config, "_name_or_path", "")))
+    log.info("SemBlend's quality gate: %s", gate.describe())
     return QualitySettings(
         mode=config.quality,
-        thresholds=thresholds_for(str(getattr(model.config, "_name_or_path", ""))),
+        thresholds=gate.thresholds,
         seam_tokens=config.seam_tokens,
         layer_share=config.layer_share,
         prefills=False,  # generate() does that itself

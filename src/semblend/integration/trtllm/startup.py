@@ -24,7 +24,7 @@ from semblend.integration.trtllm.settings import TrtllmSettings, trtllm_settings
 from semblend.integration.trtllm.twin_model import NO_TWIN, make_twin
 from semblend.integration.trtllm.versions import find_version
 from semblend.materialize.blend.quality import QualitySettings
-from semblend.materialize.gate.thresholds import thresholds_for
+from semblend.materialize.gate.chosen_table import choose_table
 from semblend.materialize.kv.layout import DTYPES
 from semblend.materialize.weights_watch import WeightsWatch
 from semblend.prompt import Namespace
@@ -71,9 +71,11 @@ def make_desk(
 ) -> ReuseDesk:
     semblend = SemBlend(settings.config, sinks=[CallbackSink(_log_line)])
     semblend.warm_up()
+    gate = choose_table(str(llm_args.model))
+    log.info("SemBlend's quality gate: %s", gate.describe())
     quality = QualitySettings(
         mode=settings.config.quality,
-        thresholds=thresholds_for(str(llm_args.model)),
+        thresholds=gate.thresholds,
         seam_tokens=settings.config.seam_tokens,
         layer_share=settings.config.layer_share,
         prefills=False,  # the engine does that itself, and nothing was promised

@@ -27,11 +27,11 @@ from semblend.integration.vllm.scheduler.reset_watch import ResetWatch
 from semblend.integration.vllm.scheduler.scheduler_half import SchedulerHalf
 from semblend.integration.vllm.settings import connector_settings
 from semblend.integration.vllm.startup_checks import (
+    choose_gate,
     engine_facts,
     make_semblend,
     make_worker_half,
     open_admin,
-    quality_settings,
     share_donors,
 )
 from semblend.integration.vllm.versions import is_known
@@ -138,8 +138,9 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
             facts = engine_facts(vllm_config, kv_cache_config, vllm.__version__, PACKAGE)
             self._scheduler = SchedulerHalf(facts, self._settings, semblend)
             if facts.refusal is None:
-                thresholds = quality_settings(self._settings, vllm_config).thresholds
-                self._scheduler.outcomes = OutcomeMemory(thresholds.expected_costs, thresholds)
+                gate = choose_gate(self._settings, vllm_config)
+                log.info("SemBlend's quality gate: %s", gate.describe())
+                self._scheduler.outcomes = OutcomeMemory(gate.thresholds.expected_costs, gate.thresholds)
             self._admin = open_admin(self._settings, self._scheduler)
             share_donors(self._settings, self._scheduler, vllm_config, kv_cache_config)
 

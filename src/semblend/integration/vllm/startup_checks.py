@@ -28,7 +28,7 @@ from semblend.materialize.donors.shared.private_folder import PrivateFolder
 from semblend.materialize.donors.shared.shared_donors import SharedDonors
 from semblend.materialize.donors.shared.signature import KvSignature
 from semblend.materialize.gate.canary import EIGHT_BIT_TOLERANCE
-from semblend.materialize.gate.thresholds import Thresholds, thresholds_for
+from semblend.materialize.gate.chosen_table import ChosenTable, choose_table
 from semblend.materialize.kv.eight_bits import count_packed_bytes
 from semblend.materialize.weights_watch import WeightsWatch
 from semblend.prompt import Namespace
@@ -66,13 +66,16 @@ def make_semblend(settings: ConnectorSettings) -> tuple[SemBlend, MetricsTally]:
     return semblend, tally
 
 
+def choose_gate(settings: ConnectorSettings, vllm_config: Any) -> ChosenTable:
+    """The table of thresholds for this engine's model."""
+    return choose_table(str(vllm_config.model_config.model), file=settings.thresholds)
+
+
 def quality_settings(settings: ConnectorSettings, vllm_config: Any) -> QualitySettings:
     """The gate's settings; a pass of ours is never larger than what vLLM has measured memory for."""
-    model = str(vllm_config.model_config.model)
-    thresholds = Thresholds.read(settings.thresholds) if settings.thresholds else thresholds_for(model)
     return QualitySettings(
         mode=settings.config.quality,
-        thresholds=thresholds,
+        thresholds=choose_gate(settings, vllm_config).thresholds,
         latency_budget_ms=settings.latency_budget_ms,
         seam_tokens=settings.config.seam_tokens,
         layer_share=settings.config.layer_share,

@@ -88,17 +88,18 @@ class DialGate:
 
 
 def make_gate(thresholds: Thresholds, plan: ReusePlan, nats: float) -> Gate:
-    """The dial where the model's was measured on prompts like this one, else the thresholds."""
+    """The dial that was measured on prompts like this one, else the thresholds."""
     order = PlanShape.of(plan).order
-    if thresholds.dial.knows(order):
-        return DialGate(thresholds.dial, order, nats)
+    if dial := thresholds.find_dial(order):
+        return DialGate(dial, order, nats)
     return ThresholdGate(thresholds, nats)
 
 
 def prefill_at_once(thresholds: Thresholds, plan: ReusePlan, nats: float) -> WayChoice | None:
     """The choice of a prefill before anything is computed, where no way is expected to be close enough; else None."""
     order = PlanShape.of(plan).order
-    if not thresholds.dial.knows(order):
+    dial = thresholds.find_dial(order)
+    if dial is None:
         return None
-    choice = choose_way(thresholds.dial.expect_by_plan(order), nats)
+    choice = choose_way(dial.expect_by_plan(order), nats)
     return choice if choice.percent is None else None

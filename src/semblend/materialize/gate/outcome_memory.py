@@ -136,7 +136,7 @@ class OutcomeMemory:
     def _find_expected(self, plan: ReusePlan, nats: float) -> float:
         """What a kind cost at balanced holds for smaller numbers too. Where the dial knows a kind, it has spoken."""
         shape = PlanShape.of(plan)
-        if nats > MODE_NATS[GATED_MODE] or (self._thresholds is not None and self._thresholds.dial.knows(shape.order)):
+        if nats > MODE_NATS[GATED_MODE] or (self._thresholds is not None and self._thresholds.find_dial(shape.order)):
             return 0.0
         return self._expected.get(shape.kind, 0.0)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from semblend.errors import ConfigError
 from semblend.materialize.gate.dial import DialTable
+from semblend.materialize.gate.plan_shape import PassageOrder
 from semblend.materialize.gate.risk import RiskFeatures, RiskModel
 
 SCHEMA = "semblend.thresholds.v2"
@@ -35,7 +36,8 @@ class Thresholds:
     prefill: ``begin_20``, ``begin_40``, ``begin_prefill``.
 
     These hold in mode balanced, at .02 nats; at another number they are scaled. ``dial``: what was measured for every
-    number, which then counts instead.
+    number, which then counts instead. ``borrowed_dial``: that of other models, for orders of passages that ``dial``
+    does not know; no part of a file, who chooses a table lends it (`gate.chosen_table`).
 
     ``expected_costs``: by kind of plan (`PlanShape.kind`) what mode balanced cost on average; 1 is a cold prefill.
 
@@ -53,6 +55,7 @@ class Thresholds:
     begin_prefill: float = math.inf
     risk: RiskModel = field(default_factory=lambda: RiskModel({}))
     dial: DialTable = field(default_factory=DialTable)
+    borrowed_dial: DialTable = field(default_factory=DialTable)
     expected_costs: Mapping[str, float] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -85,6 +88,10 @@ class Thresholds:
         known = {10: self.kl_10, 20: self.kl_20, 40: self.kl_40}
         return known[step] if step in known else min(self.kl_10, self.kl_20, self.kl_40)
 
+    def find_dial(self, order: PassageOrder) -> DialTable | None:
+        """The dial that knows prompts of this order; None: they are judged by thresholds."""
+        return next((dial for dial in (self.dial, self.borrowed_dial) if dial.knows(order)), None)
+
     def expect(self, step: int, features: RiskFeatures) -> float:
         """Divergence from cold that an answer would have now."""
         return self.risk.expect(step, features)
@@ -116,18 +123,22 @@ class Thresholds:
                 **values,
                 risk=RiskModel(weights),
                 dial=DialTable.from_record(record.get("dial", {})),
+                borrowed_dial=DialTable(),
                 expected_costs=costs,
                 provenance=dict(record.get("provenance", {})),
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ConfigError(f"{source} cannot be read: {error}", hint="write it with `semblend calibrate`") from error
 
     @classmethod
     def read(cls, path: str | Path) -> Thresholds:
         try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"), source=str(path))
+            text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}", hint="check the path") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} cannot be read: it is no UTF-8", hint="check the path") from error
+        return cls.from_json(text, source=str(path))
 
 
 _FILES = files_of("semblend.materialize.gate")
@@ -155,14 +166,12 @@ def read_known() -> Mapping[str, Thresholds]:
     return {file.name.removesuffix(".json"): _read_file(file) for file in files}
 
 
-def thresholds_for(model_name: str) -> Thresholds:
-    """The measured table of a model, found by its name; the default, which is stricter, for every other.
+def find_known(model_name: str) -> tuple[str, Thresholds] | None:
+    """The name and the table of the known model that ``model_name`` contains; the longest such name.
 
-    >>> thresholds_for("Qwen/Qwen2.5-Coder-1.5B-Instruct").begin_prefill
-    0.045
-    >>> thresholds_for("someone/unheard-of") is DEFAULT
-    True
+    >>> find_known("Qwen/Qwen2.5-Coder-1.5B-Instruct")[0]
+    'qwen2.5-coder-1.5b'
     """
     name = model_name.lower()
     found = [part for part in read_known() if part in name]
-    return read_known()[max(found, key=len)] if found else DEFAULT
+    return (best := max(found, key=len), read_known()[best]) if found else None

@@ -7,9 +7,17 @@ An earlier prompt had the question's passages in another order, with some others
 lays the new prompt out in that order. Measured on the same questions: the task score of the arranged prompt less that
 of the retrieval order, both computed cold (paired, 95 % interval by bootstrap over questions), and what reuse of the
 earlier prompt does to the arranged one: divergence from cold of the same order, FLOPs, F1, answers changed, task score.
-Beside them: cold again in chunks (rerun), and cold in a third order (order noise). With --keep-first 1 the passage that
-was retrieved first stays in front. With --best-last it stands behind the others, next to the question, and they are
-free; with --best-again all are free, and it stands there once more. Both compute it anew at that place.
+Beside them: cold again in chunks (rerun), and cold in a third order (order noise).
+
+--best says what becomes of the passage that was retrieved first:
+
+    free         it moves like the others
+    first        it stays in front
+    first-anew   the same, and it is computed there, not taken from the earlier prompt
+    last         it stands behind the others, next to the question, and is computed there
+    again        it moves like the others, and stands once more next to the question, computed there
+    named        it moves like the others, and a sentence before the question says how it begins
+
 Rows go to --rows as they come; a second run goes on from there.
 """
 
@@ -33,7 +41,9 @@ from semblend.arrange import Arranger, Keep
 from semblend.materialize.gate.thresholds import Thresholds
 from semblend.span import Span
 
-REUSES = ("fast", "attended-5", "attended-10")
+REUSES = ("fast", "attended-10")
+BEST = ("free", "first", "first-anew", "last", "again", "named")
+NAMED_WORDS = 8
 Encode = Callable[[str], list[int]]
 
 
@@ -65,8 +75,7 @@ def make_cases(
     passage_tokens: int,
     passages: int,
     between: int,
-    keep: Keep,
-    again: bool,
+    best: str,
     seed: int,
 ) -> Iterator[Arranged]:
     """Questions of three passages or more; passages are cut to ``passage_tokens``."""
@@ -82,16 +91,15 @@ def make_cases(
         rng = random.Random(f"{seed}/{question.question_id}")
         others, filler = filler[:between], list(pieces)
         made += 1
-        yield _arrange(question, texts, pieces, others, encode, rng, keep, again)
+        yield _arrange(question, texts, pieces, others, encode, rng, best)
 
 
 def _arrange(
     question: Question, texts: tuple[str, ...], pieces: list[tuple[int, ...]], others: list[tuple[int, ...]],
-    encode: Encode, rng: random.Random, keep: Keep, again: bool,
+    encode: Encode, rng: random.Random, best: str,
 ) -> Arranged:  # fmt: skip
     before = tuple(encode(f"<|im_start|>system\n{DONOR_SYSTEM}<|im_end|>\n<|im_start|>user\n{DONOR_TASK}"))
     head = tuple(encode(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{TASK}"))
-    tail = tuple(encode(f"\n\nQuestion: {question.text}<|im_end|>\n<|im_start|>assistant\n"))
     earlier = list(range(len(pieces)))
     while earlier == sorted(earlier):
         rng.shuffle(earlier)
@@ -102,31 +110,39 @@ def _arrange(
             donor += others[between.index(place)]
         starts[number] = len(donor)
         donor += pieces[number]
-    arranger = Arranger()
-    arranger.record(arranger.arrange([texts[number] for number in earlier]))
-    listed = [*range(1, len(texts)), 0] if keep.last else list(range(len(texts)))  # the best one last
-    order = tuple(listed[i] for i in arranger.arrange([texts[i] for i in listed], keep=keep).order)
+    anew = {"first-anew": 0, "last": len(pieces) - 1, "again": len(pieces)}.get(best)  # the place of what is computed
 
-    def lay_out(name: str, chosen: Sequence[int], anew: Sequence[int] = ()) -> Case:
-        """``anew``: passages behind the chosen ones that are computed, wherever the earlier prompt has them."""
+    def lay_out(name: str, order: Sequence[int], hint: str = "", anew: int | None = None) -> Case:
         tokens, spans = list(head), []
-        for number in chosen:
+        for place, number in enumerate(order):
             span = Span("0", starts[number], len(tokens), len(pieces[number]))
             last = spans[-1] if spans else None
-            if last and last.donor_end == span.donor_start and last.target_end == span.target_start:
+            if place == anew:
+                pass
+            elif last and last.donor_end == span.donor_start and last.target_end == span.target_start:
                 spans[-1] = Span("0", last.donor_start, last.target_start, last.length + span.length)
             else:
                 spans.append(span)
             tokens += pieces[number]
-        for number in anew:
-            tokens += pieces[number]
-        return Case(question.question_id, name, question.dataset, question.question_id, (*tokens, *tail),
+        tokens += encode(f"\n\n{hint}Question: {question.text}<|im_end|>\n<|im_start|>assistant\n")
+        return Case(question.question_id, name, question.dataset, question.question_id, tuple(tokens),
                     (tuple(donor),), tuple(spans), question.golds)  # fmt: skip
 
-    retrieval = lay_out("retrieval", range(len(pieces)))
-    if keep.last:
-        return Arranged(retrieval, lay_out("arranged", order[:-1], anew=order[-1:]))
-    return Arranged(retrieval, lay_out("arranged", order, anew=(0,) if again else ()))
+    hint = f'The passage that begins with "{" ".join(texts[0].split()[:NAMED_WORDS])}" was ranked first.\n\n'
+    return Arranged(
+        lay_out("retrieval", range(len(pieces))),
+        lay_out("arranged", _choose_order(texts, earlier, best), hint if best == "named" else "", anew),
+    )
+
+
+def _choose_order(texts: tuple[str, ...], earlier: list[int], best: str) -> list[int]:
+    """The arranged order: that of the earlier prompt, as far as ``best`` lets passages move."""
+    arranger = Arranger()
+    arranger.record(arranger.arrange([texts[number] for number in earlier]))
+    listed = [*range(1, len(texts)), 0] if best == "last" else list(range(len(texts)))
+    keep = Keep(first=int(best in ("first", "first-anew")), last=int(best == "last"))
+    order = [listed[i] for i in arranger.arrange([texts[i] for i in listed], keep=keep).order]
+    return [*order, 0] if best == "again" else order
 
 
 def arguments() -> argparse.Namespace:
@@ -136,9 +152,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--passage-tokens", type=int, default=300, help="of a passage, at most")
     parser.add_argument("--passages", type=int, default=10, help="of a question, at most")
     parser.add_argument("--between", type=int, default=3, help="others that the earlier prompt had among them, at most")
-    parser.add_argument("--keep-first", type=int, default=0, help="passages that stay in front, as retrieved")
-    parser.add_argument("--best-last", action="store_true", help="the first retrieved stands last, the others are free")
-    parser.add_argument("--best-again", action="store_true", help="all are free, the first retrieved follows once more")
+    parser.add_argument("--best", choices=BEST, default="free", help="the passage that was retrieved first")
+    parser.add_argument("--arranged-only", action="store_true", help="leave the retrieval order to another run's rows")
     args = parser.parse_args()
     if args.quick:
         args.questions, args.passage_tokens = 3, 60
@@ -166,7 +181,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     def work(pair: Arranged) -> list[dict[str, Any]]:
         """Of the retrieval order: cold and its yardsticks. Of the arranged: cold, and what reuse makes of it."""
         lab.recipes = ()
-        cold = lab.run(pair.retrieval)
+        cold = [] if args.arranged_only else lab.run(pair.retrieval)
         lab.recipes = chosen
         reused = [row for row in lab.run(pair.arranged) if row["recipe"] not in ("rerun", "other order")]
         return [{**row, "recipe": f"{row['scenario']} {row['recipe']}"} for row in (*cold, *reused)]
@@ -174,7 +189,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     made = make_cases(
         questions(_report.data_dir(args)), lambda text: tokenizer.encode(text, add_special=False),
         most=args.questions, passage_tokens=args.passage_tokens, passages=args.passages, between=args.between,
-        keep=Keep(first=args.keep_first, last=int(args.best_last)), again=args.best_again, seed=args.seed,
+        best=args.best, seed=args.seed,
     )  # fmt: skip
     for _ in run_cases(made, rows, args, model=name, phase="arranged", work=work, began=began):
         pass

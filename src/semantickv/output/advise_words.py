@@ -69,7 +69,8 @@ def describe_how_to_set_it(advice: Advice) -> str:
     engines = list_engines_with(advice.policy)
     if not engines:
         return (
-            f"No engine that we know has {advice.policy}: `--engine {'|'.join(ENGINES)}` advises what one of them has."
+            f"No engine that we know has {format_policy(advice.policy)}: "
+            f"`--engine {'|'.join(ENGINES)}` advises what one of them has."
         )
     have = "have" if len(engines) > 1 else "has"
     return f"{format_policy(advice.policy)} is what {', '.join(engines)} {have}; `--engine` prints the flags."

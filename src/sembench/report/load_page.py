@@ -8,11 +8,12 @@ from sembench.load_result import LoadPoint, LoadResult
 from sembench.report.load_charts import LOAD_FIGURES
 from sembench.report.markdown import escape_plain, render_markdown_table
 from sembench.report.story import flatten
-from sembench.report.words import DASH, format_milliseconds, format_percent
+from sembench.report.words import DASH, format_milliseconds, format_moment, format_percent
 from sembench.trust.doubts import Finding
 from semblend.web.report import render_document, render_figure, render_head, render_list
 from semblend.web.tables import render_table
 
+TAG = "sembench load report"
 HEAD = (
     "requests a second", "at most under way", "answered", "failed", "answers a second", "TTFT median", "TTFT p99",
     "TPOT median", "whole time p99", "within promises", "prefix cache hits",
@@ -24,14 +25,14 @@ def render_load_html(result: LoadResult, title: str, findings: Sequence[Finding]
     figures = [found for figure in LOAD_FIGURES if (found := figure(result)) is not None]
     doubts = render_list(finding.to_line() for finding in findings) if findings else ""
     body = [
-        render_head(title, _list_subtitle(result), write_load_headline(result, findings)),
+        render_head(title, _list_subtitle(result), write_load_headline(result, findings), TAG),
         f'<div class="doubts"><h2>Reasons not to believe this result</h2>{doubts}</div>' if doubts else "",
         render_table(HEAD, [format_point(point) for point in result.points]),
         *(render_figure(figure) for figure in figures),
         '<h2 id="provenance">Where this comes from</h2>'
         + render_table(("what", "value"), _list_provenance(result), classes={0: "key", 1: "value"}),
     ]
-    return render_document(title, body)
+    return render_document(f"{title} · {TAG}", body)
 
 
 def render_load_markdown(result: LoadResult, title: str, findings: Sequence[Finding] = ()) -> str:
@@ -84,7 +85,7 @@ def format_point(point: LoadPoint) -> tuple[str, ...]:
 
 def _list_subtitle(result: LoadResult) -> tuple[str, ...]:
     count = sum(len(point.requests) for point in result.points)
-    when = str(result.run.get("timestamp_utc") or "")
+    when = format_moment(str(result.run.get("timestamp_utc") or ""))
     return ("load", str(result.config.get("model") or ""), f"{count:,} requests", f"{len(result.points)} points", when)
 
 

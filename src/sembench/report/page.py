@@ -9,10 +9,11 @@ from typing import Any
 from sembench.report import story
 from sembench.report.charts import FIGURES
 from sembench.report.view import NotableRequest, ReportView
-from sembench.report.words import DASH, format_milliseconds, format_number, format_title
+from sembench.report.words import DASH, format_milliseconds, format_moment, format_number, format_title
 from semblend.web.report import render_document, render_figure, render_head, render_tiles
 from semblend.web.tables import render_table
 
+TAG = "sembench report"
 ENGINE_HEAD = ("engine", "lines", "donors", "hits", "materializations", "tokens", "errors")
 WORST_HEAD = ("request", "why", "transform", "prompt", "confirmed", "cold", "warm", "F1", "KL")
 _ANSWER_CHARS = 400
@@ -22,7 +23,7 @@ def render_html(view: ReportView, title: str, summaries: Sequence[Mapping[str, A
     """Return the whole page."""
     figures = [found for figure in FIGURES if (found := figure(view)) is not None]
     body = [
-        render_head(title, _list_subtitle(view), story.write_headline(view)),
+        render_head(title, _list_subtitle(view), story.write_headline(view), TAG),
         _render_doubts(view),
         render_tiles(story.build_tiles(view)),
         *(render_figure(figure) for figure in figures),
@@ -31,7 +32,7 @@ def render_html(view: ReportView, title: str, summaries: Sequence[Mapping[str, A
         _render_absent(view),
         _render_provenance(view),
     ]
-    return render_document(title, body)
+    return render_document(f"{title} · {TAG}", body)
 
 
 def _list_subtitle(view: ReportView) -> list[str]:
@@ -42,7 +43,7 @@ def _list_subtitle(view: ReportView) -> list[str]:
         str(config.get("model") or config.get("planner") or ""),
         f"{view.aggregate.get('request_count') or 0:,} requests",
         f"{view.aggregate.get('source_count') or 0:,} documents",
-        result.created_at_utc.replace("T", " ").replace("+00:00", "").removesuffix("Z")[:16] + " UTC",
+        format_moment(result.created_at_utc),
     ]
 
 

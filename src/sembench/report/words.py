@@ -11,6 +11,7 @@ __all__ = [
     "UNKNOWN",
     "format_interval",
     "format_milliseconds",
+    "format_moment",
     "format_number",
     "format_percent",
     "format_plural",
@@ -47,6 +48,15 @@ def format_milliseconds(value: float | None) -> str:
     if value >= 1000:
         return f"{value / 1000:.2f} s" if value < 10_000 else f"{value / 1000:.1f} s"
     return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms"
+
+
+def format_moment(timestamp_utc: str) -> str:
+    """Format an ISO timestamp in UTC to the minute; nothing where there is none.
+
+    >>> format_moment("2026-11-17T06:33:27Z"), format_moment("")
+    ('2026-11-17 06:33 UTC', '')
+    """
+    return f"{timestamp_utc.replace('T', ' ')[:16]} UTC" if timestamp_utc else ""
 
 
 def format_number(value: float | int | None, digits: int = 3) -> str:

@@ -57,13 +57,17 @@ def render_page(answer: Mapping[str, Any]) -> str:
         _render_assumptions(answer),
         _render_sources(answer),
     ]
-    return render_document(title, body)
+    return render_document(f"{title}: {_name_log(answer)}", body)
+
+
+def _name_log(answer: Mapping[str, Any]) -> str:
+    return str(answer["source"]).rsplit("/", 1)[-1]
 
 
 def _list_subtitle(answer: Mapping[str, Any]) -> list[str]:
     total = answer["total"]
     return [
-        str(answer["source"]).rsplit("/", 1)[-1],
+        _name_log(answer),
         format_number(total["prompts"], "prompt"),
         f"{format_count(total['prompt_tokens'])} tokens",
         "" if answer["sample"] == 1 else f"a sample of {answer['sample']:.0%}",

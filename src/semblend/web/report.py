@@ -8,11 +8,11 @@ from html import escape
 from typing import Literal
 
 from semblend.web.figures import Figure
-from semblend.web.site import read_static
+from semblend.web.site import read_static, write_icon
 from semblend.web.svg import Drawing
 from semblend.web.tables import render_table
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 Tone = Literal["", "good", "bad"]
 
 
@@ -33,18 +33,19 @@ def render_document(title: str, body: Iterable[str]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>\n{style}</style></head>\n<body><main>\n"
+        f"<title>{escape(title)}</title>{write_icon()}<style>\n{style}</style></head>\n<body><main>\n"
         + "\n".join(part for part in body if part)
         + "\n</main></body></html>\n"
     )
     return page.encode("utf-8", "replace").decode("utf-8")  # half a character of a log is no reason to fail
 
 
-def render_head(title: str, subtitle: Sequence[str], verdict: str) -> str:
-    """Return the top of a page: its title, where it comes from, and the sentence to take home."""
+def render_head(title: str, subtitle: Sequence[str], verdict: str, tag: str = "") -> str:
+    """Return the top of a page: what kind of page it is, its title, where it comes from, the sentence to take home."""
     told = " · ".join(word for word in subtitle if word)
     return (
-        f'<h1>{escape(title)}</h1><p class="dim">{escape_unbroken(told)}</p>'
+        (f'<p class="tag">{escape(tag)}</p>' if tag else "")
+        + f'<h1>{escape(title)}</h1><p class="dim">{escape_unbroken(told)}</p>'
         f'<p class="verdict">{escape_unbroken(verdict)}</p>'
     )
 

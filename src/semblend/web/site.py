@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import resources
 from string import Template
 from typing import Final
+from urllib.parse import quote
 
 HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -29,12 +30,17 @@ def read_static(*names: str) -> str:
     return "".join(folder.joinpath(*name.split("/")).read_text(encoding="utf-8") for name in names)
 
 
+def write_icon() -> str:
+    """Return the tag of the icon in a browser's tab. It holds the picture itself: no page asks for another file."""
+    return f'<link rel="icon" href="data:image/svg+xml,{quote(read_static("icon.svg").strip(), safe="")}">'
+
+
 def build_page(name: str, tagline: str, path: str) -> PageFiles:
     """Return the files of the live page ``name``; the page itself is at ``path``, all else is below it."""
     root = path.rstrip("/")
     shell, body = Template(read_static("shell.html")), read_static(f"{name}/page.html")
     texts = {
-        path: (shell.substitute(name=name, tagline=tagline, root=root, body=body), "html"),
+        path: (shell.substitute(name=name, tagline=tagline, root=root, icon=write_icon(), body=body), "html"),
         f"{root}/app.css": (read_static("base.css", "live.css", f"{name}/page.css"), "css"),
         f"{root}/app.js": (read_static(f"{name}/app.js"), "javascript"),
         f"{root}/dom.js": (read_static("dom.js"), "javascript"),

@@ -128,7 +128,9 @@ class Drawing:
         self._add_shape("path", f'd="M{path}Z"', kind, hover)
 
     def add_curve(self, points: Sequence[tuple[float, float]], kind: str, hover: str = "") -> None:
-        """Add straight lines from point to point."""
+        """Add straight lines from point to point; nothing where there are no points."""
+        if not points:
+            return
         path = "L".join(f"{_round(x)} {_round(y)}" for x, y in points)
         self._add_shape("path", f'd="M{path}"', kind, hover)
 

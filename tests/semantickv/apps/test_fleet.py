@@ -136,6 +136,11 @@ def test_a_browser_shows_placements_to_the_operator_and_asks_others_for_the_key(
         assert ("hidden" in form[0]) is not bool(key)
         assert page.count('<details class="decision') == shown
         assert page.count('<article class="replica') == shown
+        assert page.count("<dd>up</dd>") == shown  # in words: a colour alone tells not everybody
+        if shown:
+            placed = page.split('id="decisions"')[1]
+            assert "nothing known<small>" in placed
+            assert "same beginning<small>engine: exact local</small>" in placed
         assert read_text(page, "health") == ("a key is needed" if key else "live")
 
     run(test())

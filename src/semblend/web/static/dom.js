@@ -36,6 +36,14 @@ export function drawMix(kinds) {
   put("legend", ...kinds.map(([c, name, count]) => el("span", {}, el("i", { vars: { c } }), name, el("b", {}, number(count)))));
 }
 
+/** Make `nodes` the children of the element, in order. What is in place stays there: focus, selection and a click survive. */
+export function keepChildren(id, nodes) {
+  const box = $(id);
+  const wanted = new Set(nodes);
+  for (const child of [...box.children]) if (!wanted.has(child)) child.remove();
+  nodes.forEach((node, at) => { if (box.children[at] !== node) box.insertBefore(node, box.children[at] ?? null); });
+}
+
 /** A table of [name, "num" or another class] heads and rows of cells; cells are text or nodes. */
 export function table(heads, rows) {
   const cells = (tag, row) => row.map((cell, at) => (cell instanceof HTMLTableCellElement ? cell : el(tag, { class: heads[at][1] ?? null, scope: tag === "th" ? "col" : null }, cell)));

@@ -34,6 +34,7 @@ export class TokenStrip {
     strips.add(this);
     Object.assign(this, { box, note, height, shown: null, at: -1 });
     this.canvas = box.appendChild(document.createElement("canvas"));
+    this.canvas.style.height = "0"; // an empty canvas is half as high as it is wide: a hole in the page until the answer is there
     new ResizeObserver(() => this.draw()).observe(box);
     this.canvas.addEventListener("mousemove", (event) => this.point(event));
     this.canvas.addEventListener("mouseleave", () => this.select(-1));

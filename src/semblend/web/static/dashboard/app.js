@@ -1,5 +1,5 @@
 // The dashboard. No framework and no build step: data comes from /api, text goes in as text nodes only.
-import { $, clock, drawMix, el, keepKey, ms, number, percent, plural, showHealth, tokens, track, words } from "./dom.js";
+import { $, clock, drawMix, el, keepChildren, keepKey, ms, number, percent, plural, showHealth, tokens, track, words } from "./dom.js";
 import { drawBar, TokenStrip } from "./strip.js";
 
 const KINDS = [["exact", "exact prefix"], ["reused", "relocated"], ["recomputed", "recomputed"], ["prefill", "prefilled"]];
@@ -10,6 +10,7 @@ const BACK_OFF_MS = 3000;
 const MOST_ROWS = 60;
 const MOST_CELLS_HEIGHT = 92;
 const RISK_EDGES = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, Infinity];
+const RISK_MARKS = [0.001, 0.01, 0.1]; // the edges that are written below the bars
 const EXAMPLE = `The harbour of Veldmark keeps a small ferry for the three islands to its north. The boat takes forty passengers and, on weekdays, two cars; on Sundays the ramp stays shut and only people on foot may board. Tickets are sold at the green kiosk from half past six in the morning, and a return costs eleven crowns. Children under seven ride for nothing, and so do dogs that stay on the lower deck.
 
 The first crossing leaves at seven, the last one comes back at twenty past nine in the evening. Between November and March the evening boat is cancelled when the wind is above force eight, and a lantern on the kiosk is lit in red as a sign. Whoever is stranded on an island may sleep in the lighthouse at Skarholm, which keeps twelve beds, blankets and a stove for that purpose; the key hangs behind the door of the bakery.
@@ -104,10 +105,10 @@ function drawSide(totals) {
   const bins = RISK_EDGES.map(() => 0);
   for (const risk of totals.risks) bins[RISK_EDGES.findIndex((edge) => risk <= edge)] += 1;
   const most = Math.max(1, ...bins);
-  $("risk").hidden = totals.risks.length === 0;
+  $("risk").hidden = $("risk-scale").hidden = totals.risks.length === 0;
   $("risk").replaceChildren(...bins.map((count, at) => el("i", { vars: { w: count / most, c: at < 4 ? paint("exact") : at < 6 ? paint("reused") : "var(--bad)" }, title: `${at ? RISK_EDGES[at - 1] : 0} to ${RISK_EDGES[at]}: ${count}` })));
   const sorted = totals.risks.toSorted((a, b) => a - b);
-  $("risk-note").textContent = sorted.length ? `median ${sorted[Math.floor(sorted.length / 2)].toFixed(4)} · highest ${sorted.at(-1).toFixed(4)} · ${sorted.length} probed; bars from 0.001 to above 0.1` : "Nothing was probed yet.";
+  $("risk-note").textContent = sorted.length ? `median ${sorted[Math.floor(sorted.length / 2)].toFixed(4)} · highest ${sorted.at(-1).toFixed(4)} · ${sorted.length} probed` : "Nothing was probed yet.";
 }
 
 function counts(id, table, colour, none) {
@@ -133,7 +134,7 @@ function drawRequests() {
   const slowest = Math.max(1, ...shown.map((one) => Math.max(one.ttft_ms ?? 0, one.cold_ttft_ms ?? 0)));
   const rows = new Map(shown.map((request) => [request.id, row(request, slowest, state.rows.get(request.id))]));
   state.rows = rows;
-  $("requests").replaceChildren(...rows.values());
+  keepChildren("requests", [...rows.values()]);
   $("nothing").hidden = shown.length > 0;
 }
 
@@ -290,6 +291,7 @@ $("document").addEventListener("input", sized);
 $("ask").addEventListener("click", askBoth);
 $("hold").addEventListener("change", () => { if (!$("hold").checked) drawRequests(); });
 for (const id of ["document", "question-1", "question-2"]) $(id).addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) askBoth(); });
+$("risk-scale").replaceChildren(...RISK_EDGES.map((edge) => el("span", {}, RISK_MARKS.includes(edge) ? String(edge) : "")));
 sized();
 idle();
 poll();

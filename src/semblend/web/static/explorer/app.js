@@ -163,7 +163,7 @@ function drawVerdict(result) {
     $("verdict").textContent = `Nothing to reuse: ${words(decision.reason)}`;
     $("verdict-detail").textContent = decision.detail || "Every token must be prefilled.";
   }
-  const facts = [["reused", number(reused)], ["to prefill", number(total - reused)], ["spans", number(spansOf(result).length)], ["lookup", ms(result.timing.lookup_ms)]];
+  const facts = [["reused", number(reused)], ["to prefill", number(total - reused)], [spansOf(result).length === 1 ? "span" : "spans", number(spansOf(result).length)], ["lookup", ms(result.timing.lookup_ms)]];
   put("facts", ...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
   const bars = [bar("Any-offset reuse", total, partsOf(result), reused)];
   if (prefix !== null) bars.unshift(bar("Exact-prefix cache", total, [[0, prefix, "var(--dim)"]], prefix));
@@ -234,7 +234,8 @@ function scrollTo(index) {
 }
 
 function drawStages(result) {
-  $("stage-total").textContent = `${ms(result.timing.lookup_ms)} in all, after ${ms(result.timing.tokenize_ms)} of tokenizing`;
+  const total = result.explanation.stages.reduce((sum, stage) => sum + stage.ms, 0);
+  $("stage-total").textContent = `${ms(total)} in a second, watched lookup; ${ms(result.timing.tokenize_ms)} of tokenizing before it`;
   const facts = ({ name, ms: _, ...rest }) => Object.entries(rest).map(fact).filter(Boolean).join(" · ");
   const rows = result.explanation.stages.map((stage) => el("li", {}, el("time", {}, ms(stage.ms)), el("b", {}, stage.name), el("p", {}, facts(stage))));
   const alike = (result.explanation.decision.evidence ?? []).map((one) =>
@@ -246,15 +247,16 @@ function drawStages(result) {
 function fact([name, value]) {
   if (value === null || value === "") return "";
   if (typeof value === "boolean") return value ? words(name) : `not ${words(name)}`;
-  return typeof value === "number" ? `${value.toLocaleString("en")} ${words(name)}` : `${words(name)}: ${value}`;
+  return typeof value === "number" ? `${words(name)} ${value.toLocaleString("en")}` : `${words(name)}: ${value}`;
 }
 
 // ---- events, wiring -------------------------------------------------------------------------------------
 
 async function loadEvents() {
   const { events } = await api("GET", "/api/events");
-  const row = (event) => el("tr", {}, el("td", {}, clock(event.time_unix_s)), el("td", {}, event.event), el("td", {}, eventDetail(event)));
-  $("events").replaceChildren(el("tbody", {}, ...events.slice().reverse().map(row)));
+  const row = (event) => [clock(event.time_unix_s), event.event, el("td", { class: "facts-of" }, eventDetail(event))];
+  if (events.length) put("events", ...table([["time"], ["event"], ["facts"]], events.slice().reverse().map(row)));
+  else put("events", el("caption", { class: "none" }, "None yet: a lookup or a new donor makes the first."));
 }
 
 function eventDetail(event) {

@@ -1,13 +1,15 @@
 // The fleet page. No framework and no build step: data comes from /v1/fleet, text goes in as text nodes only.
-import { $, drawMix, el, keepKey, ms, number, percent, put, showHealth, table, tokens, track, words } from "./dom.js";
+import { $, drawMix, el, keepChildren, keepKey, ms, number, percent, put, showHealth, table, tokens, track, words } from "./dom.js";
 
 const OUTCOMES = [["exact_prefix_route", "exact", "same beginning"], ["semantic_placement", "reused", "same passages"], ["cold_fallback", "prefill", "nothing known"]];
+const LABELS = Object.fromEntries(OUTCOMES.map(([name, , label]) => [name, label]));
 const COLOURS = Object.fromEntries(OUTCOMES.map(([name, colour]) => [name, `var(--${colour})`]));
 const POLL_MS = 1500;
 const BACK_OFF_MS = 5000;
+const MOST_ROWS = 60;
 const CLOSE = 0.05; // shares of a prompt that differ by less are alike
 
-const state = { open: new Set() };
+const state = { rows: new Map() };
 state.key = keepKey("semantickv-key", (key) => {
   state.key = key;
   poll();
@@ -40,13 +42,14 @@ function drawTotals(data) {
 }
 
 function drawReplica(one, busiest) {
-  const kind = !one.up || one.breaker === "open" ? "down" : one.breaker === "half_open" ? "trial" : "";
+  const [kind, health] = !one.up ? ["down", "does not answer"] : one.breaker === "open" ? ["down", "left out after faults"] : one.breaker === "half_open" ? ["trial", "tried again"] : ["", "up"];
   const reported = one.reported;
   const faults = Object.entries(one.faults).map(([name, count]) => `${words(name)} ${count}`).join(", ");
   return el("article", { class: `replica ${kind}` },
-    el("h3", {}, one.id, el("small", {}, one.url)),
+    el("h3", {}, one.id, el("small", { title: one.url }, one.url)),
     track(busiest ? (one.running + one.running_elsewhere) / busiest : 0, "var(--accent)"),
     el("dl", {},
+      ...row("health", health),
       ...row("running", one.running_elsewhere ? `${one.running} + ${one.running_elsewhere}` : String(one.running)),
       ...row("tokens waiting", number(one.waiting_tokens)),
       ...row("served", number(one.served)),
@@ -85,19 +88,34 @@ function explain(one) {
   return `${one.replica} has ${share} of it${best ? `, ${best.replica} ${percent(best.known_tokens, one.prompt_tokens)} %` : ", nobody else any"}`;
 }
 
-function drawDecision(one, now) {
-  const id = `${one.request_id}/${one.time_unix_s}`;
-  const age = Math.max(0, now - one.time_unix_s);
-  const details = el("details", { class: `decision fold ${one.status >= 400 ? "failed" : ""}`, open: state.open.has(id) ? "" : null },
-    el("summary", {},
-      el("span", { class: "when dim" }, age < 90 ? `${Math.round(age)} s ago` : `${Math.round(age / 60)} min ago`),
-      el("span", {}, `→ ${one.replica ?? "nobody"}`),
-      el("span", { class: "why" }, explain(one), one.arranged ? ", passages arranged" : ""),
-      el("span", { class: "word", vars: { c: COLOURS[one.route] ?? "var(--prefill)" } }, one.reuse ? words(one.reuse) : words(one.route)),
-      el("span", { class: "num" }, one.status >= 400 ? String(one.status) : ms(one.ttft_ms))),
-    el("div", { class: "detail" }, compare(one), el("small", {}, `${one.request_id} · ${one.model} · ${tokens(one.prompt_tokens)} (estimated), ${number(one.new_tokens)} new`)));
-  details.addEventListener("toggle", () => (details.open ? state.open.add(id) : state.open.delete(id)));
-  return details;
+const idOf = (one) => `${one.request_id}/${one.time_unix_s}`;
+
+function drawDecisions(data) {
+  const shown = data.decisions.slice(0, MOST_ROWS);
+  state.rows = new Map(shown.map((one) => [idOf(one), drawDecision(one, state.rows.get(idOf(one)))]));
+  for (const one of shown) {
+    const age = Math.max(0, data.time_unix_s - one.time_unix_s);
+    state.rows.get(idOf(one)).node.querySelector(".when").textContent = age < 90 ? `${Math.round(age)} s ago` : `${Math.round(age / 60)} min ago`;
+  }
+  keepChildren("decisions", [...state.rows.values()].map((row) => row.node));
+  $("no-decisions").hidden = shown.length > 0;
+}
+
+/** A row keeps its node, so that it stays open and keeps the focus; it is written anew only where its data changed. */
+function drawDecision(one, row) {
+  const written = JSON.stringify(one);
+  if (row?.written === written) return row;
+  const node = row?.node ?? el("details", {}, el("summary"), el("div", { class: "detail" }));
+  node.className = `decision fold ${one.status >= 400 ? "failed" : ""}`;
+  node.firstChild.replaceChildren(
+    el("span", { class: "when dim" }),
+    el("span", {}, `→ ${one.replica ?? "nobody"}`),
+    el("span", { class: "why" }, explain(one), one.arranged ? ", passages arranged" : ""),
+    el("span", { class: "word", vars: { c: COLOURS[one.route] ?? "var(--prefill)" } }, LABELS[one.route] ?? words(one.route), el("small", {}, one.reuse ? `engine: ${words(one.reuse)}` : "")),
+    el("span", { class: "num" }, one.status >= 400 ? String(one.status) : ms(one.ttft_ms)));
+  const facts = `${one.request_id} · ${one.model} · ${tokens(one.prompt_tokens)} (estimated), ${number(one.new_tokens)} new`;
+  node.lastChild.replaceChildren(...[compare(one), el("small", {}, facts)].filter(Boolean));
+  return { node, written };
 }
 
 function compare(one) {
@@ -115,8 +133,7 @@ function draw(data) {
   const busiest = Math.max(...data.replicas.map((one) => one.running + one.running_elsewhere));
   put("replicas", ...data.replicas.map((one) => drawReplica(one, busiest)));
   drawDocuments(data);
-  if (data.decisions.length) put("decisions", ...data.decisions.slice(0, 60).map((one) => drawDecision(one, data.time_unix_s)));
-  else put("decisions", el("p", { class: "none" }, "No request has come yet."));
+  drawDecisions(data);
 }
 
 // ---- the loop --------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,3 +54,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert not done.stderr.strip(), done.stderr
     assert (tmp_path / "site" / "guides" / "vllm.html").exists()
+    for page in (tmp_path / "site").rglob("*.html"):
+        tags = re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", page.read_text("utf-8"))
+        assert not [tag for tag in tags if re.search(r'(?:src|href)="(?:https?:)?//', tag)], page

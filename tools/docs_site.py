@@ -1,6 +1,7 @@
 """Hooks of MkDocs: the navigation is read from docs/index.md, and files outside docs/ that pages link to become pages.
 
-So there is one list of pages, and every link of a page works in the site as it does in a checkout.
+So there is one list of pages, and every link of a page works in the site as it does in a checkout. The built site asks
+no other host for anything, and carries the icon of our live pages.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ LINK = re.compile(r"(\]\()(<?)([^)\s>]+)(>?)")
 FENCE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 OUTSIDE = "source"
 """Folder of the site with pages of files that lie outside docs/."""
+ICON = ROOT / "src" / "semblend" / "web" / "static" / "icon.svg"
+FOREIGN_WORKER = "https://unpkg.com/iframe-worker/shim"
 LANGUAGES = {".py": "python", ".json": "json", ".md": "markdown", ".yaml": "yaml", ".toml": "toml", ".sh": "bash"}
 
 Nav = list[dict[str, Any]]
@@ -33,6 +36,7 @@ def on_files(files: Any, config: Any) -> Any:
 
     for target in find_outside():
         files.append(File.generated(config, page_of(target), content=show(target)))
+    files.append(File.generated(config, config.theme["favicon"], content=ICON.read_text("utf-8")))
     return files
 
 
@@ -41,6 +45,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri.startswith(OUTSIDE + "/"):
         return markdown
     return redirect(markdown, page.file.src_uri)
+
+
+def on_post_build(config: Any) -> None:
+    """Puts our own script in the place of the one that the theme would load from elsewhere for searching on the disk."""
+    site = Path(config.site_dir)
+    for page in site.rglob("*.html"):
+        text = page.read_text("utf-8")
+        if FOREIGN_WORKER in text:
+            own = os.path.relpath(site / "site-worker.js", page.parent).replace(os.sep, "/")
+            page.write_text(text.replace(FOREIGN_WORKER, own), "utf-8")
 
 
 def read_nav() -> Nav:

@@ -48,7 +48,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Puts our own script in the place of the one that the theme would load from elsewhere for searching on the disk."""
+    """Puts our own script in the place of the one that the theme loads from elsewhere, to search on the disk."""
     site = Path(config.site_dir)
     for page in site.rglob("*.html"):
         text = page.read_text("utf-8")

@@ -16,6 +16,7 @@ import gzip
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -104,7 +105,7 @@ def provenance(started: datetime, wall_start: float, cpu_start: float) -> dict[s
     wall, cpu = time.perf_counter() - wall_start, time.process_time() - cpu_start
     return {
         "date": started.isoformat(timespec="seconds"),
-        "command": " ".join(["python", *(_portable(word) for word in sys.argv)]),
+        "command": shlex.join(["python", *(_portable(word) for word in sys.argv)]),
         "git_sha": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain")),
         "cpu_model": cpu_model(),

@@ -37,16 +37,26 @@ MARKER = re.compile(r"(<!-- numbers:(\w+)(:all)? -->\n).*?(<!-- /numbers -->)", 
 Result = dict[str, Any]
 
 
+def shorten(command: str) -> str:
+    """A command without the flags whose words stand beside it on the page: where it was measured, and the notes.
+
+    >>> shorten("python bench/ttft.py --rows a.jsonl --measured-on one H200 --note a busy machine --out b.json")
+    'python bench/ttft.py --rows a.jsonl --out b.json'
+    """
+    return re.sub(r" --(?:note|measured-on)(?: (?!--)\S+)+", "", command)
+
+
 def source(result: Result) -> str:
     """Which command, which machine, when."""
     made = result["provenance"]
+    command = shorten(made["command"])
     count = result.get("arguments", {}).get("threads", 1)
     threads = "one thread" if count == 1 else f"{count} threads"
     if measured_on := result.get("arguments", {}).get("measured_on"):
-        return f"Measured on {measured_on}, {made['date'][:10]}; printed by `{made['command']}`."
+        return f"Measured on {measured_on}, {made['date'][:10]}; printed by `{command}`."
     commit = f", commit `{made['git_sha'][:10]}`" if made["git_sha"] else ""  # a copy without its repository has none
     return (
-        f"`{made['command']}`, {made['date'][:10]}, {made['cpu_model']}, {made['cpu_cores']} cores, {threads}, "
+        f"`{command}`, {made['date'][:10]}, {made['cpu_model']}, {made['cpu_cores']} cores, {threads}, "
         f"Python {made['python']}{commit}."
     )
 

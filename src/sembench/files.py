@@ -14,6 +14,7 @@ from semblend.cli.output import open_atomic
 from semblend.errors import InputError
 
 _CHUNK_BYTES = 1 << 20
+_MOST_DIGITS = 300
 
 
 def open_text(path: str | Path) -> TextIO:
@@ -59,12 +60,19 @@ def read_json_object(path: str | Path, *, hint: str) -> dict[str, Any]:
     """Read a file that holds one JSON object; ``hint`` tells the user what to do about any other file."""
     with open_text(path) as stream:
         try:
-            value = json.load(stream)
-        except (ValueError, EOFError) as error:
+            value = json.load(stream, parse_int=_read_whole_number)
+        except (ValueError, EOFError, OSError, RecursionError) as error:
             raise InputError(f"{path} is not a whole JSON file: {error}", hint=hint) from None
     if not isinstance(value, dict):
         raise InputError(f"{path} holds no JSON object", hint=hint)
     return value
+
+
+def _read_whole_number(digits: str) -> int:
+    """A whole number that fits into a float: anything longer would fail wherever it is computed with."""
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
 
 
 def hash_file(path: str | Path) -> str:

@@ -56,7 +56,9 @@ def place_trace(trace: Trace, policy: str, *, replicas: int, cache_tokens: int) 
     uses: defaultdict[int, int] = defaultdict(int)
     prefix = anywhere = total = 0
     for asked in trace.iter_requests():
-        request = RouteRequest(asked.tenant.encode(), "", read_pieces(asked))  # a session would hide the policy
+        request = RouteRequest(
+            asked.tenant.encode("utf-8", "surrogatepass"), "", read_pieces(asked)
+        )  # a session would hide the policy
         decision = router.choose(request)
         assert isinstance(decision, RouteDecision)
         router.start(decision, request)

@@ -19,6 +19,7 @@ from semantickv.telemetry.answer_reader import AnswerReader
 from semantickv.telemetry.request_span import RequestSpan
 from semblend.errors import InputError
 from semblend.prompt import Namespace
+from semblend.wire.caller_headers import find_repeated
 from semblend.wire.errors import ApiError
 
 PROMPT_PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -68,6 +69,8 @@ class CallOpener:
     def open(self, scope: Mapping[str, Any], body: bytes, began: float) -> EdgeCall | ApiError:
         """Read who calls and what the prompt is, from ASGI's scope. With salts, an unreadable prompt is refused."""
         path, settings = scope["path"], self.settings
+        if repeated := find_repeated(scope["headers"]):
+            return repeated
         caller = identify_caller(scope["headers"], settings.hash_key)
         is_prompt = path in PROMPT_PATHS
         view = read_prompt(body) if is_prompt else UNREAD

@@ -15,6 +15,7 @@ from semantickv.telemetry.fleet_book import FleetBook
 from semantickv.telemetry.metrics import EdgeMetrics
 from semantickv.telemetry.record import RecordStore
 from semblend.web.site import HEADERS, build_fleet
+from semblend.wire.caller_headers import find_repeated
 
 if TYPE_CHECKING:
     from starlette.types import Scope, Send
@@ -45,6 +46,8 @@ class OwnPaths:
         path, headers = scope["path"], scope["headers"]
         if scope["method"] != "GET":
             await send_error(send, NOT_FOUND)
+        elif repeated := find_repeated(headers):
+            await send_error(send, repeated)
         elif path == "/health":
             able = sum(replica.can_serve for replica in self.router.replicas)
             await send_json(send, {"status": "ok" if able else "no replica", "replicas_up": able}, 200 if able else 503)

@@ -16,9 +16,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from semantickv.traces.collection import Collector, TraceWriter
+from semantickv.traces.collection import Collector
 from semantickv.traces.segmentation import Segmenter
-from semblend.errors import SemBlendError
+from semantickv.traces.trace_writer import MOST_HELD, TraceWriter
 
 MOST_WAITING_BYTES = 64 << 20
 LATEST = 100
@@ -58,14 +58,19 @@ class TraceJob:
 class TraceWorker:
     """Writes trace lines, in order of arrival. Lives in the process that writes."""
 
-    def __init__(self, options: TraceOptions) -> None:
-        writer = TraceWriter(options.path, most_bytes=options.file_bytes, keep=options.keep_files)
+    def __init__(self, options: TraceOptions, first_ticket: int = 0) -> None:
+        writer = TraceWriter(
+            options.path, most_bytes=options.file_bytes, keep=options.keep_files, first_ticket=first_ticket
+        )
         self._collector = Collector(writer, Segmenter(key=options.key), redact=options.redact)
 
     def write(self, ticket: int, job: TraceJob | None) -> str | None:
         """Write one line and return it; None where there is none."""
         line = None if job is None else self._build(ticket, job)
-        self._collector.writer.put(ticket, line)
+        writer, lost = self._collector.writer, self._collector.writer.dropped
+        writer.put(ticket, line)
+        if writer.dropped > lost:
+            raise OSError("a line could not be written")
         return None if line is None else json.dumps(line, ensure_ascii=False)
 
     def _build(self, ticket: int, job: TraceJob) -> dict[str, Any] | None:
@@ -81,8 +86,8 @@ class TraceWorker:
                 usage=job.usage,
                 metadata=job.metadata,
             )
-        except (ValueError, RecursionError, AttributeError, SemBlendError):
-            return None  # not a request that can be written down; the engine has told the client
+        except Exception:  # whatever a body holds costs its own line: this worker writes the lines of all callers
+            return None
 
     def close(self) -> None:
         """Write what waits and close the file."""
@@ -98,13 +103,15 @@ class TraceLog:
         self.latest: deque[str] = deque(maxlen=LATEST)
         self._make = _make_process if executor is None else lambda: executor
         self._executor: Executor | None = None
-        self._tickets = 0
+        self._tickets = self._first_ticket = 0
+        self._open_tickets: set[int] = set()
         self._waiting_bytes = 0
         self._waiting: set[Future[str | None]] = set()
 
     def take_ticket(self) -> int:
         """Take a place in the order of arrival; every ticket is given back to `submit`."""
         self._tickets += 1
+        self._open_tickets.add(self._tickets - 1)
         return self._tickets - 1
 
     def submit(self, ticket: int, job: TraceJob | None) -> None:
@@ -114,15 +121,25 @@ class TraceLog:
             self.dropped += 1
             size, job = 0, None
         try:
-            if self._executor is None:
-                self._executor = self._make()
-            future = self._executor.submit(_write, self.options, ticket, job)
+            executor = self._executor or self._begin_worker()
+            future = executor.submit(_write, self.options, ticket, job, self._first_ticket)
         except (BrokenExecutor, RuntimeError, OSError):
             self._give_up(job)
             return
+        finally:
+            self._open_tickets.discard(ticket)
         self._waiting_bytes += size
         self._waiting.add(future)
         future.add_done_callback(self._note_done(size, job))
+
+    def _begin_worker(self) -> Executor:
+        """Start a worker. Tickets that went with the one before are given back: nobody waits for their lines."""
+        self._executor = self._make()
+        self._first_ticket = max(min(self._open_tickets), self._tickets - MOST_HELD)
+        for ticket in range(self._first_ticket, self._tickets):
+            if ticket not in self._open_tickets:
+                self._executor.submit(_write, self.options, ticket, None, self._first_ticket)
+        return self._executor
 
     def close(self) -> None:
         """Wait until everything handed over is written."""
@@ -138,8 +155,10 @@ class TraceLog:
         def note(future: Future[str | None]) -> None:
             self._waiting.discard(future)
             self._waiting_bytes -= size
-            if future.cancelled() or future.exception() is not None:
+            if future.cancelled() or isinstance(future.exception(), BrokenExecutor):
                 self._give_up(job)
+            elif future.exception() is not None:  # the worker lives: this line alone is lost
+                self.dropped += job is not None
             elif (line := future.result()) is not None:
                 self.written += 1
                 self.latest.append(line)
@@ -157,10 +176,10 @@ class TraceLog:
 _WORKERS: dict[str, TraceWorker] = {}
 
 
-def _write(options: TraceOptions, ticket: int, job: TraceJob | None) -> str | None:
-    """Write one line, in the worker's process."""
+def _write(options: TraceOptions, ticket: int, job: TraceJob | None, first_ticket: int = 0) -> str | None:
+    """Write one line, in the worker's process, whose first line has ``first_ticket``."""
     if options.path not in _WORKERS:
-        _WORKERS[options.path] = TraceWorker(options)
+        _WORKERS[options.path] = TraceWorker(options, first_ticket)
     return _WORKERS[options.path].write(ticket, job)
 
 

@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import heapq
 import inspect
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from semantickv.traces.segmentation import Segmenter, TextBlock
+from semantickv.traces.trace_writer import Json, TraceWriter
 from semblend.errors import InputError
-
-MOST_HELD = 4096
-Json = dict[str, Any]
 
 
 def build_trace_line(
@@ -41,89 +36,6 @@ def build_trace_line(
         written.append(entry if redact else entry | {"text": block.text})
     line: Json = {"request_id": request_id, "timestamp_ms": round(at_ms, 3), "blocks": written}
     return line | {name: value for name, value in known.items() if value is not None}
-
-
-class TraceWriter:
-    """Appends lines to a file in order of arrival, from any thread.
-
-    Requests end in another order than they arrive. A finished one waits until all before it are finished or given up.
-    With ``most_bytes``, a file that has grown so large is followed by another, and of these the last ``keep`` stay.
-    """
-
-    def __init__(self, path: str | Path, *, most_bytes: int = 0, keep: int = 16) -> None:
-        self.path = self._first = Path(path)
-        self.written = self.dropped = 0
-        self._most_bytes, self._keep = most_bytes, keep
-        self._older: list[Path] = []
-        self._lock = threading.Lock()
-        self._next_ticket = self._next_out = 0
-        self._held: list[tuple[int, str]] = []
-        self._stream = self._open()
-
-    def _open(self) -> IO[str]:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            return open(self.path, "a", encoding="utf-8", opener=_open_private)
-        except OSError as error:
-            raise InputError(f"cannot write {self.path}: {error.strerror}", hint="pass another --output-dir") from None
-
-    def take_ticket(self) -> int:
-        """Take a place in the order of arrival; every ticket must be given back to `put`."""
-        with self._lock:
-            self._next_ticket += 1
-            return self._next_ticket - 1
-
-    def put(self, ticket: int, line: Json | None) -> None:
-        """Give a ticket back with its line, or with None if there is none."""
-        text = "" if line is None else json.dumps(line, ensure_ascii=False, separators=(",", ":"))
-        with self._lock:
-            if ticket < self._next_out or self._stream.closed:  # its place has been given away, or we have stopped
-                self.dropped += 1
-                return
-            heapq.heappush(self._held, (ticket, text))
-            if len(self._held) > MOST_HELD:  # one request hangs; the others do not wait for ever
-                self._next_out = self._held[0][0]
-            self._flush()
-
-    def _flush(self) -> None:
-        """Write the lines whose turn has come."""
-        while self._held and self._held[0][0] <= self._next_out:
-            ticket, text = heapq.heappop(self._held)
-            self._next_out = ticket + 1
-            if text:
-                self._stream.write(text + "\n")
-                self.written += 1
-                if self._most_bytes and self._stream.tell() >= self._most_bytes:
-                    self._begin_file()
-        self._stream.flush()
-
-    def _begin_file(self) -> None:
-        """Close the file and begin the next; remove the oldest if there are too many."""
-        self._stream.close()
-        self._older.append(self.path)
-        self.path = self._first.with_name(f"{self._first.stem}.{self.written:09d}{self._first.suffix}")
-        self._stream = self._open()
-        while len(self._older) >= self._keep:
-            self._older.pop(0).unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Write the lines that still wait and close the file."""
-        with self._lock:
-            while self._held and not self._stream.closed:
-                self._next_out = self._held[0][0]
-                self._flush()
-            self._stream.close()
-
-    def __enter__(self) -> TraceWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _open_private(path: str, flags: int) -> int:
-    """Open a file that only its owner may read."""
-    return os.open(path, flags, 0o600)
 
 
 @dataclass
@@ -149,7 +61,7 @@ class Collector:
             ticket = self.writer.take_ticket()
         try:
             blocks = self._cut_prompt(body)
-        except InputError:
+        except BaseException:
             self.writer.put(ticket, None)
             raise
         return Recording(
@@ -323,7 +235,8 @@ def _read_count(value: Any) -> int | None:
 
 def has_content(part: Mapping[str, Any]) -> bool:
     """Whether a part of a streamed answer carries text or a tool call."""
-    for choice in part.get("choices") or ():
+    choices = part.get("choices")
+    for choice in choices if isinstance(choices, list | tuple) else ():
         if not isinstance(choice, Mapping):
             continue
         delta = choice.get("delta")

@@ -10,9 +10,9 @@ from typing import Any
 
 from semantickv.engine_state.events import KvEvent
 from semantickv.engine_state.subscriber import EventSource, EventSubscriber
-from semantickv.traces.collection import TraceWriter
 from semantickv.traces.kv_events import EventTrace
 from semantickv.traces.request import TraceRequest
+from semantickv.traces.trace_writer import TraceWriter
 
 LOOK_AGAIN_S = 0.5
 
@@ -75,4 +75,4 @@ class EventCollector:
         }
 
     def _hash(self, text: str) -> str:
-        return hashlib.blake2b(text.encode(), digest_size=8, key=self._key).hexdigest()
+        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, key=self._key).hexdigest()

@@ -21,8 +21,8 @@ import gzip
 import hashlib
 import itertools
 import json
-import math
 import os
+import sys
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
@@ -329,7 +329,9 @@ def _read_block_id(block: dict[str, Any], where: str) -> int:
         if type(value) is int and -_INT64 <= value < _INT64:
             return value
         if isinstance(value, str) and value:
-            return int.from_bytes(hashlib.blake2b(value.encode(), digest_size=8).digest(), "big", signed=True)
+            return int.from_bytes(
+                hashlib.blake2b(value.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big", signed=True
+            )
         if value is not None:
             raise BadFieldError(f"{where}.{field}", f"{value!r} is neither text nor an integer of 64 bits")
     raise BadFieldError(f"{where}.content_hash", "missing")
@@ -341,7 +343,7 @@ def _read_number(record: dict[str, Any], field: str, default: float | None, wher
     name = f"{where}.{field}" if where else field
     if value is None:
         raise BadFieldError(name, "missing")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
         raise BadFieldError(name, f"{value!r} is not a number")
     return value
 

@@ -188,7 +188,8 @@ def extract_text(message: Mapping[str, Any]) -> str:
     parts = [content] if isinstance(content, str) else []
     if isinstance(content, Sequence) and not isinstance(content, str):
         parts = [part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
-    for call in message.get("tool_calls") or ():
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list | tuple) else ():
         function = call.get("function") if isinstance(call, Mapping) else None
         if isinstance(function, Mapping):
             parts.append(f"{function.get('name', '')}({function.get('arguments', '')})")

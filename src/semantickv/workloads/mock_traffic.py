@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from semantickv.traces.collection import Collector, TraceWriter
+from semantickv.traces.collection import Collector
 from semantickv.traces.segmentation import Segmenter, hash_content
+from semantickv.traces.trace_writer import TraceWriter
 from semantickv.workloads.arrivals import Arrivals
 from semblend.errors import InputError
 

@@ -285,7 +285,7 @@ class LiveRun:
                 raise BackendGoneError(f"the cache cannot be emptied: {error}", hint="check the URL, or use salts")
         if self._settings.isolation != "salt":
             return ""
-        return hashlib.sha256(f"{self._session}:{case.item_id}:{arm}".encode()).hexdigest()[:32]
+        return hashlib.sha256(f"{self._session}:{case.item_id}:{arm}".encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
     async def _prepare(self) -> None:
         """Warm up, check that isolation works, and read the counters."""

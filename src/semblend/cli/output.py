@@ -16,6 +16,8 @@ from typing import Any, BinaryIO, TextIO, cast
 
 from semblend.errors import InputError
 
+_HALF_CHARACTERS = "backslashreplace"
+
 
 def say(text: str) -> None:
     """Talk: anything that is not the answer itself."""
@@ -64,12 +66,13 @@ def write_text(path: str | Path, text: str) -> None:
 def open_atomic(path: str | Path) -> Iterator[TextIO]:
     """Open a text file that takes the place of ``path`` when the block ends, and only if it ends without an error.
 
-    A name that ends in ``.gz`` is packed without a time stamp, so that equal content gives equal bytes.
+    A name that ends in ``.gz`` is packed without a time stamp, so that equal content gives equal bytes. Half a
+    character (a lone surrogate) is written as ``\\udXXX``, which JSON reads back as it was.
     """
     temporary = ""
     try:
         if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe: renaming would replace it
-            with open(path, "w", encoding="utf-8") as stream:
+            with open(path, "w", encoding="utf-8", errors=_HALF_CHARACTERS) as stream:
                 yield stream
             return
         target = Path(os.path.realpath(path))
@@ -77,7 +80,7 @@ def open_atomic(path: str | Path) -> Iterator[TextIO]:
         with (
             os.fdopen(handle, "wb") as raw,
             _pack(raw, target) as packed,
-            io.TextIOWrapper(packed, encoding="utf-8", newline="\n") as stream,
+            io.TextIOWrapper(packed, encoding="utf-8", errors=_HALF_CHARACTERS, newline="\n") as stream,
         ):
             yield stream
         Path(temporary).chmod(0o644)  # mkstemp makes it private; a report is meant to be read

@@ -905,6 +905,25 @@ def test_a_tenant_header_is_believed_from_a_front_and_from_nobody_else():
     run(test)
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("X-Tenant-ID", ("acme", "bolt")), ("Authorization", ("Bearer sk-acme", "Bearer sk-bolt")),
+     ("x-api-key", ("sk-acme", "sk-acme"))],
+)  # fmt: skip
+def test_a_caller_that_names_itself_twice_is_nobody(name, values):
+    """A front that adds its header behind its caller's must not let the caller choose."""
+
+    async def test():
+        fake = engine()
+        async with client(fake, tenants=RING, address="10.1.2.3") as http:
+            answer = await http.post(CHAT, json=chat(), headers=[(name, value) for value in values])
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "repeated_header")
+            assert (await http.get("/api/stats", headers=[(name, value) for value in values])).status_code == 400
+        assert not fake.donors()
+
+    run(test)
+
+
 def test_addresses_of_fronts_are_read_as_networks_and_nonsense_is_refused():
     ring = Tenants(fronts=["10.1.0.0/16", "::1"])
     assert ring.identify(None, address="::ffff:10.1.9.9", claimed="a").tenant == "a"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from concurrent.futures import Executor, Future
+from concurrent.futures import BrokenExecutor, Executor, Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from semantickv.apps.build import build_proxy, build_router
 from semantickv.apps.gateway import Gateway
 from semantickv.edge.scripted_engine import ScriptedEngine, answer_json, die_after, hang, send_raw, stream
 from semantickv.settings import EdgeSettings
+from semantickv.telemetry import trace_log
 from semantickv.telemetry.metrics import EDGE_METRICS
-from semantickv.telemetry.trace_log import TraceLog, TraceOptions
+from semantickv.telemetry.trace_log import TraceJob, TraceLog, TraceOptions
 from semblend.errors import ConfigError
 
 CHAT = "/v1/chat/completions"
@@ -325,6 +326,37 @@ def test_a_trace_worker_that_dies_costs_traces_and_no_answer(tmp_path):
     run(test())
 
 
+def test_a_body_that_cannot_be_cut_costs_its_own_trace_and_nobody_elses(tmp_path):
+    bodies = [chat("first"), chat("x", model="\ud800"), b"[" * 50_000, b'{"messages": [{"role": [], "content": {}}]}',
+              b'{"messages": [{"role": "user", "content": "x", "tool_calls": 5}]}', chat("last")]  # fmt: skip
+    log = TraceLog(TraceOptions(str(tmp_path / "t.jsonl")), executor := Inline())
+    for body in bodies:
+        log.submit(log.take_ticket(), TraceJob(body, 0.0, 1.0, None, "", "", {}, {}))
+    assert (log.written, log.unread, log.dropped) == (4, 2, 0)
+    assert log._executor is executor
+    log.close()
+    assert len((tmp_path / "t.jsonl").read_text("utf-8").splitlines()) == 4
+
+
+def test_a_worker_that_takes_over_writes_at_once_and_does_not_wait_for_what_is_lost(tmp_path, monkeypatch):
+    broken: Future[Any] = Future()
+    broken.set_exception(BrokenExecutor())
+    path, job = tmp_path / "t.jsonl", TraceJob(chat("Hi"), 0.0, 1.0, None, "", "", {}, {})
+    log = TraceLog(TraceOptions(str(path)), executor := Inline())
+    early, lost, late = (log.take_ticket() for _ in range(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(executor, "submit", lambda *_: broken)
+        log.submit(lost, job)
+    trace_log._WORKERS.clear()  # a worker's memory goes with its process
+    log.submit(late, job)
+    assert not path.read_text("utf-8"), "an earlier request is under way: lines stand in order of arrival"
+    log.submit(early, job)
+    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    assert [line["request_id"] for line in lines] == ["r00000000", "r00000002"]
+    assert (log.written, log.dropped) == (2, 1)
+    log.close()
+
+
 # -- the router --------------------------------------------------------------------------------------------------------
 
 
@@ -514,6 +546,22 @@ def test_a_tenant_header_neither_joins_nor_parts_anyone_and_does_not_reach_the_e
                 )
             assert client.headers["x-semantic-route"] == "exact_prefix_route"
             assert not any("x-tenant-id" in one.headers for engine in engines for one in engine.requests)
+
+    run(test())
+
+
+def test_a_caller_that_names_itself_twice_reaches_neither_an_engine_nor_a_record():
+    """The router goes by the first key; an engine could go by the last."""
+
+    async def test():
+        async with ScriptedEngine() as engine:
+            app = build_proxy(EdgeSettings(upstream=engine.url, trace=False, salt_secret="s"))
+            twice = {"Authorization": "Bearer a", "authorization": "Bearer b"}  # two names here, one on the wire
+            client, body = await ask(app, "POST", CHAT, body=chat("Hi"), headers=twice)
+            assert (client.status, json.loads(body)["error"]["code"]) == (400, "repeated_header")
+            client, _ = await ask(app, "GET", "/v1/requests/x", headers=twice)
+            assert client.status == 400
+            assert not engine.requests
 
     run(test())
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +17,10 @@ from typing import Any
 import pytest
 
 from semantickv.traces.collecting_proxy import CollectingProxy
-from semantickv.traces.collection import MOST_HELD, Collector, TraceWriter
+from semantickv.traces.collection import Collector, has_content
 from semantickv.traces.segmentation import Segmenter
 from semantickv.traces.trace import Trace
+from semantickv.traces.trace_writer import MOST_HELD, TraceWriter
 from semantickv.workloads.mock_traffic import collect_mock
 from semblend.errors import InputError
 
@@ -132,6 +135,75 @@ def test_a_request_that_ends_after_the_writer_closed_is_dropped_quietly(tmp_path
     writer.close()
     writer.put(late, {})
     assert (writer.written, writer.dropped) == (0, 1)
+
+
+def test_half_a_character_in_a_models_name_costs_nothing(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "t.jsonl") as writer:
+        Collector(writer, redact=False).wrap(lambda body: None)({**BODY, "model": "\ud800", "user": "\udfff"})
+    assert read(writer.path)[0]["model_name"] == "\ud800"
+    assert writer.dropped == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+def test_a_full_disk_costs_lines_and_no_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "t.jsonl").symlink_to("/dev/full")
+    with TraceWriter(tmp_path / "t.jsonl") as writer:
+        handler = Collector(writer).wrap(lambda body: "the answer")
+        assert [handler(BODY) for _ in range(3)] == ["the answer"] * 3
+    assert (writer.written, writer.dropped) == (0, 3)
+    assert [record.getMessage().partition(": ")[0] for record in caplog.records] == ["trace lines are lost"]
+
+
+WRITE_UNTIL_FULL = """
+import resource, sys
+from semantickv.traces.trace_writer import TraceWriter
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+with TraceWriter(sys.argv[1]) as writer:
+    for number in range(30):
+        writer.put(writer.take_ticket(), {"number": number, "text": "x" * 60})
+    lost = writer.dropped
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    writer.put(writer.take_ticket(), {"number": "room again"})
+print(writer.written, lost)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limits of files")
+def test_a_disk_that_fills_up_leaves_whole_lines_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    command = [sys.executable, "-c", WRITE_UNTIL_FULL, str(path)]
+    written, lost = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    numbers = [line["number"] for line in read(path)]
+    assert numbers == [*range(written - 1), "room again"]
+    assert written - 1 + lost == 30
+    assert lost > 10
+
+
+def test_no_next_file_can_be_begun_so_the_first_one_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with TraceWriter(tmp_path / "t.jsonl", most_bytes=10) as writer:
+
+        def refuse(path: Path) -> Any:
+            raise InputError(f"cannot write {path}", hint="")
+
+        monkeypatch.setattr(writer, "_open", refuse)
+        for number in range(3):
+            writer.put(writer.take_ticket(), {"number": number, "text": "x" * 60})
+    assert [line["number"] for line in read(tmp_path / "t.jsonl")] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("body", [
+    {"messages": [{"role": "user", "content": "Hi", "tool_calls": 5}]},
+    {"messages": [{"role": "user", "content": "Hi", "tool_calls": {"a": 1}}]},
+])  # fmt: skip
+def test_tool_calls_that_are_no_list_are_no_text(tmp_path: Path, body: dict[str, Any]) -> None:
+    with TraceWriter(tmp_path / "t.jsonl") as writer:
+        Collector(writer).wrap(lambda body: None)(body)
+    assert len(read(writer.path)[0]["blocks"]) == 1
+
+
+@pytest.mark.parametrize("choices", [5, "text", None, {}, [5], [{"delta": 3}]])
+def test_a_part_of_an_answer_in_another_shape_carries_nothing(choices: Any) -> None:
+    assert not has_content({"choices": choices})
 
 
 def test_text_is_kept_only_on_request(tmp_path: Path) -> None:

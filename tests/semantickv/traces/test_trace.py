@@ -84,6 +84,8 @@ def test_gzip_is_read_whatever_the_name(tmp_path):
     [
         ({**MOONCAKE, "timestamp": -1}, "timestamp", "negative"),
         ({**MOONCAKE, "timestamp": "soon"}, "timestamp", "not a number"),
+        ({**MOONCAKE, "timestamp": 10**400}, "timestamp", "not a number"),
+        ({**MOONCAKE, "input_length": -(10**400)}, "input_length", "not a number"),
         ({k: v for k, v in MOONCAKE.items() if k != "input_length"}, "input_length", "missing"),
         ({**MOONCAKE, "input_length": 5000}, "hash_ids", "can't hold"),
         ({**MOONCAKE, "hash_ids": [1, "x"]}, "hash_ids[1]", "not an integer"),
@@ -103,6 +105,13 @@ def test_a_bad_line_is_named_or_skipped_and_counted(tmp_path, bad, field, proble
     assert caught.value.hint
     trace = Trace.read(path, skip_bad=True)
     assert (len(trace), trace.skipped) == (2, 1)
+
+
+def test_a_name_with_half_a_character_is_a_name(tmp_path):
+    blocks = [{"content_hash": "\ud800", "semantic_type": "\udfff", "token_count": 5}]
+    path = written(tmp_path, {"timestamp_ms": 0, "blocks": blocks}, {"timestamp_ms": 1, "blocks": blocks})
+    first, second = trace_formats.TraceFile(path).read_requests()
+    assert first.block_ids == second.block_ids
 
 
 def test_a_line_too_long_to_hold_is_passed_over(tmp_path, monkeypatch):

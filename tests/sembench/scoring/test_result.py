@@ -58,6 +58,18 @@ def test_a_result_that_was_cut_off_says_so(tmp_path):
         read_result(path)
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": 1' + "0" * 400 + "}", '{"a": -1' + "0" * 5000 + "}"])
+def test_a_result_that_no_run_writes_is_refused(tmp_path, text):
+    (tmp_path / "r.json").write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match="not a whole JSON file"):
+        read_result(tmp_path / "r.json")
+
+
+def test_half_a_character_in_a_name_is_written_and_read_back(tmp_path):
+    write_result(tmp_path / "r.json", result(record("\ud800 é")))
+    assert read_result(tmp_path / "r.json").requests[0].item_id == "\ud800 é"
+
+
 def test_a_result_of_a_later_version_is_refused_with_its_name(tmp_path):
     path = tmp_path / "r.json"
     path.write_text(json.dumps({"result_version": "sembench.result.v9"}), encoding="utf-8")

@@ -14,6 +14,7 @@ from semblend.engine.server.serving import ServingEngine
 from semblend.engine.server.tenants import Identity, bearer
 from semblend.engine.server.tokenizing import TokenizerPool
 from semblend.wire.arranging import PromptArranger
+from semblend.wire.caller_headers import find_repeated
 from semblend.wire.chat import ChatRequest
 from semblend.wire.completions import CompletionRequest
 from semblend.wire.errors import ApiError
@@ -57,6 +58,8 @@ class Service:
 
     def identify(self, request: Request) -> Identity:
         headers = request.headers
+        if repeated := find_repeated(headers.raw):
+            raise repeated
         refuse_foreign_page(headers.get("host", ""), headers.get("origin"), self.config)
         identity = self.config.tenants.identify(
             bearer(headers.get("authorization"), headers.get("x-api-key")),

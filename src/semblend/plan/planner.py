@@ -29,7 +29,7 @@ class Planner:
             spans = self.cost.keep_worthwhile(spans)
             saving_ms = self.cost.estimate_saving_ms([span.length for span in spans])
             if not spans or saving_ms <= 0:
-                detail = f"{len(lengths)} spans of {sum(lengths)} tokens save {saving_ms:.3f} ms net"
+                detail = f"reuse of {sum(lengths)} tokens (spans: {len(lengths)}) saves {saving_ms:.3f} ms net"
                 return Decline(DeclineReason.BELOW_BREAK_EVEN, detail)
         plan = ReusePlan(spans, len(prompt), exact_tokens, saving_ms)
         if plan.reuse_ratio < self.min_reuse_ratio:

@@ -90,7 +90,7 @@ def draw_experiment(outcome: ExperimentOutcome, folder: Path) -> None:
                      empty="adaptive_semantic did not run or keeps no weights")  # fmt: skip
     over = {f"{mode} mode": lines for mode, lines in outcome.utilization_over_time.items()}
     plots.draw_lines(folder / "memory_utilization_over_time.png", "Share of the cache in use", over, x="requests",
-                     y="used", note=note, share=True)  # fmt: skip
+                     y="share of the cache in use", note=note, share=True)  # fmt: skip
 
 
 def format_summary(outcome: ExperimentOutcome) -> str:

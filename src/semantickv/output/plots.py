@@ -229,8 +229,10 @@ def _name_ends(axis: Any, ends: Mapping[str, tuple[float, float]]) -> None:
     for at in range(len(places) - 2, -1, -1):
         places[at] = min(places[at], places[at + 1] - step)
     for label, place in zip(names, places, strict=True):
-        axis.annotate(label, (right, place), xytext=(4, 0), textcoords="offset points", fontsize=8.5,
-                      color=choose_colour(label), va="center", annotation_clip=False)  # fmt: skip
+        # Ink for the letters: pale colours can be told apart as lines and not read as text.
+        for words, colour, at in (("━", choose_colour(label), 4), (label, INK, 17)):
+            axis.annotate(words, (right, place), xytext=(at, 0), textcoords="offset points", fontsize=8.5,
+                          color=colour, va="center", annotation_clip=False)  # fmt: skip
     axis.set_xlim(left, right)
 
 

@@ -28,6 +28,17 @@ function* withRest(count, parts) {
   if (at < count) yield [at, count, REST];
 }
 
+/** The cells from start up to end as at most three rectangles of cells: rest of a row, whole rows, beginning of a row. */
+function* coverRows(start, end, columns) {
+  while (start < end) {
+    const [x, y] = [start % columns, Math.floor(start / columns)];
+    const height = x ? 1 : Math.max(1, Math.floor((end - start) / columns));
+    const width = Math.min(columns - x, end - start);
+    yield [x, y, width, height];
+    start += width * height;
+  }
+}
+
 export class TokenStrip {
   /** The box holds the cells, at most `height` pixels high, and takes the keyboard; the note tells about one token. */
   constructor(box, note, height) {
@@ -67,9 +78,14 @@ export class TokenStrip {
     this.canvas.width = this.canvas.clientWidth * scale;
     this.canvas.height = rows * h * scale;
     pen.scale(scale, scale);
+    this.box.style.maxHeight = rows * h > this.height ? `${this.height}px` : ""; // more rows than fit: the box scrolls
     const gap = w > 4 ? 1.5 : w > 2 ? 0.5 : 0;
     for (const [start, end, colour] of withRest(this.shown.count, this.shown.parts)) {
       pen.fillStyle = this.resolve(colour);
+      if (!gap) { // cells that touch are drawn as rows: there may be a million of them
+        for (const [x, y, width, height] of coverRows(start, end, columns)) pen.fillRect(x * w, y * h, width * w, height * h);
+        continue;
+      }
       for (let index = start; index < end; index += 1) {
         const cell = [(index % columns) * w, Math.floor(index / columns) * h, w - gap, h - gap];
         if (w > 6) {
@@ -107,6 +123,8 @@ export class TokenStrip {
     if (!(event.key in steps)) return;
     event.preventDefault();
     this.select(Math.max(0, Math.min(last, this.at + steps[event.key])));
+    const top = Math.floor(this.at / this.grid.columns) * this.grid.h;
+    if (top < this.box.scrollTop || top > this.box.scrollTop + this.box.clientHeight - 20) this.box.scrollTop = top - this.box.clientHeight / 2;
   }
 
   select(index) {

@@ -235,7 +235,7 @@ function scrollTo(index) {
 
 function drawStages(result) {
   const total = result.explanation.stages.reduce((sum, stage) => sum + stage.ms, 0);
-  $("stage-total").textContent = `${ms(total)} in a second, watched lookup; ${ms(result.timing.tokenize_ms)} of tokenizing before it`;
+  $("stage-total").textContent = `${ms(total)} in all, timed stage by stage in a lookup of its own · tokenizing ${ms(result.timing.tokenize_ms)}`;
   const facts = ({ name, ms: _, ...rest }) => Object.entries(rest).map(fact).filter(Boolean).join(" · ");
   const rows = result.explanation.stages.map((stage) => el("li", {}, el("time", {}, ms(stage.ms)), el("b", {}, stage.name), el("p", {}, facts(stage))));
   const alike = (result.explanation.decision.evidence ?? []).map((one) =>

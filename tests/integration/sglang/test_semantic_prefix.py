@@ -16,7 +16,13 @@ from provider_behaviours import *  # noqa: F403  (the rules)
 from provider_behaviours import DONOR, OTHER, Recorder
 
 from semblend.integration.sglang.fake_radix import FakeKey, FakeMatchParams, FakeRadixCache, FakeRequest
-from semblend.integration.sglang.semantic_prefix import MOST_WAITING, GuardedProvider, SemanticPrefixResult, count_hit
+from semblend.integration.sglang.semantic_prefix import (
+    MOST_TOKENS,
+    MOST_WAITING,
+    GuardedProvider,
+    SemanticPrefixResult,
+    count_hit,
+)
 
 
 class FakeSeam:
@@ -83,6 +89,40 @@ def test_a_guarded_provider_refuses_an_answer_of_another_type():
     guarded = GuardedProvider(Recorder({"alternate_token_ids": DONOR}), deadline_ms=5000)  # type: ignore[arg-type]
     assert guarded.on_prefix_miss("r", OTHER) is None
     guarded.on_shutdown()
+
+
+def never_ends():
+    while True:
+        yield 1
+
+
+def raises():
+    yield 1
+    raise ValueError("half way")
+
+
+@pytest.mark.parametrize("tokens", [None, 5, "text", [1.5], [2**70], [None], raises()], ids=str)
+def test_a_guarded_provider_may_name_anything_as_tokens(tokens, caplog):
+    guarded = GuardedProvider(Recorder(SemanticPrefixResult(tokens)), deadline_ms=5000)
+    assert guarded.on_prefix_miss("r", OTHER) is None
+    assert "failed for r" in caplog.text
+
+
+def test_tokens_without_end_are_cut_in_the_providers_own_time():
+    answer = SemanticPrefixResult(never_ends(), source_id="two\nlines" + "x" * 1000)
+    found = GuardedProvider(Recorder(answer), deadline_ms=60_000).on_prefix_miss("r", OTHER)
+    assert len(found.alternate_token_ids) == MOST_TOKENS
+    assert found.source_id.startswith("two\\nlinesxx")
+    assert len(found.source_id) < 300
+
+
+def test_a_provider_that_leaves_the_program_leaves_only_its_own_thread(caplog):
+    guarded = GuardedProvider(Recorder(error=SystemExit(3)), deadline_ms=5000)
+    guarded.on_init()
+    assert guarded.on_prefix_miss("r", OTHER) is None
+    assert "SystemExit" in caplog.text
+    guarded.on_shutdown()
+    assert guarded.on_prefix_miss("r", OTHER) is None, "its thread is gone"
 
 
 @pytest.mark.parametrize("hook", ["on_init", "on_shutdown"])

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TooLate
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 __all__ = ["GuardedProvider", "SemanticPrefixProvider", "SemanticPrefixResult", "install_hooks"]
@@ -30,6 +31,9 @@ CLOSING = ("shutdown", "release_host_resources")
 
 MOST_WAITING = 64
 """Finished requests that a provider may be behind; each holds its tokens."""
+
+MOST_TOKENS, MOST_NAME_CHARS = 1 << 22, 200
+"""Of a proposal: more tokens than any request has, and characters of a name in the log."""
 
 CLOSE_S = 1.0
 """How long a cache that goes waits for a provider that is at work."""
@@ -91,19 +95,28 @@ class GuardedProvider(SemanticPrefixProvider):
         if self._asked is not None and not self._asked.done():
             return None
         try:
-            self._asked = self._thread.submit(self._provider.on_prefix_miss, rid, token_ids)
-            found: Any = self._asked.result(timeout=self._deadline_s)
+            self._asked = self._thread.submit(self._ask, rid, token_ids)
+            return self._asked.result(timeout=self._deadline_s)
         except TooLate:
             assert self._asked is not None, "somebody was asked"
             self._asked.cancel()  # if it has not begun, it need not
             log.warning("the semantic provider was late for %s: it is computed", rid)
             return None
-        except Exception as error:
-            log.warning("the semantic provider failed for %s: %s: %s", rid, type(error).__name__, error)
+        except RuntimeError as error:  # its thread is gone
+            log.warning("the semantic provider cannot be asked for %s: %s", rid, error)
             return None
-        if found is None or isinstance(found, SemanticPrefixResult):
-            return found
-        log.warning("the semantic provider answered with a %s for %s", type(found).__name__, rid)
+
+    def _ask(self, rid: str, token_ids: Sequence[int]) -> SemanticPrefixResult | None:
+        """Ask, and copy the answer while the deadline runs: its parts may be anything too, and take any time."""
+        try:
+            found: Any = self._provider.on_prefix_miss(rid, token_ids)
+            if found is None:
+                return None
+            if isinstance(found, SemanticPrefixResult):
+                return _copy_answer(found)
+            log.warning("the semantic provider answered with a %s for %s", type(found).__name__, rid)
+        except BaseException as error:  # its thread is ours; sys.exit() in it must not end the engine
+            log.warning("the semantic provider failed for %s: %s: %s", rid, type(error).__name__, error)
         return None
 
     def on_request_cached(self, rid: str, token_ids: Sequence[int]) -> None:
@@ -126,8 +139,20 @@ class GuardedProvider(SemanticPrefixProvider):
     def _call(self, name: str, *args: Any) -> None:
         try:
             getattr(self._provider, name)(*args)
-        except Exception as error:
+        except BaseException as error:  # as in `_ask`
             log.warning("the semantic provider failed in %s: %s: %s", name, type(error).__name__, error)
+
+
+def _copy_answer(found: SemanticPrefixResult) -> SemanticPrefixResult:
+    """The same answer of plain values: 64-bit tokens, no more than a request can have, and a name of one line."""
+    name = None if found.source_id is None else repr(str(found.source_id)[:MOST_NAME_CHARS])[1:-1]
+    return SemanticPrefixResult(
+        array("q", islice(iter(found.alternate_token_ids), MOST_TOKENS)),
+        num_cached_tokens=int(found.num_cached_tokens),
+        skip_insert=bool(found.skip_insert),
+        metadata=found.metadata,
+        source_id=name,
+    )
 
 
 def install_hooks(cache_class: type, *, unsafe_verbatim: bool = False) -> Callable[[], None]:

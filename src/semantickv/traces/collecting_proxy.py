@@ -20,6 +20,8 @@ from semblend.errors import InputError
 
 RECORDED = ("/v1/chat/completions", "/v1/completions")
 MAX_BODY_BYTES = 64 << 20
+CLIENT_TIMEOUT_S = 60.0
+"""How long a client may neither send nor read: its thread is let go then."""
 PIECE = 1 << 16
 _HOP = {
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailers", "transfer-encoding",
@@ -63,6 +65,7 @@ class CollectingProxy(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: CollectingProxy
+    timeout = CLIENT_TIMEOUT_S
 
     def log_message(self, format: str, *args: Any) -> None:
         """Write no line for each request on standard error."""
@@ -72,12 +75,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit():
+        if not (length.isascii() and length.isdigit() and len(length) < 20):
             self._refuse(411, "the request needs a Content-Length")
         elif int(length) > MAX_BODY_BYTES:
             self._refuse(413, f"the request is longer than {MAX_BODY_BYTES} bytes")
+        elif len(body := self.rfile.read(int(length))) < int(length):
+            self.close_connection = True  # the client left in mid-sentence: half a request is none
         else:
-            self._forward(self.rfile.read(int(length)))
+            self._forward(body)
 
     def _forward(self, body: bytes) -> None:
         """Forward the request and record it; refuse it if too many are running."""
@@ -193,6 +198,6 @@ class _ResponseReader:
         assert self.recording is not None
         try:
             value = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return  # [DONE], or an answer that is no JSON
         (self.recording.note_part if part else self.recording.note_answer)(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from semantickv.traces import collecting_proxy
 from semantickv.traces.collecting_proxy import CollectingProxy
 from semantickv.traces.collection import Collector, has_content
 from semantickv.traces.segmentation import Segmenter
@@ -322,3 +324,48 @@ def test_an_upstream_that_is_not_there_is_told_and_not_recorded(tmp_path: Path) 
 def test_an_upstream_that_is_no_address_is_refused(tmp_path: Path) -> None:
     with TraceWriter(tmp_path / "t.jsonl") as writer, pytest.raises(InputError, match="no address"):
         CollectingProxy("localhost:8000", Collector(writer))
+
+
+@pytest.mark.parametrize("length", ["²", "-1", "1e3", "9" * 5000, "", "0x10"])
+def test_a_length_that_is_no_number_is_refused_in_words(tmp_path: Path, upstream: int, length: str) -> None:
+    with TraceWriter(tmp_path / "t.jsonl") as writer:
+        proxy = CollectingProxy(f"http://127.0.0.1:{upstream}", Collector(writer))
+        with serving(proxy) as port, socket.create_connection(("127.0.0.1", port), timeout=60) as wire:
+            wire.sendall(f"POST /v1/completions HTTP/1.1\r\nContent-Length: {length}\r\n\r\n".encode("latin-1"))
+            assert b" 411 " in wire.recv(4096)
+
+
+def test_half_a_request_never_reaches_the_upstream(tmp_path: Path, upstream: int) -> None:
+    with TraceWriter(tmp_path / "t.jsonl") as writer:
+        proxy = CollectingProxy(f"http://127.0.0.1:{upstream}", Collector(writer))
+        with serving(proxy) as port, socket.create_connection(("127.0.0.1", port), timeout=60) as wire:
+            wire.sendall(b'POST /v1/completions HTTP/1.1\r\nContent-Length: 100\r\n\r\n{"prompt": "Hi"}')
+            wire.shutdown(socket.SHUT_WR)
+            assert wire.recv(4096) == b""
+
+
+def test_a_silent_client_of_the_proxy_is_let_go(tmp_path: Path, upstream: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collecting_proxy._Handler, "timeout", 0.05)
+    with TraceWriter(tmp_path / "t.jsonl") as writer:
+        proxy = CollectingProxy(f"http://127.0.0.1:{upstream}", Collector(writer))
+        with serving(proxy) as port, socket.create_connection(("127.0.0.1", port), timeout=60) as wire:
+            assert wire.recv(4096) == b""
+
+
+def test_a_body_of_any_depth_is_forwarded_and_such_an_answer_too(tmp_path: Path) -> None:
+    deep = b"[" * 100_000
+
+    class Deep(Upstream):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self._answer(200, deep, "application/json")
+
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Deep)) as engine, TraceWriter(tmp_path / "t.jsonl") as writer:
+        proxy = CollectingProxy(f"http://127.0.0.1:{engine}", Collector(writer))
+        with serving(proxy) as port:
+            for body in (deep, json.dumps({"prompt": "x", "model": "m"})):
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+                connection.request("POST", "/v1/completions", body)
+                assert connection.getresponse().read() == deep
+                connection.close()
+    assert (proxy.unrecorded, writer.written) == (1, 1)

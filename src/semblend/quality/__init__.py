@@ -1,8 +1,9 @@
 """How far an answer may be from a cold one: modes and numbers.
 
-`scale` reads and spells them. `tenants` says whose word counts for a request.
+`scale` reads and spells them. `tenants` says whose word counts for a request, `request_options` reads a caller's.
 """
 
+from semblend.quality.request_options import RequestOptions, read_request_options
 from semblend.quality.scale import (
     GATED_MODE,
     MODE_NATS,
@@ -19,9 +20,11 @@ __all__ = [
     "MODE_NATS",
     "QUALITY_HINT",
     "QUALITY_MODES",
+    "RequestOptions",
     "choose_quality",
     "find_path",
     "parse_quality",
     "parse_tenant_qualities",
     "read_nats",
+    "read_request_options",
 ]

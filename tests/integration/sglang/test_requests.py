@@ -77,11 +77,12 @@ def test_a_request_without_a_salt_can_be_declined():
         ({"opt_out": True}, None, True),
         ({"quality": 0.05}, "0.05", False),
         ({"quality": 0}, "exact", False),
-        ({"opt_out": "yes", "quality": -7, "what": 1}, None, False),
-        ("fast", None, False),
+        ({"opt_out": "yes", "quality": -7, "what": 1}, "exact", True),
+        ("fast", "exact", False),
+        (None, None, False),
     ],
 )
-def test_a_caller_says_what_it_wants_and_nonsense_is_ignored(said, mode, opt_out):
+def test_a_caller_says_what_it_wants_and_nonsense_never_loosens_anything(said, mode, opt_out):
     params = SimpleNamespace(custom_params={"semblend": said})
     request = read_request(make(sampling_params=params), 2, Namespace())
     assert (request.mode, request.opt_out) == (mode, opt_out)

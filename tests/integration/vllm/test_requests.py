@@ -9,12 +9,12 @@ import pytest
 
 from semblend import Namespace
 from semblend.integration.vllm.scheduler.requests import (
-    RequestOptions,
     build_namespace,
     explain_decline,
     read_options,
 )
 from semblend.prompt import name_tenant
+from semblend.quality import RequestOptions
 
 
 def hint(payload, action_type="semblend.reuse"):
@@ -44,10 +44,13 @@ def request(own=None, *hints, salt=None, **rest):
         (request(None, hint({"opt_out": True}, "somebody.else")), RequestOptions()),
         (request({"quality": 0.05}, hint({"quality": "fast"})), RequestOptions(quality="0.05")),
         (request({"quality": "1e9x"}, hint({"quality": 0})), RequestOptions(quality="exact")),
-        (request({"quality": -1}, hint({"quality": "nan"})), RequestOptions()),
-        (request({"quality": "superb", "opt_out": "yes"}, hint("nonsense"), hint(None)), RequestOptions()),
-        (request({"quality": ["fast"]}), RequestOptions()),
-        (request("fast"), RequestOptions()),
+        (request({"quality": -1}, hint({"quality": "fast"})), RequestOptions(quality="exact")),
+        (request(None, hint({"quality": "nan"})), RequestOptions(quality="exact")),
+        (request({"quality": "superb", "opt_out": "yes"}, hint(None)), RequestOptions(True, "exact")),
+        (request(None, hint("nonsense")), RequestOptions(quality="exact")),
+        (request({"opt_out": 0, "quality": True}), RequestOptions(True, "exact")),
+        (request({"quality": ["fast"]}), RequestOptions(quality="exact")),
+        (request("fast"), RequestOptions(quality="exact")),
         (SimpleNamespace(), RequestOptions()),
     ],
 )

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from semblend.confirm.receipt import Receipt
-from semblend.errors import InputError
 from semblend.integration.desk.records import Waiting
 from semblend.prompt import Namespace, Prompt, name_tenant
-from semblend.quality import parse_quality
+from semblend.quality import read_request_options
 
 
 def read_request(req: Any, longest_prefix: int, engine: Namespace, *, require_cache_salt: bool = False) -> Waiting:
     """A request of SGLang as the desk sees it; ``longest_prefix`` is what SGLang lets a prefix cover.
 
     A caller's word stands in ``custom_params={"semblend": {"opt_out": true, "quality": "fast"}}`` of its sampling
-    parameters. What we do not know in there is ignored, it must not fail an answer.
+    parameters.
     """
     salt = join_salts(req)
     said = (getattr(req.sampling_params, "custom_params", None) or {}).get("semblend")
-    said = said if isinstance(said, Mapping) else {}
-    try:
-        quality = parse_quality(said["quality"]) if said.get("quality") is not None else None
-    except InputError:
-        quality = None
+    asked = read_request_options(said)
     return Waiting(
         request_id=req.rid,
         prompt=Prompt(np.array(req.origin_input_ids, dtype=np.int64), namespace=build_namespace(salt, engine)),
         longest_prefix=longest_prefix,
         declined=explain_decline(req, require_salt=require_cache_salt and not salt) or "",
-        mode=quality,
-        opt_out=said.get("opt_out") is True,
+        mode=asked.quality,
+        opt_out=asked.opt_out,
         restarted=len(req.output_ids) > 0,
         source=req,
     )

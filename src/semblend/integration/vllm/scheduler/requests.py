@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from semblend.errors import InputError
 from semblend.integration.vllm.scheduler.records import EngineFacts, Record
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.prompt import Namespace, Prompt, name_tenant
-from semblend.quality import choose_quality, parse_quality
+from semblend.quality import RequestOptions, choose_quality, read_request_options
 
 HINT_ACTION = "semblend.reuse"
 """The ``action_type`` of a KV hint that is for us; its payload says what ``kv_transfer_params.semblend`` would."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOptions:
-    """``kv_transfer_params={"semblend": {"opt_out": true, "quality": 0.05}}`` of a request."""
-
-    opt_out: bool = False
-    quality: str | None = None
 
 
 def make_record(request: Any, facts: EngineFacts, settings: ConnectorSettings) -> Record:
@@ -36,23 +27,13 @@ def make_record(request: Any, facts: EngineFacts, settings: ConnectorSettings) -
 def read_options(request: Any) -> RequestOptions:
     """What the request says about itself, and what an orchestrator says about it in ``kv_hints`` (from vLLM 0.32 on).
 
-    Either of them may opt out. In the mode the request's own word counts, then the last hint. Anything unknown in there
-    is ignored, it must not fail an answer.
+    The request says it in ``kv_transfer_params={"semblend": {"opt_out": true, "quality": 0.05}}``. Either of them may
+    opt out. In the mode the request's own word counts, then the last hint.
     """
-    own = _parse_options((getattr(request, "kv_transfer_params", None) or {}).get("semblend"))
-    hints = [_parse_options(payload) for payload in _iterate_hints(getattr(request, "kv_hints", None))]
+    own = read_request_options((getattr(request, "kv_transfer_params", None) or {}).get("semblend"))
+    hints = [read_request_options(payload) for payload in _iterate_hints(getattr(request, "kv_hints", None))]
     quality = next((said.quality for said in (own, *reversed(hints)) if said.quality), None)
     return RequestOptions(own.opt_out or any(hint.opt_out for hint in hints), quality)
-
-
-def _parse_options(given: Any) -> RequestOptions:
-    if not isinstance(given, Mapping):
-        return RequestOptions()
-    try:
-        quality = parse_quality(given["quality"]) if given.get("quality") is not None else None
-    except InputError:
-        quality = None
-    return RequestOptions(given.get("opt_out") is True, quality)
 
 
 def _iterate_hints(envelope: Any) -> Iterator[Any]:

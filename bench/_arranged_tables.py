@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import _report
@@ -16,19 +16,55 @@ NAMES = {
     "retrieval other order": "a third order, cold",
     "arranged cold": "arranged, cold",
     "arranged fast": "arranged, donor KV alone",
-    "arranged attended-5": "arranged, 5 % repaired",
     "arranged attended-10": "arranged, 10 % repaired",
 }
 
 
+ARRANGED = "arranged"
+"""The phase of a run's rows: this, and what became of the passage that was retrieved first."""
+
+
 def show_arranged(report: _report.Report, rows: Sequence[Row]) -> None:
+    arms = list(dict.fromkeys(row["phase"] for row in rows if row["recipe"] == "arranged cold"))
     for model in dict.fromkeys(row["model"] for row in rows):
         mine = [row for row in rows if row["model"] == model]
-        _show_scores(report, model, mine)
-        _show_differences(report, model, mine)
+        if len(arms) > 1:
+            _show_arms(report, model, mine, arms)
+        else:
+            _show_scores(report, model, mine)
+            _show_differences(report, model, mine)
         sets = {row["case"]: row["dataset"] for row in mine}
         counts = ", ".join(f"{name} {list(sets.values()).count(name)}" for name in dict.fromkeys(sets.values()))
         report.note(f"{model}: {len(sets)} questions ({counts})")
+
+
+def _show_arms(report: _report.Report, model: str, rows: Sequence[Row], arms: Sequence[str]) -> None:
+    """What becomes of the passage that was retrieved first, a line each: the price of the order, and of reuse."""
+    base = {row["case"]: row for row in rows if row["recipe"] == "retrieval cold"}
+    lines = []
+    for arm in arms:
+        line: list[Any] = [arm.removeprefix(ARRANGED).strip() or "free"]
+        for recipe in ("arranged cold", "arranged fast", "arranged attended-10"):
+            mine = [row for row in rows if (row["phase"], row["recipe"]) == (arm, recipe)]
+            if not mine:
+                break
+            task = "{:.3f} [{:.3f}, {:.3f}]".format(*interval(_pair(mine, base), "difference", draws=4000))
+            cold = recipe == "arranged cold"
+            line += [len(mine), task] if cold else [interval(mine, "flops")[0], _range(mine, "kl"), task]
+        else:
+            lines.append(line)
+    apart = "task F1 less retrieval order"
+    columns = ["the first retrieved", "n", f"arranged, cold: {apart}", "donor KV alone: FLOPs", "KL", apart,
+               "10 % repaired: FLOPs", "KL", apart]  # fmt: skip
+    report.table(f"{model}: what becomes of the passage that was retrieved first", columns, lines)
+
+
+def _pair(rows: Sequence[Row], base: Mapping[str, Row]) -> list[Row]:
+    return [
+        {"cluster": row["case"], "difference": row["task"] - base[row["case"]]["task"]}
+        for row in rows
+        if row["case"] in base
+    ]
 
 
 def _show_scores(report: _report.Report, model: str, rows: Sequence[Row]) -> None:
@@ -50,9 +86,7 @@ def _show_differences(report: _report.Report, model: str, rows: Sequence[Row]) -
     base = {row["case"]: row for row in rows if row["recipe"] == "retrieval cold"}
     for recipe in (name for name in NAMES if name != "retrieval cold"):
         for dataset in ("all", *dict.fromkeys(row["dataset"] for row in rows)):
-            paired = [{"cluster": row["case"], "difference": row["task"] - base[row["case"]]["task"]}
-                      for row in rows if row["recipe"] == recipe and dataset in ("all", row["dataset"])
-                      and row["case"] in base]  # fmt: skip
+            paired = _pair([r for r in rows if r["recipe"] == recipe and dataset in ("all", r["dataset"])], base)
             if paired:
                 mean, low, high = interval(paired, "difference", draws=4000)
                 lines.append([NAMES[recipe], dataset, len(paired), mean, low, high])

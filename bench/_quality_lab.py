@@ -87,7 +87,6 @@ def recipes(thresholds: Thresholds) -> tuple[Recipe, ...]:
         Recipe("product-20", product(20)),
         Recipe("product-40", product(40)),
         Recipe("balanced", balanced),
-        Recipe("attended-5", fixed(5, "attended"), extra=True),
         Recipe("attended-20", fixed(20, "attended"), extra=True),
         Recipe("product-10", product(10), blender=WatchedBlender, extra=True),
         Recipe("product-60", product(60), blender=WatchedBlender, extra=True),

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import _report  # first: it sets the number of threads
-from _arranged_tables import show_arranged
+from _arranged_tables import ARRANGED, show_arranged
 from _dial_runs import RowFile, add_run_arguments, load_model, read_rows, run_cases
 from _quality_cases import DONOR_SYSTEM, DONOR_TASK, MIN_SPAN, SYSTEM, TASK, Case
 from _quality_lab import Lab, recipes
@@ -191,7 +191,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         most=args.questions, passage_tokens=args.passage_tokens, passages=args.passages, between=args.between,
         best=args.best, seed=args.seed,
     )  # fmt: skip
-    for _ in run_cases(made, rows, args, model=name, phase="arranged", work=work, began=began):
+    for _ in run_cases(made, rows, args, model=name, phase=f"{ARRANGED} {args.best}", work=work, began=began):
         pass
     return rows.rows
 

@@ -11,11 +11,13 @@ from semblend import InputError
 from semblend.plan.selection import (
     SELECTIONS,
     Scores,
+    keep_in_order,
     select_attended,
     select_attended_and_deviating,
     select_by_deviation,
     select_largest,
 )
+from semblend.span import Span
 
 
 def scores_of(reused, seed=0, share=0.1):
@@ -75,3 +77,54 @@ def test_the_largest_are_those_that_sorting_everything_would_choose(scores, coun
     positions, values = np.arange(len(scores)) * 3, np.array(scores)
     by_score = np.lexsort((positions, -np.nan_to_num(values, nan=-np.inf)))
     assert select_largest(positions, values, count).tolist() == sorted(positions[by_score[: max(0, count)]].tolist())
+
+
+def lay_out(*pieces):
+    """Spans of ``(donor, donor_start, length)``, one behind the other in the prompt."""
+    at, spans = 0, []
+    for donor, start, length in pieces:
+        spans.append(Span(donor, start, at, length))
+        at += length
+    return tuple(spans)
+
+
+def test_what_stands_before_its_predecessors_is_left_out():
+    first, *others = lay_out(("d", 500, 50), ("d", 0, 200), ("d", 300, 100))
+    assert keep_in_order([first, *others], most_share=0.2) == tuple(others)
+
+
+def test_a_passage_in_place_before_the_one_that_moved_is_kept():
+    head, moved, rest = lay_out(("d", 0, 50), ("d", 400, 50), ("d", 50, 350))
+    assert keep_in_order([head, moved, rest], most_share=0.2) == (head, rest)
+
+
+def test_where_much_moved_ahead_nothing_is_left_out():
+    spans = lay_out(("d", 500, 101), ("d", 0, 399))
+    assert keep_in_order(spans, most_share=0.2) == spans
+
+
+def test_the_orders_of_two_donors_do_not_concern_each_other():
+    spans = lay_out(("a", 500, 10), ("b", 0, 200), ("a", 600, 200), ("b", 300, 100))
+    assert keep_in_order(spans, most_share=0.2) == spans
+
+
+pieces = st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 900), st.integers(1, 90)), min_size=1, max_size=12)
+
+
+@given(pieces, st.floats(0, 0.99))
+def test_what_is_kept_is_in_its_donors_orders_unless_too_much_would_be_left_out(pieces, share):
+    spans = lay_out(*pieces)
+    in_order = tuple(
+        span
+        for place, span in enumerate(spans)
+        if all(span.donor_start <= later.donor_start for later in spans[place:] if later.donor_id == span.donor_id)
+    )
+    left_out = sum(span.length for span in spans) - sum(span.length for span in in_order)
+    kept = keep_in_order(spans, share)
+    assert kept in (spans, in_order)
+    assert kept[-1] == spans[-1]
+    slack = 1e-9 * sum(span.length for span in spans)
+    if left_out < share * sum(span.length for span in spans) - slack:
+        assert kept == in_order
+    if left_out > share * sum(span.length for span in spans) + slack:
+        assert kept == spans

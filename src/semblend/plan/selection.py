@@ -72,6 +72,27 @@ def select_seams(spans: Sequence[Span], width: int) -> Positions:
     return np.concatenate(heads) if heads else np.empty(0, np.int64)
 
 
+def keep_in_order(spans: Sequence[Span], most_share: float) -> tuple[Span, ...]:
+    """Leave out the spans that stand before tokens which their donor has before them, if they are few.
+
+    Their KV has seen what now comes later. What is left is in its donors' orders. ``most_share``: of the reused tokens;
+    where more moved ahead, the prompt is another order altogether, and nothing is left out.
+
+    >>> moved, others = Span("d", 90, 10, 5), Span("d", 0, 15, 45)
+    >>> keep_in_order([moved, others], most_share=0.2) == (others,)
+    True
+    """
+    first_behind: dict[tuple[str, int], int] = {}
+    kept: list[Span] = []
+    for span in reversed(spans):
+        donor = (span.donor_id, span.generation)
+        if span.donor_start <= first_behind.get(donor, span.donor_start):
+            kept.append(span)
+            first_behind[donor] = span.donor_start
+    few = (1 - most_share) * sum(span.length for span in spans)
+    return tuple(reversed(kept)) if sum(span.length for span in kept) >= few else tuple(spans)
+
+
 def select_largest(positions: Positions, scores: Values, count: int) -> Positions:
     """Select the ``count`` ascending ``positions`` with the largest scores; ties go to the earlier, NaN comes last.
 

@@ -105,6 +105,32 @@ def assert_cold(world, blended, target, tokens):
         assert torch.allclose(ours, theirs, atol=1e-4)
 
 
+def first_passage_kept(world):
+    """A donor with a passage behind the others; a prompt with it in front of them."""
+    moved, others = tokens_of(40, 7), tokens_of(200, 8)
+    world.donate("d", tokens_of(30, 9) + others + moved)
+    prompt = tokens_of(20, 10) + moved + others + tokens_of(12, 11)
+    return prompt, [Span("d", 230, 20, 40), Span("d", 30, 60, 200)]
+
+
+def test_a_passage_that_moved_ahead_is_computed_as_if_its_donor_did_not_hold_it():
+    world = World(mode="fast")
+    prompt, spans = first_passage_kept(world)
+    done, alone = (world.prepare(prompt, held)[0] for held in (spans, spans[1:]))
+    assert torch.allclose(done.logits_last, alone.logits_last, atol=1e-5)
+    assert done.recomputed_tokens - alone.recomputed_tokens == 40
+
+
+@pytest.mark.parametrize("mode", ["fast", "balanced"])
+def test_a_passage_that_moved_ahead_is_what_a_cold_prefill_computes(mode):
+    world = World(mode=mode, thresholds=ALWAYS)
+    prompt, spans = first_passage_kept(world)
+    done, target = world.prepare(prompt, spans)
+    assert done.exact_until >= 60
+    ours, theirs = world.kv_of(target.slots[:60]), world.kv_of(world.cold(prompt)[1][:60])
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours, theirs, strict=True))
+
+
 def test_with_all_tokens_selected_the_result_is_a_cold_prefill():
     world = World(mode="fast", seam_tokens=10_000, first_seam_tokens=10_000)
     prompt, spans = one_document(world)

@@ -47,3 +47,19 @@ def test_wider_heads_of_spans_cost_more():
     many = tuple(Span("d", 0, 100 * i, 90) for i in range(10))
     assert cost_more(many, QualitySettings(seam_tokens=4)) is None
     assert cost_more(many, QualitySettings(seam_tokens=40)) is not None
+
+
+MOVED = (Span("d", 600, 100, 80), Span("d", 0, 180, 500))  # a passage that followed the others stands before them now
+
+
+def test_a_passage_that_moved_ahead_is_computed_and_the_first_head_is_that_of_the_next():
+    settings = QualitySettings(first_seam_tokens=3, seam_tokens=2, question_tokens=1)
+    assert first_rows(700, 100, MOVED, settings).tolist() == [*range(100, 183), *range(680, 700)]
+    reused = first_rows(700, 100, MOVED, QualitySettings(first_seam_tokens=3, seam_tokens=2, moved_ahead_share=0))
+    assert reused[:5].tolist() == [100, 101, 102, 180, 181]
+
+
+def test_a_passage_that_moved_ahead_is_computed_once_whatever_is_repaired():
+    settings = QualitySettings(first_seam_tokens=0, seam_tokens=0, question_tokens=1, most_work=0.1)
+    why = two_passes_cost_more(first_rows(700, 100, MOVED, settings), MOVED, 600, settings)
+    assert why == "two passes compute 178 rows, over 10% of a prefill's 600"  # 80 + 20, the last 20 again, 58 repaired

@@ -7,22 +7,25 @@ from collections.abc import Sequence
 import numpy as np
 
 from semblend.materialize.blend.quality import QualitySettings
-from semblend.plan.selection import Positions, list_reused_positions, select_seams
+from semblend.plan.selection import Positions, keep_in_order, list_reused_positions, select_seams
 from semblend.span import Span
 
 
 def first_rows(tokens: int, exact: int, spans: Sequence[Span], settings: QualitySettings) -> Positions:
-    """Gaps, the heads of spans, and the end of the prompt, whoever holds it: its attention is the question's.
+    """Gaps, the heads of spans, what moved ahead, and the end of the prompt, whoever holds it.
+
+    The attention of the end is the question's. What moved ahead: docs/research/decisions/0112-moved-ahead.md.
 
     >>> settings = QualitySettings(seam_tokens=1, first_seam_tokens=2, question_tokens=1)
     >>> first_rows(10, 1, [Span("d", 0, 3, 6)], settings).tolist()
     [1, 2, 3, 4, 9]
     """
+    kept = keep_in_order(spans, settings.moved_ahead_share)
     wanted = np.ones(tokens, dtype=bool)
     wanted[:exact] = False
-    wanted[list_reused_positions(spans)] = False
-    wanted[select_seams(spans, settings.seam_tokens)] = True
-    wanted[select_seams(spans[:1], settings.first_seam_tokens)] = True
+    wanted[list_reused_positions(kept)] = False
+    wanted[select_seams(kept, settings.seam_tokens)] = True
+    wanted[select_seams(kept[:1], settings.first_seam_tokens)] = True
     wanted[max(exact, tokens - max(1, settings.question_tokens)) :] = True
     return np.flatnonzero(wanted)
 
@@ -34,7 +37,8 @@ def two_passes_cost_more(first: Positions, spans: Sequence[Span], cold: int, set
     be in vain. So the bound is that of all repairs, not the whole prefill. What each pass costs beside its rows counts:
     a short prompt cannot win.
     """
-    again, reused = int((first > spans[0].target_start).sum()), sum(span.length for span in spans)
+    second = keep_in_order(spans, settings.moved_ahead_share)[0].target_start
+    again, reused = int((first > second).sum()), sum(span.length for span in spans)
     rows = len(first) + again + sum(round(step.percent / 100 * reused) for step in settings.steps[:1])
     bound = min(1.0, settings.most_work)
     if rows + 2 * settings.pass_rows < bound * (cold + settings.pass_rows):

@@ -49,6 +49,8 @@ class QualitySettings:
     ``latency_budget_ms`` (0: none) caps the whole preparation: a further repair that would not fit is not begun, and
     ``over_budget`` says what happens instead: "prefill" in full at once, or "accept" what is there and report its risk.
     ``most_work``: no repair is begun that would bring all passes above this share of a prefill; the prefill is.
+    ``moved_ahead_share``: passages that stand before what precedes them in their donor are computed, where they are at
+    most this share of the reused tokens (`semblend.plan.selection.keep_in_order`); 0: they are reused as well.
     ``layer_share``: where deviation is measured, all reused tokens are computed through the leading layers of a bathtub
     schedule with this share of the layers (`semblend.plan.layers`), and these layers are exact then; 0 only looks.
     ``pass_rows``: what a pass costs beside its rows, in rows (`semblend.materialize.blend.pass_cost`); 0: not measured.
@@ -64,6 +66,7 @@ class QualitySettings:
     first_seam_tokens: int = 32
     seam_tokens: int = 16
     question_tokens: int = 16
+    moved_ahead_share: float = 0.2
     steps: tuple[Step, ...] = (
         Step(10, "attended"),
         Step(20, "attended_and_deviating"),
@@ -82,6 +85,8 @@ class QualitySettings:
         object.__setattr__(self, "mode", parse_quality(self.mode))
         if self.over_budget not in ("prefill", "accept"):
             raise InputError(f"over_budget={self.over_budget!r} is unknown", hint="prefill or accept")
+        if not 0 <= self.moved_ahead_share < 1:
+            raise InputError(f"moved_ahead_share={self.moved_ahead_share} is no share", hint="0 reuses all spans")
         if not 0 <= self.layer_share <= 1:
             raise InputError(f"layer_share={self.layer_share} is no share", hint="0 recomputes no layer as a whole")
         for step in self.steps:

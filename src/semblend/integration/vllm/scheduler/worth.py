@@ -15,7 +15,7 @@ from semblend.materialize.gate.outcome_memory import OutcomeMemory
 from semblend.plan.donor_cost import explain_lost_donor
 from semblend.plan.gap_cost import keep_paying_spans
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
-from semblend.plan.selection import list_reused_positions
+from semblend.plan.selection import keep_in_order, list_reused_positions
 
 ReportFailure = Callable[[str, str, str], None]
 
@@ -135,7 +135,8 @@ def estimate_cost(record: Record, plan: ReusePlan, block_tokens: int, seam_token
     rows = np.searchsorted(first, ends).astype(np.float64)
     if record.is_gated:  # a second pass, over gaps again and over what the gate has chosen
         repaired = sum(step.percent / 100 for step in quality.steps[:1])
-        rows += np.searchsorted(first[first > plan.spans[0].target_start], ends) + repaired * reused
+        second = keep_in_order(plan.spans, quality.moved_ahead_share)[0].target_start
+        rows += np.searchsorted(first[first > second], ends) + repaired * reused
     rows = np.maximum(rows, LEAST_SHARE * (ends - exact))
     prices = ends - exact + plan.reused_tokens - reused  # what donors hold behind a mark is computed with it
     namespace = record.prompt.namespace

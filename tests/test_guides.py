@@ -257,6 +257,13 @@ def test_every_page_is_reachable_from_the_index() -> None:
         assert path in linked, f"{path.relative_to(docs)} is linked from neither index.md nor research/README.md"
 
 
+def test_every_benchmark_is_listed_with_its_question() -> None:
+    listed = (ROOT / "docs" / "research" / "running-the-benchmarks.md").read_text("utf-8")
+    helpers = {"corpus.py", "publish.py", "run_all.py"}  # they measure nothing
+    scripts = {path.name for path in (ROOT / "bench").glob("[!_]*.py")} - helpers
+    assert {name for name in scripts if f"| `bench/{name}` |" not in listed} == set()
+
+
 def test_the_readme_stays_short_and_shows_a_picture() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     assert text.count("\n") <= 170

@@ -1,7 +1,8 @@
 # make serve | make test are all a stranger needs; everything else is a part of one of them.
 PYTHON  ?= python3
 VENV    ?= .venv
-# Pinned: an unpinned torch pulls gigabytes of CUDA. On a GPU machine, before the first set-up: make serve TORCH=torch==2.11.0
+# Pinned, so that all test with one. On Linux the public index has it with CUDA, 4 GB more; an index of CPU builds comes before it
+# with PIP_EXTRA_INDEX_URL. On a GPU machine, before the first set-up: make serve TORCH=torch==2.11.0
 TORCH   ?= torch==2.13.0
 MODEL   ?= smollm2-135m
 PORT    ?= 8000
@@ -32,15 +33,15 @@ help:
 setup: $(READY)
 
 $(SERVE_READY): pyproject.toml constraints/core.txt
-	@echo "Setting up $(VENV) for serving: about 2 minutes, 1.1 GB, once."
+	@echo "Setting up $(VENV) for serving: about 2 minutes, 1.1 GB, once; 5 GB where pip finds only a torch with CUDA."
 	@echo "[1/3] the virtual environment"
 	@$(PYTHON) -m venv $(VENV)
 	@sed 's/^torch==.*/$(TORCH)/' constraints/core.txt > $(VENV)/constraints.txt
 	@echo "[2/3] $(TORCH), the largest part"
 	@$(INSTALL) "$(TORCH)"
 	@ls -d $(VENV)/lib/python*/site-packages/nvidia >/dev/null 2>&1 && ! command -v nvidia-smi >/dev/null && \
-		echo "note: pip found a torch with CUDA, some GB more, and there is no GPU here. An index of CPU builds," \
-		"named in PIP_EXTRA_INDEX_URL, avoids that: make clean, then again." || true
+		echo "note: pip found a torch with CUDA, 4 GB more, and there is no GPU here. It works. To have them back: set" \
+		"PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds (its install page names it), make clean, then again." || true
 	@echo "[3/3] semblend, its compiled kernels and its server"
 	@$(INSTALL) -e ".[local]"
 	@touch $@
@@ -60,13 +61,14 @@ $(ALL_READY): $(READY)
 	@$(INSTALL) -e ".[gpu]" accelerate
 	@touch $@
 
+# 130: Ctrl-C, which is how they end.
 serve: $(SERVE_READY)
 	@$(BIN)/semblend models pull $(MODEL)
 	@[ -n "$$(find src -name '*.nbi' -print -quit)" ] || echo "The first start compiles kernels: about half a minute."
-	@$(BIN)/semblend serve --model $(MODEL) --port $(PORT)
+	@$(BIN)/semblend serve --model $(MODEL) --port $(PORT) || [ $$? -eq 130 ]
 
 explore: $(SERVE_READY)
-	@$(BIN)/semblend explore
+	@$(BIN)/semblend explore || [ $$? -eq 130 ]
 
 test: lint types unit
 

@@ -29,6 +29,7 @@ KEY_LINES = {
 
 NEED_A_SERVER = {  # and the hint that each gives without one
     "ask_vllm.py": "hint: start vLLM",  # asked in tests/engines/vllm/test_server.py
+    "ask_sglang.py": "hint: start SGLang",  # asked in tests/engines/sglang/test_server.py
     "openai_client.py": "hint: start a server with make serve",
 }
 NEEDED = {

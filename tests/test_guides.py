@@ -77,7 +77,7 @@ def test_the_comparison_notices_a_wrong_figure() -> None:
 CONSOLE = ("console", "bash", "shell", "sh")
 HEREDOC = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?\s*$")
 IS_PYTHON = re.compile(r"(?:\S*/)?python3?(?: -W \S+)? (?:-c |- |-$|examples/)")
-NEED_A_SERVER = ("examples/ask_vllm.py",)  # asked in tests/engines/vllm/test_server.py
+NEED_A_SERVER = ("examples/ask_vllm.py", "examples/ask_sglang.py")  # asked in the test_server.py of tests/engines
 
 
 def shell_commands(block: str) -> Iterator[tuple[str, str]]:

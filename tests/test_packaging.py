@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
 import shutil
 import subprocess
 import sys
@@ -46,7 +48,8 @@ def unpacked(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sdist")
     (archive,) = (checkout / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as packed:
-        packed.extractall(folder, filter="data")
+        packed.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)  # Python 3.11.0 has none
+        packed.extractall(folder)
     (inside,) = folder.iterdir()
     return inside
 
@@ -84,3 +87,18 @@ def test_the_wheel_names_the_version_and_the_commands_of_this_checkout(wheel: zi
     told = wheel.read(entry).decode()
     for program in ("semblend", "semantickv", "sembench", "semblend-sglang", "semblend-trtllm"):
         assert f"\n{program} = " in told
+
+
+def test_every_pinned_version_takes_the_oldest_python_that_the_readme_allows() -> None:
+    specifiers = pytest.importorskip("packaging.specifiers")
+    pins = re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints" / "core.txt").read_text("utf-8"), re.M)
+    installed = {one.name.lower().replace("_", "-"): one for one in importlib.metadata.distributions()}
+    checked = 0
+    for name, version in pins:
+        found = installed.get(name.lower().replace("_", "-"))
+        if found is None or found.version.partition("+")[0] != version:
+            continue
+        checked += 1
+        asked = found.metadata["Requires-Python"] or ""
+        assert specifiers.SpecifierSet(asked).contains("3.11.0"), f"{name} {version} wants Python {asked}"
+    assert checked > 50, "this environment was not made from the pins"

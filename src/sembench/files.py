@@ -5,12 +5,13 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from semblend.cli.output import open_atomic
+from semblend.cli.output import CHECK_FOLDER, check_target, open_atomic
 from semblend.errors import InputError
 
 _CHUNK_BYTES = 1 << 20
@@ -32,9 +33,8 @@ def make_folder_of(path: str | Path) -> None:
     try:
         Path(path).expanduser().absolute().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(
-            f"cannot write {path}: {error.strerror}", hint="check the folder and its permissions"
-        ) from None
+        raise InputError(f"cannot write {path}: {error.strerror}", hint=CHECK_FOLDER) from None
+    check_target(os.path.expanduser(path))
 
 
 @contextmanager

@@ -233,6 +233,11 @@ def write_engine_variable(engine: str, values: Mapping[str, Any]) -> None:
         os.environ.pop(ENGINE_VARIABLES[engine], None)
 
 
+def decline_telemetry() -> None:
+    """Tell packages that report home not to: ONNX Runtime does from 1.31 on, unless this is set before its import."""
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+
 def setting_sources(environ: Mapping[str, str] | None = None, file: str | Path | None = None) -> dict[str, str]:
     """Where each setting's value comes from: ``default``, a variable, or a file.
 

@@ -7,6 +7,7 @@ The folder of a case holds ``folder/``, ``empty.jsonl`` (no line), ``broken.json
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -124,6 +125,9 @@ semantickv replay --trace broken.jsonl --cache-token-budget 1000
 semantickv replay --trace words.txt --cache-token-budget 1000
 semantickv replay --trace number.json --cache-token-budget 1000
 semantickv replay --trace binary.jsonl --cache-token-budget 1000
+semantickv replay --trace good.jsonl --cache-token-budget 1000
+semantickv advise --trace good.jsonl
+semantickv tiers --trace good.jsonl --device-gib 1
 semantickv replay --trace trace.jsonl --cache-token-budget -1
 semantickv replay --trace trace.jsonl --cache-token-budget 0
 semantickv replay --trace trace.jsonl --cache-gib -2
@@ -189,6 +193,7 @@ semantickv segment binary.jsonl
 semantickv experiment run
 semantickv experiment run --config missing.yaml
 semantickv experiment run --config words.txt
+semantickv experiment run --config repeated_system
 semantickv experiment all --config-dir missing
 semantickv check --config-dir missing
 sembench
@@ -326,6 +331,62 @@ def test_a_mistake_is_one_line_and_a_hint(
     capsys.readouterr()
     code = MAINS[program](words)
     check_reported(code, capsys.readouterr().err, line)
+
+
+READ_ONLY = """
+semblend estimate good.jsonl --html page.html
+semblend estimate good.jsonl --json page.json
+semblend demo --json demo.json
+semblend demo --plot demo.png
+semblend calibrate --out thresholds.json
+semblend calibrate --pairs pairs.jsonl
+semantickv replay --trace trace.jsonl --cache-token-budget 1000
+semantickv advise --trace trace.jsonl
+semantickv experiment run --config low_memory_rag_stress
+semantickv workload support_agent --output w.jsonl
+sembench run-offline --manifest cases.jsonl --output r.json
+sembench run-load --log good.jsonl --output l.json --base-url http://127.0.0.1:9 --model m
+"""
+
+
+@pytest.mark.parametrize("line", READ_ONLY.strip().splitlines())
+def test_a_folder_that_cannot_be_written_is_noticed_before_the_work(
+    line: str, folder: Path, cases: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "cases.jsonl").write_bytes(cases.read_bytes())
+    program, *words = line.split()
+    if words[0] in ("demo", "calibrate"):
+        pytest.importorskip("torch")
+    allowed = os.access
+    monkeypatch.setattr(  # permissions do not bind root, who runs the tests in a container
+        os, "access", lambda path, mode: not mode & os.W_OK and allowed(path, mode)
+    )
+    before = sorted(folder.rglob("*"))
+    code = MAINS[program](words)
+    said = capsys.readouterr().err
+    check_reported(code, said, line)
+    assert "Permission denied" in said, "no model and no server is there, and neither was asked for"
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_log_of_prompts_is_no_trace_and_the_hint_says_who_reads_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert MAINS["semantickv"](["advise", "--trace", "good.jsonl"]) == 2
+    said = capsys.readouterr().err
+    assert "good.jsonl: line 1: this is no line of a trace" in said
+    assert "a log of prompts is read by semblend estimate" in said
+
+
+def test_a_path_with_spaces_and_letters_of_any_script_is_a_path(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = folder / "my own lögs" / "日誌 1.jsonl"
+    log.parent.mkdir()
+    log.write_bytes((folder / "good.jsonl").read_bytes())
+    page = log.with_suffix(".html")
+    assert MAINS["semblend"](["estimate", str(log), "--html", str(page)]) == 0
+    assert page.stat().st_size > 1000
 
 
 def test_a_package_that_is_missing_names_its_extra(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -369,3 +372,17 @@ def test_real_minilm_tells_documents_behind_one_preamble_apart() -> None:
     travel, cells = vector_of(embedder, preamble + LISBON * 10), vector_of(embedder, preamble + STRANGE * 10)
     query = vector_of(embedder, preamble + LISBON * 10 + " Who must agree?")
     assert float(query @ travel) > float(query @ cells) + 0.05
+
+
+def test_onnx_runtime_is_told_to_report_nothing_home_before_it_is_imported() -> None:
+    pytest.importorskip("onnxruntime")
+    code = (
+        "import os, sys; from semblend.fingerprint.embedder_models import _import_onnxruntime as load; "
+        "assert 'onnxruntime' not in sys.modules; load(); print(os.environ['ORT_DISABLE_TELEMETRY'])"
+    )
+    mine = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    done = subprocess.run([sys.executable, "-c", code], env=mine, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "1\n", done.stderr
+    mine["ORT_DISABLE_TELEMETRY"] = "0"
+    kept = subprocess.run([sys.executable, "-c", code], env=mine, capture_output=True, text=True, timeout=120)
+    assert kept.stdout == "0\n", "who sets it decides"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
+import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -55,6 +58,22 @@ def test_what_cannot_be_read_is_named_with_a_hint(tmp_path, rows):
     with pytest.raises(InputError) as caught:
         read_corpus(path)
     assert caught.value.hint
+
+
+def test_a_folder_that_may_not_be_read_is_named_and_is_not_an_empty_one(tmp_path, monkeypatch):
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    listed = os.scandir
+
+    def scan(path):  # permissions do not bind root, who runs the tests in a container
+        if Path(path) == closed:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    (tmp_path / "a.txt").write_text("some text")
+    with pytest.raises(InputError, match=r"cannot read .*closed: Permission denied"):
+        read_corpus(tmp_path)
 
 
 @given(st.text(max_size=200), st.integers(1, 30))

@@ -177,7 +177,8 @@ def load_experiment(path: str | Path) -> Experiment:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         what = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise InputError(f"cannot read {file}: {what}", hint=_HINT) from None
+        shipped = ", ".join(one.stem for one in sorted(SHIPPED_CONFIGS.glob("*.yaml")))
+        raise InputError(f"cannot read {file}: {what}", hint=f"a YAML file, or one of {shipped}") from None
     yaml = _import_yaml()
     try:
         table = yaml.safe_load(text)

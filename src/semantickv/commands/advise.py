@@ -11,7 +11,7 @@ from semantickv.analysis.latency import LatencyModel
 from semantickv.analysis.sizing import DEFAULT_GPU
 from semantickv.commands.flags import trace_flags
 from semantickv.output import advise_page, advise_words
-from semantickv.output.files import make_folder
+from semantickv.output.files import check_parent, make_folder
 from semantickv.simulator.capacity import DTYPE_BYTES, KV_SHAPES, count_kv_bytes_per_token
 from semantickv.simulator.policies import POLICIES
 from semblend.cli.output import Progress, print_json, say
@@ -92,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
             raise InputError(f"unknown policy {name!r}", hint="one of " + ", ".join(POLICIES))
     book = load_price_book(args.prices)
     rate = book.find_prefill(args.model, args.gpu)
+    check_parent(args.output_dir)
     trace = trace_flags.read_trace(args)
     latency, _, _ = trace_flags.choose_latency(args, trace, LatencyModel(rate.base_ms, rate.ms_per_token, rate.source))
     sizes = None

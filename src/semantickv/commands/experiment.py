@@ -17,7 +17,7 @@ from semantickv.analysis.experiments import (
 )
 from semantickv.analysis.latency import compute_gain
 from semantickv.output import experiment_files
-from semantickv.output.files import make_folder
+from semantickv.output.files import check_parent, make_folder
 from semblend.cli.output import Progress, print_json, say, table
 from semblend.errors import InputError
 
@@ -25,7 +25,7 @@ ABOUT = (
     "Run experiments on made-up workloads: several policies, block mode and prefix mode, files and plots. Simulated."
 )
 
-EXAMPLES = ("semantickv experiment run --config repeated_system", "semantickv experiment all")
+EXAMPLES = ("semantickv experiment run --config low_memory_rag_stress", "semantickv experiment all")
 
 
 def add(subparsers: Any) -> None:
@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the chosen experiments, write their files and print their results; return the exit code."""
     everything = args.what == "all" or "all" in args.config
     experiments = [_apply_flags(load_experiment(path), args) for path in _choose_configs(args, everything)]
+    for experiment in experiments:
+        check_parent(experiment.output_dir)
     done: list[tuple[ExperimentOutcome, Path]] = []
     for experiment in experiments:
         with Progress() as progress:

@@ -9,7 +9,7 @@ from typing import Any
 from semantickv.analysis.latency import compute_gain
 from semantickv.analysis.replay import CHAINED_NOTE, DEFAULT_POLICIES, replay
 from semantickv.commands.flags import trace_flags
-from semantickv.output.files import make_folder
+from semantickv.output.files import check_parent, make_folder
 from semantickv.output.replay_files import describe_calibration, write_replay
 from semantickv.simulator.capacity import DTYPE_BYTES, KV_SHAPES, Capacity
 from semblend.cli.output import Progress, print_json, say, table
@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     capacity = _read_capacity(args)
     if "/" in args.output_name or not args.output_name:
         raise InputError(f"--output-name {args.output_name!r} is no name", hint="the folder goes into --output-dir")
+    check_parent(args.output_dir)
     trace = trace_flags.read_trace(args)
     latency, fitted, seen = trace_flags.choose_latency(args, trace)
     with Progress() as progress:

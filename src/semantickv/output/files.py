@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,6 +33,16 @@ def make_folder(parent: str | Path, name: str, now: datetime | None = None) -> P
             raise InputError(f"cannot make {folder}: {error.strerror}", hint="pass another --output-dir") from None
         return folder
     raise InputError(f"{parent} already holds a thousand results of this second", hint="pass another --output-dir")
+
+
+def check_parent(parent: str | Path) -> None:
+    """Complain about a parent of result folders that cannot be written before the long work, not after it."""
+    whole = Path(parent).absolute()
+    nearest = next(one for one in (whole, *whole.parents) if one.exists())
+    if not nearest.is_dir():
+        raise InputError(f"cannot make {parent}: {nearest} is no folder", hint="pass another --output-dir")
+    if not os.access(nearest, os.W_OK):
+        raise InputError(f"cannot make {parent}: Permission denied", hint="pass another --output-dir")
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:

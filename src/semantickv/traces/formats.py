@@ -47,6 +47,7 @@ MAX_LINE_BYTES: Final = 64 << 20
 MOST_LINES_TO_DETECT: Final = 20_000  # an engine's log begins with its start, which is long
 _DEFAULT_BLOCK: Final = {"mooncake": 512, "azure": 512}
 _INT64: Final = 2**63
+_NO_TRACE: Final = f"a trace is {', '.join(FORMATS)}; a log of prompts is read by semblend estimate"
 
 
 class TraceFile:
@@ -118,7 +119,9 @@ class TraceFile:
 
 def _build_error(file: Path, number: int, bad: BadFieldError) -> InputError:
     """Build the error for a bad line, with file, line and field."""
-    hint = "sort the file, or read it with sort" if "earlier" in bad.problem else "correct the line, or skip bad lines"
+    if bad.field == "blocks" and bad.problem == "missing":
+        return InputError(f"{file}: line {number}: this is no line of a trace", hint=_NO_TRACE)
+    hint = "sort the file, or pass --sort" if "earlier" in bad.problem else "correct the line, or pass --skip-bad"
     return InputError(f"{file}: line {number}: field {bad.field!r}: {bad.problem}", hint=hint)
 
 

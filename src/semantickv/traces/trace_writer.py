@@ -42,7 +42,8 @@ class TraceWriter:
             path.parent.mkdir(parents=True, exist_ok=True)
             stream = open(path, "ab", buffering=0, opener=_open_private)  # noqa: SIM115  (closed by `close`)
         except OSError as error:
-            raise InputError(f"cannot write {path}: {error.strerror}", hint="pass another --output-dir") from None
+            hint = "pass another --output or --output-dir"
+            raise InputError(f"cannot write {path}: {error.strerror}", hint=hint) from None
         self._bytes = os.fstat(stream.fileno()).st_size
         return stream
 

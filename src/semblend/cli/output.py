@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, TextIO, cast
 from semblend.errors import InputError
 
 _HALF_CHARACTERS = "backslashreplace"
+CHECK_FOLDER = "check the folder and its permissions"
 
 
 def say(text: str) -> None:
@@ -46,9 +47,15 @@ def table(rows: Sequence[Sequence[object]], *, head: Sequence[str], right: Seque
 
 
 def check_target(path: str) -> None:
-    """Complain about a folder that is not there before the long work, not after it."""
-    if not os.path.isdir(os.path.dirname(path) or "."):
+    """Complain about a place that cannot be written before the long work, not after it."""
+    folder = os.path.dirname(os.path.realpath(path))
+    if not os.path.isdir(folder):
         raise InputError(f"cannot write {path}: No such file or directory", hint="make the folder first")
+    if os.path.isdir(path):
+        raise InputError(f"cannot write {path}: Is a directory", hint="name a file in it")
+    device = os.path.exists(path) and not os.path.isfile(path)  # written in place; a file is replaced in its folder
+    if not os.access(path if device else folder, os.W_OK):
+        raise InputError(f"cannot write {path}: Permission denied", hint=CHECK_FOLDER)
 
 
 def write_json(path: str | Path, value: Any) -> None:
@@ -87,9 +94,7 @@ def open_atomic(path: str | Path) -> Iterator[TextIO]:
         os.replace(temporary, target)
         temporary = ""
     except OSError as error:
-        raise InputError(
-            f"cannot write {path}: {error.strerror or error}", hint="check the folder and its permissions"
-        ) from None
+        raise InputError(f"cannot write {path}: {error.strerror or error}", hint=CHECK_FOLDER) from None
     finally:
         if temporary:
             Path(temporary).unlink(missing_ok=True)

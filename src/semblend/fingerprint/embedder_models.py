@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from semblend.config import decline_telemetry
 from semblend.errors import MissingDependencyError
 from semblend.fingerprint.bert_onnx import build_bert_onnx
 from semblend.fingerprint.model_files import MiniLmFiles, StaticFiles, is_installed
@@ -177,8 +178,7 @@ class OnnxEncoder:
 
     def _open_session(self) -> Any:
         """Open the model in ONNX Runtime; raise `MissingDependencyError` if the provider did not start."""
-        import onnxruntime
-
+        onnxruntime = _import_onnxruntime()
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = self._threads
         options.inter_op_num_threads = 1
@@ -228,10 +228,17 @@ def require(*packages: str, hint: str = INSTALL_EMBEDDER) -> None:
             raise MissingDependencyError(f"{package} is not installed", hint=hint)
 
 
-def _require_provider(provider: str) -> None:
-    """Raise `MissingDependencyError` if this ONNX Runtime does not have the provider."""
+def _import_onnxruntime() -> Any:
+    """Import ONNX Runtime, which asks at its import whether it may report home."""
+    decline_telemetry()
     import onnxruntime
 
+    return onnxruntime
+
+
+def _require_provider(provider: str) -> None:
+    """Raise `MissingDependencyError` if this ONNX Runtime does not have the provider."""
+    onnxruntime = _import_onnxruntime()
     if provider not in onnxruntime.get_available_providers():
         raise MissingDependencyError(
             f"this ONNX Runtime has no {provider}",

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from semblend.errors import InputError
 
@@ -110,7 +110,10 @@ def _name_retrieved(one: Any, place: dict[str, int]) -> str | None:
 
 
 def _read_folder(folder: Path) -> Iterator[CorpusDocument]:
-    for root, folders, names in os.walk(folder):  # follows no links to folders
+    def refuse(error: OSError) -> NoReturn:
+        raise InputError(f"cannot read {error.filename}: {error.strerror}", hint="check its permissions") from None
+
+    for root, folders, names in os.walk(folder, onerror=refuse):  # follows no links to folders
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             file = Path(root, name)

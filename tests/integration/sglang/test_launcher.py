@@ -8,6 +8,8 @@ from semblend.config import load_config, read_engine_variable
 from semblend.integration.sglang import launcher
 from semblend.integration.sglang.plugin import BACKEND
 
+PROVIDER = "semblend.integration.sglang.semantic_prefix:SemanticPrefixProvider"
+
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
@@ -38,9 +40,20 @@ def test_a_cache_that_was_asked_for_is_not_replaced(words):
 
 
 def test_settings_reach_the_processes_that_sglang_starts():
-    start("--semblend", "quality=fast", "--semblend", "step_work_ms=20", "--semblend-provider", "a.b:C")
+    start("--semblend", "quality=fast", "--semblend", "step_work_ms=20", "--semblend-provider", PROVIDER)
     assert load_config().quality == "fast"
-    assert read_engine_variable("sglang") == {"step_work_ms": 20, "provider": "a.b:C"}
+    assert read_engine_variable("sglang") == {"step_work_ms": 20, "provider": PROVIDER}
+
+
+@pytest.mark.parametrize("path", ["words", ":Name", "module:", "no_such_module:Name", "json:NoSuchName", "breaks:Name"])
+def test_a_provider_that_cannot_be_had_stops_it_before_sglang_loads_anything(path, tmp_path, monkeypatch, capsys):
+    (tmp_path / "breaks.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        start("--semblend-provider", path, "--model-path", "m")
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert said.count("error:") == said.count("hint:") == 1
 
 
 @pytest.mark.parametrize(

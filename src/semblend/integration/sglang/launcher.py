@@ -7,11 +7,12 @@ semblend-sglang --semblend-provider my_package.my_module:MyProvider --model-path
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
 
-from semblend.errors import SemBlendError
+from semblend.errors import ConfigError, SemBlendError
 from semblend.integration.launching import LauncherParser, add_settings_flag, become, pass_settings_on, stop_with
 from semblend.integration.sglang.plugin import BACKEND
 from semblend.integration.sglang.settings import SglangSettings
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None, *, start: Callable[[list[str]], None
     given, rest = build_parser().parse_known_args(sys.argv[1:] if argv is None else argv)
     try:
         note = check_version()
-        provider = {"provider": given.semblend_provider} if given.semblend_provider else {}
+        provider = {"provider": check_provider(given.semblend_provider)} if given.semblend_provider else {}
         pass_settings_on("sglang", SglangSettings, given.semblend, **provider)
     except SemBlendError as error:
         stop_with(error)
@@ -52,6 +53,21 @@ def build_parser() -> LauncherParser:
         help="a SemanticPrefixProvider to ask where the exact cache has nothing",
     )
     return parser
+
+
+def check_provider(path: str) -> str:
+    """``package.module:Name``, if it can be imported: SGLang would load its weights first, and then run without it."""
+    module, _, name = path.partition(":")
+    if not module or not name:
+        raise ConfigError(f"{path!r} names no provider", hint="write package.module:Name")
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # whatever a module of others raises
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{module} cannot be imported: {why}", hint="is its folder in PYTHONPATH?") from None
+    if not callable(getattr(found, name, None)):
+        raise ConfigError(f"{module} has no {name}", hint="name a class, or a function that makes a provider")
+    return path
 
 
 def check_version() -> str:

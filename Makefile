@@ -61,14 +61,13 @@ $(ALL_READY): $(READY)
 	@$(INSTALL) -e ".[gpu]" accelerate
 	@touch $@
 
-# 130: Ctrl-C, which is how they end.
 serve: $(SERVE_READY)
 	@$(BIN)/semblend models pull $(MODEL)
 	@[ -n "$$(find src -name '*.nbi' -print -quit)" ] || echo "The first start compiles kernels: about half a minute."
-	@$(BIN)/semblend serve --model $(MODEL) --port $(PORT) || [ $$? -eq 130 ]
+	@$(BIN)/semblend serve --model $(MODEL) --port $(PORT)
 
 explore: $(SERVE_READY)
-	@$(BIN)/semblend explore || [ $$? -eq 130 ]
+	@$(BIN)/semblend explore
 
 test: lint types unit
 

@@ -19,7 +19,7 @@ from semblend.text.parts import Part
 
 EVIL = "</title></style></span><script>alert(1)</script><img src=x onerror=alert(1)>\"'&lt;javascript:alert(1)"
 ALLOWED = re.compile(
-    "html|head|meta|title|style|body|main|h[123]|p|ul|li|b|span|div|figure|figcaption|svg|line|text|rect|circle|path|"
+    "html|head|meta|link|title|style|body|main|h[123]|p|ul|li|b|span|div|figure|figcaption|svg|line|text|rect|circle|path|"
     "table|thead|tbody|tr|th|td|details|summary|section"
 )
 
@@ -36,6 +36,10 @@ class Checker(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         self.tags.add(tag)
+        if tag == "link":  # the page's icon, which it holds itself
+            assert dict(attrs)["rel"] == "icon"
+            assert dict(attrs)["href"].startswith("data:image/svg+xml,")
+            return
         self.attributes |= {name for name, _ in attrs}
         if tag != "meta":
             self.open.append(tag)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import stat
@@ -233,6 +234,33 @@ class TestFile:
         assert arranger.arrange(["d", "c"]).expected.exact == 2
         assert caplog.text.count("not written any more") == 1
         arranger.close()
+
+    def test_a_disk_that_takes_half_of_an_entry_is_written_no_more_so_that_no_later_entry_is_lost_behind_it(
+        self, tmp_path, caplog
+    ):
+        class AlmostFull(io.FileIO):
+            def write(self, entry):
+                return super().write(entry[: len(entry) // 2])
+
+        arranger = Arranger(path=tmp_path / "orders")
+        send(arranger, ["a", "b"])
+        arranger._file._file.close()
+        arranger._file._file = AlmostFull(tmp_path / "orders", "ab")
+        send(arranger, ["c", "d"])
+        send(arranger, ["e", "f"])
+        arranger.close()
+        assert caplog.text.count("not written any more") == 1
+        with Arranger(path=tmp_path / "orders") as again:
+            assert again.arrange(["b", "a"]).expected.exact == 2
+            assert len(again) == 1
+
+    def test_a_link_where_the_new_file_is_written_leads_nowhere(self, tmp_path):
+        victim = tmp_path / "victim"
+        victim.write_text("mine")
+        (tmp_path / f".orders.{os.getpid()}.part").symlink_to(victim)
+        Arranger(path=tmp_path / "orders").close()
+        assert victim.read_text() == "mine"
+        assert not (tmp_path / "orders").is_symlink()
 
     def test_a_place_that_cannot_be_used_is_named(self, tmp_path):
         (tmp_path / "file").write_text("")

@@ -7,6 +7,7 @@ holds digests of passages: whoever has a passage could see that it was sent. So 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import struct
@@ -101,8 +102,9 @@ class SequenceFile:
 
     def _replace(self, sequences: Iterable[Sent]) -> None:
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
+        temporary.unlink(missing_ok=True)  # whoever left it there, a link too
         try:
-            with open(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
+            with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
                 file.write(HEADER)
                 file.writelines(map(_pack_sent, sequences))
                 file.flush()
@@ -120,7 +122,7 @@ class SequenceFile:
     def _append(self, entry: bytes) -> None:
         if self._file is not None:
             file = self._file
-            self._attempt(lambda: file.write(entry))
+            self._attempt(lambda: _write_whole(file, entry))
 
     def _attempt(self, work: Callable[[], object]) -> None:
         try:
@@ -153,6 +155,12 @@ class SequenceFile:
         except OSError as error:
             raise _refuse("set aside", self.path, error) from None
         log.warning("%s %s; it was set aside as %s, and a new one is begun", self.path, why, aside.name)
+
+
+def _write_whole(file: BinaryIO, entry: bytes) -> None:
+    """A full disk takes a part of an entry and says so by its length alone; what is written behind it would be lost."""
+    if file.write(entry) != len(entry):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _refuse(doing: str, path: Path, error: OSError) -> StoreError:

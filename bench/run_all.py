@@ -26,7 +26,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("bodies", "dial_replay", "directory_kills", "directory_polls", "edge", "edge_endurance"), ()),
     **dict.fromkeys(("edge_timing", "experiments_seeding", "experiments_twins", "faults", "router_state"), ()),
     **dict.fromkeys(("carry_over", "extras", "sembench_power", "source_tables", "transformers_reuse"), ()),
-    **dict.fromkeys(("ttft", "vector_index"), ()),
+    **dict.fromkeys(("gate_in_part", "ttft", "vector_index"), ()),
     **dict.fromkeys(("advise", "arrange", "edge_placement", "estimate", "eviction", "evidence", "natural"), ("data",)),
     **dict.fromkeys(("peers", "placement_scale", "recall", "sembench_offline", "similarity_routing"), ("data",)),
     **dict.fromkeys(("speed",), ("data",)),

@@ -15,6 +15,7 @@ from semblend.plan.reuse_plan import ReusePlan
 from semblend.span import Span
 
 MOVED = (PassageOrder.REORDERED, PassageOrder.SEVERAL)
+WHOLE_PLAN = ReusePlan((Span("d", 0, 20, 100), Span("d", 104, 124, 100)), 240)
 IN_ORDER_PLAN = ReusePlan((Span("d", 0, 20, 100), Span("d", 200, 130, 100)), 240)
 REORDERED_PLAN = ReusePlan((Span("d", 200, 20, 100), Span("d", 0, 130, 100)), 240)
 SEVERAL_PLAN = ReusePlan((Span("d", 0, 20, 100), Span("e", 0, 130, 100)), 240)
@@ -101,3 +102,11 @@ def test_a_file_says_which_model_it_was_measured_on(tmp_path):
 
 def test_an_empty_dial_knows_nothing():
     assert not any(DialTable().knows(order) for order in PassageOrder)
+
+
+def test_a_part_of_a_donors_passages_goes_by_thresholds_where_its_whole_goes_by_the_dial():
+    table = choose_table("qwen2.5-coder-1.5b").thresholds
+    assert isinstance(make_gate(table, WHOLE_PLAN, 0.02), DialGate)
+    assert make_gate(table, IN_ORDER_PLAN, 0.02) == ThresholdGate(table, 0.02)
+    assert prefill_at_once(table, IN_ORDER_PLAN, 0.003) is None
+    assert prefill_at_once(table, WHOLE_PLAN, 1e-9) is not None

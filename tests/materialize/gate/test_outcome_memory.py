@@ -50,6 +50,14 @@ def test_a_small_piece_in_another_place_or_of_another_donor_makes_no_kind_of_its
     assert order_of(("a", 1000, 40), ("a", 0, 900)) is PassageOrder.REORDERED  # the 900 stand behind what follows them
 
 
+def test_a_donor_of_which_passages_were_left_out_is_there_in_part():
+    assert not PlanShape.of(plan_of(("a", 50, 300), ("a", 370, 300))).in_part  # an edit
+    assert PlanShape.of(plan_of(("a", 50, 300), ("a", 450, 300))).in_part
+    assert not PlanShape.of(plan_of(("a", 450, 300), ("a", 50, 300))).in_part  # reordered, which is another kind
+    new = ReusePlan((Span("a", 0, 0, 300), Span("a", 300, 400, 300)), 720)
+    assert PlanShape.of(new).in_part
+
+
 def test_prompts_of_a_kind_are_alike_in_length_and_number_of_spans():
     kind = PlanShape.of(plan_of(("a", 0, 1000), tokens=1100)).kind
     assert PlanShape.of(plan_of(("b", 77, 1900), tokens=2000)).kind == kind

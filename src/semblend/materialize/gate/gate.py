@@ -89,17 +89,22 @@ class DialGate:
 
 def make_gate(thresholds: Thresholds, plan: ReusePlan, nats: float) -> Gate:
     """The dial that was measured on prompts like this one, else the thresholds."""
-    order = PlanShape.of(plan).order
-    if dial := thresholds.find_dial(order):
-        return DialGate(dial, order, nats)
+    shape = PlanShape.of(plan)
+    if dial := _find_dial(thresholds, shape):
+        return DialGate(dial, shape.order, nats)
     return ThresholdGate(thresholds, nats)
 
 
 def prefill_at_once(thresholds: Thresholds, plan: ReusePlan, nats: float) -> WayChoice | None:
     """The choice of a prefill before anything is computed, where no way is expected to be close enough; else None."""
-    order = PlanShape.of(plan).order
-    dial = thresholds.find_dial(order)
+    shape = PlanShape.of(plan)
+    dial = _find_dial(thresholds, shape)
     if dial is None:
         return None
-    choice = choose_way(dial.expect_by_plan(order), nats)
+    choice = choose_way(dial.expect_by_plan(shape.order), nats)
     return choice if choice.percent is None else None
+
+
+def _find_dial(thresholds: Thresholds, shape: PlanShape) -> DialTable | None:
+    """None for a part of a donor's passages: dials were measured on whole documents, and take nearly all of them."""
+    return None if shape.in_part else thresholds.find_dial(shape.order)

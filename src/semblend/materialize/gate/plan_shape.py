@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from semblend.plan.reuse_plan import ReusePlan
+from semblend.span import Span
 
 SMALL_SHARE = 0.1
 """A donor, or an order, that concerns less than this share of the reused tokens does not make a kind of its own."""
@@ -28,9 +29,9 @@ class PlanShape:
     """Counts of a plan, in tokens but for ``spans``.
 
     ``tokens`` would be computed without reuse. ``foreign_tokens`` come from other donors than the one that holds most.
-    ``turned_tokens`` stand in the prompt behind tokens that come after them in that donor.
+    ``turned_tokens`` stand in the prompt behind tokens that come after them in that donor. ``among_tokens`` lie between
+    two spans of it, left out of the donor or new in the prompt, whichever are more.
 
-    >>> from semblend.span import Span
     >>> PlanShape.of(ReusePlan((Span("d", 200, 0, 100), Span("d", 0, 100, 100)), 220)).kind
     'one donor reordered, 128+ tokens, 2+ spans'
     """
@@ -40,6 +41,7 @@ class PlanShape:
     spans: int
     foreign_tokens: int
     turned_tokens: int
+    among_tokens: int
 
     @classmethod
     def of(cls, plan: ReusePlan) -> PlanShape:
@@ -47,13 +49,17 @@ class PlanShape:
         for span in plan.spans:
             held[span.donor_id] = held.get(span.donor_id, 0) + span.length
         main = max(held, key=lambda donor_id: held[donor_id], default="")
-        reached = turned = 0
+        reached = turned = among = 0
+        before: Span | None = None
         for span in plan.spans:
             if span.donor_id == main:
                 turned += span.length if span.donor_start < reached else 0
                 reached = max(reached, span.donor_end)
-        reused = plan.reused_tokens
-        return cls(plan.prompt_tokens - plan.exact_tokens, reused, len(plan.spans), reused - held.get(main, 0), turned)
+                if before is not None:
+                    among += max(0, span.donor_start - before.donor_end, span.target_start - before.target_end)
+                before = span
+        reused, tokens = plan.reused_tokens, plan.prompt_tokens - plan.exact_tokens
+        return cls(tokens, reused, len(plan.spans), reused - held.get(main, 0), turned, among)
 
     @property
     def order(self) -> PassageOrder:
@@ -61,6 +67,11 @@ class PlanShape:
         if self.foreign_tokens > few:
             return PassageOrder.SEVERAL
         return PassageOrder.REORDERED if self.turned_tokens > few else PassageOrder.IN_ORDER
+
+    @property
+    def in_part(self) -> bool:
+        """Whether passages were left out or put in among those of one donor in order (decision 0113)."""
+        return self.order is PassageOrder.IN_ORDER and self.among_tokens > SMALL_SHARE * self.reused_tokens
 
     @property
     def kind(self) -> str:

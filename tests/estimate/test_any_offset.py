@@ -61,6 +61,12 @@ def test_mode_balanced_prefills_what_comes_in_another_order() -> None:
     assert replay(DOCUMENT, turned, mode="fast")[1].moved_tokens > 300
 
 
+def test_mode_balanced_is_not_expected_to_serve_a_part_of_a_donor() -> None:
+    part = [*DOCUMENT[:180], *DOCUMENT[230:]]
+    assert replay(DOCUMENT, [7, *part], mode="balanced")[1].moved_tokens == 0
+    assert replay(DOCUMENT, [7, *part], mode="fast")[1].moved_tokens > 300
+
+
 def test_a_plan_that_saves_less_than_a_pass_costs_is_not_begun() -> None:
     assert replay(DOCUMENT, SHIFTED, pass_tokens=382)[1].moved_tokens == 383
     assert replay(DOCUMENT, SHIFTED, pass_tokens=383)[1].moved_tokens == 0

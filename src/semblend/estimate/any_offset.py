@@ -175,7 +175,8 @@ class AnyOffsetReplay:
         reused = sum(span.length for span in moved)
         again = sum(min(self._seam, span.length) for span in moved)
         if self.mode == "balanced" and moved:
-            if PlanShape.of(ReusePlan(moved, tokens, exact)).order is not PassageOrder.IN_ORDER:
+            shape = PlanShape.of(ReusePlan(moved, tokens, exact))
+            if shape.order is not PassageOrder.IN_ORDER or shape.in_part:
                 return None
             again = min(reused, max(again, math.ceil(BALANCED_SHARE * reused)))
             if tokens - exact - reused + again > MOST_SHARE * (tokens - exact):

@@ -120,7 +120,7 @@ class TraceFile:
 def _build_error(file: Path, number: int, bad: BadFieldError) -> InputError:
     """Build the error for a bad line, with file, line and field."""
     if bad.field == "blocks" and bad.problem == "missing":
-        return InputError(f"{file}: line {number}: this is no line of a trace", hint=_NO_TRACE)
+        return InputError(f"{file}: line {number}: this is no line of a trace: it has no 'blocks'", hint=_NO_TRACE)
     hint = "sort the file, or pass --sort" if "earlier" in bad.problem else "correct the line, or pass --skip-bad"
     return InputError(f"{file}: line {number}: field {bad.field!r}: {bad.problem}", hint=hint)
 

@@ -16,6 +16,13 @@ settings.register_profile("repo", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("repo")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A name with an address in it is another one in every process, and workers would refuse to share the tests."""
+    for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid}: give this parameter an id (hint: ids=[...], or a name to look up)")
+
+
 @pytest.fixture
 def data_dir() -> Path:
     """The folder of real prompts, traces and logs; tests that need it are skipped where it is absent."""

@@ -35,7 +35,6 @@ LAYERS = [
     {"cli"},
     {"__main__"},
 ]
-MOST_MODULES = 15
 # confirm, fingerprint's evidence side and plan speak of plans as values: that module is everyone's vocabulary.
 VOCABULARY = {"plan.reuse_plan"}
 PACKAGES = ["semblend", "semantickv", "sembench"]  # bottom up
@@ -186,17 +185,6 @@ def test_only_the_settings_read_the_environment(package, reader):
     assert not readers
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_modules_and_functions_stay_short(package):
-    for module, path in modules(package):
-        text = path.read_text(encoding="utf-8")
-        assert text.count("\n") <= 420, f"{package}.{module} has {text.count(chr(10))} lines"
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                length = (node.end_lineno or 0) - node.lineno
-                assert length <= 90, f"{package}.{module}.{node.name} has {length} lines"
-
-
 def targets(path: Path, known: Collection[str]) -> set[str]:
     """The modules that a file imports; of ``from package import module`` the module alone."""
     found = set()
@@ -251,17 +239,6 @@ def test_folders_beside_each_other_do_not_import_each_other():
 
 def test_the_search_for_circles_finds_one():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]] * 3
-
-
-FOLDERS = sorted({path.parent for package in PACKAGES for _, path in modules(package)})
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(SRC)))
-def test_a_folder_is_small_and_says_what_lives_in_it(folder):
-    count = sum(path.name not in ("__init__.py", "__main__.py") for path in folder.glob("*.py"))
-    assert count <= MOST_MODULES, f"{count} modules"
-    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
-    assert len([part for part in text.replace("\n", " ").split(". ") if part.strip()]) >= 2, f"two sentences: {text!r}"
 
 
 def test_importing_semblend_loads_nothing_heavy():

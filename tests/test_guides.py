@@ -262,10 +262,3 @@ def test_every_benchmark_is_listed_with_its_question() -> None:
     helpers = {"corpus.py", "publish.py", "run_all.py"}  # they measure nothing
     scripts = {path.name for path in (ROOT / "bench").glob("[!_]*.py")} - helpers
     assert {name for name in scripts if f"| `bench/{name}` |" not in listed} == set()
-
-
-def test_the_readme_stays_short_and_shows_a_picture() -> None:
-    text = (ROOT / "README.md").read_text("utf-8")
-    assert text.count("\n") <= 170
-    (picture,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
-    assert (ROOT / picture).exists()

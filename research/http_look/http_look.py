@@ -55,7 +55,9 @@ def prepare(model: str, data: str, out: str) -> None:
 
     folder = Path(data)
     texts = [*_documents.articles(folder), *_documents.dialogues(folder), *_documents.longbench(folder)]
-    articles = {name: [encode(t.text + "\n\n") for t in texts if t.source == source] for name, source in DATASETS.items()}
+    articles = {
+        name: [encode(t.text + "\n\n") for t in texts if t.source == source] for name, source in DATASETS.items()
+    }
     kept = {name: [one for one in some if len(one) < 20000][:700] for name, some in articles.items()}
     words = {"lead": [encode(text) for text in INSTRUCTIONS], "ask": [encode(text) for text in QUESTIONS]}
     with gzip.open(out, "wb") as file:
@@ -80,7 +82,9 @@ def convert(gguf: str, folder: str) -> None:
 
 class Look:
     def __init__(self, folder: str, contexts: str, out: str, budget_s: float, *, cpu: bool) -> None:
-        self.lengths, self.rounds, self.misses, self.cpu = (LENGTHS, ROUNDS, 60, False) if not cpu else ((300,), 1, 3, True)
+        self.lengths, self.rounds, self.misses, self.cpu = (
+            (LENGTHS, ROUNDS, 60, False) if not cpu else ((300,), 1, 3, True)
+        )
         with gzip.open(contexts) as file:
             self.words: dict[str, Any] = pickle.load(file)
         self.out, self.end = Path(out), time.monotonic() + budget_s
@@ -101,8 +105,20 @@ class Look:
         flags = ["--dtype", "bfloat16", "--max-model-len", "25600", "--gpu-memory-utilization", "0.25",
                  "--kv-cache-memory-bytes", str(16 << 30)]  # fmt: skip
         if self.cpu:
-            flags = ["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--kv-cache-memory-bytes", "200000000"]
-        extras: dict[str, dict[str, Any] | None] = {"stock": None, "ours": {}, "roomy": {"donor_host_bytes": 34 << 30 if not self.cpu else 1 << 30}}
+            flags = [
+                "--dtype",
+                "float32",
+                "--max-model-len",
+                "1024",
+                "--enforce-eager",
+                "--kv-cache-memory-bytes",
+                "200000000",
+            ]
+        extras: dict[str, dict[str, Any] | None] = {
+            "stock": None,
+            "ours": {},
+            "roomy": {"donor_host_bytes": 34 << 30 if not self.cpu else 1 << 30},
+        }
         self.servers = {}
         import os
 
@@ -111,7 +127,11 @@ class Look:
             more = {}
             if name != "stock":
                 path = f"{HERE / 'trace'}:{os.environ.get('PYTHONPATH', '')}"
-                more = {"LOOK_TRACE": str(self.out / f"trace-{name}"), "LOOK_PROFILE": str(self.flag), "PYTHONPATH": path}
+                more = {
+                    "LOOK_TRACE": str(self.out / f"trace-{name}"),
+                    "LOOK_PROFILE": str(self.flag),
+                    "PYTHONPATH": path,
+                }
             self.servers[name] = VllmServer(self.model, self.out / name, flags, extra, **more)
         begun = time.monotonic()
         for name, server in self.servers.items():

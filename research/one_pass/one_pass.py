@@ -90,7 +90,9 @@ class ColumnMass(Observer):
             at = torch.arange(start, reach, device=q.device)
             ahead = torch.arange(reach, device=q.device)[None] > at[:, None]
             weights = scores.masked_fill_(ahead, -torch.inf).softmax(-1)
-            later = weights * (torch.arange(reach, device=q.device)[None] + 16 < at[:, None])  # its neighbours are no news
+            later = weights * (
+                torch.arange(reach, device=q.device)[None] + 16 < at[:, None]
+            )  # its neighbours are no news
             self.all[:reach] += later.sum((0, 1)) / heads
             if reach == count:
                 self.last[:reach] += weights[:, -16:].sum((0, 1)) / heads

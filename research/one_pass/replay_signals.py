@@ -77,7 +77,9 @@ def main() -> None:
             print(f"{recipe:10} {family:20} {len(rows):4} {rho:6.3f} {served / len(rows):7.2f} {wrong:4} of {served}")
             if family in ("two looks", "one look", "one look + layer 1"):
                 easy = np.array([row["scenario"] in ("one_document", "edits", "code", "summarization") for row in rows])
-                print(f"{'':10} {'  easy classes':20} {easy.sum():4} {np.corrcoef(rank(guess[easy]), rank(kl[easy]))[0, 1]:6.3f}")
+                print(
+                    f"{'':10} {'  easy classes':20} {easy.sum():4} {np.corrcoef(rank(guess[easy]), rank(kl[easy]))[0, 1]:6.3f}"
+                )
 
 
 if __name__ == "__main__":

@@ -151,14 +151,18 @@ def _profile_loads(half, path):
         import torch
 
         name = [one.request_id for one in orders.loads]
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as seen:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+        ) as seen:
             begin = time.monotonic()
             found = load(self, orders)
             torch.cuda.synchronize()
             end = time.monotonic()
         try:
             cuda = torch.autograd.DeviceType.CUDA
-            events = [[e.name[:80], e.time_range.start, e.time_range.end] for e in seen.events() if e.device_type == cuda]
+            events = [
+                [e.name[:80], e.time_range.start, e.time_range.end] for e in seen.events() if e.device_type == cuda
+            ]
         except Exception as error:
             events = repr(error)
         note("profile", begin, end, [name, events])

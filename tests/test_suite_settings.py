@@ -13,7 +13,7 @@ WARNS = """
 import warnings
 def test_it():
     for kind in (UserWarning, RuntimeWarning, DeprecationWarning, FutureWarning):
-        warnings.warn_explicit("bf16 is slow on this CPU", kind, "access.py", 1, module="semblend.integration.transformers.model_access")
+        warnings.warn_explicit("bf16 is slow on this CPU", kind, "access.py", 1, module="semblend.integration.access")
 """
 RAISES_IN_A_THREAD = """
 import threading
@@ -27,7 +27,8 @@ def test_it():
 def run(test: str, folder: Path) -> int:
     path = folder / "test_one.py"
     path.write_text(test)
-    command = [sys.executable, "-m", "pytest", "-c", str(SETTINGS), "--rootdir", str(folder), "-p", "no:cacheprovider", str(path)]
+    flags = ["-c", str(SETTINGS), "--rootdir", str(folder), "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *flags, str(path)]
     return subprocess.run(command, capture_output=True, check=False).returncode
 
 

@@ -12,7 +12,8 @@ VARIABLES = {
     "SEMANTICKV_UPSTREAM_BASE_URL": "Engine that `semantickv proxy` and `collect` forward to (--upstream).",
     "SEMANTICKV_REPLICAS": "Engines that `semantickv router` chooses from, with commas between (--replicas).",
     "SEMANTICKV_ROUTING_POLICY": "round_robin, least_loaded, prefix_hash, cache_aware or semantic_locality (default).",
-    "SEMANTICKV_ENGINE_REUSE": "What the engines can reuse: spans (default, engines with semblend in them) or prefix.",
+    "SEMANTICKV_ENGINE_REUSE": "What the engines can reuse (--engine-reuse): spans (default, engines with semblend "
+    "in them) or prefix (stock engines: equal beginnings only).",
     "SEMANTICKV_SESSION_AFFINITY": "false lets the requests of one X-Session-ID go to any replica (default true).",
     "SEMANTICKV_SESSION_HINT": "How engines hear of a session: header (default: X-Session-ID, for vLLM) or body "
     "(session_id as well, for SGLang; the body is written again then).",

@@ -57,6 +57,18 @@ class EngineReuse(StrEnum):
             raise ConfigError(f"SEMANTICKV_ENGINE_REUSE={word} is unknown", hint="one of " + ", ".join(cls))
         return cls(word)
 
+    def describe(self) -> str:
+        """What a router assumes about its engines, and what to set if they are others; for its start."""
+        if self is EngineReuse.PREFIX:
+            return (
+                "engines are taken to reuse equal beginnings only (engine reuse: prefix); "
+                "with semblend in them: --engine-reuse spans"
+            )
+        return (
+            "engines are taken to reuse equal passages anywhere, as with semblend in them (engine reuse: spans); "
+            "for stock vLLM or SGLang: --engine-reuse prefix, or SEMANTICKV_ENGINE_REUSE=prefix"
+        )
+
 
 class RouteReason(StrEnum):
     """Why a request went where it went."""

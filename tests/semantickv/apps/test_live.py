@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -145,6 +146,44 @@ def test_the_proxy_is_not_ready_while_its_engine_refuses_and_still_tries_it():
         assert (found.status_code, found.json()["replicas_down"]) == (503, 1)
         answer = client.post(CHAT, json=BODY)
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "refused")
+
+
+ROUTER_GUIDE = (ROOT / "docs" / "guides" / "router.md").read_text("utf-8")
+
+
+def read_starts(block: str) -> tuple[set[str], str]:
+    """The ports of the engines that a block of the guide starts, and its line that starts the router."""
+    lines = block.splitlines()
+    engines = [line for line in lines if re.search(r"(semblend|vllm) serve ", line)]
+    (router,) = [line for line in lines if line.startswith("semantickv router --replicas")]
+    return {re.search(r"--port (\d+)", line)[1] for line in engines}, router
+
+
+def test_the_guide_starts_every_engine_that_it_gives_to_the_router():
+    blocks = re.findall(r"```sh\n(.*?)```", ROUTER_GUIDE.partition("## Compare")[0], re.DOTALL)
+    starts = [read_starts(block) for block in blocks if "--replicas" in block]
+    assert len(starts) == 2
+    for ports, router in starts:
+        assert ports == set(re.findall(r"127\.0\.0\.1:(\d+)", router)), router
+    assert "--engine-reuse prefix" in starts[1][1]  # those are stock engines
+
+
+def test_the_question_of_the_guide_goes_twice_to_one_embedded_server():
+    from live_server import run_server
+
+    from semblend.engine.server.fake_engine import FakeEngine
+
+    body = json.loads(re.search(r"^BODY='(.*?)'$", ROUTER_GUIDE, re.MULTILINE | re.DOTALL)[1])
+    with run_server(FakeEngine()) as one, run_server(FakeEngine()) as two:
+        app = build_router(EdgeSettings(replicas=(one.url, two.url), trace=False))
+        with serve(app) as (url, _), httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+            wait_for_up(client, 2)
+            body["model"] = client.get("/v1/models").json()["data"][0]["id"]
+            first, second = (client.post(CHAT, json=body) for _ in range(2))
+    assert (first.status_code, second.status_code) == (200, 200), first.text
+    told = [answer.headers["x-semantic-route"] for answer in (first, second)]
+    assert told == re.findall(r"`(?:x-semantic-route: )?(cold_fallback|exact_prefix_route)`", ROUTER_GUIDE)[:2]
+    assert first.headers["x-replica-id"] == second.headers["x-replica-id"]
 
 
 @pytest.mark.slow

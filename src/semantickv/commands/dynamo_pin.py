@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     pool = ConnectionPool(EngineAddress.parse(args.frontend), connect_timeout_s=settings.connect_timeout_s)
     reuse = EngineReuse.parse(args.engine_reuse or settings.engine_reuse)
     evidence = WorkerEvidence(settings.max_tracked_tokens, reuse=reuse)
-    app = PinGateway(settings, pool, evidence, args.endpoint)
+    app = PinGateway(settings, pool, evidence, args.endpoint.removeprefix("dyn://"))
     tls = read_tls(args)
 
     def announce(url: str) -> None:

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from semantickv.shared_state.open_link import open_link
     from semblend.integration.dynamo.serve import RouterOptions, read_version, run_router
 
-    options = RouterOptions(args.model_name, args.model_path, args.endpoint, args.block_size)
+    options = RouterOptions(args.model_name, args.model_path, args.endpoint.removeprefix("dyn://"), args.block_size)
     settings = EdgeSettings.read()
     reuse = EngineReuse.parse(args.engine_reuse or settings.engine_reuse)
     say(read_version())

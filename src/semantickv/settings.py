@@ -36,8 +36,8 @@ VARIABLES = {
     "of it (default 600).",
     "SEMANTICKV_CONNECT_TIMEOUT_SECONDS": "How long to wait for a connection to an engine (default 5).",
     "SEMANTICKV_MAX_REQUESTS": "Requests at once; more are answered 503 (default 4096).",
-    "SEMANTICKV_ADMIN_KEY": "Key for /metrics, /v1/replicas and /v1/traces/latest, sent as a bearer token. Without it "
-    "they answer only to the machine itself.",
+    "SEMANTICKV_ADMIN_KEY": "Key for /metrics, /v1/replicas, /v1/fleet and /v1/traces/latest, sent as a bearer token. "
+    "Without it they answer only to the machine itself.",
     "SEMANTICKV_SALT_SECRET": "Secret for cache salts: each API key gets a cache of its own in the engine, whatever "
     "its clients send.",
     "SEMANTICKV_CACHE_POLICY": "Eviction policy of the cache that `semantickv api` simulates (default lru).",

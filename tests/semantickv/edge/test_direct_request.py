@@ -128,12 +128,17 @@ def test_a_trailer_names_no_caller_and_does_not_reach_the_engine(engine, expect)
     assert b"cache_salt" in plain.body
 
 
-@pytest.mark.parametrize("page", ["proxy.md", "router.md"])
-def test_under_uvicorn_as_a_guide_starts_it_a_trailer_is_dropped_too(engine, page):
-    text = (Path(__file__).parents[3] / "docs" / "guides" / page).read_text("utf-8")
-    (parser,) = re.findall(r"uvicorn semantickv\.apps\.\w+:app --http (\w+)", text)
+ROOT = Path(__file__).parents[3]
+
+
+def test_every_page_that_starts_it_under_uvicorn_names_a_parser_that_drops_trailers_too(engine):
+    paths = [*(ROOT / "docs" / "guides").glob("*.md"), *(ROOT / "src" / "semantickv" / "apps").glob("*.py")]
+    started = re.compile(r"uvicorn semantickv\.apps\.(?:telemetry_proxy|locality_router):app(?: --http (\w+))?")
+    named = [parser for path in paths for parser in started.findall(path.read_text("utf-8"))]
+    assert len(named) == 6
+    assert set(named) == {"h11"}
     app = build_proxy(EdgeSettings(upstream=engine.url, trace=False))
-    config = uvicorn.Config(app, http=parser, ws="none", log_level="critical")
+    config = uvicorn.Config(app, http=named[0], ws="none", log_level="critical")
     with serve(app, config=config) as (url, _), connect(url) as client:
         client.sendall(post(b"2\r\n{}\r\n0\r\n" + TRAILERS + b"\r\n", "Transfer-Encoding: chunked"))
         assert b"200 OK" in read_until(client, b"}")

@@ -8,6 +8,8 @@ import threading
 from contextlib import contextmanager
 from typing import Any
 
+import uvicorn
+
 from semantickv.apps.run_server import make_server
 from semantickv.edge.scripted_engine import Behaviour, ScriptedEngine
 
@@ -41,10 +43,10 @@ class EngineThread:
 
 
 @contextmanager
-def serve(app: Any, drain_s: int = 5, **known: Any):
-    """Serve an application in a thread; yield its address and the server."""
+def serve(app: Any, drain_s: int = 5, config: uvicorn.Config | None = None, **known: Any):
+    """Serve an application in a thread, as our commands do or as ``config`` says; yield its address and the server."""
     sock = socket.create_server(("127.0.0.1", 0))
-    server = make_server(app, "127.0.0.1", 0, drain_s=drain_s, **known)
+    server = uvicorn.Server(config) if config else make_server(app, "127.0.0.1", 0, drain_s=drain_s, **known)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
     address = f"http{'s' if known.get('tls') else ''}://127.0.0.1:{sock.getsockname()[1]}"

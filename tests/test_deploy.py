@@ -88,6 +88,14 @@ def test_the_router_knows_every_engine_by_a_name_that_it_has():
     assert env["SEMANTICKV_KV_EVENTS"]["value"].split(",") == events
 
 
+@pytest.mark.parametrize("path", ["deploy/kubernetes/README.md", "docs/guides/kubernetes.md"])
+def test_no_page_applies_the_example_of_the_secrets(path):
+    lines = [line for line in (DEPLOY.parent / path).read_text("utf-8").splitlines() if line.startswith("kubectl")]
+    named = [name for line in lines for name in re.findall(r"-f (\S+)", line)]
+    assert len(named) == 6
+    assert not any((DEPLOY.parent / name).is_dir() or "example" in name for name in named)
+
+
 def test_every_variable_and_secret_is_one_that_exists():
     known = {*VARIABLES, *(setting.variable for setting in SETTINGS)}
     keys = find("Secret", "semblend-keys")["stringData"]

@@ -165,3 +165,9 @@ def test_published_figures_are_those_of_the_result_files() -> None:
         [sys.executable, str(ROOT / "bench" / "publish.py"), "--check"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_architecture_names_every_folder_of_every_package() -> None:
+    page = (ROOT / "docs" / "concepts" / "architecture.md").read_text("utf-8")
+    folders = [path.parent for path in (ROOT / "src").glob("*/*/__init__.py")]
+    assert {str(one.relative_to(ROOT)) for one in folders if f"`{one.name}/`" not in page} == set()

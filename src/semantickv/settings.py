@@ -12,7 +12,8 @@ VARIABLES = {
     "SEMANTICKV_UPSTREAM_BASE_URL": "Engine that `semantickv proxy` and `collect` forward to (--upstream).",
     "SEMANTICKV_REPLICAS": "Engines that `semantickv router` chooses from, with commas between (--replicas).",
     "SEMANTICKV_ROUTING_POLICY": "round_robin, least_loaded, prefix_hash, cache_aware or semantic_locality (default).",
-    "SEMANTICKV_ENGINE_REUSE": "What the engines can reuse: spans (default, engines with semblend in them) or prefix.",
+    "SEMANTICKV_ENGINE_REUSE": "What the engines can reuse (--engine-reuse): spans (default, engines with semblend "
+    "in them) or prefix (stock engines: equal beginnings only).",
     "SEMANTICKV_SESSION_AFFINITY": "false lets the requests of one X-Session-ID go to any replica (default true).",
     "SEMANTICKV_SESSION_HINT": "How engines hear of a session: header (default: X-Session-ID, for vLLM) or body "
     "(session_id as well, for SGLang; the body is written again then).",
@@ -35,8 +36,8 @@ VARIABLES = {
     "of it (default 600).",
     "SEMANTICKV_CONNECT_TIMEOUT_SECONDS": "How long to wait for a connection to an engine (default 5).",
     "SEMANTICKV_MAX_REQUESTS": "Requests at once; more are answered 503 (default 4096).",
-    "SEMANTICKV_ADMIN_KEY": "Key for /metrics, /v1/replicas and /v1/traces/latest, sent as a bearer token. Without it "
-    "they answer only to the machine itself.",
+    "SEMANTICKV_ADMIN_KEY": "Key for /metrics, /v1/replicas, /v1/fleet and /v1/traces/latest, sent as a bearer token. "
+    "Without it they answer only to the machine itself.",
     "SEMANTICKV_SALT_SECRET": "Secret for cache salts: each API key gets a cache of its own in the engine, whatever "
     "its clients send.",
     "SEMANTICKV_CACHE_POLICY": "Eviction policy of the cache that `semantickv api` simulates (default lru).",

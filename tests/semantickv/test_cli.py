@@ -138,6 +138,59 @@ def test_experiment_run_takes_a_name_or_a_file_and_needs_one(
     assert "--config" in capsys.readouterr().err
 
 
+STARTS = {
+    "router": ["router", "--replicas", "http://127.0.0.1:8101,http://127.0.0.1:8102", "--no-trace"],
+    "dynamo-pin": ["dynamo-pin", "--frontend", "http://127.0.0.1:8000"],
+}
+
+
+@pytest.mark.parametrize("command", STARTS)
+@pytest.mark.parametrize(
+    ("flags", "variable", "said", "hint"),
+    [
+        ([], "", "reuse equal passages anywhere", "for stock vLLM or SGLang: --engine-reuse prefix"),
+        ([], "prefix", "reuse equal beginnings only", "--engine-reuse spans"),
+        (["--engine-reuse", "prefix"], "", "reuse equal beginnings only", "--engine-reuse spans"),
+        (["--engine-reuse", "spans"], "prefix", "reuse equal passages anywhere", "--engine-reuse prefix"),
+    ],
+    ids=["default", "variable", "flag", "the flag wins"],
+)
+def test_a_router_says_at_its_start_what_it_takes_its_engines_for(
+    command: str,
+    flags: list[str],
+    variable: str,
+    said: str,
+    hint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Captured,
+) -> None:
+    monkeypatch.setenv("SEMANTICKV_ENGINE_REUSE", variable)
+    monkeypatch.setattr(
+        "semantickv.apps.run_server.run_server", lambda app, *_, announce, **__: announce("http://127.0.0.1:1") or 0
+    )
+    assert main([*STARTS[command], *flags]) == 0
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert hint in captured.err
+    assert not captured.out
+
+
+def test_a_router_that_looks_at_no_passages_does_not_speak_of_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr(
+        "semantickv.apps.run_server.run_server", lambda app, *_, announce, **__: announce("http://127.0.0.1:1") or 0
+    )
+    assert main([*STARTS["router"], "--policy", "cache_aware"]) == 0
+    assert "engines are taken" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["any-offset", "Prefix", ""])
+def test_a_kind_of_reuse_that_does_not_exist_is_refused(word: str, capsys: Captured) -> None:
+    assert main([*STARTS["router"], "--engine-reuse", word]) == 2
+    assert "prefix" in capsys.readouterr().err
+
+
 def test_settings_are_listed_checked_and_read_in_one_place() -> None:
     with pytest.raises(KeyError):
         settings.read_variable("SEMANTICKV_OTHER", {})

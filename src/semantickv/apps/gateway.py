@@ -121,7 +121,7 @@ class Gateway:
             "semantickv_running": {(): self.intake.running},
             "semantickv_refused_total": {(): self.intake.refused},
             "semantickv_traces_total": {(name,): count for name, count in counts.items()},
-            "semantickv_replica_up": {(one.id,): float(one.can_serve) for one in replicas},
+            "semantickv_replica_up": {(one.id,): float(one.is_up) for one in replicas},
             "semantickv_replica_running": {(one.id,): one.running for one in replicas},
             "semantickv_replica_tracked_tokens": {(one.id,): one.memory.tokens for one in replicas},
             **self._read_shared_gauges(),
@@ -331,8 +331,7 @@ class Gateway:
         """Start the health checks, and end them, the connections and the traces when the server ends."""
         await receive()
         self.warm_up()
-        if len(self.router.replicas) > 1:
-            self._tasks.append(asyncio.ensure_future(watch_health(self.router.replicas, self.settings.health_s)))
+        self._tasks.append(asyncio.ensure_future(watch_health(self.router.replicas, self.settings.health_s)))
         if self.feeds is not None:
             self._tasks.append(asyncio.ensure_future(self.feeds.run()))
         if self.link is not None:

@@ -1,4 +1,4 @@
-"""``uvicorn semantickv.apps.locality_router:app``: sends each request to the replica that has most of its prompt."""
+"""``uvicorn semantickv.apps.locality_router:app --http h11``: each request goes where most of its prompt is."""
 
 from __future__ import annotations
 

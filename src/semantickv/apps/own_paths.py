@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from semantickv.apps.answers import NOT_FOUND, NOT_OPERATOR, send_bytes, send_error, send_json
 from semantickv.apps.callers import identify_caller, is_operator
 from semantickv.engine_state.feed import EngineFeeds
+from semantickv.routing.replica import Health
 from semantickv.routing.router import Router
 from semantickv.settings import EdgeSettings
 from semantickv.telemetry.fleet_book import FleetBook
@@ -49,8 +50,8 @@ class OwnPaths:
         elif repeated := find_repeated(headers):
             await send_error(send, repeated)
         elif path == "/health":
-            able = sum(replica.can_serve for replica in self.router.replicas)
-            await send_json(send, {"status": "ok" if able else "no replica", "replicas_up": able}, 200 if able else 503)
+            found = describe_health(self.router)
+            await send_json(send, found, 200 if found["replicas_up"] else 503)
         elif path.startswith("/v1/requests/"):
             caller = identify_caller(headers, self.settings.hash_key)
             record = self.records.find(caller.namespace, path.removeprefix("/v1/requests/"))
@@ -81,6 +82,18 @@ class OwnPaths:
             await send_bytes(send, 200, f'{{"requests": [{lines}]}}'.encode(), b"application/json")
 
 
+def describe_health(router: Router) -> dict[str, Any]:
+    """Count the replicas by whether they answer; for everybody, so without names."""
+    up = sum(one.is_up for one in router.replicas)
+    unknown = sum(one.health is Health.UNKNOWN for one in router.replicas)
+    return {
+        "status": "ok" if up else "no replica",
+        "replicas_up": up,
+        "replicas_unknown": unknown,
+        "replicas_down": len(router.replicas) - up - unknown,
+    }
+
+
 def describe_fleet(replicas: dict[str, Any], fleet: FleetBook, router: Router) -> dict[str, Any]:
     """Describe everything that the fleet page shows."""
     for one in replicas["replicas"]:
@@ -109,6 +122,7 @@ def describe_replicas(router: Router, feeds: EngineFeeds | None = None) -> dict[
                 "id": one.id,
                 "url": one.pool.address.url,
                 "up": one.is_up,
+                "health": one.health.value,
                 "breaker": one.breaker.state.value,
                 "running": one.running,
                 "running_elsewhere": one.running_elsewhere,

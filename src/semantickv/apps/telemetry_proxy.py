@@ -1,4 +1,4 @@
-"""``uvicorn semantickv.apps.telemetry_proxy:app``: forwards to one engine and records; see docs/guides/proxy.md."""
+"""``uvicorn semantickv.apps.telemetry_proxy:app --http h11``: forwards to one engine and records it."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from semantickv.commands.flags.serve_flags import add_listen_flags, read_tls
+from semantickv.commands.flags.serve_flags import add_engine_reuse_flag, add_listen_flags, read_tls
 from semantickv.settings import EdgeSettings
 from semblend.cli.output import say
 
@@ -21,6 +21,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--endpoint", default="dynamo.backend.generate", help="where the workers serve (default: %(default)s)"
     )
+    add_engine_reuse_flag(parser)
     add_listen_flags(parser, port=8030)
 
 
@@ -35,11 +36,13 @@ def run(args: argparse.Namespace) -> int:
 
     settings = EdgeSettings.read()
     pool = ConnectionPool(EngineAddress.parse(args.frontend), connect_timeout_s=settings.connect_timeout_s)
-    evidence = WorkerEvidence(settings.max_tracked_tokens, reuse=EngineReuse.parse(settings.engine_reuse))
-    app = PinGateway(settings, pool, evidence, args.endpoint)
+    reuse = EngineReuse.parse(args.engine_reuse or settings.engine_reuse)
+    evidence = WorkerEvidence(settings.max_tracked_tokens, reuse=reuse)
+    app = PinGateway(settings, pool, evidence, args.endpoint.removeprefix("dyn://"))
     tls = read_tls(args)
 
     def announce(url: str) -> None:
         say(f"pinning on {url}, in front of {pool.address.url}; stop with Ctrl-C")
+        say(reuse.describe())
 
     return run_server(app, args.host, args.port, announce=announce, drain_s=args.drain, tls=tls)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from semantickv.commands.flags.serve_flags import add_engine_reuse_flag
 from semantickv.settings import EdgeSettings
 from semblend.cli.output import say
 
@@ -33,6 +34,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--block-size", type=int, default=16, metavar="TOKENS", help="the workers' block size (default: %(default)s)"
     )
+    add_engine_reuse_flag(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,11 +45,12 @@ def run(args: argparse.Namespace) -> int:
     from semantickv.shared_state.open_link import open_link
     from semblend.integration.dynamo.serve import RouterOptions, read_version, run_router
 
-    options = RouterOptions(args.model_name, args.model_path, args.endpoint, args.block_size)
+    options = RouterOptions(args.model_name, args.model_path, args.endpoint.removeprefix("dyn://"), args.block_size)
     settings = EdgeSettings.read()
+    reuse = EngineReuse.parse(args.engine_reuse or settings.engine_reuse)
     say(read_version())
+    say(reuse.describe())
     load_cutter()  # takes seconds the first time; no request waits for it
-    reuse = EngineReuse.parse(settings.engine_reuse)
     evidence = WorkerEvidence(settings.max_tracked_tokens, reuse=reuse, secret=settings.hash_key)
     link = open_link(settings, lambda: _share(evidence))
     if link is None:

@@ -6,7 +6,12 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from semantickv.commands.flags.serve_flags import add_serve_flags, apply_trace_flags, read_tls
+from semantickv.commands.flags.serve_flags import (
+    add_engine_reuse_flag,
+    add_serve_flags,
+    apply_trace_flags,
+    read_tls,
+)
 from semantickv.settings import EdgeSettings
 from semblend.cli.output import say
 from semblend.errors import InputError
@@ -20,6 +25,7 @@ DEMO_CACHE_TOKENS = 4000
 
 EXAMPLES = (
     "semantickv router --replicas http://127.0.0.1:8000,http://127.0.0.1:8001",
+    "semantickv router --replicas http://127.0.0.1:8000,http://127.0.0.1:8001 --engine-reuse prefix",
     "semantickv router --demo",
 )
 
@@ -37,6 +43,7 @@ def add(subparsers: Any) -> None:
         metavar="NAME",
         help="how to choose: round_robin, least_loaded, prefix_hash, cache_aware or semantic_locality",
     )
+    add_engine_reuse_flag(parser)
     add_serve_flags(parser, port=8020)
     parser.add_argument("--demo", action="store_true", help="compare the policies on made-up traffic, and end")
     parser.add_argument("--demo-replicas", type=int, default=4, metavar="N", help="engines of --demo (default: 4)")
@@ -54,12 +61,19 @@ def run(args: argparse.Namespace) -> int:
 
     settings = apply_trace_flags(EdgeSettings.read(), args)
     named = tuple(one.strip() for one in (args.replicas or "").split(",") if one.strip())
-    settings = replace(settings, replicas=named or settings.replicas, policy=args.policy or settings.policy)
+    settings = replace(
+        settings,
+        replicas=named or settings.replicas,
+        policy=args.policy or settings.policy,
+        engine_reuse=args.engine_reuse or settings.engine_reuse,
+    )
     app = build_router(settings)
     tls = read_tls(args)
 
     def announce(url: str) -> None:
         say(f"router on {url}, {settings.policy} over {len(settings.replicas)} replicas; stop with Ctrl-C")
+        if app.router.policy == "semantic_locality":  # the others look at equal beginnings, or at no prompt
+            say(app.router.reuse.describe())
 
     return run_server(app, args.host, args.port, announce=announce, drain_s=args.drain, tls=tls)
 

@@ -126,6 +126,11 @@ class ClientConnection(HttpToolsProtocol):
 
     # -- what the parser and uvicorn call --------------------------------------------------------------------------
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header, and drop a trailer: behind the body it could name a caller whom no front has checked."""
+        if self._reads_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._reads_head = False
         self._enter(Phase.ANSWER)

@@ -129,6 +129,8 @@ class ScriptedEngine:
     port: int = 0
     tls: ssl.SSLContext | None = None
     default: Behaviour = field(default_factory=lambda: answer_json({"ok": True}))
+    health: Behaviour | None = field(default_factory=lambda: answer_json({"status": "ok"}))
+    """What it says to health checks, beside the plan and uncounted; None: they are requests like any other."""
     requests: list[SeenRequest] = field(default_factory=list)
     connections: int = 0
     left: asyncio.Event = field(default_factory=asyncio.Event)
@@ -176,6 +178,9 @@ class ScriptedEngine:
         self._tasks.add(task)
         try:
             while not writer.is_closing() and (request := await _read_request(reader)) is not None:
+                if self.health is not None and request.target == "/health":
+                    await self.health(EngineSide(request, reader, writer, self))
+                    continue
                 self.requests.append(request)
                 self.arrived.set()
                 behaviour = self._plans.popleft() if self._plans else self.default

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from semantickv.edge.exchange import EngineTimeouts, OutgoingRequest, fetch
-from semantickv.edge.faults import Fault
+from semantickv.edge.faults import Fault, FaultKind
 from semantickv.routing.replica import Replica
 
 PROBE = OutgoingRequest("GET", "/health", [], b"")
@@ -17,7 +17,11 @@ PROBE_TIMEOUTS = EngineTimeouts(answer_s=2.0, silence_s=2.0)
 async def probe_replica(replica: Replica) -> bool:
     """Ask one replica; any answer below 500 counts: an engine without /health is alive as well."""
     answer = await fetch(replica.pool, PROBE, PROBE_TIMEOUTS)
-    return not isinstance(answer, Fault) and answer.status < 500
+    if isinstance(answer, Fault):
+        if answer.kind is FaultKind.REFUSED:
+            replica.note_refused()
+        return False
+    return answer.status < 500
 
 
 async def watch_health(

@@ -13,7 +13,7 @@ from semantickv.routing.holders import HolderIndex
 LEAST_EVIDENCE_TOKENS = 256
 """A receipt says something about evictions if so many tokens were expected."""
 TOKENS_PER_ENTRY = 4
-"""Pieces are 64 tokens long on average. The bound on their number holds where someone sends many that are shorter."""
+"""Pieces are 128 tokens long on average. The bound on their number holds where someone sends many that are shorter."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from semantickv.routing.fingerprint import NO_PIECES, PromptPieces
 from semantickv.routing.holders import Column, HolderIndex
 from semantickv.routing.locality import NO_OVERLAP, Overlap
 from semantickv.routing.policies import POLICIES, Standing
-from semantickv.routing.replica import Replica
+from semantickv.routing.replica import Health, Replica
 from semantickv.routing.standings import (
     describe_columns,
     describe_replicas,
@@ -56,6 +56,18 @@ class EngineReuse(StrEnum):
         if word not in list(cls):
             raise ConfigError(f"SEMANTICKV_ENGINE_REUSE={word} is unknown", hint="one of " + ", ".join(cls))
         return cls(word)
+
+    def describe(self) -> str:
+        """What a router assumes about its engines, and what to set if they are others; for its start."""
+        if self is EngineReuse.PREFIX:
+            return (
+                "engines are taken to reuse equal beginnings only (engine reuse: prefix); "
+                "with semblend in them: --engine-reuse spans"
+            )
+        return (
+            "engines are taken to reuse equal passages anywhere, as with semblend in them (engine reuse: spans); "
+            "for stock vLLM or SGLang: --engine-reuse prefix, or SEMANTICKV_ENGINE_REUSE=prefix"
+        )
 
 
 class RouteReason(StrEnum):
@@ -162,7 +174,8 @@ class Router:
 
     def choose(self, request: RouteRequest, tried: Collection[Replica] = ()) -> RouteDecision | NoReplica:
         """Choose a replica that was not tried yet. Changes nothing."""
-        able = [one for one in self.replicas if one.is_up and one.breaker.may_pass and one not in tried]
+        down = Health.DOWN if len(self.replicas) > 1 else None  # where there is no choice, a slow /health stops nobody
+        able = [one for one in self.replicas if one.health is not down and one.breaker.may_pass and one not in tried]
         if not able:
             return NoReplica(len(tried))
         if len(able) == 1:

@@ -28,7 +28,7 @@ EDGE_METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("semantickv_running", "gauge", "Requests that hold a place."),
     MetricSpec("semantickv_refused_total", "counter", "Requests refused because too many were running."),
     MetricSpec("semantickv_traces_total", "counter", "Trace lines by what became of them.", ("result",)),
-    MetricSpec("semantickv_replica_up", "gauge", "1 where the router would send requests.", ("replica",)),
+    MetricSpec("semantickv_replica_up", "gauge", "1 where a replica answers and gets requests.", ("replica",)),
     MetricSpec("semantickv_replica_running", "gauge", "Requests on a replica.", ("replica",)),
     MetricSpec("semantickv_event_batches_total", "counter", "Batches of KV events that a replica sent.", ("replica",)),
     MetricSpec(

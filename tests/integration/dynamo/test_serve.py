@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 
-from semantickv.cli import main
+from semantickv.cli import build_parser, main
 from semblend.errors import ConfigError, MissingDependencyError
 from semblend.integration.dynamo.serve import RouterOptions, read_version
 from semblend.integration.dynamo.versions import SUPPORTED, support
 from semblend.integration.version_support import VersionEvidence
+from tools.reference.semblend_pages import commands_of, options_of
 
 no_dynamo = pytest.mark.skipif(importlib.util.find_spec("dynamo") is not None, reason="Dynamo is installed here")
 
@@ -49,3 +54,36 @@ def test_the_router_serves_in_the_namespace_of_its_workers():
 def test_a_version_that_nobody_has_looked_at_says_so():
     assert support("9.9").evidence is VersionEvidence.NONE
     assert SUPPORTED[0].version in support("9.9").note
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "guides" / "dynamo.md").read_text("utf-8")
+WORKERS = re.findall(r"^.*python -m dynamo\.vllm .*$", PAGE, re.MULTILINE)
+
+
+def test_every_worker_of_the_guide_publishes_its_events_and_two_of_one_machine_at_two_ports():
+    told = [json.loads(shlex.split(line)[shlex.split(line).index("--kv-events-config") + 1]) for line in WORKERS]
+    assert len(told) == 3
+    assert all(one["enable_kv_cache_events"] for one in told)
+    assert told[0]["endpoint"] != told[1]["endpoint"]
+
+
+def test_the_guide_says_what_brings_the_engine_of_a_worker():
+    for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL):
+        if "dynamo.vllm" in block:
+            assert "pip install 'ai-dynamo[vllm]==1.6.1'" in block
+
+
+@pytest.mark.parametrize("command", ["dynamo-router", "dynamo-pin"])
+def test_the_guide_names_every_flag_that_is_the_commands_own(command):
+    shared = {"--host", "--port", "--drain", "--drain-seconds", "--tls-cert", "--tls-key", "--debug", "-h", "--help"}
+    flags = {name for option in options_of(commands_of(build_parser())[command]) for name in option.option_strings}
+    assert {name for name in flags - shared if name not in PAGE} == set()
+
+
+def test_an_endpoint_as_dynamo_writes_it_is_understood(monkeypatch):
+    seen = []
+    monkeypatch.setattr("semblend.integration.dynamo.serve.read_version", lambda: "Dynamo")
+    monkeypatch.setattr("semblend.integration.dynamo.serve.run_router", lambda options, *_: seen.append(options))
+    flags = ["--model-name", "m", "--model-path", "p", "--endpoint", "dyn://prod.backend.generate"]
+    assert main(["dynamo-router", *flags]) == 0
+    assert (seen[0].endpoint, seen[0].component) == ("prod.backend.generate", "prod.semblend_router")

@@ -62,7 +62,7 @@ class Frontend:
 @asynccontextmanager
 async def deployment(**known: Any) -> AsyncIterator[tuple[PinGateway, Frontend, ScriptedEngine]]:
     frontend = Frontend()
-    async with ScriptedEngine(default=frontend.behave) as engine:
+    async with ScriptedEngine(default=frontend.behave, health=None) as engine:
         pool = ConnectionPool(EngineAddress.parse(engine.url))
         app = PinGateway(EdgeSettings(**known), pool, WorkerEvidence(1_000_000))
         await app.refresh_workers()

@@ -124,7 +124,7 @@ def test_a_browser_shows_placements_to_the_operator_and_asks_others_for_the_key(
             app = build_router(EdgeSettings(replicas=(one.url, two.url), trace=False, admin_key=key))
             for question in ("Who pays?", "When?"):
                 await ask(app, "POST", CHAT, body=write_chat("deed", question))
-            server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none", lifespan="off"))
+            server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none", lifespan="on"))
             with socket.create_server(("127.0.0.1", 0)) as sock:
                 serving = asyncio.create_task(server.serve([sock]))
                 url = f"http://127.0.0.1:{sock.getsockname()[1]}/fleet"

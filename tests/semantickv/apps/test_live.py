@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -72,8 +73,117 @@ def test_the_router_serves_real_clients_and_its_headers_say_where():
         with serve(app) as (url, _), httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
             answers = [client.post(CHAT, json=BODY) for _ in range(4)]
             assert all(f"r{answer.json()['by']}" == answer.headers["x-replica-id"] for answer in answers)
+            wait_for_up(client, 2)
             assert client.get("/v1/replicas").json()["replicas"][0]["up"]
             assert "semantickv_requests_total" in client.get("/metrics").text
+
+
+def take_closed_ports(count: int) -> list[str]:
+    """Addresses at which nobody listens."""
+    socks = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    found = [f"http://127.0.0.1:{sock.getsockname()[1]}" for sock in socks]
+    for sock in socks:
+        sock.close()
+    return found
+
+
+def test_replicas_that_refuse_connections_are_not_called_up_before_the_second_check():
+    app = build_router(EdgeSettings(replicas=tuple(take_closed_ports(4)), trace=False))  # the second is 5 s away
+    with serve(app) as (url, _):
+        answer = httpx.get(url + "/health", timeout=PATIENCE_S)
+        assert (answer.status_code, answer.json()["replicas_up"]) == (503, 0)
+
+
+def test_replicas_that_refuse_connections_are_never_called_up():
+    app = build_router(EdgeSettings(replicas=tuple(take_closed_ports(4)), trace=False, health_s=0.05))
+    with serve(app) as (url, _), httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+        for _ in range(PATIENCE_S * 100):  # from the first moment until the checks are sure
+            answer = client.get("/health")
+            found = answer.json()
+            assert (answer.status_code, found["status"], found["replicas_up"]) == (503, "no replica", 0)
+            assert 'semantickv_replica_up{replica="r0"} 0.0' in client.get("/metrics").text
+            assert not any(one["up"] for one in client.get("/v1/replicas").json()["replicas"])
+            if found["replicas_down"] == 4:
+                break
+            assert found["replicas_down"] + found["replicas_unknown"] == 4
+        assert found["replicas_down"] == 4
+
+
+def wait_for_up(client: httpx.Client, count: int) -> dict[str, Any]:
+    for _ in range(PATIENCE_S * 100):
+        found = client.get("/health").json()
+        if found["replicas_up"] == count:
+            return found
+        threading.Event().wait(0.01)
+    raise AssertionError(found)
+
+
+def test_a_router_is_ready_once_one_replica_has_answered():
+    with EngineThread() as engine:
+        app = build_router(EdgeSettings(replicas=(engine.url, *take_closed_ports(1)), trace=False))
+        with serve(app) as (url, _), httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+            assert wait_for_up(client, 1) == {
+                "status": "ok",
+                "replicas_up": 1,
+                "replicas_unknown": 1,  # a second check would make it down
+                "replicas_down": 0,
+            }
+
+
+def test_the_proxy_is_not_ready_while_its_engine_refuses_and_still_tries_it():
+    with EngineThread() as engine:
+        app = build_proxy(EdgeSettings(upstream=engine.url, trace=False, health_s=0.05))
+        with serve(app) as (url, _), httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+            wait_for_up(client, 1)
+    (closed,) = take_closed_ports(1)
+    app = build_proxy(EdgeSettings(upstream=closed, trace=False, health_s=0.05))
+    with serve(app) as (url, _), httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+        for _ in range(PATIENCE_S * 100):
+            found = client.get("/health")
+            if found.json()["replicas_down"]:
+                break
+            threading.Event().wait(0.01)
+        assert (found.status_code, found.json()["replicas_down"]) == (503, 1)
+        answer = client.post(CHAT, json=BODY)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "refused")
+
+
+ROUTER_GUIDE = (ROOT / "docs" / "guides" / "router.md").read_text("utf-8")
+
+
+def read_starts(block: str) -> tuple[set[str], str]:
+    """The ports of the engines that a block of the guide starts, and its line that starts the router."""
+    lines = block.splitlines()
+    engines = [line for line in lines if re.search(r"(semblend|vllm) serve ", line)]
+    (router,) = [line for line in lines if line.startswith("semantickv router --replicas")]
+    return {re.search(r"--port (\d+)", line)[1] for line in engines}, router
+
+
+def test_the_guide_starts_every_engine_that_it_gives_to_the_router():
+    blocks = re.findall(r"```sh\n(.*?)```", ROUTER_GUIDE.partition("## Compare")[0], re.DOTALL)
+    starts = [read_starts(block) for block in blocks if "--replicas" in block]
+    assert len(starts) == 2
+    for ports, router in starts:
+        assert ports == set(re.findall(r"127\.0\.0\.1:(\d+)", router)), router
+    assert "--engine-reuse prefix" in starts[1][1]  # those are stock engines
+
+
+def test_the_question_of_the_guide_goes_twice_to_one_embedded_server():
+    from live_server import run_server
+
+    from semblend.engine.server.fake_engine import FakeEngine
+
+    body = json.loads(re.search(r"^BODY='(.*?)'$", ROUTER_GUIDE, re.MULTILINE | re.DOTALL)[1])
+    with run_server(FakeEngine()) as one, run_server(FakeEngine()) as two:
+        app = build_router(EdgeSettings(replicas=(one.url, two.url), trace=False))
+        with serve(app) as (url, _), httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+            wait_for_up(client, 2)
+            body["model"] = client.get("/v1/models").json()["data"][0]["id"]
+            first, second = (client.post(CHAT, json=body) for _ in range(2))
+    assert (first.status_code, second.status_code) == (200, 200), first.text
+    told = [answer.headers["x-semantic-route"] for answer in (first, second)]
+    assert told == re.findall(r"`(?:x-semantic-route: )?(cold_fallback|exact_prefix_route)`", ROUTER_GUIDE)[:2]
+    assert first.headers["x-replica-id"] == second.headers["x-replica-id"]
 
 
 @pytest.mark.slow

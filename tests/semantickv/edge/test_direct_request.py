@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
+from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 from edge_servers import PATIENCE_S, EngineThread, serve
 
 from semantickv.apps.build import build_proxy, build_router
@@ -104,6 +107,53 @@ def test_a_body_in_chunks_reaches_the_engine_with_its_length(engine, url):
         client.sendall(post(b"2\r\n{}\r\n0\r\n\r\n", "Transfer-Encoding: chunked"))
         assert b"200 OK" in read_until(client, b"}")
     assert (engine.requests[0].body, engine.requests[0].headers["content-length"]) == (b"{}", "2")
+
+
+TRAILERS = b"Authorization: Bearer eve\r\nX-Tenant-ID: eve\r\nX-Other: 1\r\n"
+
+
+@pytest.mark.parametrize("expect", [(), ("Expect: 100-continue",)], ids=["direct", "by uvicorn"])
+def test_a_trailer_names_no_caller_and_does_not_reach_the_engine(engine, expect):
+    """With a trailer a client behind a front that checks headers could choose whose cache salt it gets."""
+    app = build_proxy(EdgeSettings(upstream=engine.url, trace=False, salt_secret="s"))
+    chunked = b"%x\r\n%b\r\n0\r\n" % (len(b'{"prompt": "Hi"}'), b'{"prompt": "Hi"}')
+    with serve(app) as (url, _), connect(url) as client:
+        for trailers in (b"", TRAILERS):
+            client.sendall(post(chunked + trailers + b"\r\n", "Transfer-Encoding: chunked", *expect))
+            assert b"200 OK" in read_until(client, b'{"ok": true}')
+    plain, trailed = engine.requests
+    assert "authorization" not in trailed.headers
+    assert "x-other" not in trailed.headers
+    assert trailed.body == plain.body  # the salt is that of a caller without a key
+    assert b"cache_salt" in plain.body
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_every_page_that_starts_it_under_uvicorn_names_a_parser_that_drops_trailers_too(engine):
+    paths = [*(ROOT / "docs" / "guides").glob("*.md"), *(ROOT / "src" / "semantickv" / "apps").glob("*.py")]
+    started = re.compile(r"uvicorn semantickv\.apps\.(?:telemetry_proxy|locality_router):app(?: --http (\w+))?")
+    named = [parser for path in paths for parser in started.findall(path.read_text("utf-8"))]
+    assert len(named) == 6
+    assert set(named) == {"h11"}
+    app = build_proxy(EdgeSettings(upstream=engine.url, trace=False))
+    config = uvicorn.Config(app, http=named[0], ws="none", log_level="critical")
+    with serve(app, config=config) as (url, _), connect(url) as client:
+        client.sendall(post(b"2\r\n{}\r\n0\r\n" + TRAILERS + b"\r\n", "Transfer-Encoding: chunked"))
+        assert b"200 OK" in read_until(client, b"}")
+    assert "authorization" not in engine.requests[0].headers
+
+
+def test_a_request_behind_one_with_trailers_has_its_own_headers(engine, url):
+    engine.default = echo
+    with connect(url) as client:
+        chunked = post(b"2\r\n{}\r\n0\r\n" + TRAILERS + b"\r\n", "Transfer-Encoding: chunked")
+        client.sendall(chunked + post(b"next", "Authorization: Bearer ann"))
+        read_until(client, b"next")
+    first, second = engine.requests
+    assert "authorization" not in first.headers
+    assert second.headers["authorization"] == "Bearer ann"
 
 
 def test_a_body_that_comes_byte_by_byte_is_one_request(engine, url):

@@ -15,7 +15,7 @@ from semantickv.routing.fingerprint import PromptPieces
 from semantickv.routing.holders import HolderIndex
 from semantickv.routing.locality import Overlap, ReplicaMemory
 from semantickv.routing.policies import POLICIES
-from semantickv.routing.replica import Replica
+from semantickv.routing.replica import Health, Replica
 from semantickv.routing.router import EngineReuse, RouteDecision, Router, RouteRequest
 from semantickv.routing.standings import MOST_SHOWN
 
@@ -111,7 +111,8 @@ def test_by_columns_and_one_by_one_the_same_replica_is_chosen(policy, reuse, mon
                 router.end(decision, None, had_first_byte=False)
         if step % 50 == 49:
             for router in (columns, plain):
-                router.replicas[step % 40].is_up = not router.replicas[step % 40].is_up
+                changed = router.replicas[step % 40]
+                changed.health = Health.UP if changed.health is Health.DOWN else Health.DOWN
 
 
 def test_few_replicas_keep_no_index():

@@ -23,7 +23,7 @@ from semantickv.routing.locality import ReplicaMemory
 from semantickv.routing.pieces import cut_plainly, hash_piece
 from semantickv.routing.policies import POLICIES, Standing
 from semantickv.routing.prompt_view import PromptPart, read_prompt
-from semantickv.routing.replica import PROBES_TO_CHANGE, Replica
+from semantickv.routing.replica import PROBES_TO_CHANGE, Health, Replica
 from semantickv.routing.router import EngineReuse, LoadGuard, NoReplica, RouteDecision, Router, RouteRequest
 from semblend.confirm.outcome import Outcome
 
@@ -166,7 +166,7 @@ def test_prefix_hash_sends_equal_beginnings_to_one_replica_and_moves_few_when_on
     requests = [RouteRequest(pieces=cut(make_text(seed), "a question")) for seed in range(40)]
     homes = [place(router, request).replica.id for request in requests]
     assert len(set(homes)) == 4
-    router.replicas[0].is_up = False
+    router.replicas[0].health = Health.DOWN
     moved = [place(router, request).replica.id for request in requests]
     assert all(new == old for new, old in zip(moved, homes, strict=True) if old != "r0")
 
@@ -245,10 +245,10 @@ def test_a_session_follows_its_home_until_that_is_down_or_too_busy():
     request = RouteRequest(b"n", "s")
     home = place(router, request).replica
     assert {place(router, request).replica for _ in range(5)} == {home}
-    home.is_up = False
+    home.health = Health.DOWN
     moved = place(router, request).replica
     assert moved is not home
-    home.is_up = True
+    home.health = Health.UP
     assert place(router, request).replica is moved
 
 
@@ -323,6 +323,7 @@ def test_without_a_replica_the_answer_is_a_value():
 
 def test_a_replica_that_was_down_comes_back_with_an_empty_memory():
     replica = make_router(1).replicas[0]
+    replica.note_probe(True)
     replica.memory.note(cut(make_text(1)))
     for _ in range(PROBES_TO_CHANGE):
         assert replica.is_up
@@ -337,10 +338,10 @@ def test_health_checks_find_a_replica_that_died_and_one_that_came_back():
         async with ScriptedEngine() as engine:
             engine.default = answer_json({})
             replica = Replica("r", ConnectionPool(EngineAddress.parse(engine.url)), ReplicaMemory(100))
-            seen: list[bool] = []
+            seen: list[str] = []
 
             async def sleep(_: float) -> None:
-                seen.append(replica.is_up)
+                seen.append(replica.health.value)
                 if len(seen) == 1:
                     await engine.stop()
                 if len(seen) == 3:
@@ -350,9 +351,35 @@ def test_health_checks_find_a_replica_that_died_and_one_that_came_back():
 
             with pytest.raises(asyncio.CancelledError):
                 await watch_health([replica], 1.0, sleep)
-            assert seen == [True, True, False, True]
+            assert seen == ["up", "unknown", "down", "up"]
 
     asyncio.run(test())
+
+
+def test_a_replica_that_misses_one_check_is_still_up_and_one_that_refuses_is_not():
+    replica = make_router(2).replicas[0]
+    replica.note_probe(True)
+    replica.note_probe(False)  # slow
+    assert replica.is_up
+    replica.note_end(REFUSED)
+    assert (replica.health, replica.can_serve) == (Health.UNKNOWN, True)
+    replica.note_end(None)
+    assert replica.is_up
+
+
+def test_a_replica_is_unknown_until_it_has_answered_and_may_be_tried_meanwhile():
+    router = make_router(2)
+    assert [(one.health, one.is_up, one.can_serve) for one in router.replicas] == [(Health.UNKNOWN, False, True)] * 2
+    served = place(router).replica
+    assert [one.is_up for one in router.replicas] == [one is served for one in router.replicas]
+
+
+def test_an_only_replica_is_tried_even_if_its_health_checks_fail():
+    router = make_router(1)
+    for _ in range(PROBES_TO_CHANGE):
+        router.replicas[0].note_probe(False)
+    assert not router.replicas[0].is_up
+    assert place(router).replica is router.replicas[0]
 
 
 # -- bounds ------------------------------------------------------------------------------------------------------------

@@ -40,6 +40,16 @@ def add_serve_flags(parser: argparse.ArgumentParser, *, port: int) -> None:
     parser.add_argument("--output-dir", metavar="DIR", help="folder of the traces (default: outputs/live_traces)")
 
 
+def add_engine_reuse_flag(parser: argparse.ArgumentParser) -> None:
+    """Declare what the engines behind a router can reuse."""
+    parser.add_argument(
+        "--engine-reuse",
+        choices=("spans", "prefix"),
+        help="what the engines reuse: spans, equal passages anywhere (engines with semblend in them), or prefix, equal "
+        "beginnings only (stock vLLM, SGLang and others) (default: SEMANTICKV_ENGINE_REUSE, else spans)",
+    )
+
+
 def read_tls(args: argparse.Namespace) -> TlsFiles | None:
     """The files for HTTPS, or None where the flags name none."""
     if args.tls_key and not args.tls_cert:

@@ -42,7 +42,7 @@ function drawTotals(data) {
 }
 
 function drawReplica(one, busiest) {
-  const [kind, health] = !one.up ? ["down", "does not answer"] : one.breaker === "open" ? ["down", "left out after faults"] : one.breaker === "half_open" ? ["trial", "tried again"] : ["", "up"];
+  const [kind, health] = one.health === "down" ? ["down", "does not answer"] : one.health === "unknown" ? ["trial", "unknown: waits for an answer"] : one.breaker === "open" ? ["down", "left out after faults"] : one.breaker === "half_open" ? ["trial", "tried again"] : ["", "up"];
   const reported = one.reported;
   const faults = Object.entries(one.faults).map(([name, count]) => `${words(name)} ${count}`).join(", ");
   return el("article", { class: `replica ${kind}` },

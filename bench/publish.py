@@ -33,7 +33,7 @@ PEERS = {
 SHORT_LOADS = ("four a second", "eight at once", "nothing reusable, one a second")  # measured as the default is set up
 HTTP_LENGTHS = (8192, 24576)
 BY_LENGTH = "through an HTTP server, by length"
-OTHER = "**not the default, which is in no result file yet**"
+OTHER = "**not the default, which has no run here yet**"
 LONGEST_TABLE = 40  # rows; a longer one is named and stays in its result file
 MARKER = re.compile(r"(<!-- numbers:(\w+)(:all)? -->\n).*?(<!-- /numbers -->)", re.DOTALL)
 
@@ -164,8 +164,7 @@ def vllm_http(results: dict[str, Result]) -> str:
         )
         of, on = " and ".join(f"{tokens:,}" for tokens in lengths), made["arguments"]["measured_on"]
         parts.append(
-            f"{of} tokens: {row['model']}, {where}; {on}, {get_day(made)[:10]}, "
-            f"[{name}](bench/results/{name}.json) by [vllm_http](bench/vllm_http.py)."
+            f"{of} tokens: {row['model']}, {where}; {on}, {get_day(made)[:10]}, [{name}](bench/results/{name}.json)"
         )
     return "\n\n".join([parts[0], "\n".join(f"- {part}" for part in parts[1:])])
 

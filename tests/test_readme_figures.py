@@ -113,8 +113,6 @@ def write_quality() -> Iterator[str]:
     kept = {name: share(first_number(one[name][at["F1 vs cold"]])) for name in ("balanced", "rerun")}
     yield f"word F1 {kept['balanced']} against the"
     yield f"with {percent(one['balanced'][at['FLOPs']])} of the FLOPs, where a cold rerun has {kept['rerun']}"
-    prefilled, prompts = count_prefilled()
-    yield f"{prefilled}\n  of {prompts} prompts to a full prefill"
 
 
 MOVED = ("several", "reordered")

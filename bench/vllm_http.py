@@ -22,6 +22,7 @@ import _report  # first: it holds the numeric libraries to one thread
 
 # isort: split
 import argparse
+import json
 import math
 import random
 import statistics
@@ -132,7 +133,7 @@ def measure(args: argparse.Namespace) -> None:
             for key in keys:
                 if budget.is_used_up:
                     break
-                rows.add(key | run_case(server, prompts, args, key))
+                rows.add(key | {"memory": choose_memory(args)} | run_case(server, prompts, args, key))
                 _report.progress(f"{key['dataset']} {key['length']} {key['number']}")
     finally:
         server.stop()
@@ -140,9 +141,19 @@ def measure(args: argparse.Namespace) -> None:
 
 def choose_memory(args: argparse.Namespace) -> dict[str, int]:
     """The settings of donor memory; none where the connector's defaults are measured."""
-    if args.donors == "default":
+    if args.donors in (None, "default"):
         return {}
     return {f"donor_{tier}_bytes": int(args.donor_bytes) if args.donors == tier else 0 for tier in ("host", "device")}
+
+
+def read_memory(rows: list[dict[str, Any]], args: argparse.Namespace) -> ConnectorSettings:
+    """Where the donors of these rows lay: as the rows say, or as the flag says of rows that do not."""
+    told = {json.dumps(row["memory"]) for row in rows if "memory" in row}
+    if len(told) > 1:
+        _report.fail("these rows were measured with different donor memory", hint="a file for each setting")
+    if not told and args.donors is None:
+        _report.fail("these rows do not say where donors lay", hint="say it: --donors default, host or device")
+    return ConnectorSettings(**(json.loads(told.pop()) if told else choose_memory(args)))
 
 
 def tabulate_by_length(rows: list[dict[str, Any]], args: argparse.Namespace) -> list[list[Any]]:
@@ -151,7 +162,7 @@ def tabulate_by_length(rows: list[dict[str, Any]], args: argparse.Namespace) -> 
     An arm counts in full: a prompt that was declined, or computed after all, is one of those that asked for reuse.
     """
     lines = []
-    settings = ConnectorSettings(**choose_memory(args))
+    settings = read_memory(rows, args)
     tier = "device" if settings.donor_device_bytes else "host"
     held_bytes = settings.donor_device_bytes or settings.donor_host_bytes
     for model, length in sorted(dict.fromkeys((row["model"], row["length"]) for row in rows)):
@@ -193,9 +204,9 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 24576], help="tokens of a context")
     parser.add_argument("--cases", type=int, default=15, help="of each data set and length")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
-    where = "where donors lie; host and device: --donor-bytes there"
-    parser.add_argument("--donors", choices=("default", "device", "host"), default="default", help=where)
-    args = read_arguments(parser, lengths=[500], cases=1, tokens=8, memory=0.15)
+    where = "where donors lie: as the connector has it by default, or --donor-bytes in host or device memory"
+    parser.add_argument("--donors", choices=("default", "device", "host"), default=None, help=where)
+    args = read_arguments(parser, lengths=[500], cases=1, tokens=8, donors="host", memory=0.15)
     if not args.model and not args.finished_only:
         _report.fail("no weights given", hint="--model is a Hugging Face folder")
     if not args.finished_only:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ sys.path.insert(0, str(BENCH))
 import publish  # noqa: E402
 import source_tables  # noqa: E402
 from _report import get_day, read_lines_of, read_results  # noqa: E402
+from vllm_http import tabulate_by_length  # noqa: E402
 
 DATA_SETS = source_tables.HTTP_DATA_SETS
 ARMS = ("cold", "balanced", "fast", "miss")
@@ -60,6 +62,22 @@ def test_a_run_as_the_default_is_set_up_comes_before_a_newer_one_with_another_se
     assert "| 24,576 | miss     | 60 |          0 |              0 |     77 |" in page
     assert "- 8,192 tokens: m, donors in host memory (4 GiB)" in page
     assert f"- 24,576 tokens: m, donors on the GPU (4 GiB): {publish.OTHER}" in page
+
+
+def tabulate_one(memory: dict[str, int] | None, donors: str | None) -> list[Any]:
+    arm = {"ttft_ms": 9.0, "recomputed_tokens": 0, "reused_tokens": 0}
+    row = {"model": "m", "length": 8192, **dict.fromkeys(ARMS, arm)}
+    rows = [row if memory is None else row | {"memory": memory}]
+    return tabulate_by_length(rows, argparse.Namespace(donors=donors, donor_bytes=3e10))[0][3:5]
+
+
+def test_a_row_says_itself_where_its_donors_lay(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tabulate_one({}, None) == ["host", 4 << 30]
+    assert tabulate_one({"donor_device_bytes": 7, "donor_host_bytes": 0}, "host") == ["device", 7]
+    assert tabulate_one(None, "device") == ["device", int(3e10)]
+    with pytest.raises(SystemExit):  # an old run must not be printed as one of the default by mistake
+        tabulate_one(None, None)
+    assert "hint: say it: --donors" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("title", ["Hits alone and PPL ratio by data set", "Hit rate and times faster at 8k"])

@@ -155,7 +155,7 @@ def vllm_http(results: dict[str, Result]) -> str:
     wanted = ["tokens", "arm", "n", "with reuse", "computed again", "p50 ms", "mean ms", "p90 ms", "mean over cold"]
     shown = [row for tokens in sorted(chosen) for row in chosen[tokens][1]]
     parts = [format_table(wanted, [[_round_ms(name, row[name]) for name in wanted] for row in shown])]
-    for name in sorted({name for name, _ in chosen.values()}, key=list(results).index):
+    for name in dict.fromkeys(chosen[tokens][0] for tokens in sorted(chosen)):
         lengths = [tokens for tokens, (used, _) in sorted(chosen.items()) if used == name]
         row, made = chosen[lengths[0]][1][0], results[name]
         size = f"{row['bytes'] / (1 << 30):.0f} GiB"

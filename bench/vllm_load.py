@@ -172,7 +172,7 @@ def main() -> int:
         f"max_num_batched_tokens {args.step_tokens:,}, prefix caching on",
         *describe_overload(rows),
         describe_memory(args),
-        "balanced repairs 10 % of the reused tokens, chosen at random, the slowest case",
+        "balanced repairs 10 % of the reused tokens, scattered at random, and accepts; a real model may ask for more",
         "ITL: time between two tokens of a request that decodes, while arrivals are served",
         f"in time: an arrival's first token within {TTFT_GOAL_MS:.0f} ms (share of all), "
         f"a decode token within {ITL_GOAL_MS:.0f} ms of the one before it (tokens/s)",

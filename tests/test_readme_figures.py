@@ -137,7 +137,7 @@ def write_what_the_default_prefills() -> Iterator[str]:
     rows = read_rows("vllm_quality_h200", "1.5b: greedy answers")
     served = [row for row in rows if row["setting"] in MOVED and row["arm"] == "balanced"]
     asked = sum(row["n"] for row in served)
-    yield f"({prefilled} of {prompts}; through vLLM {asked - sum(row['with reuse'] for row in served)} of {asked})"
+    yield f"({prefilled} of {prompts} with a 1.5B; through vLLM {asked - sum(row['with reuse'] for row in served)} of {asked})"
 
 
 def write_served_quality() -> Iterator[str]:

@@ -139,7 +139,7 @@ def vllm_load(result: Result) -> str:
             rows.append([cell if isinstance(cell, str) else round(cell) for cell in (row[name] for name in wanted)])
     kept = ("prompts that share", "four a second:", "donor_device_bytes", "balanced repairs")
     notes = [note for note in result["notes"] if note.startswith(kept)]
-    notes.append("donors on the GPU: `donor_device_bytes` is set, at the cost of KV cache")
+    notes.append("donors on the GPU: with `donor_device_bytes`, at the cost of KV cache")
     return "\n\n".join([format_table(wanted, rows), "\n".join(f"- {note}" for note in notes), source(result)])
 
 

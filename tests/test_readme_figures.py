@@ -136,8 +136,8 @@ def write_what_the_default_prefills() -> Iterator[str]:
     prefilled, prompts = count_prefilled()
     rows = read_rows("vllm_quality_h200", "1.5b: greedy answers")
     served = [row for row in rows if row["setting"] in MOVED and row["arm"] == "balanced"]
-    asked = sum(row["n"] for row in served)
-    yield f"({prefilled} of {prompts} with a 1.5B; through vLLM {asked - sum(row['with reuse'] for row in served)} of {asked})"
+    asked, reused = (sum(row[name] for row in served) for name in ("n", "with reuse"))
+    yield f"({prefilled} of {prompts} with a 1.5B; through vLLM {asked - reused} of {asked})"
 
 
 def write_served_quality() -> Iterator[str]:

@@ -39,6 +39,7 @@ for _variable in THREAD_VARIABLES:
     os.environ[_variable] = "false" if _variable == "TOKENIZERS_PARALLELISM" else "1"
 
 REPO = Path(__file__).resolve().parent.parent
+RESULTS = REPO / "bench" / "results"
 DATA_VARIABLE = "SEMBLEND_TEST_DATA"
 RESULT_SCHEMA = "semblend.bench.v1"
 LIBRARIES = ("numpy", "numba", "semblend-suite", "tokenizers")
@@ -119,6 +120,26 @@ def provenance(started: datetime, wall_start: float, cpu_start: float) -> dict[s
         "cpu_share": round(cpu / wall, 3) if wall > 0 else None,
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
     }
+
+
+def get_day(result: dict[str, Any]) -> str:
+    """When the rows of a result were measured: as its script was told, or when it was written."""
+    return str(result.get("arguments", {}).get("measured_at") or result["provenance"]["date"])
+
+
+def read_results(title: str, folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """The result files with a table whose title has these words, by name, the oldest first."""
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    kept = {
+        name: result for name, result in found.items() if any(title in one["title"] for one in result.get("tables", ()))
+    }
+    return dict(sorted(kept.items(), key=lambda pair: get_day(pair[1])))
+
+
+def read_lines_of(result: dict[str, Any], title: str) -> list[dict[str, Any]]:
+    """The rows of the first table with these words in its title, by column."""
+    table = next(table for table in result["tables"] if title in table["title"])
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, name: str) -> None:

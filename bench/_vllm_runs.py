@@ -63,6 +63,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--rows", default=f"bench/results/{name}.rows.jsonl", help="a second run goes on from them")
     parser.add_argument("--finished-only", action="store_true", help="measure nothing, print the rows")
     parser.add_argument("--measured-on", default="", help="the machine, where tables are printed on another")
+    parser.add_argument("--measured-at", default="", help="the day of the rows, where tables are printed later")
     parser.add_argument("--note", action="append", default=[], help="what a reader must know about these rows")
     parser.add_argument("--budget-s", type=float, default=0.0, help="an engine begins nothing after this; 0: no limit")
     parser.add_argument("--engine", default="", help="run this engine only, in this process")

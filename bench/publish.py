@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from _load_picture import draw_load
-from _report import format_table
+from _report import RESULTS, format_table, get_day, read_lines_of, read_results
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "bench" / "results"
 PICTURE = ROOT / "docs" / "images" / "vllm_load.svg"
 PAGES = (
     ROOT / "README.md",
@@ -31,6 +30,10 @@ PEERS = {
     "this project", "semblend 0.3.25, perfect embedder", "LMCache 0.5.6 matcher, chunk 256",
     "LMCache 0.5.6 matcher, chunk 32", "prefix blocks of 16", "content blocks of 16", "dict of 16-grams",
 }  # fmt: skip
+SHORT_LOADS = ("four a second", "eight at once", "nothing reusable, one a second")  # measured as the default is set up
+HTTP_LENGTHS = (8192, 24576)
+BY_LENGTH = "through an HTTP server, by length"
+OTHER = "**not the default, which has no run here yet**"
 LONGEST_TABLE = 40  # rows; a longer one is named and stays in its result file
 MARKER = re.compile(r"(<!-- numbers:(\w+)(:all)? -->\n).*?(<!-- /numbers -->)", re.DOTALL)
 
@@ -43,7 +46,7 @@ def shorten(command: str) -> str:
     >>> shorten("python bench/ttft.py --rows a.jsonl --measured-on one H200 --note a busy machine --out b.json")
     'python bench/ttft.py --rows a.jsonl --out b.json'
     """
-    return re.sub(r" --(?:note|measured-on)(?: (?!--)\S+)+", "", command)
+    return re.sub(r" --(?:note|measured-on|measured-at)(?: (?!--)\S+)+", "", command)
 
 
 def source(result: Result) -> str:
@@ -53,7 +56,7 @@ def source(result: Result) -> str:
     count = result.get("arguments", {}).get("threads", 1)
     threads = "one thread" if count == 1 else f"{count} threads"
     if measured_on := result.get("arguments", {}).get("measured_on"):
-        return f"Measured on {measured_on}, {made['date'][:10]}; printed by `{command}`."
+        return f"Measured on {measured_on}, {get_day(result)[:10]}; printed by `{command}`."
     commit = f", commit `{made['git_sha'][:10]}`" if made["git_sha"] else ""  # a copy without its repository has none
     return (
         f"`{command}`, {made['date'][:10]}, {made['cpu_model']}, {made['cpu_cores']} cores, {threads}, "
@@ -107,30 +110,67 @@ def ttft(result: Result) -> str:
 
 
 def vllm_ttft(result: Result) -> str:
-    """A line for each length: stock vLLM, and our arms by where donors lie."""
+    """A line for each length: stock vLLM, and our arms by where donors lie, host memory (the default) first."""
     table = find(result, "Time to first token")
     at = {name: table["columns"].index(name) for name in ("tokens", "engine", "arm", "p50 ms")}
     found = {(row[at["tokens"]], row[at["engine"]], row[at["arm"]]): row[at["p50 ms"]] for row in table["rows"]}
-    arms = [("stock", "cold"), ("stock", "exact"), ("device", "fast"), ("host", "fast"), ("device", "balanced")]
+    arms = [("stock", "cold"), ("stock", "exact"), ("host", "fast"), ("device", "fast"), ("device", "balanced")]
     rows = []
     for tokens in sorted({key[0] for key in found}):
         ms = [found[tokens, *arm] for arm in arms]
         rows.append([tokens, *ms, *(ms[0] / one for one in ms[2:])])
-    names = ["tokens", "stock cold", "stock exact hit", "fast", "fast, donors in host memory", "balanced",
-             "cold / fast", "cold / fast, host", "cold / balanced"]  # fmt: skip
-    return f"{format_table(names, rows)}\n\n{source(result)}"
+    names = ["tokens", "stock cold", "stock exact hit", "fast", "fast, on the GPU", "balanced, on the GPU",
+             "cold / fast", "cold / fast, on the GPU", "cold / balanced, on the GPU"]  # fmt: skip
+    setting = "Donors lie in host memory, as by default; *on the GPU* needs `donor_device_bytes`."
+    return f"{format_table(names, rows)}\n\n{setting}\n\n{source(result)}"
 
 
 def vllm_load(result: Result) -> str:
-    """A line for each load and engine, in whole milliseconds; donors in host memory have a line on the full page."""
-    table = result["tables"][0]
-    lines = [row for row in table["rows"] if "host memory" not in row[1]]
-    wanted = ["load", "engine", "TTFT p50 ms", "TTFT max ms", "ITL p50 ms", "ITL p99 ms", "decode tokens/s",
-              "arrivals"]  # fmt: skip
-    at = [table["columns"].index(name) for name in wanted]
-    rows = [[cell if isinstance(cell, str) else round(cell) for cell in (row[i] for i in at)] for row in lines]
-    notes = "\n".join(f"- {note}" for note in result["notes"] if "host memory" not in note)
-    return f"{format_table(wanted, rows)}\n\n{notes}\n\n{source(result)}"
+    """A line for each load and engine, in whole milliseconds, of the loads that were measured with host memory.
+
+    Where nothing can be reused, donors on the GPU make no difference that a reader looks for; all loads and all notes
+    are on the full page.
+    """
+    wanted = ["load", "engine", "TTFT p50 ms", "TTFT max ms", "in time", "ITL p99 ms", "decode tokens/s"]
+    rows = []
+    for row in read_lines_of(result, "vLLM under load"):
+        if row["load"] in SHORT_LOADS and not (row["donor_device_bytes"] and row["load"].startswith("nothing")):
+            row["in time"] = f"{round(row['arrivals in time'] * row['arrivals'])} of {row['arrivals']}"
+            rows.append([cell if isinstance(cell, str) else round(cell) for cell in (row[name] for name in wanted)])
+    kept = ("prompts that share", "four a second:", "donor_device_bytes", "balanced repairs")
+    notes = [note for note in result["notes"] if note.startswith(kept)]
+    notes.append("donors on the GPU: with `donor_device_bytes`, at the cost of KV cache")
+    return "\n\n".join([format_table(wanted, rows), "\n".join(f"- {note}" for note in notes), source(result)])
+
+
+def vllm_http(results: dict[str, Result]) -> str:
+    """Of each length the newest run with donors where the default has them; of a length without one, the newest."""
+    chosen: dict[int, tuple[str, list[dict[str, Any]]]] = {}
+    for is_default in (False, True):
+        for name, result in results.items():
+            for tokens in HTTP_LENGTHS:
+                rows = [row for row in read_lines_of(result, BY_LENGTH) if row["tokens"] == tokens]
+                if rows and (rows[0]["donors in"] == "host") is is_default:
+                    chosen[tokens] = name, rows
+    wanted = ["tokens", "arm", "n", "with reuse", "computed again", "p50 ms", "mean ms", "p90 ms", "mean over cold"]
+    shown = [row for tokens in sorted(chosen) for row in chosen[tokens][1]]
+    parts = [format_table(wanted, [[_round_ms(name, row[name]) for name in wanted] for row in shown])]
+    for name in dict.fromkeys(chosen[tokens][0] for tokens in sorted(chosen)):
+        lengths = [tokens for tokens, (used, _) in sorted(chosen.items()) if used == name]
+        row, made = chosen[lengths[0]][1][0], results[name]
+        size = f"{row['bytes'] / (1 << 30):.0f} GiB"
+        where = (
+            f"donors in host memory ({size})" if row["donors in"] == "host" else f"donors on the GPU ({size}): {OTHER}"
+        )
+        of, on = " and ".join(f"{tokens:,}" for tokens in lengths), made["arguments"]["measured_on"]
+        parts.append(
+            f"{of} tokens: {row['model']}, {where}; {on}, {get_day(made)[:10]}, [{name}](bench/results/{name}.json)"
+        )
+    return "\n\n".join([parts[0], "\n".join(f"- {part}" for part in parts[1:])])
+
+
+def _round_ms(name: str, cell: Any) -> Any:
+    return round(cell) if name.endswith(" ms") else cell
 
 
 def quality(result: Result) -> str:
@@ -176,6 +216,8 @@ def filled(page: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         opening, name, everywhere, closing = match.groups()
+        if name == "newest_vllm_http":
+            return f"{opening}{vllm_http(read_results(BY_LENGTH))}\n{closing}"
         path = RESULTS / f"{name}.json"
         if not path.exists():
             return match.group(0)

@@ -11,6 +11,7 @@ Each arm of a case has a salt of its own, so that nothing is found by chance:
     hit     after a donor: the same context under another instruction, with another question; modes fast and balanced
     miss    after that, another context: nothing to reuse, all the work of looking
 
+Donors lie where the connector puts them by default, unless ``--donors`` says otherwise; a table says where they lay.
 Overall: hits and misses, half and half. Perplexity: of the tokens of the greedy answer, by the engine's own log
 probabilities; the ratio is that of the answer with reuse over that of the cold answer. FOLDER is a Hugging Face folder.
 """
@@ -21,6 +22,7 @@ import _report  # first: it holds the numeric libraries to one thread
 
 # isort: split
 import argparse
+import json
 import math
 import random
 import statistics
@@ -33,9 +35,13 @@ import _documents
 from _vllm_runs import Budget, Rows, add_engine_arguments, read_arguments, take_turn, write_report
 from _vllm_server import Answer, VllmServer
 
+from semblend.integration.vllm.settings import ConnectorSettings
+
 DATASETS = {"XSum": "summ/xsum", "CNN/DailyMail": "summ/cnndm", "MultiNews": "longbench/multi_news",
             "SAMSum": "dialogue/samsum"}  # fmt: skip
 MODES = ("fast", "balanced")
+ARMS = ("cold", "balanced", "fast", "miss")  # as the table shows them: the default mode first
+BY_LENGTH = "Time to first token through an HTTP server, by length"
 INSTRUCTIONS = (
     "You are a careful assistant. Read the following texts.\n\n",
     "You work in the archive of a newspaper and help readers who ask for old stories. Here is what you have found.\n\n",
@@ -118,9 +124,7 @@ def measure(args: argparse.Namespace) -> None:
     flags = ["--dtype", args.dtype, "--max-model-len", str(longest), "--max-num-batched-tokens", str(args.step_tokens),
              "--gpu-memory-utilization", str(args.memory), *(["--enforce-eager"] if args.eager else []),
              *(["--kv-cache-memory-bytes", str(int(args.kv_bytes))] if args.kv_bytes else [])]  # fmt: skip
-    budgets = {"donor_host_bytes": int(args.donor_bytes) if args.donors == "host" else 0,
-               "donor_device_bytes": int(args.donor_bytes) if args.donors == "device" else 0}  # fmt: skip
-    server = VllmServer(args.model, Path(tempfile.mkdtemp(prefix="vllm-http-")), flags, budgets)
+    server = VllmServer(args.model, Path(tempfile.mkdtemp(prefix="vllm-http-")), flags, choose_memory(args))
     try:
         server.wait()
         with take_turn(args.turn):
@@ -129,10 +133,49 @@ def measure(args: argparse.Namespace) -> None:
             for key in keys:
                 if budget.is_used_up:
                     break
-                rows.add(key | run_case(server, prompts, args, key))
+                rows.add(key | {"memory": choose_memory(args)} | run_case(server, prompts, args, key))
                 _report.progress(f"{key['dataset']} {key['length']} {key['number']}")
     finally:
         server.stop()
+
+
+def choose_memory(args: argparse.Namespace) -> dict[str, int]:
+    """The settings of donor memory; none where the connector's defaults are measured."""
+    if args.donors in (None, "default"):
+        return {}
+    return {f"donor_{tier}_bytes": int(args.donor_bytes) if args.donors == tier else 0 for tier in ("host", "device")}
+
+
+def read_memory(rows: list[dict[str, Any]], args: argparse.Namespace) -> ConnectorSettings:
+    """Where the donors of these rows lay: as the rows say, or as the flag says of rows that do not."""
+    told = {json.dumps(row["memory"]) for row in rows if "memory" in row}
+    if len(told) > 1:
+        _report.fail("these rows were measured with different donor memory", hint="a file for each setting")
+    if not told and args.donors is None:
+        _report.fail("these rows do not say where donors lay", hint="say it: --donors default, host or device")
+    return ConnectorSettings(**(json.loads(told.pop()) if told else choose_memory(args)))
+
+
+def tabulate_by_length(rows: list[dict[str, Any]], args: argparse.Namespace) -> list[list[Any]]:
+    """One line for each model, length and arm, over all data sets: misses beside hits, the mean beside the median.
+
+    An arm counts in full: a prompt that was declined, or computed after all, is one of those that asked for reuse.
+    """
+    lines = []
+    settings = read_memory(rows, args)
+    tier = "device" if settings.donor_device_bytes else "host"
+    held_bytes = settings.donor_device_bytes or settings.donor_host_bytes
+    for model, length in sorted(dict.fromkeys((row["model"], row["length"]) for row in rows)):
+        some = [row for row in rows if (row["model"], row["length"]) == (model, length)]
+        cold = statistics.fmean(row["cold"]["ttft_ms"] for row in some)
+        for arm in ARMS:
+            ours = [row[arm] for row in some]
+            times = sorted(one["ttft_ms"] for one in ours)
+            again = int(statistics.median(one["recomputed_tokens"] or 0 for one in ours))
+            hits, mean = sum(bool(one["reused_tokens"]) for one in ours), statistics.fmean(times)
+            spread = [statistics.median(times), mean, _report.percentile(times, 90), mean / cold]
+            lines.append([model, length, arm, tier, held_bytes, len(ours), hits, again, *spread])
+    return lines
 
 
 def tabulate(rows: list[dict[str, Any]]) -> list[list[Any]]:
@@ -161,21 +204,31 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 24576], help="tokens of a context")
     parser.add_argument("--cases", type=int, default=15, help="of each data set and length")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
-    parser.add_argument("--donors", choices=("device", "host"), default="device")
+    where = "where donors lie: as the connector has it by default, or --donor-bytes in host or device memory"
+    parser.add_argument("--donors", choices=("default", "device", "host"), default=None, help=where)
     args = read_arguments(parser, lengths=[500], cases=1, tokens=8, donors="host", memory=0.15)
     if not args.model and not args.finished_only:
         _report.fail("no weights given", hint="--model is a Hugging Face folder")
     if not args.finished_only:
         measure(args)
     report = _report.Report("vllm_http", args)
+    rows = Rows(args.rows).rows
+    report.table(
+        BY_LENGTH,
+        ["model", "tokens", "arm", "donors in", "bytes", "n", "with reuse", "computed again", "p50 ms", "mean ms",
+         "p90 ms", "mean over cold"],
+        tabulate_by_length(rows, args),
+    )  # fmt: skip
     report.table(
         "Time to first token through an HTTP server, by data set",
         ["model", "data set", "tokens", "mode", "n", "hits", "cold p50 ms", "hit p50 ms", "hit-only speed-up",
          "overall speed-up", "PPL ratio"],
-        tabulate(Rows(args.rows).rows),
+        tabulate(rows),
     )  # fmt: skip
     write_report(
-        report, args, "hits: prompts of which the receipt says that donor KV was used; speed-up: cold over this",
+        report, args,
+        "cold: our engine, opted out; miss: another text of the same data set; computed again: tokens, the median",
+        "hits: prompts of which the receipt says that donor KV was used; speed-up: cold over this",
         "hit-only: medians; overall: means over all prompts, half of which have no donor",
         f"PPL ratio: mean over hits, answers of {args.tokens} greedy tokens, each under its own log probabilities",
     )  # fmt: skip

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from _vllm_loads import BY_VALUE, ITL_GOAL_MS, LOADS, TTFT_GOAL_MS, LoadRun
+from _vllm_loads import BY_VALUE, DOCUMENTS, ITL_GOAL_MS, LOADS, TTFT_GOAL_MS, LoadRun
 from _vllm_runs import (
     Budget,
     Rows,
@@ -32,19 +32,24 @@ from _vllm_runs import (
     write_report,
 )
 
+from semblend.integration.vllm.settings import ConnectorSettings
+
 ENGINES = {"stock": ("stock",), "device": ("fast", "balanced"), "host": ("balanced-host", "fast-host")}
 """One process each, and the kinds that it measures: a request says its mode."""
 KINDS = {
     "stock": "stock vLLM",
-    "fast": "fast",
-    "balanced": "balanced",
-    "balanced-host": "balanced, donors in host memory",
-    "fast-host": "fast, donors in host memory",
+    "balanced-host": "balanced",
+    "fast-host": "fast",
+    "balanced": "balanced, donors on the GPU",
+    "fast": "fast, donors on the GPU",
 }
+"""In the order of the table: donors lie in host memory unless `donor_device_bytes` is set, and the mode is balanced."""
 COLUMNS = (
-    "load", "engine", "TTFT p50 ms", "TTFT p99 ms", "TTFT max ms", "ITL p50 ms", "ITL p99 ms", "ITL max ms",
-    "decode tokens/s", "of these in time", "arrivals in time", "arrivals",
+    "load", "engine", "donor_device_bytes", "TTFT p50 ms", "TTFT p99 ms", "TTFT max ms", "ITL p50 ms", "ITL p99 ms",
+    "ITL max ms", "decode tokens/s", "of these in time", "arrivals in time", "arrivals",
 )  # fmt: skip
+OVERLOAD = 1.1
+"""Times as long as the arrivals of a load are apart: an engine that takes longer for each falls behind."""
 FIELDS = ("ttft_p50", "ttft_p99", "ttft_max", "itl_p50", "itl_p99", "itl_max", "decode_tok_s", "good_tok_s",
           "good_share", "n")  # fmt: skip
 
@@ -55,15 +60,47 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [row for row in Rows(path).rows if row.get("what") == "load" and row["name"] in names]
 
 
-def tabulate(rows: list[dict[str, Any]]) -> list[list[Any]]:
+def tabulate(rows: list[dict[str, Any]], donor_bytes: int) -> list[list[Any]]:
     """One line for each load and engine; where one was measured again, the last measurement counts."""
     found = {(row["name"], row["kind"]): row for row in rows}
+    on_device = {**dict.fromkeys(ENGINES["host"], 0), **dict.fromkeys(ENGINES["device"], donor_bytes)}
     return [
-        [load.name, words, *(found[load.name, kind].get(field) for field in FIELDS)]
+        [load.name, words, on_device.get(kind), *(found[load.name, kind].get(field) for field in FIELDS)]
         for load in LOADS
         for kind, words in KINDS.items()
         if (load.name, kind) in found
     ]
+
+
+def describe_overload(rows: list[dict[str, Any]]) -> list[str]:
+    """A sentence for each load that stock vLLM cannot keep up with: its times to first token have no limit."""
+    notes = []
+    for row in rows:
+        share = row["wall_s"] / row["n"] / row["every"] if row["every"] else 0.0
+        if row["kind"] == "stock" and share > OVERLOAD:
+            notes.append(
+                f"{row['name']}: prompts come {share:.1f} times as fast as stock vLLM computes them, for "
+                f"{row['n'] * row['every']:.0f} s; its TTFT grows with every second that this lasts"
+            )
+    return notes
+
+
+def describe_memory(args: argparse.Namespace) -> str:
+    """Where donors lay in this run, and how many of its documents the connector's default would hold."""
+    from _vllm_engine import SHAPES
+
+    given, default = args.donor_bytes / 1e9, ConnectorSettings().donor_host_bytes
+    held = default // (args.document * count_kv_bytes(SHAPES[args.shape]))
+    return (
+        f"donor_device_bytes 0, the default: donors lie in host memory. donor_host_bytes was {given:.0f} GB: a load "
+        f"has {DOCUMENTS} documents, and the default, {default >> 30} GiB, holds {held} of them"
+    )
+
+
+def count_kv_bytes(config: dict[str, Any]) -> int:
+    """Bytes of KV that a token takes in 16 bits."""
+    head = config["hidden_size"] // config["num_attention_heads"]
+    return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head * 2)
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -124,15 +161,18 @@ def main() -> int:
     engines = [engine for engine, kinds in ENGINES.items() if set(kinds) & set(args.kinds)]
     failed = 0 if args.finished_only else run_engines(engines, args.turn)
     report = _report.Report("vllm_load", args)
-    rows = tabulate(read_rows(args.rows))
-    report.table("vLLM under load: long prompts arrive while others decode", COLUMNS, rows)
+    rows = read_rows(args.rows)
+    lines = tabulate(rows, int(args.donor_bytes))
+    report.table("vLLM under load: long prompts arrive while others decode", COLUMNS, lines)
     shared, shape = f"{args.document:,}", f"shape {args.shape}, random weights, {args.dtype}"
     write_report(
         report,
         args,
         f"prompts that share {shared} tokens with a donor; 32 requests decode, where the load says no other; {shape}",
         f"max_num_batched_tokens {args.step_tokens:,}, prefix caching on",
-        "balanced repairs 10 % of the reused tokens, chosen at random, the slowest case",
+        *describe_overload(rows),
+        describe_memory(args),
+        "balanced repairs 10 % of the reused tokens, scattered at random, and accepts; a real model may ask for more",
         "ITL: time between two tokens of a request that decodes, while arrivals are served",
         f"in time: an arrival's first token within {TTFT_GOAL_MS:.0f} ms (share of all), "
         f"a decode token within {ITL_GOAL_MS:.0f} ms of the one before it (tokens/s)",

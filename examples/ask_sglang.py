@@ -18,7 +18,15 @@ TEXT = "\n".join(
 )
 
 
-def ask(instruction: str, question: str) -> str:
+NEXT = {
+    "below_break_even": "what can be moved saves less than it costs: send a longer text",
+    "nothing_shared": "no donor holds the text: donor_host_bytes, 4 GiB unless set, must hold the KV of the prompt",
+    "disabled": "reuse is switched off: SEMBLEND_DISCOVERY_ONLY, or an opt-out",
+    "unsupported_mode": "SGLang's log says why this engine is declined",
+}
+
+
+def ask(instruction: str, question: str) -> tuple[str, dict]:
     wishes = {"max_new_tokens": 8, "temperature": 0, "custom_params": {"semblend": {"quality": "fast"}}}
     body = {"text": f"{instruction}\n\n{TEXT}\n\n{question}", "sampling_params": wishes}
     request = urllib.request.Request(f"{SERVER}/generate", json.dumps(body).encode())
@@ -36,8 +44,13 @@ def ask(instruction: str, question: str) -> str:
     seconds, receipt = time.perf_counter() - begun, told[0]
     kinds = ", ".join(f"{receipt[f'{kind}_tokens']} {kind}" for kind in ("exact", "reused", "recomputed", "prefill"))
     why = f" ({receipt['reason']})" if receipt["reason"] else ""
-    return f"{seconds:6.2f} s  {receipt['outcome']}{why}: of {receipt['prompt_tokens']} tokens {kinds}"
+    return f"{seconds:6.2f} s  {receipt['outcome']}{why}: of {receipt['prompt_tokens']} tokens {kinds}", receipt
 
 
-print("first ", ask("Be brief.", "Which shelf holds most boxes?"))
-print("second", ask("You are a careful archivist. Answer in one sentence.", "How many shelves hold salt?"))
+print("first ", ask("Be brief.", "Which shelf holds most boxes?")[0])
+line, receipt = ask("You are a careful archivist. Answer in one sentence.", "How many shelves hold salt?")
+print("second", line)
+if not receipt["reused_tokens"]:
+    reason = receipt["reason"] or receipt["outcome"]
+    more = "SEMBLEND_EVENTS=events.jsonl, set where SGLang is started, records the details"
+    sys.exit(f"nothing was reused: {reason}\nhint: {NEXT.get(reason, more)}")

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
+
+from semblend.materialize.blend.first_pass import first_rows, two_passes_cost_more
+from semblend.materialize.blend.quality import QualitySettings
+from semblend.span import Span
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 KEY_LINES = {
@@ -79,6 +89,125 @@ def test_without_a_server_an_example_says_what_to_do(name: str) -> None:
     done = run_example(name, "http://127.0.0.1:9")
     assert done.returncode == 1
     assert NEED_A_SERVER[name] in done.stderr
+
+
+CHARACTERS = 4  # of a token, to the scripted server
+ROWS_OF_A_PASS = {"7B": 460, "1.5B": 1600}
+"""What a load's passes cost beside their rows on an H200: docs/research/decisions/0111-gaps-must-pay.md."""
+
+
+def count_tokens(body: dict[str, Any]) -> int:
+    texts = [message["content"] for message in body["messages"]] if "messages" in body else [body["text"]]
+    return sum(map(len, texts)) // CHARACTERS
+
+
+@contextmanager
+def script_engine(
+    reason: str | None, asked: list[dict[str, Any]], context: int = 32_768, last: int = 4
+) -> Iterator[str]:
+    """The address of a server that answers as vLLM and SGLang do.
+
+    The receipt of the ``last`` request has this reason, or reuse if it is None; earlier ones shared nothing.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.reply({"data": [{"id": "m", "max_model_len": context}]})
+
+        def do_POST(self) -> None:
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            tokens, is_last = count_tokens(asked[-1]), len(asked) == last
+            reused = tokens - 40 if is_last and reason is None else 0
+            why = None if reused else reason if is_last else "nothing_shared"
+            receipt = {
+                "outcome": "cold_fallback" if why else "backend_materialized_reuse", "reason": why,
+                "prompt_tokens": tokens, "exact_tokens": 0, "reused_tokens": reused, "recomputed_tokens": 0,
+                "prefill_tokens": tokens - reused,
+            }  # fmt: skip
+            if self.path == "/generate":
+                self.reply({"meta_info": {"semblend": [receipt]}})
+            else:
+                self.reply({"usage": {"prompt_tokens": tokens}, "kv_transfer_params": {"semblend": receipt}})
+
+        def reply(self, body: dict[str, Any]) -> None:
+            data = json.dumps(body).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_the_vllm_example_says_why_nothing_was_reused_and_what_to_try() -> None:
+    for reason, next_step in (
+        ("below_break_even", "hint: this mode saves too little here: send a longer prompt, or add `fast`"),
+        ("quality_risk", "`fast` does not measure that"),
+        ("nothing_shared", "donor_host_bytes (4 GiB) must hold the prompt"),
+        ("validation_failed", "hint: set SEMBLEND_EVENTS=events.jsonl"),
+    ):
+        with script_engine(reason, []) as address:
+            done = run_example("ask_vllm.py", address)
+        assert done.returncode == 1
+        assert f"cold_fallback ({reason}): of" in done.stdout.splitlines()[1]
+        assert f"nothing was reused: {reason}" in done.stderr
+        assert next_step in done.stderr
+
+
+def test_the_sglang_example_says_why_nothing_was_reused_and_what_to_try() -> None:
+    with script_engine("below_break_even", [], last=2) as address:
+        done = run_example("ask_sglang.py", address)
+    assert done.returncode == 1
+    assert "nothing was reused: below_break_even\nhint: what can be moved saves less" in done.stderr
+
+
+def test_the_vllm_example_is_silent_where_reuse_was_confirmed() -> None:
+    asked: list[dict[str, Any]] = []
+    with script_engine(None, asked) as address:
+        done = run_example("ask_vllm.py", address, "fast")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "backend_materialized_reuse: of" in done.stdout.splitlines()[1]
+    assert {body["kv_transfer_params"]["semblend"]["quality"] for body in asked} == {"fast"}
+
+
+def explain_decline(tokens: int, pass_rows: int) -> str | None:
+    """Why mode balanced would decline a document of so many tokens between ten of an instruction and a question."""
+    settings, spans = QualitySettings(pass_rows=pass_rows), [Span("d", 4, 10, tokens - 36)]
+    return two_passes_cost_more(first_rows(tokens, 0, spans, settings), spans, tokens, settings)
+
+
+def test_what_the_vllm_example_sends_is_worth_reusing_in_the_default_mode_on_a_gpu() -> None:
+    asked: list[dict[str, Any]] = []
+    with script_engine(None, asked) as address:
+        assert run_example("ask_vllm.py", address).returncode == 0
+    *samples, first, second = asked
+    assert all("kv_transfer_params" not in body for body in asked), "the server's own mode"
+    leads, texts = zip(*([one["content"] for one in body["messages"]] for body in (first, second)), strict=True)
+    assert leads[0] != leads[1], "another instruction: a prefix cache finds nothing"
+    assert texts[0].partition("\n\nWhat do you make")[0] == texts[1].partition("\n\nWhat do you make")[0]
+    assert first["cache_salt"] == second["cache_salt"] not in [body["cache_salt"] for body in samples]
+    assert count_tokens(second) >= 20_000
+    for model, rows in ROWS_OF_A_PASS.items():
+        assert explain_decline(count_tokens(second), rows) is None, model
+        assert explain_decline(679, rows), f"a prompt as short as this is declined with a {model}"
+
+
+def test_what_the_vllm_example_sends_fits_a_small_context() -> None:
+    asked: list[dict[str, Any]] = []
+    with script_engine(None, asked, context=1024) as address:
+        assert run_example("ask_vllm.py", address).returncode == 0
+    assert 600 < count_tokens(asked[-1]) < 1024 - 8
 
 
 def test_the_openai_client_gets_receipts_from_a_server() -> None:

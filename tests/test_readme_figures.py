@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
+RESULTS = ROOT / "bench" / "results"
+FIRST_WORDS = README.partition("![")[0]
 COMPARISON = README.partition("## How it compares")[2].partition("## Limits")[0]
 LIMITS = README.partition("## Limits")[2].partition("## Rules it keeps")[0]
 Row = dict[str, Any]
@@ -29,8 +32,8 @@ def read_rows(name: str, title: str = "") -> list[Row]:
 
 
 def share(value: float, places: int = 3) -> str:
-    """A share as the README writes it: .410, and 1.000."""
-    return f"{value:.{places}f}".removeprefix("0")
+    """A share as the README writes it: 0.410, and 1.000."""
+    return f"{value:.{places}f}"
 
 
 def percent(value: float) -> str:
@@ -44,15 +47,18 @@ def first_number(cell: object) -> float:
 
 def write_load() -> Iterator[str]:
     four = {row["engine"]: row for row in read_rows("vllm_load_h200") if row["load"] == "four a second"}
-    yield f"TTFT {four['stock vLLM']['TTFT p50 ms']:,.0f} ms"
-    yield f"{four['fast']['TTFT p50 ms']:.0f} ms `fast`, {four['balanced']['TTFT p50 ms']:.0f} ms `balanced`"
+    yield f"TTFT {four['stock vLLM']['TTFT p50 ms']:,.0f} ms, growing"
+    yield f"for {four['stock vLLM']['arrivals'] / 4:.0f} s:"
+    assert four["balanced"]["donor_device_bytes"] == four["fast"]["donor_device_bytes"] == 0, "as by default"
+    yield f"{four['balanced']['TTFT p50 ms']:.0f} ms `balanced`, {four['fast']['TTFT p50 ms']:.0f} ms `fast`"
 
 
 def write_peers() -> Iterator[str]:
     found = {row["system"]: share(float(row["all"])) for row in read_rows("peers", "Share of the reusable")}
     cost = {row["system"]: share(float(row["CPU ms p50"])) for row in read_rows("peers", "Costs and mistakes")}
     chunks = "LMCache 0.5.6 matcher, chunk {}".format
-    yield f"{found['prefix blocks of 16']}; ["
+    yield "a Python stand-in, blocks of 16: [found](docs/research/peers.md#finding-what-can-be-reused) "
+    yield f"{found['prefix blocks of 16']}; vLLM 0.26, ["
     yield f"found {found[chunks(256)]} (chunk 256), {found[chunks(32)]} (chunk 32)"
     yield f"the 256 matcher is faster: {cost[chunks(256)]} ms of CPU"
     yield f"found {found['this project']} in {cost['this project']} ms"
@@ -93,9 +99,9 @@ def write_llamacpp() -> Iterator[str]:
     }
     moved, grows, shrinks = "passages change places", "the head grows", "the head shrinks"
     yield f"passages moved {share(theirs[moved], 2)} of the tokens, another head {share(theirs[grows], 2)}"
-    heads = sorted((ours["fast"][grows], ours["fast"][shrinks]))
-    yield f"`fast` {share(ours['fast'][moved], 2)} and {share(heads[0], 2)} to {share(heads[1], 2)}"
-    yield f"`balanced` {share(ours['balanced'][moved], 2)}"
+    for mode, cells in ours.items():
+        low, high = sorted((cells[grows], cells[shrinks]))
+        yield f"`{mode}` {share(cells[moved], 2)}, and {share(low, 2)} to {share(high, 2)}"
 
 
 def write_quality() -> Iterator[str]:
@@ -107,11 +113,31 @@ def write_quality() -> Iterator[str]:
     kept = {name: share(first_number(one[name][at["F1 vs cold"]])) for name in ("balanced", "rerun")}
     yield f"word F1 {kept['balanced']} against the"
     yield f"with {percent(one['balanced'][at['FLOPs']])} of the FLOPs, where a cold rerun has {kept['rerun']}"
-    moved = ("several", "reordered")
-    asked = [row for table in recipes if table["title"].startswith(moved) for row in table["rows"]]
-    prompts = sum(row[at["n"]] for row in asked if row[0] == "balanced")
-    served = sum(row["served"] for row in read_rows("quality_h200", "let pass") if row["setting"] in moved)
-    yield f"{prompts - served}\n  of {prompts} prompts to a full prefill"
+
+
+MOVED = ("several", "reordered")
+
+
+def count_prefilled() -> tuple[int, int]:
+    """Of the prompts whose passages moved, how many mode balanced prefilled, and how many were asked."""
+    tables = json.loads((RESULTS / "quality_h200.json").read_text("utf-8"))["tables"]
+    lines = [
+        dict(zip(table["columns"], row, strict=True))
+        for table in tables
+        if table["columns"][0] == "recipe" and table["title"].startswith(MOVED)
+        for row in table["rows"]
+    ]
+    prompts = sum(line["n"] for line in lines if line["recipe"] == "balanced")
+    served = sum(row["served"] for row in read_rows("quality_h200", "let pass") if row["setting"] in MOVED)
+    return prompts - served, prompts
+
+
+def write_what_the_default_prefills() -> Iterator[str]:
+    prefilled, prompts = count_prefilled()
+    rows = read_rows("vllm_quality_h200", "1.5b: greedy answers")
+    served = [row for row in rows if row["setting"] in MOVED and row["arm"] == "balanced"]
+    asked, reused = (sum(row[name] for row in served) for name in ("n", "with reuse"))
+    yield f"({prefilled} of {prompts} with a 1.5B; through vLLM {asked - reused} of {asked})"
 
 
 def write_served_quality() -> Iterator[str]:
@@ -120,6 +146,75 @@ def write_served_quality() -> Iterator[str]:
     at = {name: answers[0]["columns"].index(name) for name in ("arm", "n")}
     asked = sum(row[at["n"]] for table in answers for row in table["rows"] if row[at["arm"]] == "cold")
     yield f"through `vllm serve`, [{asked:,} prompts](docs/research/vllm.md)"
+
+
+def test_the_first_words_promise_what_the_default_serves() -> None:
+    for fragment in write_what_the_default_prefills():
+        assert fragment in FIRST_WORDS
+    index = (ROOT / "docs" / "index.md").read_text("utf-8").partition("![")[0]
+    for page in (FIRST_WORDS, index):
+        promise, _, rest = page.partition("**Passages in another order")
+        assert "one document" in promise.lower()
+        assert "passages" not in promise, "they are prefilled, unless something is set"
+        assert all(word in rest for word in ("prefilled by default", "`fast`", "dial", "arrange"))
+
+
+def read_readme_table(marker: str) -> list[list[str]]:
+    """The rows of a table that `bench/publish.py` fills, cell by cell."""
+    body = README.partition(f"<!-- numbers:{marker} -->\n")[2].partition("<!-- /numbers -->")[0]
+    lines = [line for line in body.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_load_table_shows_the_default_first_and_names_every_setting() -> None:
+    settings = {
+        (row["load"], row["engine"], f"{row['TTFT p50 ms']:,.0f}"): row["donor_device_bytes"]
+        for row in read_rows("vllm_load_h200")
+    }
+    rows = read_readme_table("vllm_load_h200")
+    assert len(rows) > 10
+    by_load: dict[str, list[int | None]] = {}
+    for load, engine, ttft, *_ in rows:
+        given = settings[load, engine, ttft]
+        by_load.setdefault(load, []).append(given)
+        assert ("donors on the GPU" in engine) is bool(given), (
+            "what needs donor_device_bytes says so, nothing else does"
+        )
+    for given in by_load.values():
+        assert given[:3] == [None, 0, 0], "stock vLLM, then both modes as they run by default"
+
+
+def test_the_table_of_a_real_model_is_the_newest_run_that_is_set_up_as_the_default() -> None:
+    sys.path.insert(0, str(ROOT / "bench"))
+    from _report import read_lines_of, read_results
+
+    title = "through an HTTP server, by length"
+    runs = [read_lines_of(result, title) for result in read_results(title).values()]
+    for tokens in (8192, 24576):
+        found = [lines for run in runs if (lines := [row for row in run if row["tokens"] == tokens])]
+        default = [lines for lines in found if lines[0]["donors in"] == "host"]
+        newest = (default or found)[-1]
+        shown = [row for row in read_readme_table("newest_vllm_http") if row[0] == f"{tokens:,}"]
+        for row, line in zip(shown, newest, strict=True):
+            assert row[1] == line["arm"]
+            assert row[5:8] == [f"{line[name]:,.0f}" for name in ("p50 ms", "mean ms", "p90 ms")]
+    said = README.partition("<!-- numbers:newest_vllm_http -->")[2].partition("<!-- /numbers -->")[0]
+    assert ("not the default" in said) is not bool(default), "a run with another setting says so"
+
+
+def test_the_default_memory_holds_as_many_donors_as_the_pages_say() -> None:
+    sys.path.insert(0, str(ROOT / "bench"))
+    from _ttft_vllm import QWEN2_5_7B
+    from vllm_load import count_kv_bytes
+
+    from semblend.integration.vllm.settings import ConnectorSettings
+
+    held = ConnectorSettings().donor_host_bytes // (24_000 * count_kv_bytes(QWEN2_5_7B))
+    assert (held, ConnectorSettings().donor_host_bytes) == (3, 4 << 30)
+    guide = (ROOT / "docs" / "guides" / "vllm.md").read_text("utf-8")
+    assert "holds three donors of 24,000 tokens of a 7B" in README
+    assert f"{count_kv_bytes(QWEN2_5_7B) // 1024} KiB" in guide
+    assert "three prompts of 24,000 tokens" in guide
 
 
 @pytest.mark.parametrize(

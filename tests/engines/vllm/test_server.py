@@ -122,9 +122,10 @@ def test_the_documented_line_is_enough(server):
     assert server.metric("semblend_donor_bytes", tier="host") > 0
 
 
-def test_the_example_of_the_guide_shows_a_confirmed_reuse(server):
+@pytest.mark.parametrize("mode", ["fast", "balanced"])
+def test_the_example_of_the_guide_shows_a_confirmed_reuse(server, mode):
     example = Path(__file__).parents[3] / "examples" / "ask_vllm.py"
-    command = [sys.executable, str(example), f"http://127.0.0.1:{server.port}"]
+    command = [sys.executable, str(example), f"http://127.0.0.1:{server.port}", mode]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()

@@ -31,7 +31,7 @@ PEERS = {
     "LMCache 0.5.6 matcher, chunk 32", "prefix blocks of 16", "content blocks of 16", "dict of 16-grams",
 }  # fmt: skip
 SHORT_LOADS = ("four a second", "eight at once", "nothing reusable, one a second")  # measured as the default is set up
-HTTP_LENGTHS = (8192, 24576)
+HTTP_LENGTHS = (2048, 8192, 24576)
 BY_LENGTH = "through an HTTP server, by length"
 OTHER = "**not the default, which has no run here yet**"
 LONGEST_TABLE = 40  # rows; a longer one is named and stays in its result file
@@ -162,7 +162,8 @@ def vllm_http(results: dict[str, Result]) -> str:
         where = (
             f"donors in host memory ({size})" if row["donors in"] == "host" else f"donors on the GPU ({size}): {OTHER}"
         )
-        of, on = " and ".join(f"{tokens:,}" for tokens in lengths), made["arguments"]["measured_on"]
+        *first, last = (f"{tokens:,}" for tokens in lengths)
+        of, on = f"{', '.join(first)} and {last}" if first else last, made["arguments"]["measured_on"]
         parts.append(
             f"{of} tokens: {row['model']}, {where}; {on}, {get_day(made)[:10]}, [{name}](bench/results/{name}.json)"
         )

@@ -15,6 +15,8 @@ from semantickv.analysis.sizing import NOISE, Costs, Room
 from semantickv.simulator.simulate import SimulationResult
 from semantickv.traces.trace import Trace
 
+MUCH = 0.05
+"""Of the prompt tokens: so much more is worth a headline before its size is known."""
 STABLE_TIMES = 1.5
 """Two sizes that differ by no more than this are called the same: about a step between two sizes that are tried."""
 
@@ -146,9 +148,11 @@ class Advice:
 
     @property
     def surely_helps_to_add(self) -> bool:
-        """Whether the whole trace, its half and the draws all ask for more memory, whatever they say of how much."""
+        """Whether the whole trace, its half and the draws all ask for more memory, and it could give much (`MUCH`)."""
         found = self.sureness
-        return self.choice.adds and self.half is not None and found is not None and found.share_without <= 0.05
+        gain = self.ceiling.token_hit_rate - self.choice.own.token_hit_rate
+        asked = self.choice.adds and self.half is not None and found is not None
+        return asked and gain > MUCH and found is not None and found.share_without <= 0.05
 
     @property
     def costs(self) -> Costs:

@@ -94,9 +94,10 @@ def test_passages_are_recognised_however_they_are_labelled(form: str, tmp_path: 
         "\n".join(f"<p>{'a paragraph of a page ' * 9}</p>" for _ in range(4)),
         f"## Task\n{'do it ' * 30}\n## Rules\n{'so and so ' * 30}\n## Form\n{'as JSON ' * 30}\n",
         f"Context: {'one text only ' * 20}\n\nQuestion: why?",
-        f"Note: {'one ' * 30}\nNote: {'two ' * 30}\n",
+        "\n".join(f"ANNA: {'we spoke of it ' * 9}\nBERT: {'so we did ' * 9}" for _ in range(4)),
+        "\n---\n".join(f"### {n}. Facts\n{'so it is ' * 20}" for n in range(5)),
     ],
-    ids=["turns", "questions", "turn tags", "markup", "sections", "one", "twice an unknown label"],
+    ids=["turns", "questions", "turn tags", "markup", "sections", "one", "a play", "ruled sections"],
 )
 def test_what_has_an_order_of_its_own_is_not_taken_for_passages(text: str) -> None:
     parts = split_parts((Part(text),), "auto")

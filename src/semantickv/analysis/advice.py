@@ -60,7 +60,12 @@ class TierChoice:
     def gpu_hours_a_day(self) -> float:
         """GPU hours that a day of this traffic saves: by the added memory, or without one by the engine's own."""
         hits = self.point.tokens_saved - (self.own.tokens_saved if self.adds else 0)
-        return self.costs.compute_gpu_hours(hits) * 24 / self.hours
+        return hits * self.saved_gpu_ms_per_token / 3.6e6 * 24 / self.hours
+
+    @property
+    def saved_gpu_ms_per_token(self) -> float:
+        """GPU time that a hit saves: of the added memory its prefill less its load; on the GPU nothing is loaded."""
+        return self.costs.saved_gpu_ms_per_token if self.adds else self.costs.rate.gpu_ms_per_token
 
     @property
     def saved_a_day(self) -> float:
@@ -248,10 +253,11 @@ class Advice:
 
     @property
     def ttft_ms(self) -> float:
-        """Estimated average time to first token with the advised policy and size, in ms; loads are counted."""
-        hit = self._mean_tokens * self.get_advised_point(self.policy).token_hit_rate
+        """Estimated average time to first token with the advice, in ms; what the added memory gives is loaded."""
+        hit = self._mean_tokens * self.choice.point.token_hit_rate
+        loaded = hit - self._mean_tokens * self.choice.own.token_hit_rate if self.choice.adds else 0.0
         computed = self.latency.token_latency_ms * (self._mean_tokens - hit)
-        return self.latency.base_ttft_ms + computed + self.costs.load_ms_per_token * hit
+        return self.latency.base_ttft_ms + computed + self.costs.load_ms_per_token * loaded
 
     @property
     def _mean_tokens(self) -> float:

@@ -232,7 +232,7 @@ def _find_sureness(
     picked = [None if is_hbm else rule.choose(tried, list(row), total) for row in scaled]
     adding = np.array([tried[at] for at in picked if at is not None], np.float64)
     gained = scaled[:, tried.index(here)] - (scaled[:, tried.index(own)] if choice.adds else 0.0)
-    earned = gained * choice.costs.compute_gpu_hours(1) * choice.costs.gpu.hour
+    earned = gained * choice.saved_gpu_ms_per_token / 3.6e6 * choice.costs.gpu.hour
     return Sureness(
         unit=drawn.unit,
         units=drawn.units,

@@ -159,11 +159,9 @@ def build_cards(advice: Advice) -> list[tuple[str, str]]:
         return []
     sure, choice, currency = advice.sureness, advice.choice, advice.costs.currency
     between = f", 95 %: {sure.hit_rate.low:.1%} to {sure.hit_rate.high:.1%}" if sure else ""
+    added = f"{format_gib(advice.to_gib(choice.added_tokens))} of {_name_memory(choice)}" if choice.adds else "nothing"
     found = [
-        (
-            format_gib(advice.to_gib(choice.added_tokens)),
-            f"of {_name_memory(choice)} to add to the GPU's {format_gib(advice.to_gib(advice.room.pool))}",
-        ),
+        (added, f"to add to the GPU's {format_gib(advice.to_gib(advice.room.pool))}"),
         (f"{choice.point.token_hit_rate:.1%}", "of prompt tokens from cache" + between),
         (f"{advice.ttft_ms:.0f} ms", f"average TTFT, {advice.ttft_cold_ms:.0f} ms without a cache"),
     ]
@@ -301,7 +299,7 @@ def _list_limits_of_figures(advice: Advice) -> list[str]:
         f"TTFT = {latency.base_ttft_ms:.1f} ms + uncached tokens x {latency.token_latency_ms:.4f} ms{several} "
         f"({latency.source}): no queue, no batch, no growth with the length of the prompt.",
     ]
-    if costs.load_ms_per_token:
+    if costs.load_ms_per_token and advice.choice.adds:
         found.append(
             f"A hit token is loaded from {costs.tier.name.upper()} in {costs.load_ms_per_token:.4f} ms "
             f"({costs.tier.load_source}); TTFT and savings count that."

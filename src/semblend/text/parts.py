@@ -9,7 +9,7 @@ written as                                    passage
 ============================================  ==================================================================
 ``Document 3: …``, ``[3] …``, ``### Doc 3``   the text behind the number, until the next number; of the last one
                                               until a blank line
-``Passage: …``, ``### Source``, ``Title: …``  the same, where one label or heading comes again and again
+``Passage: …``, ``### Source``, ``Title: …``  the same, where such a label or heading comes again
 ``---`` or ``***`` on lines of their own      the text between two of them
 ``<document …>…</document>`` and the like     the text between the tags; of other tags where one comes again and again
 three or more text parts in one message       all but the last
@@ -56,7 +56,10 @@ _SPOKEN = re.compile(
 """Labels and tags of turns: what stands behind them has an order of its own."""
 _MARKUP = re.compile(r"(?:p|li|[uo]l|div|span|t[dhr]|table|[abi]|em|strong|br|h\d|code|pre|html|body)$")
 _TAG = re.compile(r"<(/?)([A-Za-z][\w.-]{0,40})\b[^<>]{0,200}>[ \t]*\n?")
-_KNOWN = re.compile(rf"^(?:{_WORDS})s?$")
+_KNOWN = re.compile(rf"\b(?:{_WORDS})$")
+_COMMON = re.compile(
+    rf"\b(?:{_WORDS}|title|text|content|excerpt|paragraph|fragment|page|file|entry|record|fact|abstract)$"
+)
 _BLANK_LINE = re.compile(r"\n[ \t]*\n")
 
 
@@ -191,21 +194,24 @@ def _find_numbered(text: str) -> Iterator[tuple[int, int, int]]:
 
 
 def _find_labelled(text: str) -> Iterator[tuple[int, int, int]]:
-    """Texts behind the label, heading or rule that comes most often: a known one twice, another three times."""
+    """Texts behind one label or heading that comes twice (three times, where many things are called so), or a rule."""
     places: dict[str, list[tuple[int, int]]] = {}
     for match in _LABEL.finditer(text):
-        name = (match[1] or match[2] or match[3]).strip().lower()
-        if not _SPOKEN.search(name):
-            places.setdefault(name, []).append(match.span())
-    if not places:
+        places.setdefault((match[1] or match[2] or match[3]).strip().lower(), []).append(match.span())
+    often = {
+        name: found
+        for name, found in places.items()
+        if len(found) >= (2 if _KNOWN.search(name) else 3) and (len(name) == 1 or _COMMON.search(name))
+    }
+    if not often:
         return iter(())
-    name = max(places, key=lambda one: (bool(_KNOWN.search(one)), len(places[one])))
-    headers = places[name]
-    if len(headers) < (2 if _KNOWN.search(name) else 3):
-        return iter(())
-    if len(name) == 1:  # behind the last rule stands what is no passage
-        return (one for one in _find_behind(headers, text) if one[0] < headers[-1][0])
-    return _find_behind(headers, text)
+    name = max(often, key=lambda one: (bool(_KNOWN.search(one)), len(often[one])))
+    headers = often[name]
+    if len(name) > 1:
+        return _find_behind(headers, text)
+    between = [one for one in _find_behind(headers, text) if one[0] < headers[-1][0]]  # the last one ends the list
+    # Rules between sections that have headings of their own divide one text, as models like to write.
+    return iter(()) if any(text[start:].lstrip()[:1] in ("#", "*") for start, _, _ in between) else iter(between)
 
 
 def _find_behind(headers: Sequence[tuple[int, int]], text: str) -> Iterator[tuple[int, int, int]]:

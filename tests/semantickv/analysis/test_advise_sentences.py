@@ -232,7 +232,7 @@ def test_every_sentence_is_what_brute_force_counts(made: Advice, requests: list[
 
     gpu_ms, load = 1000 / RATE, LOAD_MS[tier]
     mean = all_of.tokens / len(requests)
-    cold, warm = 15 + gpu_ms * mean, 15 + gpu_ms * mean * (1 - rate) + load * mean * rate
+    cold, warm = 15 + gpu_ms * mean, 15 + gpu_ms * mean * (1 - rate) + load * mean * (rate - own_rate)
     gained = hits[here] - (0 if found is None else hits[own])
     saved = gained * (gpu_ms - load) / 3.6e6 * 24 / all_of.hours
     added = 0 if found is None else size + all_of.more
@@ -275,7 +275,7 @@ def test_every_sentence_is_what_brute_force_counts(made: Advice, requests: list[
         f"trace: {len(requests)} requests over {HOURS} h, {all_of.tokens:,} prompt tokens, "
         f"{sum(len(one.block_ids) for one in requests)} block accesses.",
         lead,
-        f"**{gib(added)}** of {'memory' if found is None else 'host memory'} to add to the GPU's {gib(POOL)}",
+        f"**{'nothing' if found is None else gib(added) + ' of host memory'}** to add to the GPU's {gib(POOL)}",
         f"**{percent(rate)}** of prompt tokens from cache, 95 %: {percent(low)} to {percent(high)}",
         f"**{warm:.0f} ms** average TTFT, {cold:.0f} ms without a cache",
         f"**{saved * 3 - memory:,.2f} USD** left a day: {format_hours(saved)} of h200 saved, "

@@ -170,7 +170,7 @@ def _read_block(block: dict[str, Any]) -> Iterable[Part]:
     Texts: results and calls of tools, documents, search results, thoughts, refusals. An image, a sound or a file has
     tokens that are unknown here; equal ones stay equal, and the estimate names what was left out.
     """
-    kind = str(block.get("type"))
+    kind = str(block.get("type"))[:40]
     if kind in _CALL_BLOCKS:
         yield Part(_json({key: block[key] for key in _CALL_FIELDS if block.get(key) is not None}))
         return

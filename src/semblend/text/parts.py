@@ -211,7 +211,11 @@ def _find_labelled(text: str) -> Iterator[tuple[int, int, int]]:
         return _find_behind(headers, text)
     between = [one for one in _find_behind(headers, text) if one[0] < headers[-1][0]]  # the last one ends the list
     # Rules between sections that have headings of their own divide one text, as models like to write.
-    return iter(()) if any(text[start:].lstrip()[:1] in ("#", "*") for start, _, _ in between) else iter(between)
+    return (
+        iter(())
+        if any(text[start : start + 80].lstrip()[:1] in ("#", "*") for start, _, _ in between)
+        else iter(between)
+    )
 
 
 def _find_behind(headers: Sequence[tuple[int, int]], text: str) -> Iterator[tuple[int, int, int]]:

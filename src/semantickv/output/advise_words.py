@@ -39,6 +39,9 @@ def format_headline(advice: Advice) -> str:
     if advice.engine and ENGINES[advice.engine].default_tokens and not advice.is_too_short:
         return f"A pool of {format_gib(advice.to_gib(advice.pool_tokens))}: {own}"
     told = f"Leave the engine's memory as it is: {own}"
+    if advice.spare is not None:
+        size = format_gib(advice.to_gib(advice.spare.added_tokens))
+        told += f", {advice.spare.point.token_hit_rate:.0%} with {size} of {_name_memory(choice)} that stand unused"
     return f"Trace too short to choose more. {told}" if advice.is_too_short else told
 
 
@@ -105,7 +108,8 @@ def describe_how_to_set_it(advice: Advice) -> str:
             words.append(_describe_flag(advice, choice))
     elif advice.engine or not choice.adds:
         name = advice.engine or "an engine"
-        words.append(f"Nothing to set: {name} takes the GPU's free memory by itself, and it costs nothing extra.")
+        begin = f"Nothing to set: {name}" if advice.spare is None else name
+        words.append(f"{begin} takes the GPU's free memory by itself, and it costs nothing extra.")
     if not advice.engine and (choice.adds or choice.policy != "lru"):
         engines = [
             name for name in list_engines_with(choice.policy) if choice.adds <= ("dram" in ENGINES[name].memories)

@@ -367,9 +367,13 @@ def test_where_nothing_pays_the_page_says_so_and_no_more(requests: list[TraceReq
     all_of = count_for(requests)
     hits = dict(zip(all_of.sizes, all_of.list_hits(), strict=True))
     own = hits[all_of.own] / all_of.tokens
-    assert page.startswith(f"# Leave the engine's memory as it is: {own:.0%} of prompt tokens from cache (simulated)")
     assert made.spare is not None
     size = made.spare.point.tokens
+    assert page.startswith(
+        f"# Leave the engine's memory as it is: {own:.0%} of prompt tokens from cache, "
+        f"{hits[size] / all_of.tokens:.0%} with {gib(size + all_of.more)} of host memory that stand unused (simulated)"
+    )
+    assert "Nothing to set" not in page
     assert (
         f"At these prices host memory costs more than it saves. Where {gib(size + all_of.more)} stand unused, they "
         f"give {hits[size] / all_of.tokens:.0%} of the prompt tokens; `--engine` prints the flags." in page

@@ -23,8 +23,8 @@ from semantickv.traces.trace import Trace
 from semantickv.workloads.from_text import TextSource, generate_text_workload
 
 POLICIES = ("lru", "lfu", "s3fifo", "arc", "belady")
-COLUMNS = ["trace", "part", "requests", "hours", "verdict", "memory", "policy", "GiB", "hits", "low", "high",
-           "most possible", "left a day", "low", "high", "GiB by its half"]  # fmt: skip
+COLUMNS = ["trace", "part", "requests", "hours", "verdict", "GPU GiB", "running GiB", "hits as it is", "most possible",
+           "GiB of host memory", "policy", "hits with it", "low", "high", "left a day"]  # fmt: skip
 
 
 def list_traces(data: Path, seed: int, quick: bool) -> dict[str, Callable[[], Trace]]:
@@ -45,14 +45,19 @@ def list_traces(data: Path, seed: int, quick: bool) -> dict[str, Callable[[], Tr
 def describe(made: Advice) -> list[Any]:
     """One row: the verdict, and the figures with their intervals where there are any."""
     if not made.can_tell:
-        return ["cannot tell", *[None] * 11]
-    verdict = "too short" if made.is_too_short else "chosen" if made.pays else "nothing pays"
-    point, sure = made.get_advised_point(made.policy), made.sureness
-    rate = [None, None] if sure is None else [sure.hit_rate.low, sure.hit_rate.high]
-    net = [None, None] if sure is None else [sure.net_a_day.low, sure.net_a_day.high]
-    half = None if made.half is None else made.to_gib(made.half)
-    return [verdict, made.costs.tier.name, made.policy, made.to_gib(point.tokens), point.token_hit_rate, *rate,
-            made.ceiling.token_hit_rate, made.choice.net_a_day, *net, half]  # fmt: skip
+        return ["cannot tell", *[None] * 10]
+    choice, sure = made.choice, made.sureness
+    added = choice if choice.adds else made.spare
+    verdict = "leave it" if added is None else "if unused" if not choice.adds else "add" if not made.is_too_short else (
+        "add, size unsure" if made.surely_helps_to_add else "too short"
+    )  # fmt: skip
+    rate = [None, None] if sure is None or not choice.adds else [sure.hit_rate.low, sure.hit_rate.high]
+    return [
+        verdict, made.to_gib(made.room.pool), made.to_gib(made.room.running), choice.own.token_hit_rate,
+        made.ceiling.token_hit_rate, None if added is None else made.to_gib(added.added_tokens),
+        choice.policy if added is None else added.policy, None if added is None else added.point.token_hit_rate, *rate,
+        choice.net_a_day if made.by_price else None,
+    ]  # fmt: skip
 
 
 def main() -> None:
@@ -78,7 +83,8 @@ def main() -> None:
                     folder.mkdir(parents=True, exist_ok=True)
                     write_advice(made, folder)
         report.table(f"{model} on an H200, prices of the package", COLUMNS, rows)
-    report.note("left a day: USD, GPU hours saved less memory; low and high: 95 % by bootstrap over sessions or runs")
+    report.note("left a day: USD, GPU hours saved less added memory, for traces of an hour or more; low and high: 95 %")
+    report.note("size: the knee of the curve on traces under an hour; with the running requests and one of full length")
     report.note("simulated: no model ran")
     report.write(args.out)
 

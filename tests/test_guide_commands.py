@@ -87,6 +87,14 @@ def test_the_log_beside_the_examples_saves_what_the_guide_says(tmp_path: Path) -
     rows = answer["rows"]
     saved = {row["name"]: f"{100 * row['saved_share']:.0f} %" for row in rows}
     page = (ROOT / "docs" / "guides" / "estimate.md").read_text(encoding="utf-8")
-    assert (
-        f"Moving the date saves {saved['fields']} of its tokens, and reuse in mode `fast` {saved['fast']} more" in page
-    )
+    told = f"Moving the date saves {saved['fields']} of its tokens, and arranging the passages {saved['arrange']} more"
+    assert told in page
+
+
+def test_the_table_of_the_guide_is_in_its_result_file() -> None:
+    result = json.loads((ROOT / "bench" / "results" / "estimate_3000.json").read_text(encoding="utf-8"))
+    rows = next(table["rows"] for table in result["tables"] if table["title"] == "Log: made")
+    page = (ROOT / "docs" / "guides" / "estimate.md").read_text(encoding="utf-8")
+    shown = " ".join(page.split())
+    for _, tokens, share, seconds, price in rows:
+        assert f" {tokens:+,} {100 * share:.1f} % {seconds:+,.1f} {price:.5f} " in shown

@@ -1,25 +1,24 @@
 """Advice for one trace: which policy to use and how much memory it needs. Simulated.
 
-Every policy is simulated at several cache sizes. The size is the one that leaves most money: GPU hours saved, less the
-price of the memory. Another policy than LRU is advised only where it beats LRU by more than `NOISE`. Bounds that know
-the future are drawn, never advised.
+Every policy is simulated at several cache sizes. The engine keeps the memory that it takes by itself: the GPU is paid
+for. Host memory beside it is advised where the hits that it adds are worth more than it costs. Another policy than LRU
+is advised only where it beats LRU by more than `NOISE`. Bounds that know the future are drawn, never advised.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
-from semantickv.analysis.advice import NOISE, Advice, Point, Sureness, TierChoice
+from semantickv.analysis.advice import Advice, Point, Sureness, TierChoice
 from semantickv.analysis.arranged import arrange_trace
 from semantickv.analysis.engines import ENGINES
 from semantickv.analysis.intervals import find_interval, resample
 from semantickv.analysis.latency import BOUNDS, LatencyModel
 from semantickv.analysis.mrc import simulate_curve
-from semantickv.analysis.sizing import DEFAULT_GPU, Costs, SizeRule
+from semantickv.analysis.sizing import DEFAULT_GPU, GIB, LEAST_HOURS, NOISE, Costs, Room, SizeRule
 from semantickv.analysis.tiers import DECODE_MS, Speed, count_running_tokens
 from semantickv.simulator.capacity import Capacity, count_kv_bytes_per_token
 from semantickv.simulator.forest import Forest, build_forest
@@ -40,9 +39,10 @@ ChooseSize = Callable[[Sequence[Point]], int | None]
 class Question:
     """What the advice is for: whose KV, on which GPU, in which memory, at which prices.
 
-    ``memory``: hbm, dram or ssd; empty for what the engine uses, or without an engine for what leaves most money.
-    ``hour_cost`` and ``gib_hour_cost`` replace the book's prices, ``latency`` its prefill rate. With an ``engine`` only
-    its policies are advised.
+    ``memory``: what may be added to the GPU's own: dram, ssd, or hbm for nothing; empty for host memory, or without an
+    engine for what leaves most money. ``pool_tokens``: KV that the engine holds on the GPU now, by its start lines;
+    None for what the weights leave. ``hour_cost`` and ``gib_hour_cost`` replace the book's prices, ``latency`` its
+    prefill rate. With an ``engine`` only its policies are advised.
     """
 
     model: str = "qwen2.5-7b"
@@ -50,6 +50,7 @@ class Question:
     gpu: str = DEFAULT_GPU
     memory: str = ""
     engine: str = ""
+    pool_tokens: int | None = None
     hour_cost: float | None = None
     gib_hour_cost: float | None = None
     latency: LatencyModel | None = None
@@ -65,13 +66,17 @@ class Question:
             raise InputError(
                 f"{self.engine} keeps no cache in {self.memory} that its flags set", hint=f"--memory {known}"
             )
-        if self.gib_hour_cost is not None and not self.tier:
-            raise InputError("a price of memory, but of which kind?", hint="--memory " + "|".join(TIERS))
+        if self.pool_tokens is not None and self.pool_tokens < 1:
+            raise InputError(f"an engine with {self.pool_tokens} tokens of KV", hint="--pool-tokens 1 or more")
+        if self.gib_hour_cost is not None and self.tier in ("", "hbm"):
+            raise InputError(
+                "a price of memory, but of which kind?", hint="--memory dram|ssd; what the GPU has costs nothing"
+            )
 
     @property
     def tier(self) -> str:
-        """The kind of memory that is asked about; empty for whichever leaves most money."""
-        return self.memory or (ENGINES[self.engine].memories[0] if self.engine else "")
+        """The kind of memory that may be added; empty for whichever leaves most money."""
+        return self.memory or (ENGINES[self.engine].memories[-1] if self.engine else "")
 
     def find_costs(self) -> dict[str, Costs]:
         """Look up what a hit saves and memory costs, for every kind of memory."""
@@ -101,9 +106,8 @@ def advise(
     # A trace of lengths alone has no hits to compare policies by.
     chosen = tuple(dict.fromkeys(["lru", *((policies or POLICIES) if trace.holds_content else ())]))
     forest = build_forest(trace, "prefix")
-    steps = tuple(sorted(set(sizes))) if sizes else choose_sizes(trace, forest)
-    if not steps or steps[0] < 1:
-        raise InputError("a size of the cache must be at least one token")
+    room = find_room(forest, costs["hbm"], asked.pool_tokens)
+    steps = choose_steps(forest, room, sizes)
     rate = min(1.0, MOST_ACCESSES / max(1, trace.block_accesses * (len(chosen) + 1) * len(steps)))
     curves = {}
     for policy in chosen:
@@ -111,8 +115,13 @@ def advise(
         curves[policy] = simulate_sizes(forest, policy, steps, rate, seed)
     among = ENGINES[asked.engine].policies if asked.engine else None
     hours = count_hours(trace)
-    tiers = {tier: _choose(curves, among, SizeRule(one, hours)) for tier, one in costs.items()}
-    choice = tiers[asked.tier] if asked.tier else _find_best(tiers.values())
+    by_price = hours >= LEAST_HOURS
+    tokens = int(trace.request_tokens.sum())
+    tiers = {tier: _choose(curves, among, SizeRule(one, room, hours, by_price), tokens) for tier, one in costs.items()}
+    choice = tiers[asked.tier] if asked.tier else _find_best(tiers, by_price)
+    spare = None
+    if not choice.adds and asked.memory != "hbm":
+        spare = _choose(curves, among, SizeRule(choice.costs, room, hours, by_price=False), tokens)
     anywhere: tuple[Point, ...] = ()
     if not trace.chained:
         say(f"{choice.policy}, blocks at any position")
@@ -130,35 +139,56 @@ def advise(
         else simulate_sizes(build_forest(moved, "prefix"), choice.policy, [choice.point.tokens], 1.0, seed)[0],
         choice=choice,
         tiers=tiers,
+        spare=spare if spare is not None and spare.adds else None,
         hours=hours,
+        by_price=by_price,
         at_chosen=simulate(forest, choice.policy, Capacity.tokens(choice.point.tokens), seed=seed),
         ceiling=simulate_sizes(forest, "lru", [count_all_tokens(forest)], 1.0, seed)[0],
         rate=rate,
-        half=_choose_by_half(trace, choice, sizes, seed),
-        sureness=_find_sureness(forest, choice, steps, rate, seed),
-        running=_count_running(forest, choice) if rate == 1 and trace.holds_content else None,
+        half=_choose_by_half(trace, choice, by_price, sizes, seed),
+        sureness=_find_sureness(forest, choice, by_price, steps, rate, seed),
         engine=asked.engine,
     )
 
 
-def _count_running(forest: Forest, choice: TierChoice) -> int:
-    line = choice.costs.latency
-    return count_running_tokens(forest, Speed(line.base_ttft_ms, line.token_latency_ms, DECODE_MS))
+def find_room(forest: Forest, costs: Costs, pool_tokens: int | None = None) -> Room:
+    """Find the KV memory that the engine takes by default, and what this traffic's running requests need of it.
+
+    Requests that all arrive at one moment do not say how many run at a time: they are taken to run one by one.
+    """
+    trace, line = forest.trace, costs.latency
+    pool = pool_tokens or max(1, int(costs.free_gib * GIB) // costs.token_bytes)
+    longest = int((trace.request_tokens + trace.output_tokens).max(initial=1))
+    running = longest
+    if trace.holds_content and count_hours(trace):
+        running = count_running_tokens(forest, Speed(line.base_ttft_ms, line.token_latency_ms, DECODE_MS))
+    return Room(pool, running, longest)
 
 
-def _choose(curves: Mapping[str, Sequence[Point]], among: Collection[str] | None, rule: SizeRule) -> TierChoice:
-    """Choose policy and size for one kind of memory."""
-    policy, at = choose_policy(curves, among, partial(_choose_point, rule))
-    return TierChoice(rule.costs, policy, at, curves[policy][at or 0], rule.hours)
+def _choose(
+    curves: Mapping[str, Sequence[Point]], among: Collection[str] | None, rule: SizeRule, asked_tokens: int
+) -> TierChoice:
+    """Choose policy and size for one kind of memory. What the GPU has is all of it: nothing is added to that."""
+    own = [point.tokens for point in curves["lru"]].index(rule.room.cache)
+
+    def choose_size(points: Sequence[Point]) -> int | None:
+        return None if rule.costs.tier.name == "hbm" else _choose_point(rule, points, asked_tokens)
+
+    policy, at = choose_policy(curves, among, choose_size, own)
+    point = curves[policy][own if at is None else at]
+    return TierChoice(rule.costs, policy, at, point, curves["lru"][own], rule.room, rule.hours)
 
 
-def _find_best(choices: Collection[TierChoice]) -> TierChoice:
-    """Find the kind of memory that leaves most money; the first where none pays or nothing is known about time."""
-    return max(choices, key=lambda one: one.net_a_day if one.at is not None and one.hours else 0.0)
+def _find_best(tiers: Mapping[str, TierChoice], by_price: bool) -> TierChoice:
+    """Find the kind of memory whose addition leaves most money; without prices host memory."""
+    adding = [one for one in tiers.values() if one.adds]
+    if by_price and adding:
+        return max(adding, key=lambda one: one.net_a_day)
+    return tiers["dram"]
 
 
-def _choose_point(rule: SizeRule, points: Sequence[Point]) -> int | None:
-    return rule.choose([point.tokens for point in points], [point.tokens_saved for point in points])
+def _choose_point(rule: SizeRule, points: Sequence[Point], asked_tokens: float) -> int | None:
+    return rule.choose([point.tokens for point in points], [point.tokens_saved for point in points], asked_tokens)
 
 
 def count_hours(trace: Trace) -> float:
@@ -166,42 +196,59 @@ def count_hours(trace: Trace) -> float:
     return float(trace.arrival_s[-1] - trace.arrival_s[0]) / 3600 if len(trace) else 0.0
 
 
-def _choose_by_half(trace: Trace, choice: TierChoice, sizes: Sequence[int] | None, seed: int) -> int | None:
-    """Return the tokens that the first half of the trace asks for on its own; None where that is nothing."""
+def _choose_by_half(
+    trace: Trace, choice: TierChoice, by_price: bool, sizes: Sequence[int] | None, seed: int
+) -> int | None:
+    """Return the size that the first half of the trace asks for on its own; None where it asks for no more memory."""
     half = trace.take_first(len(trace) // 2)
     if not len(half):
         return None
     forest = build_forest(half, "prefix")
-    steps = tuple(sorted(set(sizes))) if sizes else choose_sizes(half, forest)
+    steps = choose_steps(forest, choice.room, sizes)
     rate = min(1.0, MOST_ACCESSES / max(1, half.block_accesses * len(steps)))
     points = simulate_sizes(forest, choice.policy, steps, rate, seed)
-    found = _choose_point(SizeRule(choice.costs, count_hours(half)), points)
+    rule = SizeRule(choice.costs, choice.room, count_hours(half), by_price)
+    found = None if choice.costs.tier.name == "hbm" else _choose_point(rule, points, float(half.request_tokens.sum()))
     return None if found is None else steps[found]
 
 
-def _find_sureness(forest: Forest, choice: TierChoice, sizes: Sequence[int], rate: float, seed: int) -> Sureness | None:
+def _find_sureness(
+    forest: Forest, choice: TierChoice, by_price: bool, sizes: Sequence[int], rate: float, seed: int
+) -> Sureness | None:
     """Draw the sessions again and choose the size anew in every draw, for the advised policy."""
     drawn = resample(forest.trace, seed)
     if drawn is None:
         return None
-    tried = sizes if rate == 1 else [choice.point.tokens]  # a long trace: the advised size alone, all of its blocks
+    here, own = choice.point.tokens, choice.room.cache
+    tried = list(sizes) if rate == 1 else sorted({here, own})  # a long trace: these alone, with all of their blocks
     runs = [simulate(forest, choice.policy, Capacity.tokens(size), seed=seed) for size in tried]
     hits = np.stack([drawn.sum_units(run.hit_tokens_by_request) for run in runs], axis=1)
     asked = drawn.sum_units(forest.trace.request_tokens)
-    rule, here = SizeRule(choice.costs, choice.hours), list(tried).index(choice.point.tokens)
+    rule = SizeRule(choice.costs, choice.room, choice.hours, by_price)
     # A draw has more or fewer requests than the trace; the money is that of as many tokens as the trace has.
-    scaled = hits * (forest.trace.request_tokens.sum() / np.maximum(asked, 1))[:, None]
-    picked = [rule.choose(tried, list(row)) for row in scaled]
-    paying = np.array([tried[at] for at in picked if at is not None], np.float64)
-    net = [rule.costs.compute_net(tried[here], row[here], rule.hours) * 24 if rule.hours else 0.0 for row in scaled]
+    total = float(forest.trace.request_tokens.sum())
+    scaled = hits * (total / np.maximum(asked, 1))[:, None]
+    is_hbm = choice.costs.tier.name == "hbm"
+    picked = [None if is_hbm else rule.choose(tried, list(row), total) for row in scaled]
+    adding = np.array([tried[at] for at in picked if at is not None], np.float64)
+    gained = scaled[:, tried.index(here)] - (scaled[:, tried.index(own)] if choice.adds else 0.0)
+    earned = gained * choice.saved_gpu_ms_per_token / 3.6e6 * choice.costs.gpu.hour
     return Sureness(
         unit=drawn.unit,
         units=drawn.units,
-        hit_rate=find_interval(hits[:, here] / np.maximum(asked, 1)),
-        net_a_day=find_interval(np.array(net)),
-        sizes=find_interval(paying) if rate == 1 and len(paying) else None,
-        share_without=1 - len(paying) / len(picked),
+        hit_rate=find_interval(hits[:, tried.index(here)] / np.maximum(asked, 1)),
+        net_a_day=find_interval(earned * 24 / choice.hours - choice.memory_a_day) if by_price else None,
+        sizes=find_interval(adding) if rate == 1 and len(adding) else None,
+        share_without=1 - len(adding) / len(picked),
     )
+
+
+def choose_steps(forest: Forest, room: Room, sizes: Sequence[int] | None) -> tuple[int, ...]:
+    """Choose the cache sizes to try, in tokens: those that were asked for, else ten, and what the engine has."""
+    found = sizes or choose_sizes(forest.trace, forest)
+    if min(found) < 1:
+        raise InputError("a size of the cache must be at least one token")
+    return tuple(sorted({*found, room.cache}))
 
 
 def choose_sizes(trace: Trace, forest: Forest) -> tuple[int, ...]:
@@ -217,9 +264,9 @@ def count_all_tokens(forest: Forest) -> int:
 
 
 def choose_policy(
-    curves: Mapping[str, Sequence[Point]], among: Collection[str] | None, choose_size: ChooseSize
+    curves: Mapping[str, Sequence[Point]], among: Collection[str] | None, choose_size: ChooseSize, own: int = 0
 ) -> tuple[str, int | None]:
-    """Choose the policy to advise (``among`` these, None: all) and the index of the size (None: none pays).
+    """Choose the policy to advise (``among`` these, None: all) and the index of the size (None: the engine's ``own``).
 
     The size is found on the best points of the policies that can be chosen and do not know the future. LRU is advised
     unless another policy is better there by more than `NOISE`.
@@ -233,7 +280,7 @@ def choose_policy(
         for at in range(len(curves["lru"]))
     ]
     found = choose_size(best_points)
-    at = 0 if found is None else found
+    at = own if found is None else found
     best = max(online, key=lambda policy: (online[policy][at].token_hit_rate, policy == "lru"))
     gain = online[best][at].token_hit_rate - online["lru"][at].token_hit_rate
     return (best if gain > NOISE else "lru"), found

@@ -17,57 +17,74 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class KvMemory:
-    """A size of KV, in both units that engines ask for."""
+    """A size of KV in the units that engines ask for, and the GPUs that share it."""
 
     tokens: int
     bytes: int
+    gpus: int = 1
 
     @property
-    def gib(self) -> float:
-        return self.bytes / GIB
+    def gib(self) -> int:
+        """Whole GiB, rounded up."""
+        return -(-self.bytes // GIB)
+
+    def divide(self, unit_bytes: int) -> int:
+        """Return each GPU's share in whole units, rounded up."""
+        return -(-self.bytes // (unit_bytes * self.gpus))
+
+
+Write = Callable[[str, KvMemory], str]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineChoice:
-    """``policies``: those that can be set, by our names. ``write``: policy and memory to what an operator types.
+    """``policies``: those that can be set, by our names. The rest is what an operator types, made of policy and memory.
 
-    ``memories`` are the kinds that the words set (tiers of the price book, the usual one first), ``tier`` is how the
-    page calls them.
+    ``write_host`` asks for host memory beside the GPU's; ``write_own`` is for the GPU's memory alone: empty where the
+    engine takes all of it by itself and has one policy. ``default_tokens``: the pool without a flag, where that is not
+    all that the GPU has; ``least_host_bytes``: what it takes of the host without a flag. ``memories`` are the kinds
+    that can be set.
     """
 
     policies: tuple[str, ...]
-    write: Callable[[str, KvMemory], str]
-    tier: str
-    memories: tuple[str, ...] = ("hbm",)
+    write_own: Write
+    write_host: Write | None = None
+    memories: tuple[str, ...] = ("hbm", "dram")
+    default_tokens: int | None = None
+    least_host_bytes: int = 0
+
+
+def _write_sglang(policy: str) -> str:
+    return f"python -m sglang.launch_server --model-path MODEL --radix-eviction-policy {policy}"
 
 
 ENGINES: Final[Mapping[str, EngineChoice]] = MappingProxyType(
     {
         "vllm": EngineChoice(
-            ("lru",), lambda _, memory: f"vllm serve MODEL --kv-cache-memory-bytes {memory.bytes}", "GPU"
+            ("lru",), lambda *_: "", lambda _, memory: f"vllm serve MODEL --kv-offloading-size {memory.gib}"
         ),
         "sglang": EngineChoice(
             ("lru", "lfu"),
+            lambda policy, _: "" if policy == "lru" else _write_sglang(policy),
             lambda policy, memory: (
-                f"python -m sglang.launch_server --model-path MODEL --radix-eviction-policy {policy} "
-                f"--max-total-tokens {memory.tokens}"
+                f"{_write_sglang(policy)} --enable-hierarchical-cache --hicache-size {memory.divide(10**9)}"
             ),
-            "GPU",
         ),
         "lmcache": EngineChoice(
             ("lru", "lfu", "fifo"),
+            lambda *_: "",
             lambda policy, memory: (
                 f"LMCACHE_CACHE_POLICY={policy.upper()} LMCACHE_LOCAL_CPU=true "
-                f"LMCACHE_MAX_LOCAL_CPU_SIZE={memory.bytes / 1e9:.1f}"
+                f"LMCACHE_MAX_LOCAL_CPU_SIZE={memory.divide(GIB)}"
             ),
-            "host",
             ("dram",),
+            least_host_bytes=5 * GIB,
         ),
         "semblend": EngineChoice(
             ("lru",),
             lambda _, memory: f"semblend serve --model MODEL --pool-tokens {memory.tokens}",
-            "GPU or host",
-            ("hbm", "dram"),
+            memories=("hbm",),
+            default_tokens=32_768,
         ),
     }
 )

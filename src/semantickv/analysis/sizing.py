@@ -1,4 +1,8 @@
-"""How much memory: the size whose last GiB still earns what it costs; the knee of the curve where time is unknown."""
+"""How much memory: what the engine takes by itself, and what host memory beside it would add.
+
+Memory that the GPU has costs nothing: the engine takes it without a flag, and advising less would only lose hits. So a
+size is chosen only beyond it, and only where the hits that it adds are worth its price.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,10 @@ from semblend.prices import Gpu, MemoryTier, PrefillRate, PriceBook
 
 GIB = 2**30
 DEFAULT_GPU = "h200"
+NOISE = 0.005
+"""Hit rates that differ by less than this are called equal: half a point."""
+LEAST_HOURS = 1.0
+"""A shorter trace gives no money a day: a burst of seconds, times a day, is a number about nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +94,9 @@ class Costs:
         return earned - self.compute_gib(size_tokens) * self.tier.gib_hour
 
     @property
-    def free_gib_per_gpu(self) -> float:
-        """GiB of a GPU that the weights leave, when a tenth of its memory is kept for activations."""
-        return max(0.0, 0.9 * self.gpu.memory_gib - self.rate.weights_gib / self.rate.gpus)
+    def free_gib(self) -> float:
+        """GiB that the weights leave on the model's GPUs, when a tenth of their memory is kept for activations."""
+        return max(0.0, 0.9 * self.gpu.memory_gib * self.rate.gpus - self.rate.weights_gib)
 
     def as_json(self) -> dict[str, Any]:
         """Return the numbers with their sources."""
@@ -109,22 +117,61 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class SizeRule:
-    """Chooses a size: the one that leaves most money; without a duration of the trace, the knee."""
+class Room:
+    """KV memory that the engine takes without a flag, and what running requests need of it, in tokens."""
 
-    costs: Costs
-    hours: float
+    pool: int
+    running: int  # the most that running requests hold at a time
+    longest: int  # prompt and answer of the longest request
 
     @property
-    def is_by_price(self) -> bool:
-        return self.hours > 0
+    def cache(self) -> int:
+        """What is left for ended requests at the busiest moment; never less than one request, whose blocks stay."""
+        return max(1, self.pool - self.running, min(self.pool, self.longest))
 
-    def choose(self, sizes: Sequence[int], hit_tokens: Sequence[float]) -> int | None:
-        """Return the index of the size; None where no size earns what it costs."""
-        if not self.is_by_price:
-            return find_knee(sizes, hit_tokens)
-        left = [self.costs.compute_net(size, hits, self.hours) for size, hits in zip(sizes, hit_tokens, strict=True)]
-        return find_paying_size(left)
+    @property
+    def is_short(self) -> bool:
+        """Whether running requests alone fill the pool, so that some have to wait."""
+        return self.running + self.longest > self.pool
+
+    def add_requests(self, cache: int) -> int:
+        """Return the memory to ask for: the cache, the running requests' peak and one request of full length."""
+        return cache + self.running + self.longest
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRule:
+    """Chooses how much memory to add to what the engine has: what leaves most money, or without prices the knee.
+
+    ``hours`` is the length of the traffic whose hits are given. ``by_price`` is false for a trace under `LEAST_HOURS`.
+    """
+
+    costs: Costs
+    room: Room
+    hours: float
+    by_price: bool
+
+    def choose(self, sizes: Sequence[int], hit_tokens: Sequence[float], asked_tokens: float) -> int | None:
+        """Return the index of the size to go to, above the engine's own; None where none is worth it.
+
+        Hits that come to less than `NOISE` of the tokens that were asked for are no reason to add memory.
+        """
+        own = list(sizes).index(self.room.cache)
+        gains = [hits - hit_tokens[own] for hits in hit_tokens[own + 1 :]]
+        if not gains or max(gains) <= NOISE * asked_tokens or self.costs.saved_gpu_ms_per_token <= 0:
+            return None
+        if not self.costs.tier.gib_hour:  # memory that stands unused: all that helps
+            found: int | None = next(at for at, gain in enumerate(gains) if gain >= max(gains) - NOISE * asked_tokens)
+        elif self.by_price:
+            found = find_paying_size(
+                [
+                    self.costs.compute_net(self.room.add_requests(size), gain, self.hours)
+                    for size, gain in zip(sizes[own + 1 :], gains, strict=True)
+                ]
+            )
+        else:
+            found = find_knee([size - sizes[own] for size in sizes[own + 1 :]], gains)
+        return None if found is None else own + 1 + found
 
 
 def find_knee(sizes: Sequence[int], rates: Sequence[float]) -> int:

@@ -19,8 +19,9 @@ from semblend.errors import InputError
 from semblend.prices import load_price_book
 from semblend.prices.price_book import TIERS
 
-ABOUT = """Hit rate against memory for all policies on your own trace, the size that leaves most money, what reuse at
-any position would add, and how sure all that is: one page to print. Everything on it is simulated."""
+ABOUT = """Hit rate against memory for all policies on your own trace: what the memory that the GPU has gives, what host
+memory beside it would add and whether it pays, what reuse at any position would add, and how sure all that is. One page
+to print. Everything on it is simulated."""
 
 EXAMPLES = (
     "semantickv advise --trace trace.jsonl",
@@ -45,13 +46,16 @@ def add(subparsers: Any) -> None:
         nargs="+",
         type=float,
         metavar="GIB",
-        help="cache sizes to try, in GiB (default: ten, chosen by the trace)",
+        help="cache sizes to try, in GiB, beside what the engine has (default: ten, chosen by the trace)",
     )
+    parser.add_argument("--pool-tokens", type=int, metavar="N",
+                        help="tokens of KV that the engine holds on the GPU, as it says when it starts "
+                             "(default: what the weights leave)")  # fmt: skip
     parser.add_argument(
         "--gpu", default=DEFAULT_GPU, metavar="NAME", help="GPU whose hours are saved (default: %(default)s)"
     )
     parser.add_argument("--memory", "--memory-kind", choices=TIERS, default="",
-                        help="kind of memory (default: the engine's, else what leaves most)")  # fmt: skip
+                        help="memory to add to the GPU; hbm: none (default: what the engine can)")  # fmt: skip
     parser.add_argument("--prices", metavar="FILE", help="TOML that replaces prices and rates of the package")
     parser.add_argument(
         "--hour-cost",
@@ -64,7 +68,7 @@ def add(subparsers: Any) -> None:
         "--gib-hour-cost",
         type=float,
         metavar="USD",
-        help="price of a GiB of --memory for an hour (default: of the package, an assumption)",
+        help="price of a GiB of --memory for an hour, 0 if it stands unused (default: of the package, an assumption)",
     )
     parser.add_argument(
         "--engine", choices=tuple(ENGINES), default="", help="advise only policies that this engine has (default: all)"
@@ -104,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
         gpu=args.gpu,
         memory=args.memory,
         engine=args.engine,
+        pool_tokens=args.pool_tokens,
         hour_cost=args.hour_cost,
         gib_hour_cost=args.gib_hour_cost,
         latency=latency,

@@ -51,7 +51,7 @@ def draw_curves(advice: Advice, width: float) -> Drawing:
     here = across(memory[advice.chosen])
     drawing.add_line(here, up.end, here, up.start, "rule")
     late = here > (across.start + across.end) / 2
-    told = f"{'advised' if advice.pays else 'smallest'}: {format_gib(memory[advice.chosen])}"
+    told = f"{'with what is added' if advice.choice.adds else 'the engine has'}: {format_gib(memory[advice.chosen])}"
     drawing.add_text(here - 5 if late else here + 5, up.start - 8, told, "tick", "end" if late else "start")
     loud_last = sorted(rates, key=lambda name: (_choose_kind(name, advice) != "curve other", name == advice.policy))
     for name in loud_last:

@@ -50,9 +50,10 @@ def build_policy_rows(advice: Advice, strong: Callable[[str], str] = "**{}**".fo
 
 
 def choose_columns(advice: Advice) -> list[int]:
-    """Choose the indices of the sizes to show: both ends and those around the advised one."""
+    """Choose the indices of the sizes to show: both ends, the engine's own and those around the advised one."""
     last, here = len(advice.sizes) - 1, advice.chosen
-    return sorted({0, max(0, here - 2), max(0, here - 1), here, min(last, here + 1), last})
+    own = advice.sizes.index(advice.room.cache)
+    return sorted({0, own, max(0, here - 1), here, min(last, here + 1), last})
 
 
 def format_markdown(advice: Advice) -> str:
@@ -85,11 +86,14 @@ def format_markdown(advice: Advice) -> str:
 
 
 def _list_heads(advice: Advice) -> list[str]:
-    sizes = [
-        format_gib(advice.to_gib(advice.sizes[at])) + (" (advised)" if at == advice.chosen and advice.pays else "")
-        for at in choose_columns(advice)
-    ]
+    sizes = [format_gib(advice.to_gib(advice.sizes[at])) + _name_size(advice, at) for at in choose_columns(advice)]
     return ["policy", *sizes]
+
+
+def _name_size(advice: Advice, at: int) -> str:
+    if advice.sizes[at] == advice.room.cache:
+        return " (the GPU's own)"
+    return " (with what is added)" if at == advice.chosen else ""
 
 
 def _list_types(advice: Advice) -> list[tuple[str, str, str]]:
@@ -135,7 +139,9 @@ def _list_figures(advice: Advice) -> list[str]:
     marks = {at: "best" if row[0] == advice.policy else "bound" for at, row in enumerate(rows)
              if row[0] == advice.policy or row[0] in BOUNDS}  # fmt: skip
     tier = {at: "best" for at, row in enumerate(tiers) if row[0].lower() == advice.costs.tier.name}
-    kinds = f"<h2>By kind of memory, each alone ({escape(advice.costs.currency)})</h2>" if tiers else ""
+    kinds = (
+        f"<h2>By kind of memory, each alone beside the GPU's ({escape(advice.costs.currency)})</h2>" if tiers else ""
+    )
     return [
         render_tiles(Tile(value, told) for value, told in words.build_cards(advice)),
         render_figure(build_figure(advice)),

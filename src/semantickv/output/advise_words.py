@@ -2,32 +2,47 @@
 
 from __future__ import annotations
 
-from semantickv.analysis.advice import NOISE, STABLE_TIMES, Advice, TierChoice
+from semantickv.analysis.advice import STABLE_TIMES, Advice, TierChoice
 from semantickv.analysis.engines import ENGINES, list_engines_with
-from semantickv.analysis.intervals import DRAWS
+from semantickv.analysis.intervals import DRAWS, LEAST_UNITS
 from semantickv.analysis.latency import BOUNDS
+from semantickv.analysis.sizing import LEAST_HOURS, NOISE
 from semantickv.analysis.tiers import DECODE_MS
 
 SIMULATED = "Simulated: a cache of metadata replayed this trace. No model ran, and no GPU was measured for it."
 
 
 def format_headline(advice: Advice) -> str:
-    """Write the advice in one sentence: policy, memory and hit rate, or why there is none."""
+    """Write the advice in one sentence: what to add or to leave, and the hit rate, or why there is none."""
     if not advice.can_tell:
         return "This trace cannot tell whether a cache would help"
     if advice.ceiling.token_hit_rate < NOISE:
+        if advice.sureness is None:
+            return "Trace too short to tell whether a prefix cache would help"
         return "A prefix cache would not help this traffic"
-    if not advice.pays:
-        kind = _name_memory(advice) if any(one.at is not None for one in advice.tiers.values()) else "memory"
-        told = f"At these prices no {kind} for a cache pays"
-    else:
-        rate = advice.get_advised_point(advice.policy).token_hit_rate
-        memory = format_gib(advice.to_gib(advice.sizes[advice.chosen]))
-        told = (
-            f"{format_policy(advice.policy)} with {memory} of {_name_memory(advice)}: "
-            f"{rate:.0%} of prompt tokens from cache"
+    choice = advice.choice
+    own = f"{choice.own.token_hit_rate:.0%} of prompt tokens from cache"
+    if choice.adds and not advice.is_too_short:
+        return (
+            f"{format_policy(choice.policy)} with {format_gib(advice.to_gib(choice.added_tokens))} of "
+            f"{_name_memory(choice)} added: {choice.point.token_hit_rate:.0%} of prompt tokens from cache, "
+            f"{choice.own.token_hit_rate:.0%} without"
         )
-    return f"Trace too short. On it alone: {told}" if advice.is_too_short else told
+    if not choice.adds and choice.policy != "lru" and not advice.is_too_short:
+        rate = f"{choice.point.token_hit_rate:.0%} of prompt tokens from cache"
+        return f"{format_policy(choice.policy)} in the memory that the GPU has: {rate}, {own.split()[0]} with LRU"
+    if advice.surely_helps_to_add:
+        return (
+            f"Add {_name_memory(choice)}: {own} without it, up to {advice.ceiling.token_hit_rate:.0%} with it. "
+            "The trace is too short to say how much"
+        )
+    if advice.engine and ENGINES[advice.engine].default_tokens and not advice.is_too_short:
+        return f"A pool of {format_gib(advice.to_gib(advice.pool_tokens))}: {own}"
+    told = f"Leave the engine's memory as it is: {own}"
+    if advice.spare is not None:
+        size = format_gib(advice.to_gib(advice.spare.added_tokens))
+        told += f", {advice.spare.point.token_hit_rate:.0%} with {size} of {_name_memory(choice)} that stand unused"
+    return f"Trace too short to choose more. {told}" if advice.is_too_short else told
 
 
 def format_lead(advice: Advice) -> str:
@@ -37,100 +52,163 @@ def format_lead(advice: Advice) -> str:
             "It says how long prompts were and not what they held, so nothing is known about what they share. Collect "
             "one with `semantickv collect`, or log the engine's requests with their tokens."
         )
-    here, lru, ceiling = advice.get_advised_point(advice.policy), advice.get_advised_point("lru"), advice.ceiling
+    choice, ceiling = advice.choice, advice.ceiling
     if ceiling.token_hit_rate < NOISE:
-        return f"Even with room for everything, {ceiling.token_hit_rate:.1%} of the prompt tokens would come from it."
-    if not advice.pays:
-        return (
-            f"The smallest size that was tried, {format_gib(advice.to_gib(here.tokens))}, would give "
-            f"{here.token_hit_rate:.1%} of the prompt tokens; any amount of memory {ceiling.token_hit_rate:.0%}."
-        )
+        shared = f"Even with room for everything, {ceiling.token_hit_rate:.1%} of the prompt tokens would come from it."
+        if advice.sureness is None:
+            return f"{shared} But it has {advice.facts['requests']:,} requests; {_say_how_many_are_enough()}."
+        return shared
     words = [
-        f"That is {format_share(here.token_hit_rate, ceiling.token_hit_rate)} of what any amount of memory could give "
-        f"({ceiling.token_hit_rate:.0%}; all of the trace fits into {format_gib(advice.to_gib(ceiling.tokens))})."
+        f"The engine has about {format_gib(advice.to_gib(advice.room.pool))} for KV on {_count_gpus(advice)}, of which "
+        f"running requests need {format_gib(advice.to_gib(advice.room.running))} at "
+        f"the busiest moment. Any amount of memory would give {ceiling.token_hit_rate:.0%}; all of the trace fits into "
+        f"{format_gib(advice.to_gib(ceiling.tokens))}."
     ]
-    if advice.policy == "lru":
+    if advice.room.is_short:
+        words.append(
+            "These requests and one of full length do not fit into it at once: requests wait, and the traffic wants "
+            "more GPUs before it wants a cache."
+        )
+    if choice.adds and advice.is_too_short:
+        more = [
+            f"{format_gib(advice.to_gib(advice.room.add_requests(point.tokens)))} {point.token_hit_rate:.0%}"
+            for point in advice.curves[choice.policy]
+            if point.tokens > advice.room.cache
+        ]
+        words.append(f"On this trace alone {_name_memory(choice)} beside it would give: {', '.join(more)}.")
+    if choice.policy == "lru":
         of = f" that {advice.engine} has" if advice.engine else ""
         words.append(f"No other policy{of} beats LRU there by more than {NOISE:.1%}, so the simplest one is advised.")
     else:
+        lru = advice.get_advised_point("lru")
         words.append(f"LRU would give {lru.token_hit_rate:.1%} in the same memory.")
     bound = next((name for name in reversed(BOUNDS) if name in advice.curves), None)
-    if bound and advice.get_advised_point(bound).token_hit_rate > here.token_hit_rate:
+    if bound and advice.get_advised_point(bound).token_hit_rate > choice.point.token_hit_rate:
         words.append(f"Knowing the future ({bound}) would give {advice.get_advised_point(bound).token_hit_rate:.1%}.")
     return " ".join(words)
 
 
 def describe_how_to_set_it(advice: Advice) -> str:
-    """Say what to type for the chosen engine, or which engines have the advised policy."""
-    if not advice.can_tell or advice.ceiling.token_hit_rate < NOISE or not advice.pays:
+    """Say what to type for the chosen engine, or why nothing needs to be typed."""
+    if not advice.can_tell or advice.ceiling.token_hit_rate < NOISE:
         return "Nothing to set."
-    if advice.engine:
-        return f"In {advice.engine} ({ENGINES[advice.engine].tier} memory): `{advice.command}`."
-    engines = list_engines_with(advice.policy)
-    if not engines:
+    choice = advice.choice
+    if advice.is_too_short:
+        if not advice.surely_helps_to_add:
+            return "A longer trace must tell whether there is anything to set."
         return (
-            f"No engine that we know has {format_policy(advice.policy)}: "
-            f"`--engine {'|'.join(ENGINES)}` advises what one of them has."
+            f"More memory than the engine has surely helps; how much of it to buy, a longer trace must tell. For "
+            f"{_name_memory(choice)} that stands unused: `--memory {choice.costs.tier.name} --gib-hour-cost 0`, and "
+            "`--gib` with its size."
         )
-    have = "have" if len(engines) > 1 else "has"
-    return f"{format_policy(advice.policy)} is what {', '.join(engines)} {have}; `--engine` prints the flags."
+    words = []
+    if advice.command:
+        words.append(f"In {advice.engine}: `{advice.command}`.")
+        if choice.adds:
+            words.append(_describe_flag(advice, choice))
+    elif advice.engine or not choice.adds:
+        name = advice.engine or "an engine"
+        begin = f"Nothing to set: {name}" if advice.spare is None else name
+        words.append(f"{begin} takes the GPU's free memory by itself, and it costs nothing extra.")
+    if not advice.engine and (choice.adds or choice.policy != "lru"):
+        engines = [
+            name for name in list_engines_with(choice.policy) if choice.adds <= ("dram" in ENGINES[name].memories)
+        ]
+        if engines:
+            have = "have" if len(engines) > 1 else "has"
+            words.append(
+                f"{format_policy(choice.policy)} is what {', '.join(engines)} {have}; `--engine` prints the flags."
+            )
+        else:
+            words.append(
+                f"No engine that we know has {format_policy(choice.policy)}: `--engine {'|'.join(ENGINES)}` advises "
+                "what one of them has."
+            )
+    if advice.spare is not None:
+        words.append(_describe_spare(advice, advice.spare))
+    return " ".join(words)
+
+
+def _describe_flag(advice: Advice, choice: TierChoice) -> str:
+    """Say what the size in a flag is made of."""
+    cache, running, longest = (
+        format_gib(advice.to_gib(tokens)) for tokens in (choice.point.tokens, advice.room.running, advice.room.longest)
+    )
+    return f"That is {cache} of cache, {running} for running requests and {longest} for one of full length."
+
+
+def _describe_spare(advice: Advice, spare: TierChoice) -> str:
+    """Say what memory that the machine has unused would give, where to buy it is not worth it."""
+    size = format_gib(advice.to_gib(spare.added_tokens))
+    told = (
+        f"At these prices {_name_memory(spare)} costs more than it saves. Where {size} stand unused, they give "
+        f"{spare.point.token_hit_rate:.0%} of the prompt tokens"
+    )
+    command = advice.write_command(spare)
+    return f"{told}: `{command}`." if command else f"{told}; `--engine` prints the flags."
+
+
+def _say_how_many_are_enough() -> str:
+    return f"{LEAST_UNITS} sessions or {LEAST_UNITS**2} requests are the least that can tell"
+
+
+def _count_gpus(advice: Advice) -> str:
+    gpus, name = advice.costs.rate.gpus, advice.costs.gpu.name
+    return f"one {name}" if gpus == 1 else f"{gpus} {name}"
 
 
 def build_cards(advice: Advice) -> list[tuple[str, str]]:
-    """Build the four key figures, each with its explanation; none where nothing is advised."""
-    if not advice.can_tell or not advice.pays:
+    """Build the key figures, each with its explanation; none where nothing can be told."""
+    if not advice.can_tell or advice.is_too_short:
         return []
     sure, choice, currency = advice.sureness, advice.choice, advice.costs.currency
     between = f", 95 %: {sure.hit_rate.low:.1%} to {sure.hit_rate.high:.1%}" if sure else ""
+    added = f"{format_gib(advice.to_gib(choice.added_tokens))} of {_name_memory(choice)}" if choice.adds else "nothing"
     found = [
-        (
-            format_gib(advice.to_gib(advice.sizes[advice.chosen])),
-            f"{advice.sizes[advice.chosen]:,} tokens of {advice.model} KV",
-        ),
-        (f"{advice.get_advised_point(advice.policy).token_hit_rate:.1%}", "of prompt tokens from cache" + between),
+        (added, f"to add to the GPU's {format_gib(advice.to_gib(advice.room.pool))}"),
+        (f"{choice.point.token_hit_rate:.1%}", "of prompt tokens from cache" + between),
         (f"{advice.ttft_ms:.0f} ms", f"average TTFT, {advice.ttft_cold_ms:.0f} ms without a cache"),
     ]
-    if advice.is_by_price:
+    if advice.by_price:
+        paid = "memory paid" if choice.adds else "in memory that is there"
         found.append(
             (
                 f"{choice.net_a_day:,.2f} {currency}",
-                f"left a day: {format_hours(choice.gpu_hours_a_day)} of {advice.costs.gpu.name} saved, memory paid",
+                f"left a day: {format_hours(choice.gpu_hours_a_day)} of {advice.costs.gpu.name} saved, {paid}",
             )
         )
     return found
 
 
 def describe_money(advice: Advice) -> str:
-    """Say what the advised memory saves and costs in a day, and how sure that is."""
-    if not advice.can_tell or not advice.is_by_price or not advice.pays:
+    """Say what the advice saves and costs in a day, and how sure that is; why not, for a trace under an hour."""
+    if not advice.can_tell or advice.is_too_short or advice.ceiling.token_hit_rate < NOISE:
         return ""
+    if not advice.by_price:
+        return f"No money: the trace is {_format_length(advice)} long, and a day needs {LEAST_HOURS:g} h at least."
     choice, costs, sure = advice.choice, advice.costs, advice.sureness
-    words = [
-        f"A day of this traffic saves {format_hours(choice.gpu_hours_a_day)} of {costs.gpu.name} "
-        f"({choice.saved_a_day:,.2f} {costs.currency}); the memory costs {choice.memory_a_day:,.2f}; "
-        f"{choice.net_a_day:,.2f} are left"
-        + (f" (95 %: {sure.net_a_day.low:,.2f} to {sure.net_a_day.high:,.2f})." if sure else ".")
-    ]
-    if costs.tier.name == "hbm" and costs.free_gib_per_gpu > 0:
-        gpus, each = advice.to_gib(choice.point.tokens) / costs.free_gib_per_gpu, format_gib(costs.free_gib_per_gpu)
-        if gpus <= 1:
-            words.append(f"One {costs.gpu.name} has room for it beside the weights ({each}).")
-        else:
-            words.append(f"So much memory is what {gpus:,.1f} {costs.gpu.name} leave beside the weights ({each} each).")
-    return " ".join(words)
+    between = f" (95 %: {sure.net_a_day.low:,.2f} to {sure.net_a_day.high:,.2f})" if sure and sure.net_a_day else ""
+    saved = f"{format_hours(choice.gpu_hours_a_day)} of {costs.gpu.name} ({choice.saved_a_day:,.2f} {costs.currency})"
+    if not choice.adds:
+        return f"A day of this traffic saves {saved}{between} in memory that is there: it costs nothing extra."
+    return (
+        f"The added memory saves {saved} in a day of this traffic and costs {choice.memory_a_day:,.2f}; "
+        f"{choice.net_a_day:,.2f} are left{between}."
+    )
 
 
 def build_tier_rows(advice: Advice) -> list[tuple[str, ...]]:
-    """Build the table of what each kind of memory, alone, would be advised for; empty where prices decide nothing."""
-    if not advice.can_tell or not advice.is_by_price:
+    """Build the table of what each kind of memory would add; empty where money says nothing."""
+    if not advice.can_tell or not advice.by_price or advice.is_too_short:
         return []
 
     def format_row(name: str, one: TierChoice) -> tuple[str, ...]:
-        price = f"{one.costs.tier.gib_hour:.4f}"
-        if one.at is None:
+        price = "0" if name == "hbm" else f"{one.costs.tier.gib_hour:.4f}"
+        if name != "hbm" and not one.adds:
             return (name.upper(), price, "none pays", *[""] * 5)
+        tokens = one.added_tokens if one.adds else one.room.pool
         return (
-            name.upper(), price, format_gib(one.costs.compute_gib(one.point.tokens)), format_policy(one.policy),
+            name.upper(), price, format_gib(one.costs.compute_gib(tokens)), format_policy(one.policy),
             f"{one.point.token_hit_rate:.1%}", format_hours(one.gpu_hours_a_day), f"{one.memory_a_day:,.2f}",
             f"{one.net_a_day:,.2f}",
         )  # fmt: skip
@@ -150,6 +228,8 @@ def describe_reuse_at_any_position(advice: Advice) -> str:
             "This trace cannot tell: its ids stand for a block and everything before it. Collect one with "
             "`semantickv collect` to see it."
         )
+    if advice.sureness is None:
+        return ""
     here, there = advice.get_advised_point(advice.policy), advice.anywhere[advice.chosen]
     gain = there.token_hit_rate - here.token_hit_rate
     if gain <= NOISE:
@@ -159,7 +239,7 @@ def describe_reuse_at_any_position(advice: Advice) -> str:
         )
     more = advice.costs.compute_gpu_hours(there.tokens_saved - here.tokens_saved)
     a_day = ""
-    if advice.hours:
+    if advice.by_price:
         a_day = f", another {format_hours(more * 24 / advice.hours)} of {advice.costs.gpu.name} a day"
     return (
         f"If blocks could be reused at any position, {there.token_hit_rate:.1%} of the prompt tokens would come from "
@@ -182,9 +262,11 @@ def describe_arranging(advice: Advice) -> str:
 
 def describe_stability(advice: Advice) -> str:
     """Say whether the first half of the trace, on its own, asks for the same memory."""
-    half = "no memory at all" if advice.half is None else format_gib(advice.to_gib(advice.half))
+    half = "no more memory" if advice.half is None else f"a cache of {format_gib(advice.to_gib(advice.half))}"
     if advice.is_stable:
         return f"The first half of the trace, on its own, asks for {half}: about the same."
+    if not advice.is_too_short:
+        return f"The first half of the trace, on its own, asks for {half}."
     return f"The trace is too short to choose a size: its first half, on its own, asks for {half}."
 
 
@@ -192,18 +274,19 @@ def describe_sureness(advice: Advice) -> str:
     """Say what the bootstrap over sessions found, and whether it agrees with the advice."""
     sure = advice.sureness
     if sure is None:
-        return "The trace is too short for intervals: it has fewer than ten sessions or runs of requests to draw from."
+        return f"The trace is too short for intervals: {_say_how_many_are_enough()}."
     told = f"Intervals are 95 % of {DRAWS} draws of {sure.units:,} {sure.unit}"
-    if not advice.pays:
-        return f"{told}. In {sure.share_without:.0%} of the draws no memory pays."
+    if not advice.choice.adds:
+        return f"{told}. In {sure.share_without:.0%} of the draws nothing is added."
+    short = "The trace is too short" if advice.is_too_short else "It costs nothing, so its size need not be exact"
     if sure.share_without > 0.05:
-        return f"{told}. The trace is too short: in {sure.share_without:.0%} of the draws no memory pays."
+        return f"{told}. {short}: in {sure.share_without:.0%} of the draws nothing is added."
     if sure.sizes is None:
         return f"{told}."
     low, high = (format_gib(advice.to_gib(one)) for one in (sure.sizes.low, sure.sizes.high))
     if advice.is_sure:
-        return f"{told}. They ask for {low} to {high}."
-    return f"{told}. The trace is too short to choose a size: they ask for {low} to {high}."
+        return f"{told}. They ask for a cache of {low} to {high}."
+    return f"{told}. {short}: they ask for a cache of {low} to {high}."
 
 
 def list_limits(advice: Advice) -> list[str]:
@@ -220,19 +303,22 @@ def _list_limits_of_figures(advice: Advice) -> list[str]:
         f"TTFT = {latency.base_ttft_ms:.1f} ms + uncached tokens x {latency.token_latency_ms:.4f} ms{several} "
         f"({latency.source}): no queue, no batch, no growth with the length of the prompt.",
     ]
-    if costs.load_ms_per_token:
+    if costs.load_ms_per_token and advice.choice.adds:
         found.append(
             f"A hit token is loaded from {costs.tier.name.upper()} in {costs.load_ms_per_token:.4f} ms "
             f"({costs.tier.load_source}); TTFT and savings count that."
         )
-    if advice.is_by_price:
+    if advice.by_price:
         found.append(
             f"An hour of {costs.gpu.name} costs {costs.gpu.hour:.2f} {costs.currency} ({costs.gpu.hour_source}), a GiB "
             f"of {costs.tier.name.upper()} {costs.tier.gib_hour:.4f} an hour ({costs.tier.gib_hour_source}). "
-            "Memory that you own and do not use costs you nothing: give your own prices."
+            "Memory that the GPU has, or that you own and do not use, costs nothing: give your own prices."
         )
     else:
-        found.append("The trace has no duration, so prices cannot choose the size: it is the knee of the curve.")
+        found.append(
+            f"The trace is {_format_length(advice)} long. Money a day needs {LEAST_HOURS:g} h, so a size is the knee "
+            "of the curve, not what leaves most."
+        )
     found += [
         _describe_running(advice),
         f"Hit rates within {NOISE:.1%} of each other are called equal, sizes within {STABLE_TIMES:g} times too. Belady "
@@ -240,13 +326,10 @@ def _list_limits_of_figures(advice: Advice) -> list[str]:
         describe_stability(advice),
         describe_sureness(advice),
     ]
-    if advice.pays and advice.is_by_price and len(advice.sizes) > 1 and advice.chosen in (0, len(advice.sizes) - 1):
-        end, other = ("smallest", "smaller") if advice.chosen == 0 else ("largest", "larger")
-        found.append(f"This is the {end} size that was tried: a {other} one may leave more (`--gib`).")
-    if 0 < advice.hours < 24:
-        found.append(
-            f"A day is taken to be {24 / advice.hours:,.0f} times this trace of {advice.hours * 60:,.0f} minutes."
-        )
+    if advice.choice.adds and advice.chosen == len(advice.sizes) - 1:
+        found.append("This is the largest size that was tried: a larger one may give more (`--gib`).")
+    if advice.by_price and advice.hours < 24:
+        found.append(f"A day is taken to be {24 / advice.hours:,.1f} times this trace of {_format_length(advice)}.")
     if advice.rate < 1:
         worst = max(point.error for points in advice.curves.values() for point in points)
         found.append(
@@ -257,13 +340,11 @@ def _list_limits_of_figures(advice: Advice) -> list[str]:
 
 
 def _describe_running(advice: Advice) -> str:
-    """Say how much memory running requests need beside the cache."""
-    told = "Capacity is counted for cached prompts only: running requests need their own KV"
-    if advice.running is None:
-        return f"{told}."
+    """Say what the engine's own memory was taken to be."""
     return (
-        f"{told}, on this trace {format_gib(advice.to_gib(advice.running))} at the busiest moment (no queue for the "
-        f"GPU, answers of {DECODE_MS:g} ms a token)."
+        f"The engine's own memory was computed: {advice.costs.gpu.name} less weights and a tenth for activations, "
+        "unless `--pool-tokens` gave it. Running requests were counted without a queue for the GPU, with "
+        f"{DECODE_MS:g} ms for a token of the answer; what they hold is not counted as cache."
     )
 
 
@@ -284,15 +365,23 @@ def _list_limits_of_trace(advice: Advice) -> list[str]:
 def describe_traffic(advice: Advice) -> str:
     """Describe the trace: requests, hours, tokens and block accesses."""
     facts = advice.facts
-    over = f" over {advice.hours:.1f} h" if advice.hours >= 0.1 else ""
+    over = f" over {_format_length(advice)}"
     return (
         f"{facts['requests']:,} requests{over}, {facts['prompt_tokens']:,} prompt tokens, "
         f"{facts['block_accesses']:,} block accesses."
     )
 
 
-def _name_memory(advice: Advice) -> str:
-    return {"hbm": "GPU memory", "dram": "host memory", "ssd": "disk"}[advice.costs.tier.name]
+def _name_memory(choice: TierChoice) -> str:
+    return {"hbm": "memory", "dram": "host memory", "ssd": "disk"}[choice.costs.tier.name]
+
+
+def _format_length(advice: Advice) -> str:
+    """Format how long the trace is: seconds, minutes or hours."""
+    seconds = advice.hours * 3600
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{advice.hours:,.1f} h"
 
 
 def format_policy(policy: str) -> str:

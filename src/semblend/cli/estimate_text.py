@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from semblend.cli.output import table
+from semblend.estimate.answer import describe_left_out
 from semblend.estimate.words import format_number, format_price
 
 TENANTS_SHOWN = 10
@@ -35,6 +36,7 @@ def _describe(answer: dict[str, Any]) -> str:
             "what is full forgets what was used longest ago; passages are arranged for that size (exact_size)",
             f"prefill: {rates['prefill_tokens_per_s']:,.0f} tokens/s ({rates['prefill_source']})",
             f"price: {rates['price_per_million']:.4g} {rates['currency']} a million tokens ({rates['price_source']})",
+            *([make_printable(describe_left_out(answer["left_out"]))] if answer["left_out"] else []),
         ]
     )
 
@@ -69,6 +71,7 @@ def _render_rows(answer: dict[str, Any]) -> str:
     )
     found = [row for row in answer["rows"] if row["name"] == "arrange" and row["saved_tokens"]]
     notes = [f"arrange: {row['assumes']}" for row in found if answer["passages"]["assumed"]]
+    notes += [f"{row['name']}: {row['note']}" for row in answer["rows"] if row["note"]]
     worse = [row["title"] for row in answer["rows"] if row["saved_tokens"] < 0]
     notes += [f"costs more than it saves here: {', '.join(map(make_printable, worse))}"] if worse else []
     if failed := answer["failed_lookups"]:

@@ -44,6 +44,7 @@ _ASSUMES = {
     FAST: "Instead of balanced: the first 16 tokens of each span are computed again, and no gate looks at the answer.",
 }
 _LABEL_CHARS = 32
+_NO_PASSAGES = "No passages recognised; --passages paragraphs splits at blank lines."
 LOGGED = "none, tokens as logged"
 _MEMORY_ASSUMES = (
     "Everything above, with so many times the tokens of KV in the prefix cache and for donors. Passages are "
@@ -97,6 +98,8 @@ def build_answer(
         "rows": rows,
         "fields": [_describe_field(one, redacted) for one in fields],
         "passages": {"marked": replay.marked_passages, "assumed": replay.assumed_passages},
+        "left_out": dict(replay.left_out),
+        "below_break_even": {"prompts": replay.below_prompts, "tokens": replay.below_tokens},
         "breaks": replay.breaks.to_dict(),
         "curves": replay.list_curves(),
         "by_length": replay.groups.list_lengths(),
@@ -118,12 +121,13 @@ def build_rows(replay: Replay, rates: Rates, field_names: Sequence[str]) -> list
         rows.append(
             {
                 "name": name,
-                "title": _write_title(name, field_names),
+                "title": _write_title(name, field_names, replay),
                 "rank": None,
                 **_price("saved", before - computed, replay.prompt_tokens, rates),
                 "computed_tokens": computed,
                 "changed_prompts": changed.get(name),
                 "assumes": _write_assumption(name, replay),
+                "note": _write_note(name, replay),
             }
         )
         before = computed
@@ -133,7 +137,9 @@ def build_rows(replay: Replay, rates: Rates, field_names: Sequence[str]) -> list
     return rows
 
 
-def _write_title(name: str, field_names: Sequence[str]) -> str:
+def _write_title(name: str, field_names: Sequence[str], replay: Replay) -> str:
+    if name == ARRANGE and not replay.marked_passages and not replay.assumed_passages:
+        return f"{_TITLES[name]}: none recognised"
     if name == "fields" and field_names:
         return f"move to the end: {', '.join(field_names)}"
     if name.startswith("memory x"):
@@ -150,7 +156,36 @@ def _write_assumption(name: str, replay: Replay) -> str:
         return (
             f"{_ASSUMES[name]} No mark says so: {replay.assumed_passages:,} passages were recognised by how they look."
         )
-    return f"{_ASSUMES[name]} The log's marks say so." if replay.marked_passages else "The log shows no passages."
+    return f"{_ASSUMES[name]} The log's marks say so." if replay.marked_passages else _NO_PASSAGES
+
+
+def _write_note(name: str, replay: Replay) -> str:
+    """What a reader has to know beside the number of a row; empty for nothing."""
+    if name == ARRANGE and not replay.marked_passages and not replay.assumed_passages:
+        return _NO_PASSAGES
+    if name == FAST and replay.below_tokens:
+        return (
+            f"Another {replay.below_tokens:,} tokens in {replay.below_prompts:,} prompts stand in donors and are not "
+            f"counted: each prompt would save no more than the {replay.options.pass_tokens:,} tokens that a pass costs "
+            "(--break-even-tokens)."
+        )
+    unused = replay.list_unused().get(name)
+    if unused:
+        return (
+            f"With all of it in use {unused:,} tokens more would be computed: more is moved, and moved KV makes "
+            "neither an exact prefix nor a donor. The row takes the best size up to this one."
+        )
+    return ""
+
+
+def describe_left_out(left_out: Mapping[str, int]) -> str:
+    """Say what of the prompts was not counted; empty for nothing.
+
+    >>> describe_left_out({"image": 3, "file": 1})
+    '3 images and 1 file left out: their tokens are not counted'
+    """
+    named = [f"{count:,} {kind}{'' if count == 1 else 's'}" for kind, count in left_out.items()]
+    return f"{' and '.join(named)} left out: their tokens are not counted" if named else ""
 
 
 def _price(word: str, tokens: int, whole: int, rates: Rates) -> dict[str, Any]:

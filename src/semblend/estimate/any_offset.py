@@ -49,11 +49,16 @@ _REQUEST = "estimate"
 
 @dataclass(frozen=True, slots=True)
 class ReuseCount:
-    """Tokens of one prompt: exact ones, moved ones that are not computed, and computed ones. They add up."""
+    """Tokens of one prompt: exact ones, moved ones that are not computed, and computed ones. They add up.
+
+    ``below_tokens`` of the computed ones would be moved if a pass cost nothing: a plan that saves less is not begun.
+    They are counted on demand (``counts_below``), because it takes a lookup of every short prompt.
+    """
 
     exact_tokens: int
     moved_tokens: int
     computed_tokens: int
+    below_tokens: int = 0
 
 
 class AnyOffsetReplay:
@@ -68,8 +73,10 @@ class AnyOffsetReplay:
         block_tokens: int,
         max_donors: int = 1 << 30,
         pass_tokens: int = PASS_TOKENS,
+        counts_below: bool = False,
     ) -> None:
         self.mode = mode
+        self._counts_below = counts_below
         self.too_large = self.failed_lookups = 0
         self.first_failure = ""
         self._block_tokens, self._pass_tokens, self._donor_tokens = block_tokens, pass_tokens, donor_tokens
@@ -97,24 +104,37 @@ class AnyOffsetReplay:
             self._cache.replay(keys, 0)
             return ReuseCount(exact, 0, tokens - exact)
         moved: tuple[Span, ...] = ()
+        below = 0
         if tokens - exact > self._shortest + self._pass_tokens:
             if self._find_equal(prompt, keys, asked):
                 return ReuseCount(exact, asked * size - exact, tokens - asked * size)
-            decision = self._semblend.lookup(prompt)
-            if isinstance(decision, ReusePlan):
-                exact, moved = self._divide(decision, exact)
-            elif decision.reason is DeclineReason.ERROR:
-                self.failed_lookups += 1
-                self.first_failure = self.first_failure or decision.detail
+            plan = self._look_up(prompt)
+            if plan is not None:
+                before, (exact, moved) = exact, self._divide(plan, exact)
+                if moved or exact > before:
+                    self._touch(plan)
+                below = self._count_below(moved)
+        elif self._counts_below and tokens - exact > self._shortest:
+            plan = self._look_up(prompt)
+            below = 0 if plan is None else self._count_below(self._divide(plan, exact)[1])
         again = self._count_again(moved, tokens, exact)
         if again is None or self._heals(moved, keys, asked, exact, again):
             self._cache.replay(keys, 0)
             if tokens - exact >= self._shortest:  # less of its own makes no donor that is worth anything
                 self._register(prompt)
-            return ReuseCount(exact, 0, tokens - exact)
+            return ReuseCount(exact, 0, tokens - exact, below)
         self._keep(prompt, keys, moved[0].target_start // size)
         reused = sum(span.length for span in moved) - again
         return ReuseCount(exact, reused, tokens - exact - reused)
+
+    def _look_up(self, prompt: Prompt) -> ReusePlan | None:
+        decision = self._semblend.lookup(prompt)
+        if isinstance(decision, ReusePlan):
+            return decision
+        if decision.reason is DeclineReason.ERROR:
+            self.failed_lookups += 1
+            self.first_failure = self.first_failure or decision.detail
+        return None
 
     def _find_equal(self, prompt: Prompt, keys: KeyArray, asked: int) -> bool:
         """Whether the blocks of an equal prompt are there; then they were used once more."""
@@ -159,15 +179,12 @@ class AnyOffsetReplay:
         for span in plan.spans:
             if span.target_start == 0 and span.donor_start == 0 and min(span.length, last) > exact:
                 exact = min(span.length, last)
-                self._touch(plan)
         moved = []
         for span in plan.spans:
             start, end = max(span.target_start, exact), min(span.target_end, last)
             if end - start >= self._shortest:
                 cut = start - span.target_start
                 moved.append(replace(span, donor_start=span.donor_start + cut, target_start=start, length=end - start))
-        if moved:
-            self._touch(plan)
         return exact, tuple(moved)
 
     def _count_again(self, moved: tuple[Span, ...], tokens: int, exact: int) -> int | None:
@@ -182,6 +199,11 @@ class AnyOffsetReplay:
             if tokens - exact - reused + again > MOST_SHARE * (tokens - exact):
                 return None
         return again if reused - again > self._pass_tokens else None
+
+    def _count_below(self, moved: tuple[Span, ...]) -> int:
+        """Tokens that a plan would save if a pass cost nothing, where they are too few for one."""
+        saved = sum(max(0, span.length - self._seam) for span in moved)
+        return saved if saved <= self._pass_tokens else 0
 
     def _touch(self, plan: ReusePlan) -> None:
         """Donors that were of use count as recently used."""

@@ -28,6 +28,8 @@ class BreakKind(StrEnum):
     ORDER = "passages in another order"
     EVICTED = "evicted before it came again"
     PLACE = "same text at another place"
+    SMALL = "same text elsewhere, too little for a pass"
+    REST = "what follows is new"
     NEW = "nothing like it before"
 
 

@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 from semblend.arrange.arranger import CHARS_PER_TOKEN
+from semblend.estimate.answer import describe_left_out
 from semblend.estimate.charts import draw_memory, draw_steps
 from semblend.estimate.words import (
     format_count,
@@ -73,6 +74,7 @@ def _list_subtitle(answer: Mapping[str, Any]) -> list[str]:
         "" if answer["sample"] == 1 else f"a sample of {answer['sample']:.0%}",
         "" if answer["complete"] else "stopped before the end",
         f"{failed:,} lookups failed: reuse is counted too low" if (failed := answer["failed_lookups"]) else "",
+        describe_left_out(answer["left_out"]),
         "replayed, not measured",
     ]
 
@@ -114,7 +116,9 @@ def _render_rows(answer: Mapping[str, Any]) -> str:
         )
     )
     head = ("step", "tokens saved", "of all", "prefill", currency, "rank")
-    return render_table(head, rows, marks={len(rows) - 1: "sum"}, kind="wrapped")
+    notes = [f"<li><b>{escape(row['title'])}.</b> {escape(row['note'])}</li>" for row in answer["rows"] if row["note"]]
+    shown = f'<ul class="notes">{"".join(notes)}</ul>' if notes else ""
+    return render_table(head, rows, marks={len(rows) - 1: "sum"}, kind="wrapped") + shown
 
 
 def _render_breaks(breaks: Mapping[str, Any]) -> str:

@@ -7,12 +7,13 @@ What a step saves is the difference between the tokens computed before it and wi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from semblend.errors import InputError
-from semblend.estimate.any_offset import PASS_TOKENS, AnyOffsetReplay
+from semblend.estimate.any_offset import PASS_TOKENS, AnyOffsetReplay, ReuseCount
 from semblend.estimate.breaks import Break, BreakKind, BreakLog
 from semblend.estimate.prefix_cache import BlockHasher, KeyArray, make_cache
 from semblend.estimate.steps import Parts, Step
@@ -110,6 +111,8 @@ class Replay:
         self.breaks = BreakLog(redacted=options.redacted)
         self.groups = GroupTallies()
         self.prompts = self.prompt_tokens = self.assumed_passages = self.marked_passages = 0
+        self.below_tokens = self.below_prompts = 0  # found at another offset, too few in a prompt to pay for a pass
+        self.left_out: Counter[str] = Counter()  # images and other blocks without text, by kind
         self._hasher = BlockHasher(options.block_tokens)
         self._stages = [_Stage(PREFIX, None, options), *(_Stage(step.name, step, options) for step in steps)]
         self._larger = [[step.scale(factor) for step in steps] for factor in options.factors]
@@ -126,6 +129,7 @@ class Replay:
             block_tokens=options.block_tokens,
             max_donors=min(options.max_donors * factor, 1 << 30),
             pass_tokens=options.pass_tokens,
+            counts_below=mode == FAST and factor == 1,
         )
 
     def __enter__(self) -> Replay:
@@ -158,16 +162,20 @@ class Replay:
                 texts.append(texts[-1] if texts and changed is parts else join_parts(changed))
             parts = changed
         larger = [self._resend(steps, given[1:], (parts, sent), logged, namespace) for steps in self._larger]
-        computed = [
-            reuse.add(Prompt(tokens, namespace=namespace), keys, asked, wanted=logged.reuse).computed_tokens
+        counts = [
+            reuse.add(Prompt(tokens, namespace=namespace), keys, asked, wanted=logged.reuse)
             for reuse, (tokens, keys, asked) in zip(self._reuses, [sent, sent, *larger], strict=True)
         ]
-        for at, tokens in enumerate(computed):
-            self._reuse_computed[at] += tokens
+        for at, count in enumerate(counts):
+            self._reuse_computed[at] += count.computed_tokens
+        below = counts[1].below_tokens
+        self.below_tokens += below
+        self.below_prompts += below > 0
+        self.left_out.update(part.group for part in given[0] if part.kind == "omitted")
         self.prompts += 1
         self.prompt_tokens += passed[0].tokens
-        self.groups.add(logged.tenant, passed[0].tokens, passed[0].computed, computed[0])
-        self.breaks.add(self._find_break(passed, computed[1]), logged, namespace, texts)
+        self.groups.add(logged.tenant, passed[0].tokens, passed[0].computed, counts[0].computed_tokens)
+        self.breaks.add(self._find_break(passed, counts[1]), logged, namespace, texts)
 
     def _apply(self, step: Step, parts: Parts, logged: LoggedPrompt, namespace: Namespace) -> Parts:
         """The prompt behind a step. A server moves no passages of a request that wants no reuse."""
@@ -203,7 +211,7 @@ class Replay:
         whole = self.tokens.encode((*parts, *logged.answer_parts))
         return tokens, self._hasher.hash(whole, namespace), asked
 
-    def _find_break(self, passed: Sequence[_StageCount], computed_fast: int) -> Break | None:
+    def _find_break(self, passed: Sequence[_StageCount], fast: ReuseCount) -> Break | None:
         """Why a prompt was not hit further: the kind that would save most of it."""
         first, last = passed[0], passed[-1]
         gains = [
@@ -212,19 +220,34 @@ class Replay:
             if stage.name in _KIND_OF_STEP
         ]
         gains.append((first.most_hit - first.hit, 0, BreakKind.EVICTED))
-        gains.append((last.computed - computed_fast, 1 - len(passed), BreakKind.PLACE))
+        gains.append((last.computed - fast.computed_tokens, 1 - len(passed), BreakKind.PLACE))
         lost, stage, kind = max(gains, key=lambda gain: gain[:2])
         if lost > 0:
             return Break(kind, -stage, passed[-stage].tokens, passed[-stage].hit, lost)
-        if first.computed > 2 * self.options.block_tokens:
-            return Break(BreakKind.NEW, 0, first.tokens, first.hit, first.computed)
-        return None
+        if first.computed <= 2 * self.options.block_tokens:
+            return None
+        if fast.below_tokens:
+            return Break(BreakKind.SMALL, len(passed) - 1, last.tokens, last.hit, fast.below_tokens)
+        kind = BreakKind.REST if first.hit else BreakKind.NEW
+        return Break(kind, 0, first.tokens, first.hit, first.computed)
 
     def list_computed(self) -> Iterator[tuple[str, int]]:
         """Name and computed tokens of every stage, in the order in which they stand on each other."""
         for stage in self._stages:
             yield stage.name, stage.computed_tokens
-        yield from zip(self._reuse_names, self._reuse_computed, strict=True)
+        fast = self._reuse_names.index(FAST)
+        for at, name in enumerate(self._reuse_names):
+            yield name, self._reuse_computed[at] if at <= fast else min(self._reuse_computed[fast : at + 1])
+
+    def list_unused(self) -> dict[str, int]:
+        """Tokens more that a row with more memory would compute if all of it were used than if the rest stood empty.
+
+        More donors mean more moved KV, which makes neither an exact prefix nor a donor, so that later prompts may find
+        less. Whoever has the memory need not use it: `list_computed` takes the best size up to it.
+        """
+        best = dict(self.list_computed())
+        found = zip(self._reuse_names, self._reuse_computed, strict=True)
+        return {name: computed - best[name] for name, computed in found if computed > best[name]}
 
     def list_changed(self) -> dict[str, int]:
         """Prompts that each step changed."""

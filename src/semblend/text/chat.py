@@ -21,9 +21,17 @@ from semblend.arrange.marks import (
     read_mark,
 )
 from semblend.errors import InputError
-from semblend.text.parts import LEAST_PASSAGE_CHARS, TURN, Part, PartKind, join_parts
+from semblend.text.parts import LEAST_PASSAGE_CHARS, TURN, Part, join_parts
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_CALL_BLOCKS = ("tool_use", "server_tool_use", "mcp_tool_use", "function_call", "tool_call")
+_CALL_FIELDS = ("name", "input", "arguments", "function")
+_EMPTY_BLOCKS = ("tool_result", "function_call_output", "thinking", "redacted_thinking")
+_OMITTED = {
+    "image": "image", "image_url": "image", "input_image": "image", "input_audio": "sound", "audio": "sound",
+    "video_url": "video", "file": "file", "input_file": "file", "document": "file", "container_upload": "file",
+}  # fmt: skip
+"""What people call the blocks whose tokens are not counted."""
 _NEW_LINE = Part("\n")
 _RESULT_ROLES = ("tool", "function", "function_call_output")
 _HINT = 'each message is an object such as {"role": "user", "content": "..."}'
@@ -127,12 +135,14 @@ def _check_groups(found: list[Part], marks: RequestMarks, number: int) -> None:
 
 def _assume_passages(found: list[Part], where: str) -> list[Part]:
     """Of three or more texts in one message, all but the last: the last one is the question."""
-    if len(found) < 3:
+    if sum(part.kind == "text" for part in found) < 3:
         return found
-    kinds: list[PartKind] = ["passage" if len(part.text) >= LEAST_PASSAGE_CHARS else "text" for part in found[:-1]]
+    last = max(at for at, part in enumerate(found) if part.kind == "text")
     return [
-        *(Part(part.text, kind, where if kind == "passage" else "") for part, kind in zip(found, kinds, strict=False)),
-        found[-1],
+        Part(part.text, "passage", where)
+        if part.kind == "text" and at != last and len(part.text) >= LEAST_PASSAGE_CHARS
+        else part
+        for at, part in enumerate(found)
     ]
 
 
@@ -150,9 +160,39 @@ def _read_parts(content: Iterable[Any], where: str) -> Iterable[Part]:
                 yield Part(part["text"])
             else:  # a group belongs to its message
                 yield Part(part["text"], "passage", f"{where}, {mark.group}", marked=True, score=mark.score)
-        else:  # an image or a file: its tokens are unknown here, but equal parts must stay equal
-            digest = hashlib.sha256(_json(part).encode("utf-8", "surrogatepass")).hexdigest()[:16]
-            yield Part(f"<|{part.get('type')}:{digest}|>")
+        else:
+            yield from _read_block(part)
+
+
+def _read_block(block: dict[str, Any]) -> Iterable[Part]:
+    """The text of a block that is no plain text, and for what has none a part that says so.
+
+    Texts: results and calls of tools, documents, search results, thoughts, refusals. An image, a sound or a file has
+    tokens that are unknown here; equal ones stay equal, and the estimate names what was left out.
+    """
+    kind = str(block.get("type"))[:40]
+    if kind in _CALL_BLOCKS:
+        yield Part(_json({key: block[key] for key in _CALL_FIELDS if block.get(key) is not None}))
+        return
+    for name in ("title", "context"):
+        if kind in ("document", "search_result") and isinstance(block.get(name), str):
+            yield Part(block[name])
+    source: Any = block.get("source")
+    if isinstance(source, dict):
+        source = source.get("data") if source.get("type") == "text" else source.get("content")
+    else:
+        source = None  # of a search result: its address
+    texts = (block.get(name) for name in ("content", "text", "thinking", "refusal", "output", "arguments"))
+    content: Any = next((one for one in (source, *texts) if isinstance(one, str | list)), None)
+    if isinstance(content, str):
+        yield Part(content, "result" if kind.endswith("tool_result") else "text")
+    elif content is not None:
+        found = list(_read_parts(content, kind))
+        is_result = kind.endswith("tool_result") and len(found) == 1 and found[0].kind == "text"
+        yield from [Part(found[0].text, "result")] if is_result else found
+    elif kind not in _EMPTY_BLOCKS:
+        digest = hashlib.sha256(_json(block).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        yield Part(f"<|{kind}:{digest}|>", "omitted", _OMITTED.get(kind, kind))
 
 
 def _json(value: Any) -> str:

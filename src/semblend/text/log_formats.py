@@ -27,6 +27,10 @@ HINTS: Final = {
     "vllm": "start vLLM with VLLM_LOGGING_LEVEL=DEBUG and --enable-log-requests: without both it logs no prompts",
     "sglang": "start SGLang with --log-requests --log-requests-level 3: below that it cuts prompts",
 }
+_TRANSCRIPT = (
+    "this form is not read: log the requests themselves (semantickv collect, or the gateway), one JSON object a line "
+    "with messages"
+)
 Record = dict[str, Any]
 
 _STRING = r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|None)"""
@@ -65,6 +69,42 @@ def _recognise_record(text: bytes) -> str | None:
         return "trace"
     event = record.get("event")
     return "sglang" if isinstance(event, str) and event.startswith("request.") and "obj" in record else "openai"
+
+
+def name_foreign_format(record: Record) -> tuple[str, str] | None:
+    """What a record without a prompt looks like, and what to do about it; None where it looks like nothing known."""
+    kinds, payload = record.get("type"), record.get("payload")
+    if isinstance(kinds, str) and ("sessionId" in record or "parentUuid" in record):
+        return "a transcript of Claude Code", _TRANSCRIPT
+    if isinstance(kinds, str) and isinstance(payload, dict):
+        return "a transcript of Codex", _TRANSCRIPT
+    if kinds in ("session", "model_change", "summary", "message") and ("message" in record or "timestamp" in record):
+        return "a transcript of a coding agent", _TRANSCRIPT
+    if isinstance(record.get("trajectory"), list) or isinstance(record.get("traj"), list):
+        return "a trajectory of an agent", _TRANSCRIPT
+    response = record.get("response", record)
+    body = response.get("body", response) if isinstance(response, dict) else None
+    if isinstance(body, dict) and isinstance(body.get("choices", body.get("output")), list):
+        named = "a batch output" if "custom_id" in record else "an answer of a server"
+        return named, "it holds answers without their prompts: give the batch input, or the log of requests"
+    if isinstance(record.get("resourceSpans"), list) or "attributes" in record:
+        return "a trace of OpenTelemetry", _TRANSCRIPT
+    return None
+
+
+def read_text_list(value: str) -> Any:
+    """A list that a gateway wrote as text, as JSON or as Python prints it (LiteLLM); the text itself where it is none.
+
+    >>> read_text_list("[{'role': 'user', 'content': 'Hi'}]")[0]["content"]
+    'Hi'
+    """
+    if value.lstrip().startswith("["):
+        for read in (json.loads, ast.literal_eval):
+            try:
+                return read(value)
+            except (ValueError, SyntaxError, RecursionError, MemoryError):
+                continue
+    return value
 
 
 def read_records(format: str, raw: bytes) -> Iterator[Record]:

@@ -21,7 +21,15 @@ from semblend.errors import InputError, TokenError
 from semblend.prompt import TokenArray, as_token_array
 from semblend.text.block_traces import list_block_parts
 from semblend.text.chat import list_chat_parts
-from semblend.text.log_formats import FORMATS, HINTS, UnusableLineError, read_records, recognise_line
+from semblend.text.log_formats import (
+    FORMATS,
+    HINTS,
+    UnusableLineError,
+    name_foreign_format,
+    read_records,
+    read_text_list,
+    recognise_line,
+)
 from semblend.text.log_lines import STDIN, open_log, read_lines
 from semblend.text.parts import Part, join_parts, mark_texts
 
@@ -149,6 +157,16 @@ class PromptLog:
                 hint="one prompt a line; skip with --skip-bad",
             )
         try:
+            yield from self._parse_line(number, raw, where)
+        except _BadLineError as error:
+            other = recognise_line(raw) if self.format == "auto" else None
+            if other in (None, self.found_format):
+                raise
+            hint = f"this line looks like {other}: give each format a file of its own, or --skip-bad"
+            raise _BadLineError(f"{error.message}; the log began as {self.found_format}", hint=hint) from None
+
+    def _parse_line(self, number: int, raw: bytes, where: str) -> Iterator[LoggedPrompt]:
+        try:
             for record in read_records(self.found_format, raw):
                 if not isinstance(record, dict):
                     raise _BadLineError(f"{where}: {_kind(record)}, not an object", hint=_FIELDS_HINT)
@@ -222,10 +240,16 @@ class _LineReader:
             if blocks is not None:
                 return blocks
             if scope.get("messages") is not None:
-                return self._chat("messages", scope, scope["messages"])
+                messages = scope["messages"]
+                if isinstance(messages, str):
+                    messages = read_text_list(messages)
+                return self._chat("messages", scope, messages)
             for name in TEXT_FIELDS:
                 if scope.get(name) is not None:
                     return self._text_field(name, scope)
+        foreign = name_foreign_format(self.record)
+        if foreign is not None:
+            raise _BadLineError(f"{self.where}: no prompt in it: it looks like {foreign[0]}", hint=foreign[1])
         raise _BadLineError(f"{self.where}: no prompt in it (fields: {_names(self.record)})", hint=_FIELDS_HINT)
 
     def _text_field(self, name: str, scope: dict[str, Any]) -> list[Part]:

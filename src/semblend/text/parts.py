@@ -9,17 +9,20 @@ written as                                    passage
 ============================================  ==================================================================
 ``Document 3: …``, ``[3] …``, ``### Doc 3``   the text behind the number, until the next number; of the last one
                                               until a blank line
-``<document …>…</document>`` and the like     the text between the tags
+``Passage: …``, ``### Source``, ``Title: …``  the same, where such a label or heading comes again
+``---`` or ``***`` on lines of their own      the text between two of them
+``<document …>…</document>`` and the like     the text between the tags; of other tags where one comes again and again
 three or more text parts in one message       all but the last
 blocks of a trace                             those of type retrieved_context or legal_evidence
 ============================================  ==================================================================
 
-Numbers and tags stay at their places when passages move.
+Numbers, labels and tags stay at their places when passages move. What speaks (User:, <assistant>) is no passage.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -28,7 +31,7 @@ from semblend.arrange.arranger import CHARS_PER_TOKEN
 from semblend.arrange.marks import LISTED, MOST_MARKED
 from semblend.prompt import TokenArray
 
-PartKind = Literal["text", "tool", "passage", "result"]
+PartKind = Literal["text", "tool", "passage", "result", "omitted"]
 Splitter = Literal["auto", "marked", "paragraphs", "none"]
 SPLITTERS: tuple[Splitter, ...] = ("auto", "marked", "paragraphs", "none")
 TURN = "turn"
@@ -41,7 +44,22 @@ _HEADER = re.compile(
     r"[ \t]*(?:[:.)-]|\*\*){0,2}[ \t]*\n?",
     re.MULTILINE | re.IGNORECASE,
 )
-_TAG = re.compile(rf"<(/?)({_WORDS}|item)\b[^<>]{{0,200}}>[ \t]*\n?", re.IGNORECASE)
+_LABEL = re.compile(
+    r"^[ \t]*(?:\*\*)?([A-Z][A-Za-z]{1,23}(?: [A-Za-z]{1,23}){0,2}):(?:\*\*)?[ \t]*\n?|^#{1,6} ([^\n]{1,80})\n|"
+    r"^[ \t]*([-*_=])\3{2,}[ \t]*\n",
+    re.MULTILINE,
+)
+_SPOKEN = re.compile(
+    r"\b(?:user|assistant|human|ai|system|bot|agent|customer|client|operator|speaker|question|answer|query|response|"
+    r"thought|thinking|action|observation|input|output|step|turn|message|instructions?|tool|function|[qa])\b"
+)
+"""Labels and tags of turns: what stands behind them has an order of its own."""
+_MARKUP = re.compile(r"(?:p|li|[uo]l|div|span|t[dhr]|table|[abi]|em|strong|br|h\d|code|pre|html|body)$")
+_TAG = re.compile(r"<(/?)([A-Za-z][\w.-]{0,40})\b[^<>]{0,200}>[ \t]*\n?")
+_KNOWN = re.compile(rf"\b(?:{_WORDS})$")
+_COMMON = re.compile(
+    rf"\b(?:{_WORDS}|title|text|content|excerpt|paragraph|fragment|page|file|entry|record|fact|abstract)$"
+)
 _BLANK_LINE = re.compile(r"\n[ \t]*\n")
 
 
@@ -164,12 +182,44 @@ def _cut(text: str, passages: Iterable[tuple[int, int, int]], group: str) -> Ite
 
 
 def _find_passages(text: str) -> Iterator[tuple[int, int, int]]:
-    tagged = list(_find_tagged(text))
-    return iter(tagged) if len(tagged) > 1 else _find_numbered(text)
+    for find in (_find_tagged, _find_numbered, _find_labelled):
+        found = list(find(text))
+        if len(found) > 1:
+            break
+    return iter(found)
 
 
 def _find_numbered(text: str) -> Iterator[tuple[int, int, int]]:
-    headers = [match.span() for match in _HEADER.finditer(text)]
+    return _find_behind([match.span() for match in _HEADER.finditer(text)], text)
+
+
+def _find_labelled(text: str) -> Iterator[tuple[int, int, int]]:
+    """Texts behind one label or heading that comes twice (three times, where many things are called so), or a rule."""
+    places: dict[str, list[tuple[int, int]]] = {}
+    for match in _LABEL.finditer(text):
+        places.setdefault((match[1] or match[2] or match[3]).strip().lower(), []).append(match.span())
+    often = {
+        name: found
+        for name, found in places.items()
+        if len(found) >= (2 if _KNOWN.search(name) else 3) and (len(name) == 1 or _COMMON.search(name))
+    }
+    if not often:
+        return iter(())
+    name = max(often, key=lambda one: (bool(_KNOWN.search(one)), len(often[one])))
+    headers = often[name]
+    if len(name) > 1:
+        return _find_behind(headers, text)
+    between = [one for one in _find_behind(headers, text) if one[0] < headers[-1][0]]  # the last one ends the list
+    # Rules between sections that have headings of their own divide one text, as models like to write.
+    return (
+        iter(())
+        if any(text[start : start + 80].lstrip()[:1] in ("#", "*") for start, _, _ in between)
+        else iter(between)
+    )
+
+
+def _find_behind(headers: Sequence[tuple[int, int]], text: str) -> Iterator[tuple[int, int, int]]:
+    """The texts behind headers, each until the next one; of the last one until a blank line."""
     for number, (_, start) in enumerate(headers):
         if number + 1 < len(headers):
             end = headers[number + 1][0]
@@ -182,11 +232,14 @@ def _find_numbered(text: str) -> Iterator[tuple[int, int, int]]:
 
 
 def _find_tagged(text: str) -> Iterator[tuple[int, int, int]]:
-    """Texts between a tag and its end; text between two of them begins a new run."""
+    """Texts between a tag and its end, of tags that come again; text between two of them begins a new run."""
+    counts = Counter(match[2].lower() for match in _TAG.finditer(text) if not match[1])
     opened: tuple[str, int, int] | None = None  # tag, its start, start of the body
     last, run = None, 0
     for match in _TAG.finditer(text):
         closing, name = match.group(1), match.group(2).lower()
+        if counts[name] < 2 or _MARKUP.match(name) or _SPOKEN.search(name.replace("_", " ")):
+            continue
         if not closing and opened is None:
             opened = (name, match.start(), match.end())
         elif closing and opened is not None and opened[0] == name:

@@ -70,7 +70,7 @@ class Engine:
         """Empty vLLM's own cache, behind our back: what people call drops donors too."""
         assert self.scheduler.kv_cache_manager.reset_prefix_cache()
         connector = self.scheduler.connector
-        for part in getattr(connector, "sub_connectors", (connector,)):
+        for part in getattr(connector, "_connectors", (connector,)):
             half = getattr(part, "_scheduler", None)
             if half is not None:
                 half.donors.resets.was_reset()
@@ -130,6 +130,41 @@ def beside(settings: dict[str, Any]) -> dict[str, Any]:
     told["records"] = len(ours._half._records)
     told["hidden"] = len(getattr(connector, "_hidden", ()))
     told["totals"] = dict(ours._half.semblend.totals().tokens)
+    return told
+
+
+def beside_offloading(settings: dict[str, Any]) -> dict[str, Any]:
+    """Donors and prompts that share their documents, in so few blocks that each takes those of the one before it, while
+    vLLM's OffloadingConnector has not copied them yet. Then each donor again, from what it has copied."""
+    import slow_offload
+    from vllm import SamplingParams
+
+    other = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"spec_name": "SlowOffloadingSpec", "spec_module_path": "slow_offload"},
+    }
+    transfer = {**settings["outer"], "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": [other, OURS]}}
+    engine = Engine(settings["model"], transfer, max_model_len=384, num_gpu_blocks_override=13)
+    (worker,) = slow_offload.WORKERS
+    told: dict[str, Any] = {"policy": engine.scheduler.recompute_kv_load_failures, "pairs": []}
+    for seed in (1, 2, 3):
+        donor = engine.ask(engine.prompt("You are brief.", seed))
+        shifted = engine.ask(engine.prompt("You are an archivist and careful.", seed))
+        told["pairs"].append({"donor": donor, "shifted": shifted})
+    # One that we serve grows by blocks while others end and give theirs back.
+    prompts = [engine.prompt("You are a clerk.", 3)[:200]] + [engine.prompt(f"Short {n}.", 9 + n)[:70] for n in (1, 2)]
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (100, 2, 12)]
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = engine.llm.generate(given, params, use_tqdm=False)
+    told["grown"] = [(output.kv_transfer_params or {}).get("semblend", {}).get("reused_tokens") for output in outputs]
+    worker.slow = False
+    engine.ask(engine.prompt("You say nothing.", 4)[:40])
+    for pair, seed in zip(told["pairs"], (1, 2, 3), strict=True):
+        engine.forget_prefixes()
+        pair["donor again"] = engine.ask(engine.prompt("You are brief.", seed))
+    told |= {"stored": worker.stored, "flushed": worker.flushed, "torn": worker.torn}
+    told["hidden"] = len(engine.scheduler.connector._hidden)
     return told
 
 
@@ -249,6 +284,7 @@ if __name__ == "__main__":
     scenario, given, answer = sys.argv[1:]
     scenarios = {
         "beside": beside,
+        "beside_offloading": beside_offloading,
         "lora": lora,
         "number_type": number_type,
         "as_without_us": as_without_us,

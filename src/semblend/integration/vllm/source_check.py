@@ -27,6 +27,7 @@ class Need:
     optional: bool = False
 
 
+BESIDE_OFFLOADING = "beside OffloadingConnector"
 _BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
 _MULTI = "distributed/kv_transfer/kv_connector/v1/multi_connector.py"
 CONTRACT: tuple[Need, ...] = (
@@ -113,6 +114,13 @@ CONTRACT: tuple[Need, ...] = (
         "beside others",
         optional=True,
     ),
+    Need(
+        "distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py",
+        "OffloadingConnectorScheduler.__init__",
+        ("_current_batch_allocated_block_ids",),
+        BESIDE_OFFLOADING,
+        optional=True,
+    ),
 )
 
 
@@ -141,9 +149,9 @@ def _find(tree: ast.AST, names: list[str]) -> ast.AST | None:
 
 
 def _members(node: ast.AST) -> Iterator[str]:
-    """Arguments of a function, annotated fields of a class."""
+    """Arguments of a function, annotated fields of a class or of an object that is being made."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         yield from (argument.arg for argument in (*node.args.args, *node.args.kwonlyargs))
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name):
-            yield child.target.id
+        if isinstance(child, ast.AnnAssign) and isinstance(child.target, (ast.Name, ast.Attribute)):
+            yield child.target.id if isinstance(child.target, ast.Name) else child.target.attr

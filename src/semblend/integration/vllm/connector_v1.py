@@ -170,13 +170,21 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         tokens = self._safely("lookup", lambda: half.count_matched(request, num_computed_tokens), nothing, name)
         return tokens, bool(tokens)
 
-    def leave_to_another(self, request: Any, exact_tokens: int) -> None:
-        """Another connector brings the prompt up to there, in place of us; for `beside_others`."""
-        half = self._half
-        self._safely("lookup", lambda: half.left_to_another(request, exact_tokens), None, request.request_id)
+    def leave_to_another(self, request: Any, exact_tokens: int, local_tokens: int) -> None:
+        """Another connector brings the prompt from ``local_tokens`` to ``exact_tokens``; for `multi_connector`."""
+        half, name = self._half, request.request_id
+        self._safely("lookup", lambda: half.left_to_another(request, exact_tokens, local_tokens), None, name)
+
+    def publish_when_confirmed(self) -> None:
+        """Beside others no donor is published before its step is reported: a load of theirs may have failed in it."""
+        self._half.donors.publishes_at_once = False
+
+    def note_failed_loads(self, block_ids: set[int]) -> None:
+        """Loads of others, or of ours, have left these blocks invalid; for `multi_connector`."""
+        self._safely("failed loads", lambda: self._half.note_failed_loads(block_ids), None)
 
     def holds_approximate(self, request_id: str) -> bool:
-        """Whether a request's blocks may hold approximate KV; for `beside_others`."""
+        """Whether a request's blocks may hold approximate KV; for `multi_connector`."""
         return self._half.holds_approximate(request_id)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -205,7 +213,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         except Exception as error:
             log.warning("SemBlend: a step failed", exc_info=True)
             half.report_failure("orders", f"{type(error).__name__}: {error}")
-            return OrdersMetadata(half.build_orders_to_load())
+            return OrdersMetadata(half.build_orders_to_load(preempted=scheduler_output.preempted_req_ids or ()))
 
     def update_connector_output(self, connector_output: Any) -> None:
         found = getattr(connector_output, "kv_connector_worker_meta", None)

@@ -40,6 +40,8 @@ class MultiConnector(Parts):
         self._our_index = ours[0]
         self._hidden: set[str] = set()
         self._given: set[int] = set()  # blocks that hidden requests were given since the last step
+        if role is KVConnectorRole.SCHEDULER:
+            self._ours.publish_when_confirmed()
         # Ours has set it on its own part of the settings; vLLM reads this one.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
 
@@ -70,7 +72,7 @@ class MultiConnector(Parts):
                 best = (tokens, later)
                 self._requests_to_connector[name] = index
         if best[0]:
-            self._ours.leave_to_another(request, num_computed_tokens + best[0])
+            self._ours.leave_to_another(request, num_computed_tokens + best[0], num_computed_tokens)
             return best
         return self._claim(request, num_computed_tokens)
 
@@ -109,6 +111,12 @@ class MultiConnector(Parts):
             metadata.extra_async_saves = dict(self._extra_async_saves)
             self._extra_async_saves.clear()
         return metadata
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """With the output of a step: blocks that a part could not load come first, then what each part tells."""
+        if connector_output.invalid_block_ids:
+            self._ours.note_failed_loads(connector_output.invalid_block_ids)
+        super().update_connector_output(connector_output)
 
     def request_finished(self, request: Any, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._hidden.discard(request.request_id)

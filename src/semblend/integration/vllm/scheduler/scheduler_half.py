@@ -16,7 +16,7 @@ Nothing in here raises into vLLM: `connector_v1` catches, says so in an event, a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 from typing import Any
 
@@ -83,6 +83,7 @@ class SchedulerHalf:
         record = self._find_record(request)
         if record is None:
             return 0
+        record.brought_from = None
         if record.rejected:
             record.admitted = False  # its blocks went back with the load; vLLM computes it
             return 0
@@ -105,13 +106,17 @@ class SchedulerHalf:
             self._claim(record, record.decision, verdict)
         return record.claim_end - local_tokens if record.claimed else 0
 
-    def left_to_another(self, request: Any, exact_tokens: int) -> None:
-        """We claim nothing, and count what another connector brings as exact, for that is what it says it is."""
+    def left_to_another(self, request: Any, exact_tokens: int, local_tokens: int = 0) -> None:
+        """We claim nothing, and count what another connector brings as exact, for that is what it says it is.
+
+        It brings the tokens from ``local_tokens`` on.
+        """
         record = self._find_record(request)
         if record is not None:
             self.shares.leave(record)
             self._unclaim(record)
             record.local_tokens, record.decision, record.seen_epoch = exact_tokens, None, self.donors.epoch
+            record.brought_from = local_tokens
 
     def allocated(self, request: Any, block_ids: list[int], claimed_tokens: int) -> None:
         """The request was admitted, to be loaded or to be computed; ``block_ids`` are all it has so far."""
@@ -181,7 +186,8 @@ class SchedulerHalf:
             if not asks and (record is None or record.served):
                 continue
             end = computed + output.num_scheduled_tokens[request_id]
-            computed_now = add_computed(computed_now, record, computed, end, self.facts.block_tokens)
+            start = computed if record is None else record.begin_step(computed)
+            computed_now = add_computed(computed_now, record, start, end, self.facts.block_tokens)
             if record is not None and not record.served and end >= len(record.prompt):
                 record.served = True
                 served.append(request_id)
@@ -196,15 +202,41 @@ class SchedulerHalf:
         orders.captures, orders.served = captures, served
         orders.drops, orders.pins = self.donors.take_drops(), self.donors.take_pins()
         orders.publications = self.donors.take_publications()
+        return orders
+
+    def build_orders_to_load(
+        self, *, busy: bool = True, computed_now: Set[int] | None = None, preempted: Iterable[str] = ()
+    ) -> Orders:
+        """The least that a step must order: without loads requests would wait forever, and without ``freed`` a copy
+        would read blocks that others write.
+
+        ``busy``: others are computed in it. ``computed_now``: the blocks in which they are; None where that is not
+        known. ``preempted``: requests whose blocks vLLM has taken back.
+        """
+        for request_id in preempted:
+            if request_id in self._records:
+                self._release_blocks(self._records[request_id])
+        orders = self._loads.take(self.settings.step_work_ms if busy else None, computed_now)
         orders.freed, self._freed = self._freed, []
         return orders
 
-    def build_orders_to_load(self, *, busy: bool = True, computed_now: Set[int] | None = None) -> Orders:
-        """The least that a step must order, or requests would wait forever. ``busy``: others are computed in it.
+    def note_failed_loads(self, block_ids: Set[int]) -> None:
+        """vLLM computes these blocks anew, because a connector could not load them. Nothing that was computed on them
+        becomes a donor or is shared, and a load behind them has come to nothing.
 
-        ``computed_now``: the blocks in which they are; None where that is not known.
+        Told with the output of the step that loaded them, before what else is `reported` of it.
         """
-        return self._loads.take(self.settings.step_work_ms if busy else None, computed_now)
+        self.donors.drop_copies_of(block_ids)
+        for record in self._records.values():
+            first = record.find_block_in(block_ids, self.facts.block_tokens)
+            if first is None:
+                continue
+            record.spoiled = record.declined = "another connector could not load KV that it is computed on"
+            record.local_tokens = min(record.local_tokens, first * self.facts.block_tokens)
+            self.shares.drop_of(record)
+            if record.filled and record.share is None and not record.entered and record.loaded is not None:
+                record.filled = False
+                self._note_loaded(record, record.loaded)
 
     def reported(self, report: Report) -> None:
         """The worker half has done a step."""
@@ -347,6 +379,8 @@ class SchedulerHalf:
 
     def _note_loaded(self, record: Record, loaded: Loaded) -> None:
         """Its load is over, and vLLM has not computed anything on it."""
+        if record.spoiled is not None:
+            loaded = replace(loaded, failed=True, reason=DeclineReason.ERROR, detail=record.spoiled)
         record.loaded, record.loading = loaded, False
         if not loaded.failed and not loaded.exact:
             record.filled = True

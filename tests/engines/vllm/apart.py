@@ -100,7 +100,8 @@ def beside(settings: dict[str, Any]) -> dict[str, Any]:
     if settings.get("unguarded"):
         from semblend.integration.vllm import refusals
 
-        refusals.in_multi_connector = lambda: False
+        refusals.is_of_vllm = lambda multi_connector: False
+        refusals._refuse_neighbours = lambda multi_connector, package: None
     other, stored = _lmcache() if settings.get("lmcache") else _example(Path(settings["storage"]))
     parts = [OURS, other] if settings["ours_first"] else [other, OURS]
     transfer = {**settings["outer"], "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": parts}}
@@ -130,6 +131,80 @@ def beside(settings: dict[str, Any]) -> dict[str, Any]:
     told["records"] = len(ours._half._records)
     told["hidden"] = len(getattr(connector, "_hidden", ()))
     told["totals"] = dict(ours._half.semblend.totals().tokens)
+    if settings.get("failing"):
+        told |= _load_in_one_step(engine) | _fail_to_load(engine, connector, ours._half)
+    return told
+
+
+def _watch_loads(log: list[str]) -> Any:
+    """Both parts of the worker write down what they load; returns the other one."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    group = get_kv_transfer_group()
+    (other,) = [part for part in group._connectors if part is not group._ours]
+    load, start = group._ours._worker.load, other.start_load_kv
+
+    def load_ours(orders: Any) -> None:
+        log.extend("ours" for _ in orders.loads)
+        load(orders)
+
+    def load_other(context: Any, **named: Any) -> None:
+        log.extend("other" for request in other._get_connector_metadata().requests if not request.is_store)
+        start(context, **named)
+
+    group._ours._worker.load, other.start_load_kv = load_ours, load_other
+    return other
+
+
+def _load_in_one_step(engine: Engine) -> dict[str, Any]:
+    """A request whose prefix the other connector loads, and in the same step one with that prefix and a document of
+    ours behind it."""
+    from vllm import SamplingParams
+
+    preface, document = engine.prompt("You open every answer with a preface.", 7), engine.prompt("You are brief.", 6)
+    engine.ask(document)
+    engine.ask(preface)
+    engine.forget_prefixes()
+    log: list[str] = []
+    _watch_loads(log)
+    given = [{"prompt_token_ids": prompt} for prompt in (preface, preface[:128] + document[20:])]
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    first, second = engine.llm.generate(given, params, use_tqdm=False)
+    engine.forget_prefixes()
+    return {"loads": log, "first": first.num_cached_tokens, "second": second.kv_transfer_params["semblend"]}
+
+
+def _fail_to_load(engine: Engine, connector: Any, half: Any) -> dict[str, Any]:
+    """The other connector writes noise where it should load a prompt, and says so; then a prompt that shares it."""
+    import torch
+
+    prompt, behind = engine.prompt("You are never loaded.", 5), engine.prompt("You are an archivist and careful.", 5)
+    told = {"cold": engine.ask(prompt)}
+    engine.forget_prefixes()
+    connector.reset_cache()
+    other, invalid = _watch_loads([]), set()
+
+    def fail(context: Any, **named: Any) -> None:
+        for request in other._get_connector_metadata().requests:
+            blocks = sorted({int(slot) // 32 for slot in request.slot_mapping})
+            if not request.is_store:
+                invalid.update(blocks)
+                for layer in context.no_compile_layers.values():
+                    if (cache := getattr(layer, "kv_cache", None)) is not None:
+                        cache[blocks] = torch.randn_like(cache[blocks])
+
+    def take_invalid() -> set[int]:
+        taken = set(invalid)
+        invalid.clear()
+        return taken
+
+    other.start_load_kv, other.get_block_ids_with_load_errors = fail, take_invalid
+    told["failed"] = engine.ask(prompt)
+    told["donors of it"] = [donor.donor_id for donor in half.semblend.donors()]
+    engine.forget_prefixes()
+    told["behind it"] = engine.ask(behind)
+    engine.forget_prefixes()
+    told["behind it, cold"] = engine.ask(behind, opt_out=True)
     return told
 
 

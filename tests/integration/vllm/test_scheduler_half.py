@@ -341,10 +341,11 @@ def test_kinds_of_requests_that_we_cannot_serve_are_declined_with_a_reason(world
     assert world.half.finished("target").reason == "unsupported_mode"
 
 
-@pytest.mark.parametrize("flag", ["do_remote_decode", "do_remote_prefill"])
+@pytest.mark.parametrize("flag", ["do_remote_decode", "do_remote_prefill", "disagg_spec"])
 def test_a_request_between_prefill_and_decode_engines_is_never_claimed_and_never_a_donor(world, flag):
     world.donor()
-    request = target(kv_transfer_params={flag: True, "remote_engine_id": "e"})
+    value = {"req_id": "r", "receiver_host": "h"} if flag == "disagg_spec" else True
+    request = target(kv_transfer_params={flag: value, "remote_engine_id": "e"})
     claimed, orders = world.admit(request)
     assert (claimed, orders.loads, orders.captures) == (0, [], [])
     world.served(orders)
@@ -368,10 +369,10 @@ def test_kv_of_another_engine_is_no_donor_though_its_connector_clears_the_flag(w
     assert orders.captures == []
 
 
-@pytest.mark.parametrize("flag", ["do_remote_decode", "do_remote_prefill"])
-def test_a_flag_that_is_off_declines_nothing(world, flag):
+@pytest.mark.parametrize("off", [{"do_remote_decode": False}, {"do_remote_prefill": False}, {"disagg_spec": None}])
+def test_a_flag_that_is_off_declines_nothing(world, off):
     world.donor()
-    assert world.half.count_matched(target(kv_transfer_params={flag: False}), 0) == 226
+    assert world.half.count_matched(target(kv_transfer_params=off), 0) == 226
 
 
 def test_an_engine_that_we_cannot_serve_keeps_no_donors():
@@ -379,6 +380,43 @@ def test_an_engine_that_we_cannot_serve_keeps_no_donors():
     world.donor()
     assert world.half.semblend.donors() == ()
     assert world.half.count_matched(target(), 0) == 0
+
+
+class Unread(list):
+    """Token ids that nobody may look at."""
+
+    def __iter__(self):
+        raise AssertionError("a request was converted")
+
+    __getitem__ = __iter__
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["asked", "left to another"])
+def test_an_engine_that_we_cannot_serve_never_reads_a_prompt_and_its_receipt_says_why(left):
+    world = World(refusal="tensor parallel")
+    request = target(num_output_tokens=3)
+    request.prompt_token_ids = Unread(request.prompt_token_ids)
+    if left:
+        world.half.left_to_another(request, 64)
+    else:
+        assert world.half.count_matched(request, 64) == 0
+    world.half.allocated(request, list(range(15)), 0)
+    orders = world.step(new=[(request, 64, 163)])
+    assert (orders.served, orders.captures, orders.loads) == ([], [], [])
+    assert world.half._records == {}
+    receipt = world.half.finish_refused(request)
+    assert (receipt.reason, receipt.detail) == ("unsupported_mode", "tensor parallel")
+    assert (receipt.exact_tokens, receipt.prefill_tokens) == (64, 163)
+    assert world.half._refused == {}
+    assert world.half.semblend.totals().tokens["prefill"] == 163
+
+
+def test_an_aborted_request_of_an_engine_that_we_cannot_serve_leaves_nothing():
+    world = World(refusal="tensor parallel")
+    request = target(num_output_tokens=0)
+    world.half.count_matched(request, 0)
+    assert world.half.finish_refused(request) is None
+    assert world.half._refused == {}
 
 
 @pytest.mark.parametrize(("donor", "asking"), [("a", "b"), ("a", None), (None, "b")])
@@ -1127,7 +1165,7 @@ def test_where_a_step_computes_something_unknown_loads_behind_exact_blocks_wait_
 
 
 def bring(world, request, local, exact, block_ids):
-    """Another connector brings the tokens of a request from ``local`` to ``exact``, into the blocks that it is given."""
+    """Another connector brings the tokens of a request from ``local`` to ``exact``, into its blocks."""
     world.half.left_to_another(request, exact, local)
     world.half.allocated(request, block_ids, 0)
 

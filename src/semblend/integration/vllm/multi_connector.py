@@ -40,10 +40,9 @@ class MultiConnector(Parts):
         self._our_index = ours[0]
         self._hidden: set[str] = set()
         self._given: set[int] = set()  # blocks that hidden requests were given since the last step
-        if role is KVConnectorRole.SCHEDULER:
+        if role is KVConnectorRole.SCHEDULER and self._ours.serves:
             self._ours.publish_when_confirmed()
-        # Ours has set it on its own part of the settings; vLLM reads this one.
-        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+            self._ours.adapt(self._kv_transfer_config)
 
     @property
     def _ours(self) -> SemBlendConnectorV1:

@@ -130,6 +130,11 @@ def missing(package: Path, *, optional: bool = False) -> tuple[str, ...]:
     return tuple(line for need in CONTRACT if need.optional == optional and (line := _missing(package, need)))
 
 
+def missing_for_offloading(package: Path) -> str | None:
+    """What `multi_connector` needs of OffloadingConnector, where these sources lack it."""
+    return next((line for line in missing(package, optional=True) if BESIDE_OFFLOADING in line), None)
+
+
 def _missing(package: Path, need: Need) -> str | None:
     path = package / need.file
     if not path.exists():

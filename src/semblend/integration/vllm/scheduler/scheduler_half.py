@@ -29,7 +29,7 @@ from semblend.integration.vllm.scheduler.donor_books import DonorBooks
 from semblend.integration.vllm.scheduler.healing import Verdict
 from semblend.integration.vllm.scheduler.loads import LoadDesk
 from semblend.integration.vllm.scheduler.prefix_locks import PrefixLocks
-from semblend.integration.vllm.scheduler.receipts import ENGINE, build_vllm_receipt
+from semblend.integration.vllm.scheduler.receipts import ENGINE, build_refused_receipt, build_vllm_receipt
 from semblend.integration.vllm.scheduler.records import (
     EngineFacts,
     Record,
@@ -71,6 +71,7 @@ class SchedulerHalf:
         self._clock = clock
         self._records = RecordBook()
         self._given_up: set[str] = set()  # requests that vLLM computes without us, until they end
+        self._refused: dict[str, int] = {}  # exact tokens of each request in an engine that we do not serve
         self._loads = LoadDesk(facts.block_tokens)
         self._freed: list[str] = []
 
@@ -78,6 +79,9 @@ class SchedulerHalf:
 
     def count_matched(self, request: Any, local_tokens: int) -> int | None:
         """Tokens behind the ``local_tokens`` of vLLM's own hit that we claim; 0 for none, None to be asked again."""
+        if self.facts.refusal is not None:  # a number is all that an engine which we do not serve keeps of a request
+            self._refused[request.request_id] = local_tokens
+            return 0
         self._catch_up()
         self.donors.look_around()
         record = self._find_record(request)
@@ -111,6 +115,9 @@ class SchedulerHalf:
 
         It brings the tokens from ``local_tokens`` on.
         """
+        if self.facts.refusal is not None:
+            self._refused[request.request_id] = exact_tokens
+            return
         record = self._find_record(request)
         if record is not None:
             self.shares.leave(record)
@@ -168,6 +175,15 @@ class SchedulerHalf:
         if record.receipt is not None or not record.served:
             self._forget(request_id)
         return record.receipt
+
+    def finish_refused(self, request: Any) -> Receipt | None:
+        """The receipt of a request that has ended in an engine that we do not serve; None where it has no answer."""
+        exact_tokens = self._refused.pop(request.request_id, None)
+        if exact_tokens is None or not request.num_output_tokens or not request.prompt_token_ids:
+            return None
+        receipt = build_refused_receipt(request, exact_tokens, self.facts, self.settings)
+        self.semblend.confirm(receipt)
+        return receipt
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -284,6 +300,7 @@ class SchedulerHalf:
         """A request has ended, and what we had to do about that failed."""
         self.give_up(request_id)
         self._given_up.discard(request_id)
+        self._refused.pop(request_id, None)
 
     def _catch_up(self) -> None:
         if self.donors.catch_up():
@@ -314,7 +331,7 @@ class SchedulerHalf:
     def _explain_no_reuse(self, record: Record) -> str | None:
         if record.restarted:
             return "the request was preempted and goes on with the tokens it has said"
-        return self.facts.refusal or record.declined
+        return record.declined
 
     def _decide(self, record: Record) -> None:
         record.cost = None

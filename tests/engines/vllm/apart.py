@@ -11,8 +11,11 @@ import os
 import random
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+
+from late_outputs import schedule_ahead
 
 WORDS = ["amber", "basin", "cedar", "delta", "ember", "flint", "grove", "harbor", "island", "jungle"]
 OURS = {
@@ -337,12 +340,15 @@ def as_without_us(settings: dict[str, Any]) -> dict[str, Any]:
 
     folder = small_folders.write(settings["kind"], Path(settings["folder"]), settings["model"])
     by_name = {key: value for key, value in OURS.items() if key != "kv_connector_module_path"}
-    engine = Engine(str(folder), by_name if settings["connected"] else None)
+    with schedule_ahead() if settings.get("ahead") else nullcontext():
+        engine = Engine(str(folder), by_name if settings["connected"] else None)
     scheduler = engine.scheduler
     told: dict[str, Any] = {
         "groups": [type(group.kv_cache_spec).__name__ for group in scheduler.kv_cache_config.kv_cache_groups],
         "hybrid manager is off": scheduler.vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
         "blocks": scheduler.kv_cache_config.num_blocks,
+        "schedules ahead": type(scheduler).__name__ == "AsyncScheduler",
+        "delays freeing": scheduler.defer_block_free,
         "answers": [],
     }
     for lead in ("You are brief.", "You are an archivist and careful.", "You are brief."):

@@ -182,7 +182,7 @@ class SchedulerHalf:
         if exact_tokens is None or not request.num_output_tokens or not request.prompt_token_ids:
             return None
         receipt = build_refused_receipt(request, exact_tokens, self.facts, self.settings)
-        self.semblend.confirm(receipt)
+        self._record(receipt)
         return receipt
 
     # -- a step ----------------------------------------------------------------------------------------------------
@@ -454,13 +454,16 @@ class SchedulerHalf:
         learn_from(record, self.outcomes)
         if record.receipt.reason is DeclineReason.SHARED_PREFIX:  # no lookup's decline, and the worker never saw it
             self.semblend.metrics.declined(record.receipt.reason)
-        try:
-            self.semblend.confirm(record.receipt)
-        except SemBlendError as error:  # such as a request id that was used before: the answer goes on
-            self.semblend.release(request_id)
-            self.report_failure("confirm", str(error), request_id)
+        self._record(record.receipt)
         if record.finished:
             self._forget(request_id)
+
+    def _record(self, receipt: Receipt) -> None:
+        try:
+            self.semblend.confirm(receipt)
+        except SemBlendError as error:  # such as a request id that was used before: the answer goes on
+            self.semblend.release(receipt.request_id)
+            self.report_failure("confirm", str(error), receipt.request_id)
 
     def _forget(self, request_id: str) -> None:
         record = self._records.remove(request_id)

@@ -106,7 +106,9 @@ def beside(settings: dict[str, Any]) -> dict[str, Any]:
         refusals.is_of_vllm = lambda multi_connector: False
         refusals._refuse_neighbours = lambda multi_connector, package: None
     other, stored = _lmcache() if settings.get("lmcache") else _example(Path(settings["storage"]))
-    parts = [OURS, other] if settings["ours_first"] else [other, OURS]
+    ours_settings = {"quality": "fast", "donor_min_new_tokens": 8}  # of what the other one brings little is new
+    parts = [OURS | {"kv_connector_extra_config": ours_settings}, other]
+    parts = parts if settings["ours_first"] else parts[::-1]
     transfer = {**settings["outer"], "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": parts}}
     engine = Engine(settings["model"], transfer)
     connector = engine.scheduler.connector

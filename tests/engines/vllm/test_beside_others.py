@@ -165,3 +165,22 @@ def test_a_hidden_request_is_in_no_part_of_a_step_that_others_see():
     assert (cached.resumed_req_ids, cached.all_token_ids, cached.new_token_ids) == (set(), {}, [])
     assert output.scheduled_cached_reqs.req_ids == ["b", "c"], "ours sees the whole step"
     assert without(output, {"z"}) is output
+
+
+@pytest.mark.parametrize("refusal", [None, "a model that we decline"])
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_the_engines_settings_change_where_we_serve_and_then_the_log_says_so(refusal, policy, monkeypatch):
+    from vllm.config import KVTransferConfig
+
+    from semblend.integration.vllm import connector_v1
+
+    logged = []
+    monkeypatch.setattr(connector_v1.log, "info", lambda text, *given: logged.append(text % given))
+    made = connector_v1.SemBlendConnectorV1.__new__(connector_v1.SemBlendConnectorV1)
+    made._scheduler = SimpleNamespace(facts=SimpleNamespace(refusal=refusal))
+    settings = KVTransferConfig(kv_connector="SemBlendConnectorV1", kv_role="kv_both", kv_load_failure_policy=policy)
+    made.adapt(settings)
+    assert settings.kv_load_failure_policy == ("recompute" if refusal is None else policy)
+    assert len(logged) == (refusal is None and policy == "fail")
+    assert all("kv_load_failure_policy from fail to recompute" in line for line in logged)
+    assert settings.is_kv_consumer == (refusal is None), "vLLM delays freeing blocks for one that consumes"

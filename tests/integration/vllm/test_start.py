@@ -10,36 +10,37 @@ import torch
 
 from semblend.errors import SemBlendError
 from semblend.integration.version_support import VersionEvidence
-from semblend.integration.vllm import refusals
-from semblend.integration.vllm.refusals import in_multi_connector, refusal
+from semblend.integration.vllm import refusals, source_check
+from semblend.integration.vllm.refusals import find_multi_connector, is_of_vllm, refusal
 from semblend.integration.vllm.versions import SUPPORTED, support
 from semblend.integration.vllm.worker.model_access import check_caches
 
 
-def made_by(module, name="MultiConnector"):
+def made_by(module, name="MultiConnector", ask=find_multi_connector, **settings):
     """What a part learns when an object of this class makes it, two calls up."""
 
     def make(self):
-        return (lambda: in_multi_connector())()
+        self._kv_transfer_config = SimpleNamespace(**settings)
+        return (lambda: ask())()
 
     return type(name, (), {"__module__": module, "make": make})().make()
 
 
 @pytest.mark.parametrize(
-    ("module", "refused"),
+    ("module", "of_vllm"),
     [
         ("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector", True),
         ("semblend.integration.vllm.multi_connector", False),
-        ("vllm_of_somebody_else", False),
     ],
 )
-def test_a_multi_connector_of_vllm_is_found_among_the_callers(module, refused):
-    assert made_by(module) is refused
+def test_a_multi_connector_is_found_among_the_callers(module, of_vllm):
+    assert is_of_vllm(made_by(module)) is of_vllm
 
 
 def test_another_owner_among_the_callers_is_no_multi_connector():
-    assert not made_by("vllm.v1.core.sched.scheduler", "Scheduler")
-    assert not in_multi_connector()
+    assert made_by("vllm.v1.core.sched.scheduler", "Scheduler") is None
+    assert made_by("vllm_of_somebody_else") is None
+    assert find_multi_connector() is None
 
 
 def test_every_known_version_says_how_it_is_known():
@@ -98,6 +99,7 @@ def why_not(*made, version="0.32.0"):
 @pytest.fixture
 def known_sources(monkeypatch):
     monkeypatch.setattr(refusals, "missing", lambda package: ())
+    monkeypatch.setattr(refusals, "missing_for_offloading", lambda package: None)
 
 
 @pytest.mark.usefixtures("known_sources")
@@ -140,6 +142,70 @@ def test_a_model_with_two_kinds_of_layers_or_none_is_told_why():
     assert "full attention" in why_not(config, caches)
     caches.kv_cache_groups = []
     assert "full attention" in why_not(config, caches)
+
+
+OURS = {"kv_connector": "SemBlendConnectorV1", "kv_role": "kv_both"}
+
+
+def why_not_beside(*parts, policy="fail", role="kv_both", made=None):
+    """Why we reuse nothing beside these parts, in a MultiConnector of ours."""
+    extra = {"connectors": [OURS, *({"kv_role": "kv_both"} | part for part in parts)]}
+    return made_by(
+        "semblend.integration.vllm.multi_connector",
+        ask=lambda: why_not(*(made or engine())),
+        kv_role=role,
+        kv_connector_extra_config=extra,
+        kv_load_failure_policy=policy,
+    )
+
+
+def nest(part):
+    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [part]}}
+
+
+@pytest.mark.usefixtures("known_sources")
+@pytest.mark.parametrize("name", ["OffloadingConnector", "NixlConnector", "SimpleCPUOffloadConnector"])
+def test_beside_a_connector_that_loads_before_a_request_is_scheduled_we_serve(name):
+    assert why_not_beside({"kv_connector": name}) is None
+
+
+@pytest.mark.usefixtures("known_sources")
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+@pytest.mark.parametrize("wrap", [dict, nest], ids=["a part", "a part of a part"])
+def test_beside_a_connector_that_sends_or_receives_kv_we_reuse_nothing(role, wrap):
+    part = wrap({"kv_connector": "NixlConnector", "kv_role": role})
+    assert f"NixlConnector has kv_role {role}" in why_not_beside(part)
+    assert f"MultiConnector has kv_role {role}" in why_not_beside(role=role)
+
+
+LMCACHE = {"kv_connector": "LMCacheConnectorV1"}
+
+
+@pytest.mark.usefixtures("known_sources")
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (LMCACHE, "LMCacheConnectorV1 may load KV in the step"),
+        (nest(LMCACHE), "LMCacheConnectorV1 may load KV in the step"),
+        ({"kv_connector": "OffloadingConnector", "kv_connector_module_path": "mine"}, "OffloadingConnector may load"),
+        ({"kv_connector": "OffloadingConnector", "kv_load_failure_policy": "fail"}, "OffloadingConnector asks for"),
+    ],
+)
+def test_a_load_failure_policy_that_is_not_ours_to_change_declines_the_engine(part, words):
+    why = why_not_beside(part)
+    assert words in why
+    assert "kv_load_failure_policy" in why
+    assert why_not_beside(part, policy="recompute") is None, "it is what we need, and somebody else has set it"
+
+
+def test_an_offloading_connector_that_cannot_be_told_of_our_blocks_declines_the_engine(monkeypatch):
+    lacking = {False: (), True: ("the set is gone (beside OffloadingConnector)",)}
+    monkeypatch.setattr(refusals, "missing", lambda package: ())
+    monkeypatch.setattr(source_check, "missing", lambda package, optional=False: lacking[optional])
+    part = {"kv_connector": "OffloadingConnector"}
+    for wrapped in (part, nest(part)):
+        assert "the set is gone" in why_not_beside(wrapped, policy="recompute")
+    assert why_not_beside({"kv_connector": "NixlConnector"}) is None
 
 
 def test_caches_that_a_donor_could_not_hold_are_refused_where_they_are_seen():

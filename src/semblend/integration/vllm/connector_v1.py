@@ -21,7 +21,7 @@ from semblend.errors import SemBlendError
 from semblend.integration.vllm import metrics as telemetry
 from semblend.integration.vllm.orders import Orders, Report, join_digests
 from semblend.integration.vllm.plugin import register
-from semblend.integration.vllm.refusals import refusal
+from semblend.integration.vllm.refusals import find_multi_connector, refusal
 from semblend.integration.vllm.scheduler.admin_socket import AdminSocket
 from semblend.integration.vllm.scheduler.reset_watch import ResetWatch
 from semblend.integration.vllm.scheduler.scheduler_half import SchedulerHalf
@@ -131,9 +131,6 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         self._admin: AdminSocket | None = None
         self._served: list[str] = []  # told back even where there is no worker half, or receipts would wait forever
         if role is KVConnectorRole.SCHEDULER:
-            # vLLM reads this after it has made us. A refused load is known before its request is scheduled, so that
-            # computing its blocks is right with every scheduler and model runner.
-            self._kv_transfer_config.kv_load_failure_policy = "recompute"
             semblend, self._tally = make_semblend(self._settings)
             facts = engine_facts(vllm_config, kv_cache_config, vllm.__version__, PACKAGE)
             self._scheduler = SchedulerHalf(facts, self._settings, semblend)
@@ -143,6 +140,30 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler.outcomes = OutcomeMemory(gate.thresholds.expected_costs, gate.thresholds)
             self._admin = open_admin(self._settings, self._scheduler)
             share_donors(self._settings, self._scheduler, vllm_config, kv_cache_config)
+            if find_multi_connector() is None:  # else these settings are one part's, and vLLM reads the others
+                self.adapt(self._kv_transfer_config)
+
+    def adapt(self, transfer: Any) -> None:
+        """Change the engine's settings of KV transfer, which vLLM reads after it has made its connector.
+
+        A load of ours that is refused is known before its request is scheduled, so that computing its blocks is right
+        with every scheduler and model runner; failing the request would not be. Where we serve nothing, nothing is ever
+        loaded, and vLLM need not wait with blocks that it frees, as it does for a connector that may write them.
+        """
+        if self._half.facts.refusal is not None:
+            transfer.kv_role = "kv_producer"
+        elif transfer.kv_load_failure_policy != "recompute":
+            log.info(
+                "SemBlend sets kv_load_failure_policy from %s to recompute: a load of ours that is refused is computed "
+                "by vLLM, and its request goes on",
+                transfer.kv_load_failure_policy,
+            )
+            transfer.kv_load_failure_policy = "recompute"
+
+    @property
+    def serves(self) -> bool:
+        """Whether anything is reused in this engine; in the scheduler's process."""
+        return self._half.facts.refusal is None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -170,13 +191,21 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         tokens = self._safely("lookup", lambda: half.count_matched(request, num_computed_tokens), nothing, name)
         return tokens, bool(tokens)
 
-    def leave_to_another(self, request: Any, exact_tokens: int) -> None:
-        """Another connector brings the prompt up to there, in place of us; for `beside_others`."""
-        half = self._half
-        self._safely("lookup", lambda: half.left_to_another(request, exact_tokens), None, request.request_id)
+    def leave_to_another(self, request: Any, exact_tokens: int, local_tokens: int) -> None:
+        """Another connector brings the prompt from ``local_tokens`` to ``exact_tokens``; for `multi_connector`."""
+        half, name = self._half, request.request_id
+        self._safely("lookup", lambda: half.left_to_another(request, exact_tokens, local_tokens), None, name)
+
+    def publish_when_confirmed(self) -> None:
+        """Beside others no donor is published before its step is reported: a load of theirs may have failed in it."""
+        self._half.donors.publishes_at_once = False
+
+    def note_failed_loads(self, block_ids: set[int]) -> None:
+        """Loads of others, or of ours, have left these blocks invalid; for `multi_connector`."""
+        self._safely("failed loads", lambda: self._half.note_failed_loads(block_ids), None)
 
     def holds_approximate(self, request_id: str) -> bool:
-        """Whether a request's blocks may hold approximate KV; for `beside_others`."""
+        """Whether a request's blocks may hold approximate KV; for `multi_connector`."""
         return self._half.holds_approximate(request_id)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -205,7 +234,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         except Exception as error:
             log.warning("SemBlend: a step failed", exc_info=True)
             half.report_failure("orders", f"{type(error).__name__}: {error}")
-            return OrdersMetadata(half.build_orders_to_load())
+            return OrdersMetadata(half.build_orders_to_load(preempted=scheduler_output.preempted_req_ids or ()))
 
     def update_connector_output(self, connector_output: Any) -> None:
         found = getattr(connector_output, "kv_connector_worker_meta", None)
@@ -224,7 +253,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         del block_ids
         half, name = self._half, request.request_id
         try:
-            receipt = half.finished(name)
+            receipt = half.finished(name) if half.facts.refusal is None else half.finish_refused(request)
         except Exception as error:
             log.warning("SemBlend: a receipt failed for %s", name, exc_info=True)
             half.report_failure("receipt", f"{type(error).__name__}: {error}", name)

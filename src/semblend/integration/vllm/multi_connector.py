@@ -5,7 +5,9 @@ exact, because the others name KV by its tokens, or by hashes that they read bef
 MultiConnector in which
 
 1. the others are asked first, because what they hold is exact. Where they hold something we only write the receipt;
-2. a request that we claim is hidden from them until its end: they neither load nor store it, nor the answer's KV;
+2. a request that we claim is hidden from them until its end: they neither load nor store it, nor the answer's KV. Its
+   blocks are not: OffloadingConnector copies blocks of requests that have ended, and has to finish before anybody else
+   writes them;
 3. they are silent while our own passes run, which are no requests of vLLM.
 
 Load it as vLLM's, with ``"kv_connector_module_path":"semblend.integration.vllm.multi_connector"`` beside it. It has the
@@ -15,6 +17,7 @@ same name because vLLM asks for that name where it looks into the parts.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -36,8 +39,10 @@ class MultiConnector(Parts):
             raise ConfigError(f"SemBlendConnectorV1 stands {len(ours)} times among the connectors", hint="name it once")
         self._our_index = ours[0]
         self._hidden: set[str] = set()
-        # Ours has set it on its own part of the settings; vLLM reads this one.
-        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        self._given: set[int] = set()  # blocks that hidden requests were given since the last step
+        if role is KVConnectorRole.SCHEDULER and self._ours.serves:
+            self._ours.publish_when_confirmed()
+            self._ours.adapt(self._kv_transfer_config)
 
     @property
     def _ours(self) -> SemBlendConnectorV1:
@@ -66,7 +71,7 @@ class MultiConnector(Parts):
                 best = (tokens, later)
                 self._requests_to_connector[name] = index
         if best[0]:
-            self._ours.leave_to_another(request, num_computed_tokens + best[0])
+            self._ours.leave_to_another(request, num_computed_tokens + best[0], num_computed_tokens)
             return best
         return self._claim(request, num_computed_tokens)
 
@@ -84,12 +89,17 @@ class MultiConnector(Parts):
         if claimed or self._ours.holds_approximate(name):
             self._hidden.add(name)
         if name in self._hidden:
+            self._given.update(block for group in blocks.get_block_ids() for block in group)
             self._ours.update_state_after_alloc(request, blocks, num_external_tokens)
         else:
             super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> MultiKVConnectorMetadata:
         seen_by_others = without(scheduler_output, self._hidden)
+        self._given.update(list_new_blocks(scheduler_output, self._hidden))
+        for _, part in self._others():
+            announce_blocks(part, self._given)
+        self._given.clear()
         metadata = MultiKVConnectorMetadata(
             metadata=tuple(
                 part.build_connector_meta(scheduler_output if index == self._our_index else seen_by_others)
@@ -100,6 +110,12 @@ class MultiConnector(Parts):
             metadata.extra_async_saves = dict(self._extra_async_saves)
             self._extra_async_saves.clear()
         return metadata
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """With the output of a step: blocks that a part could not load come first, then what each part tells."""
+        if connector_output.invalid_block_ids:
+            self._ours.note_failed_loads(connector_output.invalid_block_ids)
+        super().update_connector_output(connector_output)
 
     def request_finished(self, request: Any, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._hidden.discard(request.request_id)
@@ -124,6 +140,33 @@ class MultiConnector(Parts):
     def has_connector_metadata(self) -> bool:
         """False while ours computes: then no part is called back for layers of passes that are no requests."""
         return bool(super().has_connector_metadata() and self._ours.has_connector_metadata())
+
+
+def announce_blocks(part: Any, block_ids: set[int]) -> None:
+    """Let a part that copies blocks of requests which have ended know, before its step, that others write these now.
+
+    That is OffloadingConnector. Other connectors of vLLM hold the blocks while they copy (reference counts in
+    SimpleCPUOffload and MooncakeStore, a delayed free in those between engines), or copy within the step.
+    """
+    for inner in getattr(part, "_connectors", ()):  # a MultiConnector of vLLM's
+        announce_blocks(inner, block_ids)
+    allocated = getattr(getattr(part, "connector_scheduler", None), "_current_batch_allocated_block_ids", None)
+    if isinstance(allocated, set):
+        allocated.update(block_ids - {0})  # 0 is no block, but the place of one
+
+
+def list_new_blocks(output: Any, hidden: set[str]) -> Iterator[int]:
+    """The blocks that a step gives to these requests."""
+    if not hidden.intersection(output.num_scheduled_tokens):
+        return
+    cached = output.scheduled_cached_reqs
+    rows: list[tuple[str, Iterable[list[int]] | None]] = [
+        (new.req_id, new.block_ids) for new in output.scheduled_new_reqs
+    ]
+    for name, groups in (*rows, *zip(cached.req_ids, cached.new_block_ids, strict=True)):
+        if name in hidden:
+            for group in groups or ():
+                yield from group
 
 
 def without(output: Any, hidden: set[str]) -> Any:

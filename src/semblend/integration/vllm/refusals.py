@@ -1,4 +1,4 @@
-"""Why an engine is not served, in one line for its log. Such an engine runs exactly as without us.
+"""Why an engine is not served, in one line for its log. Such an engine computes every request as without us.
 
 Each line stands for something that our passes or our copies of KV would get wrong, not for something that nobody tried.
 """
@@ -6,17 +6,24 @@ Each line stands for something that our passes or our copies of KV would get wro
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from semblend.integration.version_support import VersionEvidence
-from semblend.integration.vllm.source_check import missing
+from semblend.integration.vllm.plugin import CONNECTOR
+from semblend.integration.vllm.source_check import missing, missing_for_offloading
 from semblend.integration.vllm.versions import support
 from semblend.integration.vllm.worker.model_access import read_rope_config
 from semblend.materialize.kv.rope import refusal as rope_refusal
 
+LOADS_AHEAD = frozenset(
+    "OffloadingConnector SimpleCPUOffloadConnector LMCacheMPConnector HF3FSKVConnector MooncakeConnector "  # noqa: SIM905
+    "NixlConnector NixlPullConnector NixlPushConnector".split()
+)
+"""Connectors of vLLM that load before a request is scheduled: what fails to load is computed, and nothing builds on it.
+With a load in the request's own step and asynchronous scheduling vLLM answers with wrong tokens in that case."""
 MOVABLE_TYPES = ("auto", "float32", "float16", "bfloat16", "half")
 
 
@@ -27,13 +34,15 @@ def refusal(vllm_config: Any, kv_cache_config: Any, version: str, package: Path)
         return row.note
     if lacking := missing(package):
         return f"this build of vLLM differs from {row.version}: {lacking[0]}"
-    if in_multi_connector():
+    multi_connector = find_multi_connector()
+    if multi_connector is not None and is_of_vllm(multi_connector):
         return (
             "in vLLM's MultiConnector the others would store approximate KV as exact; "
             'add "kv_connector_module_path":"semblend.integration.vllm.multi_connector" to it'
         )
     checks: tuple[Callable[[], str | None], ...] = (
         lambda: _refuse_role(vllm_config.kv_transfer_config),
+        lambda: _refuse_neighbours(multi_connector, package),
         lambda: _refuse_ranks(vllm_config.parallel_config),
         lambda: _refuse_features(vllm_config),
         lambda: _refuse_model(vllm_config.model_config),
@@ -43,15 +52,69 @@ def refusal(vllm_config: Any, kv_cache_config: Any, version: str, package: Path)
     return next((why for check in checks if (why := check())), None)
 
 
-def in_multi_connector() -> bool:
-    """Whether vLLM's MultiConnector, and not our own kind of it, is among the callers: nothing else says so."""
+def find_multi_connector() -> Any:
+    """The MultiConnector, vLLM's or our own kind, that calls its part; None without one. Nothing else tells a part."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        owner = type(frame.f_locals.get("self"))
-        if owner.__name__ == "MultiConnector" and owner.__module__.split(".")[0] == "vllm":
-            return True
+        owner = frame.f_locals.get("self")
+        if type(owner).__name__ == "MultiConnector" and type(owner).__module__.split(".")[0] in ("vllm", "semblend"):
+            return owner
         frame = frame.f_back
-    return False
+    return None
+
+
+def is_of_vllm(multi_connector: Any) -> bool:
+    """Whether it is vLLM's own kind, which lets every part store every request."""
+    return type(multi_connector).__module__.split(".")[0] == "vllm"
+
+
+def _refuse_neighbours(multi_connector: Any, package: Path) -> str | None:
+    """What other parts of a MultiConnector of ours make impossible."""
+    if multi_connector is None:
+        return None
+    transfer = multi_connector._kv_transfer_config
+    parts = list(_iterate_parts(transfer.kv_connector_extra_config))
+    for name, role in [("MultiConnector", transfer.kv_role), *((_name(part), part.get("kv_role")) for part in parts)]:
+        if role in ("kv_producer", "kv_consumer"):
+            return (
+                f"{name} has kv_role {role}: KV goes to or comes from other engines, and which requests' it is, "
+                "nobody tells us; use kv_both"
+            )
+    if any(_name(part) == "OffloadingConnector" for part in parts) and (lacking := missing_for_offloading(package)):
+        return f"OffloadingConnector of this vLLM cannot be told which blocks we write: {lacking}"
+    if transfer.kv_load_failure_policy == "recompute":
+        return None
+    for part in parts:
+        if part.get("kv_load_failure_policy") == "fail":
+            return (
+                f"{_name(part)} asks for kv_load_failure_policy fail, and under it each load of ours that is refused "
+                "would fail its request"
+            )
+        if not _loads_ahead(part):
+            return (
+                f"{_name(part)} may load KV in the step that computes on it, so its kv_load_failure_policy is not ours "
+                "to change, and under fail each load of ours that is refused would fail its request; add "
+                '"kv_load_failure_policy":"recompute" to the MultiConnector if failed loads of both may be computed'
+            )
+    return None
+
+
+def _iterate_parts(extra: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The settings of every part of a MultiConnector, those of a MultiConnector in it too."""
+    for part in extra.get("connectors") or ():
+        if _name(part) == "MultiConnector":
+            yield from _iterate_parts(part.get("kv_connector_extra_config") or {})
+        yield part
+
+
+def _name(part: Mapping[str, Any]) -> str:
+    return str(part.get("kv_connector"))
+
+
+def _loads_ahead(part: Mapping[str, Any]) -> bool:
+    if _name(part) in (CONNECTOR, "MultiConnector"):  # ourselves; and the parts of another one are asked themselves
+        return True
+    return _name(part) in LOADS_AHEAD and not part.get("kv_connector_module_path")  # else it is somebody's own
 
 
 def _refuse_role(transfer: Any) -> str | None:

@@ -27,6 +27,7 @@ class Need:
     optional: bool = False
 
 
+BESIDE_OFFLOADING = "beside OffloadingConnector"
 _BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
 _MULTI = "distributed/kv_transfer/kv_connector/v1/multi_connector.py"
 CONTRACT: tuple[Need, ...] = (
@@ -113,6 +114,13 @@ CONTRACT: tuple[Need, ...] = (
         "beside others",
         optional=True,
     ),
+    Need(
+        "distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py",
+        "OffloadingConnectorScheduler.__init__",
+        ("_current_batch_allocated_block_ids",),
+        BESIDE_OFFLOADING,
+        optional=True,
+    ),
 )
 
 
@@ -120,6 +128,11 @@ CONTRACT: tuple[Need, ...] = (
 def missing(package: Path, *, optional: bool = False) -> tuple[str, ...]:
     """One line for every need that the sources below ``package`` do not meet; ``optional``: those we can do without."""
     return tuple(line for need in CONTRACT if need.optional == optional and (line := _missing(package, need)))
+
+
+def missing_for_offloading(package: Path) -> str | None:
+    """What `multi_connector` needs of OffloadingConnector, where these sources lack it."""
+    return next((line for line in missing(package, optional=True) if BESIDE_OFFLOADING in line), None)
 
 
 def _missing(package: Path, need: Need) -> str | None:
@@ -141,9 +154,9 @@ def _find(tree: ast.AST, names: list[str]) -> ast.AST | None:
 
 
 def _members(node: ast.AST) -> Iterator[str]:
-    """Arguments of a function, annotated fields of a class."""
+    """Arguments of a function, annotated fields of a class or of an object that is being made."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         yield from (argument.arg for argument in (*node.args.args, *node.args.kwonlyargs))
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name):
-            yield child.target.id
+        if isinstance(child, ast.AnnAssign) and isinstance(child.target, (ast.Name, ast.Attribute)):
+            yield child.target.id if isinstance(child.target, ast.Name) else child.target.attr

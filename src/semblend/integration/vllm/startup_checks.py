@@ -43,7 +43,11 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, version: str, package: 
     if row.evidence is VersionEvidence.STATIC:
         log.warning("SemBlend with vLLM %s: %s", version, row.note)
     if why:
-        log.warning("SemBlend reuses nothing in this engine: %s", why)
+        log.warning(
+            "SemBlend reuses nothing in this engine: %s (what a connector that reuses nothing still changes: "
+            "docs/guides/vllm.md#engines-that-are-declined)",
+            why,
+        )
     if not is_known(version):  # nothing of its configuration is looked at: names may have changed
         return EngineFacts(version, Namespace(), 1, 1, why)
     model, cache = vllm_config.model_config, vllm_config.cache_config

@@ -100,8 +100,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "prefill and decode engines",
         Served.PER_REQUEST,
-        "requests with do_remote_decode or do_remote_prefill are computed without us and are no donors; an engine "
-        "whose kv_role is not kv_both declines as a whole",
+        "requests with do_remote_decode, do_remote_prefill or disagg_spec are computed without us and are no donors; "
+        "an engine where our kv_role, or that of a connector beside us, is not kv_both declines as a whole",
         f"{_ENGINES}/test_beside_others.py",
     ),
     Feature(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import TypeVar
 
 from semblend.discover.donor import Eviction
@@ -33,6 +33,7 @@ class DonorBooks:
         self.epoch = 0  # moves when donors come or go: a decline from before may be wrong by now
         self._generations = 0
         self._on_the_way: dict[tuple[str, int], Prompt] = {}  # ordered, not reported yet
+        self._copied_from: dict[tuple[str, int], tuple[int, ...]] = {}  # the blocks of those
         self._held: dict[str, int] = {}  # donor -> the workers' generation of it
         self._drops: list[tuple[str, int]] = []
         self._pinned: set[str] = set()
@@ -41,6 +42,7 @@ class DonorBooks:
         self.desk: AdminDesk | None = None
         self._publications: list[Publication] = []
         self.shared: SharedDonors | None = None
+        self.publishes_at_once = True
         if not semblend.config.discovery_only:
             for donor in semblend.donors():  # a store file brings back donors, not their KV
                 semblend.forget(donor.donor_id, reason="engine")
@@ -62,6 +64,7 @@ class DonorBooks:
         self._on_the_way[donor_id, self._generations] = kept
         record.captured = True
         blocks = tuple(record.block_ids[: -(-tokens // block_tokens)])
+        self._copied_from[donor_id, self._generations] = blocks
         publication = self._publish_at_once(donor_id, self._generations, kept)
         return Capture(donor_id, self._generations, tokens, blocks, publication, prompt.namespace.tenant)
 
@@ -74,9 +77,10 @@ class DonorBooks:
     def _publish_at_once(self, donor_id: str, generation: int, prompt: Prompt) -> Publication | None:
         """As `_publish`, before the capture is done: an engine that has no step after this one publishes too.
 
-        Not before the weights are known by name: until then a donor is published when its capture is reported.
+        Not before the weights are known by name, and not beside others, whose loads may turn out to have failed: then a
+        donor is published when its capture is reported.
         """
-        named = self.shared is not None and self.shared.knows_weights
+        named = self.shared is not None and self.shared.knows_weights and self.publishes_at_once
         return self._publish(donor_id, generation, prompt) if named else None
 
     def follow(self, engine: Namespace) -> None:
@@ -111,7 +115,8 @@ class DonorBooks:
     def note_captured(self, donor_id: str, generation: int) -> None:
         """Every rank holds its KV: only now can it be found."""
         prompt = self._on_the_way.pop((donor_id, generation), None)
-        if prompt is None:  # reset meanwhile
+        self._copied_from.pop((donor_id, generation), None)
+        if prompt is None:  # reset meanwhile, or made of wrong KV
             self._drops.append((donor_id, generation))
             return
         try:
@@ -136,9 +141,15 @@ class DonorBooks:
 
     def note_not_captured(self, donor_id: str, generation: int) -> None:
         self._on_the_way.pop((donor_id, generation), None)
+        self._copied_from.pop((donor_id, generation), None)
         if self.shared is not None:
             self.shared.take_back(donor_id)
         self._drops.append((donor_id, generation))  # another rank may have it
+
+    def drop_copies_of(self, block_ids: Set[int]) -> None:
+        """Donors on their way that are copied from one of these blocks never arrive."""
+        for key in [key for key, blocks in self._copied_from.items() if not block_ids.isdisjoint(blocks)]:
+            self.note_not_captured(*key)
 
     def note_lost(self, donor_id: str, generation: int) -> None:
         """A rank let it go; the others hear of it by the drops."""
@@ -172,6 +183,7 @@ class DonorBooks:
 
     def forget_all(self) -> None:
         self._on_the_way.clear()
+        self._copied_from.clear()
         self._publications.clear()
         if self.shared is not None:
             self.shared.reset(self._semblend.clear)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from semblend.confirm.build_receipt import RequestFacts, build_receipt
 from semblend.confirm.receipt import Receipt
-from semblend.integration.vllm.scheduler.records import Record
-from semblend.plan.reuse_plan import Decline, ReusePlan
+from semblend.integration.vllm.scheduler.records import EngineFacts, Record
+from semblend.integration.vllm.scheduler.requests import build_namespace, choose_mode
+from semblend.integration.vllm.settings import ConnectorSettings
+from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 
 ENGINE = "vllm"
 
@@ -38,3 +41,20 @@ def build_vllm_receipt(
         loaded = replace(loaded, reused_tokens=0, recomputed_tokens=0)
     declined = None if loaded.reason is None else Decline(loaded.reason, loaded.detail)
     return build_receipt(facts, loaded, declined)
+
+
+def build_refused_receipt(request: Any, exact_tokens: int, engine: EngineFacts, settings: ConnectorSettings) -> Receipt:
+    """Build the receipt of a request in an engine that we do not serve, without a look at its tokens."""
+    namespace = build_namespace(request, engine.namespace)
+    return build_receipt(
+        RequestFacts(
+            request_id=request.request_id,
+            engine=ENGINE,
+            engine_version=engine.version,
+            namespace=namespace,
+            mode=choose_mode(request, namespace, settings),
+            prompt_tokens=len(request.prompt_token_ids),
+            exact_tokens=exact_tokens,
+            decision=Decline(DeclineReason.UNSUPPORTED_MODE, engine.refusal or ""),
+        )
+    )

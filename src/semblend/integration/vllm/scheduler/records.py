@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,6 +76,8 @@ class Record:
     ``share``: the blocks of an equal prompt that it looks for, or has; it found ``found_tokens``.
     ``filled``: its load is complete, or the blocks that it shares are. ``entered``: and vLLM has them in its prefix
     cache. ``rejected``: never claimed again. ``cost``: of the load that was last considered, for `healing`.
+    ``brought_from``: another connector brings the tokens from there on, and its load may run in the request's first
+    step. ``spoiled``: why some of what its KV is computed on is wrong.
     """
 
     request: Any
@@ -110,6 +112,8 @@ class Record:
     judged: bool = False
     in_vain: Decline | None = None
     cost: LoadCost | None = None
+    brought_from: int | None = None
+    spoiled: str | None = None
 
     @property
     def is_gated(self) -> bool:
@@ -136,8 +140,22 @@ class Record:
         """vLLM has taken its blocks back."""
         self.admitted, self.restarted, self.block_ids, self.seen_epoch = False, True, None, -1
         self.filled = self.entered = False
-        self.share = self.loaded = self.ordered = None
+        self.share = self.loaded = self.ordered = self.brought_from = None
         self.kept_out = 0
+
+    def begin_step(self, computed_tokens: int) -> int:
+        """The first token whose KV is written in the next step of a request with ``computed_tokens``."""
+        start, self.brought_from = self.brought_from, None
+        return computed_tokens if start is None else min(start, computed_tokens)
+
+    def find_block_in(self, block_ids: Set[int], block_tokens: int) -> int | None:
+        """The place of the first block that is one of these, among those that its KV is computed on.
+
+        While it is loaded that is its exact prefix: the others are named by its own load, where that is refused.
+        """
+        blocks = self.block_ids or []
+        read = blocks[: self.local_tokens // block_tokens] if self.loading else blocks
+        return next((at for at, block in enumerate(read) if block in block_ids), None)
 
 
 class RecordBook(dict[str, Record]):

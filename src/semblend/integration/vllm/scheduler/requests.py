@@ -18,10 +18,14 @@ HINT_ACTION = "semblend.reuse"
 def make_record(request: Any, facts: EngineFacts, settings: ConnectorSettings) -> Record:
     """The record of a request that vLLM asks about for the first time."""
     prompt = Prompt(request.prompt_token_ids, namespace=build_namespace(request, facts.namespace))
-    tenants = settings.config.find_tenant_quality(prompt.namespace.tenant)
-    mode = choose_quality(read_options(request).quality, tenants, settings.config.quality)
     why = explain_decline(request, require_cache_salt=settings.require_cache_salt)
-    return Record(request, prompt, mode, why)
+    return Record(request, prompt, choose_mode(request, prompt.namespace, settings), why)
+
+
+def choose_mode(request: Any, namespace: Namespace, settings: ConnectorSettings) -> str:
+    """The mode of a request: its own word, its tenant's, or the engine's."""
+    tenants = settings.config.find_tenant_quality(namespace.tenant)
+    return choose_quality(read_options(request).quality, tenants, settings.config.quality)
 
 
 def read_options(request: Any) -> RequestOptions:
@@ -75,6 +79,8 @@ def _explain_transfer_decline(params: Mapping[str, Any]) -> str | None:
         return "its KV goes to a decode engine, which would take approximate KV as exact (do_remote_decode)"
     if params.get("do_remote_prefill"):
         return "its KV comes from a prefill engine (do_remote_prefill)"
+    if params.get("disagg_spec") is not None:
+        return "its KV goes to a decode engine, which would take approximate KV as exact (LMCache's disagg_spec)"
     return None
 
 

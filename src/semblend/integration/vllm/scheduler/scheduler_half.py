@@ -16,7 +16,7 @@ Nothing in here raises into vLLM: `connector_v1` catches, says so in an event, a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from semblend.integration.vllm.scheduler.donor_books import DonorBooks
 from semblend.integration.vllm.scheduler.healing import Verdict
 from semblend.integration.vllm.scheduler.loads import LoadDesk
 from semblend.integration.vllm.scheduler.prefix_locks import PrefixLocks
-from semblend.integration.vllm.scheduler.receipts import ENGINE, build_vllm_receipt
+from semblend.integration.vllm.scheduler.receipts import ENGINE, build_refused_receipt, build_vllm_receipt
 from semblend.integration.vllm.scheduler.records import (
     EngineFacts,
     Record,
@@ -71,6 +71,7 @@ class SchedulerHalf:
         self._clock = clock
         self._records = RecordBook()
         self._given_up: set[str] = set()  # requests that vLLM computes without us, until they end
+        self._refused: dict[str, int] = {}  # exact tokens of each request in an engine that we do not serve
         self._loads = LoadDesk(facts.block_tokens)
         self._freed: list[str] = []
 
@@ -78,11 +79,15 @@ class SchedulerHalf:
 
     def count_matched(self, request: Any, local_tokens: int) -> int | None:
         """Tokens behind the ``local_tokens`` of vLLM's own hit that we claim; 0 for none, None to be asked again."""
+        if self.facts.refusal is not None:  # a number is all that an engine which we do not serve keeps of a request
+            self._refused[request.request_id] = local_tokens
+            return 0
         self._catch_up()
         self.donors.look_around()
         record = self._find_record(request)
         if record is None:
             return 0
+        record.brought_from = None
         if record.rejected:
             record.admitted = False  # its blocks went back with the load; vLLM computes it
             return 0
@@ -105,13 +110,20 @@ class SchedulerHalf:
             self._claim(record, record.decision, verdict)
         return record.claim_end - local_tokens if record.claimed else 0
 
-    def left_to_another(self, request: Any, exact_tokens: int) -> None:
-        """We claim nothing, and count what another connector brings as exact, for that is what it says it is."""
+    def left_to_another(self, request: Any, exact_tokens: int, local_tokens: int = 0) -> None:
+        """We claim nothing, and count what another connector brings as exact, for that is what it says it is.
+
+        It brings the tokens from ``local_tokens`` on.
+        """
+        if self.facts.refusal is not None:
+            self._refused[request.request_id] = exact_tokens
+            return
         record = self._find_record(request)
         if record is not None:
             self.shares.leave(record)
             self._unclaim(record)
             record.local_tokens, record.decision, record.seen_epoch = exact_tokens, None, self.donors.epoch
+            record.brought_from = local_tokens
 
     def allocated(self, request: Any, block_ids: list[int], claimed_tokens: int) -> None:
         """The request was admitted, to be loaded or to be computed; ``block_ids`` are all it has so far."""
@@ -164,6 +176,15 @@ class SchedulerHalf:
             self._forget(request_id)
         return record.receipt
 
+    def finish_refused(self, request: Any) -> Receipt | None:
+        """The receipt of a request that has ended in an engine that we do not serve; None where it has no answer."""
+        exact_tokens = self._refused.pop(request.request_id, None)
+        if exact_tokens is None or not request.num_output_tokens or not request.prompt_token_ids:
+            return None
+        receipt = build_refused_receipt(request, exact_tokens, self.facts, self.settings)
+        self._record(receipt)
+        return receipt
+
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def build_orders(self, output: Any) -> Orders:
@@ -181,7 +202,8 @@ class SchedulerHalf:
             if not asks and (record is None or record.served):
                 continue
             end = computed + output.num_scheduled_tokens[request_id]
-            computed_now = add_computed(computed_now, record, computed, end, self.facts.block_tokens)
+            start = computed if record is None else record.begin_step(computed)
+            computed_now = add_computed(computed_now, record, start, end, self.facts.block_tokens)
             if record is not None and not record.served and end >= len(record.prompt):
                 record.served = True
                 served.append(request_id)
@@ -196,15 +218,41 @@ class SchedulerHalf:
         orders.captures, orders.served = captures, served
         orders.drops, orders.pins = self.donors.take_drops(), self.donors.take_pins()
         orders.publications = self.donors.take_publications()
+        return orders
+
+    def build_orders_to_load(
+        self, *, busy: bool = True, computed_now: Set[int] | None = None, preempted: Iterable[str] = ()
+    ) -> Orders:
+        """The least that a step must order: without loads requests would wait forever, and without ``freed`` a copy
+        would read blocks that others write.
+
+        ``busy``: others are computed in it. ``computed_now``: the blocks in which they are; None where that is not
+        known. ``preempted``: requests whose blocks vLLM has taken back.
+        """
+        for request_id in preempted:
+            if request_id in self._records:
+                self._release_blocks(self._records[request_id])
+        orders = self._loads.take(self.settings.step_work_ms if busy else None, computed_now)
         orders.freed, self._freed = self._freed, []
         return orders
 
-    def build_orders_to_load(self, *, busy: bool = True, computed_now: Set[int] | None = None) -> Orders:
-        """The least that a step must order, or requests would wait forever. ``busy``: others are computed in it.
+    def note_failed_loads(self, block_ids: Set[int]) -> None:
+        """vLLM computes these blocks anew, because a connector could not load them. Nothing that was computed on them
+        becomes a donor or is shared, and a load behind them has come to nothing.
 
-        ``computed_now``: the blocks in which they are; None where that is not known.
+        Told with the output of the step that loaded them, before what else is `reported` of it.
         """
-        return self._loads.take(self.settings.step_work_ms if busy else None, computed_now)
+        self.donors.drop_copies_of(block_ids)
+        for record in self._records.values():
+            first = record.find_block_in(block_ids, self.facts.block_tokens)
+            if first is None:
+                continue
+            record.spoiled = record.declined = "another connector could not load KV that it is computed on"
+            record.local_tokens = min(record.local_tokens, first * self.facts.block_tokens)
+            self.shares.drop_of(record)
+            if record.filled and record.share is None and not record.entered and record.loaded is not None:
+                record.filled = False
+                self._note_loaded(record, record.loaded)
 
     def reported(self, report: Report) -> None:
         """The worker half has done a step."""
@@ -252,6 +300,7 @@ class SchedulerHalf:
         """A request has ended, and what we had to do about that failed."""
         self.give_up(request_id)
         self._given_up.discard(request_id)
+        self._refused.pop(request_id, None)
 
     def _catch_up(self) -> None:
         if self.donors.catch_up():
@@ -282,7 +331,7 @@ class SchedulerHalf:
     def _explain_no_reuse(self, record: Record) -> str | None:
         if record.restarted:
             return "the request was preempted and goes on with the tokens it has said"
-        return self.facts.refusal or record.declined
+        return record.declined
 
     def _decide(self, record: Record) -> None:
         record.cost = None
@@ -347,6 +396,8 @@ class SchedulerHalf:
 
     def _note_loaded(self, record: Record, loaded: Loaded) -> None:
         """Its load is over, and vLLM has not computed anything on it."""
+        if record.spoiled is not None:
+            loaded = replace(loaded, failed=True, reason=DeclineReason.ERROR, detail=record.spoiled)
         record.loaded, record.loading = loaded, False
         if not loaded.failed and not loaded.exact:
             record.filled = True
@@ -403,13 +454,16 @@ class SchedulerHalf:
         learn_from(record, self.outcomes)
         if record.receipt.reason is DeclineReason.SHARED_PREFIX:  # no lookup's decline, and the worker never saw it
             self.semblend.metrics.declined(record.receipt.reason)
-        try:
-            self.semblend.confirm(record.receipt)
-        except SemBlendError as error:  # such as a request id that was used before: the answer goes on
-            self.semblend.release(request_id)
-            self.report_failure("confirm", str(error), request_id)
+        self._record(record.receipt)
         if record.finished:
             self._forget(request_id)
+
+    def _record(self, receipt: Receipt) -> None:
+        try:
+            self.semblend.confirm(receipt)
+        except SemBlendError as error:  # such as a request id that was used before: the answer goes on
+            self.semblend.release(receipt.request_id)
+            self.report_failure("confirm", str(error), receipt.request_id)
 
     def _forget(self, request_id: str) -> None:
         record = self._records.remove(request_id)

@@ -46,7 +46,7 @@ class Desk:
 
     def __init__(self, page: int = 1, slots: int = 512, **settings) -> None:
         self.engine, self.slots = NaiveEngine.make(slots=slots), Slots(slots, page)
-        self.sink, self.held = MemorySink(), 0
+        self.sink = MemorySink()
         config = SemBlendConfig(quality="fast", metrics=False)
         self.desk = ReuseDesk(
             self.engine,
@@ -79,16 +79,8 @@ class Desk:
         """Offer and begin; the tokens that are offered."""
         offered = self.desk.offer(request, 0)
         if offered:
-            self.desk.load(request.request_id, lambda: torch.zeros(0, dtype=torch.int64), self.hold)
+            self.desk.load(request.request_id, lambda: torch.zeros(0, dtype=torch.int64))
         return offered
-
-    def hold(self):
-        self.held += 1
-
-        def let_go() -> None:
-            self.held -= 1
-
-        return let_go
 
     def receipts(self):
         return [event.fields["receipt"] for event in self.sink.events if event.fields.get("receipt") is not None]
@@ -114,7 +106,7 @@ def test_a_document_at_another_place_is_provided_in_whole_pages_up_to_the_last_t
     tail = world.desk.find_tail("r")
     assert len(tail) == offered
     assert len(world.slots.free) == free - offered, "what is not provided goes back at once"
-    assert world.held == 0
+    assert world.desk.count_waiting_slots() == 0
     world.desk.note_prompt("r", torch.cat([tail, world.slots.take(page)])[: len(TARGET)])
     (_, receipt) = world.receipts()
     assert receipt.reused_tokens > 60
@@ -129,7 +121,7 @@ def test_while_others_run_a_load_goes_on_step_by_step(world):
     steps = 0
     while (provided := world.desk.work("r", busy=True)) is None:
         steps += 1
-        assert world.held == 1, "the exact prefix is held while the load waits"
+        assert world.desk.count_waiting_slots() == len(TARGET) - 1, "they can be had while the load waits"
     assert steps > 0
     assert provided == len(TARGET) - 1
 
@@ -142,7 +134,7 @@ def test_one_load_waits_at_most_and_the_other_gives_everything_back(world):
     assert world.desk.work("first", busy=True) is None
     world.begin(world.request("second", [1, *TARGET]))
     assert len(world.slots.free) == free - len(TARGET), "the second's slots are taken, the first's are back"
-    assert world.held == 1
+    assert world.desk.count_waiting_slots() == len(TARGET)
     assert world.desk.work("second", busy=False)
     assert world.begin(world.request("first", TARGET)), "it may begin again"
 
@@ -155,21 +147,23 @@ def test_whatever_ends_a_load_gives_slots_prefix_and_donors_back(world, end):
     world.begin(world.request("r", TARGET))
     assert world.desk.work("r", busy=True) is None
     getattr(world.desk, end)(*(["r"] if end == "forget" else []))
-    assert (len(world.slots.free), world.held, world.desk.donors.kv.holders) == (free, 0, 0)
+    found = (len(world.slots.free), world.desk.count_waiting_slots(), world.desk.donors.kv.holders)
+    assert found == (free, 0, 0)
 
 
-def test_a_failure_after_slots_were_taken_gives_them_back_and_is_not_tried_again(world):
+def test_a_failure_after_slots_were_taken_gives_them_back_and_is_not_tried_again(world, monkeypatch):
     world.donate()
     free = len(world.slots.free)
     request = world.request("r", TARGET)
     world.desk.offer(request, 0)
 
-    def fail():
-        raise RuntimeError("no lock")
+    def fail(*args, **more):
+        raise RuntimeError("no memory")
 
+    monkeypatch.setattr(Blender, "prepare_in_pieces", fail)
     with pytest.raises(RuntimeError):
-        world.desk.load("r", lambda: torch.zeros(0, dtype=torch.int64), fail)
-    world.desk.give_up("r", "load", RuntimeError("no lock"))
+        world.desk.load("r", lambda: torch.zeros(0, dtype=torch.int64))
+    world.desk.give_up("r", "load", RuntimeError("no memory"))
     assert len(world.slots.free) == free
     assert world.desk.offer(request, 0) == 0
     assert world.desk.find_tail("r") is None
@@ -268,7 +262,7 @@ def test_while_the_engine_loads_its_own_pages_nothing_is_offered_and_the_request
     request = world.request("r", TARGET)
     world.begin(request)
     world.desk.stand_back(request, 40, "it loads pages of its own")
-    assert (len(world.slots.free), world.held) == (free, 0), "a load under way is given up"
+    assert len(world.slots.free) == free, "a load under way is given up"
     row = world.slots.take(len(TARGET))
     world.engine.forward(Rows.of(TARGET, list(range(len(TARGET))), row))
     world.desk.note_prompt("r", row)

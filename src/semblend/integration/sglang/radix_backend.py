@@ -188,16 +188,12 @@ class SemBlendRadixCache(UnifiedRadixCache):
         )
 
     def _load(self, desk: ReuseDesk, req: Any) -> Any:
-        def hold() -> Callable[[], None]:
-            lock = self.lock(req.last_node)
-            return lambda: self.unlock(lock)
-
         if desk.find_source(req.rid) is not req:
             return 0, req.last_node
         if self.ongoing_load_back:  # slots of the exact prefix may be under way from HiCache's host memory
             return None
         self._wait_for_step()
-        desk.load(req.rid, lambda: self._path_slots(req), hold)
+        desk.load(req.rid, lambda: self._path_slots(req))
         loaded = desk.work(req.rid, busy=self._is_busy())
         if loaded:  # the request itself keeps it: what stands under its id may go before its row does
             req.semblend_exact_end = desk.find_exact_end(req.rid)
@@ -279,6 +275,13 @@ class SemBlendRadixCache(UnifiedRadixCache):
         super().reset()
         if self._strategy is not None:
             self._strategy.begin_again()
+
+    def evictable_size(self) -> int:
+        """Tokens that SGLang may count on beside the free ones: a load that waits gives its slots back too.
+
+        Otherwise admission would wait for slots that a request in the queue holds, and no load would ever go on.
+        """
+        return int(super().evictable_size()) + self._guard("evict", "", lambda desk: desk.count_waiting_slots(), 0)
 
     def evict_for_alloc(self, params: EvictParams, *args: Any, **more: Any) -> EvictResult:
         """SGLang needs slots: a load that waits gives its own back when the tree has not enough."""

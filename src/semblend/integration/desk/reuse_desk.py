@@ -247,12 +247,14 @@ class ReuseDesk:
         """A hook failed for this request: it is computed cold, and an event says why."""
         message = f"{type(error).__name__}: {error}".splitlines()[0]
         log.warning("SemBlend: %s failed for %s: %s", where, request_id, message, exc_info=error)
-        self._tell_error(where, message, request_id)
         record = self._records.get(request_id)
         if record is not None and where in WAITS:  # it has no row yet, so whatever slots it has are ours
-            self._stop_load(record)
-            self._give_slots_back(record)
-            record.outcome = Decline(DeclineReason.ERROR, message)
+            try:
+                self._stop_load(record)
+            finally:
+                self._give_slots_back(record)
+                record.outcome = Decline(DeclineReason.ERROR, message)
+        self._tell_error(where, message, request_id)
 
     def count_waiting_slots(self) -> int:
         """Slots of a load that waits for its next step: `stop_loads` gives them back."""

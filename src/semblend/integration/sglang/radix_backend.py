@@ -234,7 +234,7 @@ class SemBlendRadixCache(UnifiedRadixCache):
         self._guard("prompt", req.rid, lambda desk: self._note_prompt(desk, req, up_to), None)
         exact_end = getattr(req, "semblend_exact_end", None)
         if self._desk is not None:
-            held = int(req.kv.cache_protected_len)  # what the tree has of it already
+            held: int | None = int(req.kv.cache_protected_len)  # what the tree has of it already
             exact_end = self._guard("publish", req.rid, lambda desk: self._find_exact_end(desk, req), held)
         published = up_to if exact_end is None else min(up_to, exact_end)
         super().checkpoint(req, up_to=published, **more)

@@ -109,10 +109,14 @@ class SemBlendPages(HiCacheStorage):
     ) -> bool:
         """Whether all were stored; SGLang stores nothing behind a page that was not."""
         del target_locations, target_sizes
+        stored = 0
         with _say_failure("written"):
             files = self._find_files()
-            return files is not None and all(files.write(key, value) for key, value in zip(keys, values, strict=True))
-        return False
+            for key, value in zip(keys, values, strict=True):
+                if files is None or not files.write(key, value):
+                    break
+                stored += 1
+        return stored == len(keys)
 
     def clear(self) -> None:
         if self._files is not None:

@@ -64,7 +64,8 @@ class PolicyStrategy:
         try:
             self._policy = self._make()
         except Exception as error:
-            self._give_up(error)
+            self._policy = None
+            self._on_failure(error)
 
     def note_use(self, chain: BlockChain) -> None:
         """Hear that a request used the blocks of its chain; those that were told before are no second use."""

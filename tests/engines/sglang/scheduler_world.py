@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,6 +178,40 @@ class SchedulerWorld:
             assert self.scheduler.flush_cache()
         finally:
             self.desk.reset = reset
+
+    @contextmanager
+    def shrink_pool(self, tokens: int) -> Iterator[None]:
+        """As if SGLang's pool held so many tokens: the others are put aside, and its books know nothing of them.
+
+        Not to be flushed meanwhile. Whoever still waits at the end is aborted.
+        """
+        self.flush()
+        allocator, more = self.scheduler.token_to_kv_pool_allocator, self.count_free() - tokens
+        aside, books = allocator.alloc(more), self.scheduler.invariant_checker
+        books.max_total_num_tokens -= more
+        try:
+            yield
+        finally:
+            for name, answer in self.answers.items():
+                if not answer.done:
+                    self.abort(name)
+            while self.scheduler.running_batch.reqs:
+                self.step()
+            allocator.free(aside)
+            books.max_total_num_tokens += more
+
+    def step_until_answered(self, *names: str, most: int = 300, check: bool = False) -> int:
+        """Steps until all of them are answered, or ``most`` of them; ``check`` has SGLang look at its books each time.
+
+        Returns the steps that were made; as many as ``most`` where somebody is stuck.
+        """
+        for steps in range(most):
+            if all(self.answers[name].done for name in names):
+                return steps
+            self.step()
+            if check:
+                self.scheduler.invariant_checker.self_check_during_busy()
+        return most
 
     def count_free(self) -> int:
         """Slots that neither a request nor the tree holds."""

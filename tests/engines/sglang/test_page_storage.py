@@ -132,3 +132,33 @@ def test_options_that_make_no_sense_are_refused_with_a_hint(tmp_path, extra):
     with pytest.raises(ConfigError) as stopped:
         make_storage(make_config(tmp_path / "p", **extra))
     assert stopped.value.hint
+
+
+@pytest.mark.parametrize("broken", ["holds", "read_into", "write", "close"])
+def test_a_folder_that_fails_is_a_miss_and_ends_no_thread_of_sglang(tmp_path, model, broken, monkeypatch, caplog):
+    from semblend.materialize.donors.page_files import PageFiles
+
+    def fail(*args, **more):
+        raise OSError(5, "Input/output error")
+
+    storage = make_storage(make_config(tmp_path / "p"))
+    assert storage.batch_set(KEYS, [page(n) for n in range(3)])
+    monkeypatch.setattr(PageFiles, broken, fail)
+    stored, found = storage.batch_exists(KEYS), fetch(storage, KEYS)
+    kept = storage.batch_set(["d" * 64], [page(4)])
+    storage.close()
+    assert (stored, found[0] is None, kept) == (
+        0 if broken == "holds" else 3, broken == "read_into", broken not in ("holds", "write")
+    )  # fmt: skip
+    assert "Input/output error" in caplog.text
+
+
+def test_weights_that_cannot_be_looked_at_end_no_thread_of_sglang(tmp_path, model, monkeypatch):
+    from semblend.materialize.weights_watch import WeightsWatch
+
+    storage = make_storage(make_config(tmp_path / "p"))
+    assert storage.batch_set(KEYS, [page(n) for n in range(3)])
+    monkeypatch.setattr(WeightsWatch, "have_changed", lambda self: 1 / 0)
+    assert storage.batch_exists(KEYS) == 0
+    assert fetch(storage, KEYS) == [None] * 3
+    assert not storage.batch_set(KEYS, [page(n) for n in range(3)])

@@ -2,104 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from semblend.config import SemBlendConfig
-from semblend.confirm.sinks import MemorySink
-from semblend.facade import SemBlend
-from semblend.integration.desk.records import SlotPool, Waiting
-from semblend.integration.desk.reuse_desk import ReuseDesk
-from semblend.integration.desk.settings import DeskSettings
+sys.path.insert(0, str(Path(__file__).parent))
+
+from desk_world import DOCUMENT, TARGET, Desk
+
 from semblend.materialize.blend.blender import Blender
-from semblend.materialize.blend.quality import QualitySettings, Rejected
+from semblend.materialize.blend.quality import Rejected
 from semblend.materialize.contract import Rows
-from semblend.materialize.naive_engine import NaiveEngine
 from semblend.plan.reuse_plan import DeclineReason
-from semblend.prompt import Namespace, Prompt
-
-DOCUMENT = [(7 * n) % 31 + 1 for n in range(90)]
-
-
-class Slots:
-    """A pool that knows what is free."""
-
-    def __init__(self, count: int, page: int = 1) -> None:
-        self.free, self.page = list(range(page, count)), page
-
-    def take(self, count: int):
-        assert count % self.page == 0
-        if count > len(self.free):
-            return None
-        taken, self.free = self.free[:count], self.free[count:]
-        return torch.tensor(taken)
-
-    def give_back(self, slots) -> None:
-        assert not set(slots.tolist()) & set(self.free), "freed twice"
-        self.free = sorted([*slots.tolist(), *self.free])
-
-
-class Desk:
-    """A desk, its engine and its pool; a request is computed cold by `compute`."""
-
-    def __init__(self, page: int = 1, slots: int = 512, **settings) -> None:
-        self.engine, self.slots = NaiveEngine.make(slots=slots), Slots(slots, page)
-        self.sink, self.held = MemorySink(), 0
-        config = SemBlendConfig(quality="fast", metrics=False)
-        self.desk = ReuseDesk(
-            self.engine,
-            SemBlend(config, sinks=[self.sink], compiled=False),
-            SlotPool(self.slots.take, self.slots.give_back, page),
-            DeskSettings(config=config, **settings),
-            QualitySettings(mode="fast", first_seam_tokens=4, seam_tokens=4, piece_ms=1e-9, prefills=False),
-            engine="naive",
-            engine_version="0",
-        )
-
-    def request(self, name: str, tokens: list[int], **more) -> Waiting:
-        prompt = Prompt(tokens, namespace=Namespace(salt=more.pop("salt", "")))
-        return Waiting(name, prompt, len(tokens) - 1, **more)
-
-    def compute(self, request: Waiting):
-        """What SGLang does with a request that we do not serve; its row."""
-        self.desk.offer(request, 0)
-        tokens = request.prompt.token_ids.tolist()
-        row = self.slots.take(-(-len(tokens) // self.slots.page) * self.slots.page)
-        self.engine.forward(Rows.of(tokens, list(range(len(tokens))), row))
-        self.desk.note_prompt(request.request_id, row[: len(tokens)])
-        self.desk.forget(request.request_id)
-        return row
-
-    def donate(self, **more) -> None:
-        self.slots.give_back(self.compute(self.request("donor", [3, 1, 4, *DOCUMENT, 9, 9], **more)))
-
-    def begin(self, request: Waiting) -> int:
-        """Offer and begin; the tokens that are offered."""
-        offered = self.desk.offer(request, 0)
-        if offered:
-            self.desk.load(request.request_id, lambda: torch.zeros(0, dtype=torch.int64), self.hold)
-        return offered
-
-    def hold(self):
-        self.held += 1
-
-        def let_go() -> None:
-            self.held -= 1
-
-        return let_go
-
-    def receipts(self):
-        return [event.fields["receipt"] for event in self.sink.events if event.fields.get("receipt") is not None]
+from semblend.prompt import Prompt
 
 
 @pytest.fixture
 def world():
     return Desk()
-
-
-TARGET = [5, 9, 2, 6, 5, 3, *DOCUMENT, 8, 9, 7]
 
 
 @pytest.mark.parametrize("page", [1, 4])
@@ -114,7 +37,7 @@ def test_a_document_at_another_place_is_provided_in_whole_pages_up_to_the_last_t
     tail = world.desk.find_tail("r")
     assert len(tail) == offered
     assert len(world.slots.free) == free - offered, "what is not provided goes back at once"
-    assert world.held == 0
+    assert world.desk.count_waiting_slots() == 0
     world.desk.note_prompt("r", torch.cat([tail, world.slots.take(page)])[: len(TARGET)])
     (_, receipt) = world.receipts()
     assert receipt.reused_tokens > 60
@@ -129,7 +52,7 @@ def test_while_others_run_a_load_goes_on_step_by_step(world):
     steps = 0
     while (provided := world.desk.work("r", busy=True)) is None:
         steps += 1
-        assert world.held == 1, "the exact prefix is held while the load waits"
+        assert world.desk.count_waiting_slots() == len(TARGET) - 1, "they can be had while the load waits"
     assert steps > 0
     assert provided == len(TARGET) - 1
 
@@ -142,7 +65,7 @@ def test_one_load_waits_at_most_and_the_other_gives_everything_back(world):
     assert world.desk.work("first", busy=True) is None
     world.begin(world.request("second", [1, *TARGET]))
     assert len(world.slots.free) == free - len(TARGET), "the second's slots are taken, the first's are back"
-    assert world.held == 1
+    assert world.desk.count_waiting_slots() == len(TARGET)
     assert world.desk.work("second", busy=False)
     assert world.begin(world.request("first", TARGET)), "it may begin again"
 
@@ -155,21 +78,23 @@ def test_whatever_ends_a_load_gives_slots_prefix_and_donors_back(world, end):
     world.begin(world.request("r", TARGET))
     assert world.desk.work("r", busy=True) is None
     getattr(world.desk, end)(*(["r"] if end == "forget" else []))
-    assert (len(world.slots.free), world.held, world.desk.donors.kv.holders) == (free, 0, 0)
+    found = (len(world.slots.free), world.desk.count_waiting_slots(), world.desk.donors.kv.holders)
+    assert found == (free, 0, 0)
 
 
-def test_a_failure_after_slots_were_taken_gives_them_back_and_is_not_tried_again(world):
+def test_a_failure_after_slots_were_taken_gives_them_back_and_is_not_tried_again(world, monkeypatch):
     world.donate()
     free = len(world.slots.free)
     request = world.request("r", TARGET)
     world.desk.offer(request, 0)
 
-    def fail():
-        raise RuntimeError("no lock")
+    def fail(*args, **more):
+        raise RuntimeError("no memory")
 
+    monkeypatch.setattr(Blender, "prepare_in_pieces", fail)
     with pytest.raises(RuntimeError):
-        world.desk.load("r", lambda: torch.zeros(0, dtype=torch.int64), fail)
-    world.desk.give_up("r", "load", RuntimeError("no lock"))
+        world.desk.load("r", lambda: torch.zeros(0, dtype=torch.int64))
+    world.desk.give_up("r", "load", RuntimeError("no memory"))
     assert len(world.slots.free) == free
     assert world.desk.offer(request, 0) == 0
     assert world.desk.find_tail("r") is None
@@ -268,7 +193,7 @@ def test_while_the_engine_loads_its_own_pages_nothing_is_offered_and_the_request
     request = world.request("r", TARGET)
     world.begin(request)
     world.desk.stand_back(request, 40, "it loads pages of its own")
-    assert (len(world.slots.free), world.held) == (free, 0), "a load under way is given up"
+    assert len(world.slots.free) == free, "a load under way is given up"
     row = world.slots.take(len(TARGET))
     world.engine.forward(Rows.of(TARGET, list(range(len(TARGET))), row))
     world.desk.note_prompt("r", row)

@@ -81,3 +81,11 @@ def test_a_policy_that_fails_is_dropped_told_once_and_made_anew_for_an_emptied_t
     strategy.begin_again()
     assert strategy.get_priority(leaves[0]) == (0.0, 0.0)
     assert len(failures) == 2
+
+
+def test_a_policy_that_cannot_be_made_anew_is_told_and_the_last_use_decides():
+    made, told = [Lfu()], []
+    strategy = PolicyStrategy(lambda: made.pop(), lambda: [], told.append)
+    strategy.begin_again()
+    assert [type(error) for error in told] == [IndexError]
+    assert strategy.get_priority(Node(Node(None), range(40))) == (0.0, 0.0)

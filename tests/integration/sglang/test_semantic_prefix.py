@@ -204,3 +204,14 @@ def test_a_request_that_was_late_and_never_begun_is_not_asked_for_later():
     slow.go.set()
     guarded.on_shutdown()
     assert not slow.named("miss")
+
+
+def test_a_provider_that_has_gone_is_neither_asked_nor_told_and_nothing_raises(caplog):
+    provider = Recorder(SemanticPrefixResult(DONOR))
+    guarded = GuardedProvider(provider, deadline_ms=5000)
+    guarded.on_shutdown()
+    guarded.on_request_cached("r", DONOR)
+    guarded.on_shutdown()
+    assert guarded.on_prefix_miss("r", OTHER) is None
+    assert provider.calls == [("shutdown",)]
+    assert "cannot be told of r" in caplog.text

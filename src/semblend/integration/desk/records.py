@@ -22,6 +22,9 @@ SHORT_TAIL = 128
 NEVER = -1
 """The epoch of a decision that is taken again whenever somebody asks."""
 
+MOST_BEGINNINGS = 3
+"""How often a load may begin that loses its slots or its prefix to other requests; then the engine computes it."""
+
 WAITS = ("match", "load")
 """Hooks that are called while a request waits."""
 
@@ -72,7 +75,8 @@ class LoadRecord:
     ordered: ReusePlan | None = None
     slots: Tensor | None = None  # ours while it loads; the request's once the engine has written them into its row
     is_written: bool = False  # the engine has asked for the slots, to write them into the request's row
-    held: Callable[[], None] | None = None  # lets go of the exact prefix
+    prefix: Tensor | None = None  # slots of the exact prefix that its load was begun with
+    begun: int = 0  # how often its load has begun
     pieces: Pieces[Outcome] | None = None
     outcome: Outcome | None = None
     lookup_ms: float | None = None

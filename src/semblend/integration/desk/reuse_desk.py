@@ -8,6 +8,9 @@ Where scheduler and model run in one process and one thread, one object does wha
     note_prompt  its prompt is complete: what is exact in it becomes a donor, and its receipt is written
     forget       it was released, or aborted while it waited
 
+A load that waits for its next step holds slots, but no more firmly than a cache does: `count_waiting_slots` says how
+many the engine may count as free, and `stop_loads` gives them back when it needs them. The load then begins again.
+
 Nothing approximate may enter the exact tree: `find_exact_end` says how much of a request is as a cold prefill has it.
 """
 
@@ -30,6 +33,7 @@ from semblend.errors import SemBlendError
 from semblend.facade import SemBlend
 from semblend.integration.desk.kept_donors import KeptDonors
 from semblend.integration.desk.records import (
+    MOST_BEGINNINGS,
     NEVER,
     SHORT_TAIL,
     WAITS,
@@ -75,6 +79,7 @@ class ReuseDesk:
         self._outcomes = OutcomeMemory(quality.thresholds.expected_costs, quality.thresholds)
         self._blenders: dict[str, Blender] = {}
         self._records: dict[str, LoadRecord] = {}
+        self._loading: LoadRecord | None = None  # one load waits at most
 
     # -- a request that waits ----------------------------------------------------------------------------------------
 
@@ -125,13 +130,22 @@ class ReuseDesk:
         record.exact_tokens, record.epoch = exact_tokens, NEVER
         record.decision = Decline(DeclineReason.UNSUPPORTED_MODE, why)
 
-    def load(self, request_id: str, exact_slots: Callable[[], Tensor], hold: Callable[[], Callable[[], None]]) -> None:
-        """Begin the load of a request: take slots for it, and hold its exact prefix until the load is over."""
+    def load(self, request_id: str, exact_slots: Callable[[], Tensor]) -> None:
+        """Begin the load of a request: take slots for it. One that has begun goes on, if its exact prefix is in place.
+
+        The prefix may leave while a load waits, as any other: nobody holds it. Then the load begins again.
+        """
         record = self._records.get(request_id)
-        if record is None or record.is_loading or not isinstance(record.decision, ReusePlan):
+        if record is None or not isinstance(record.decision, ReusePlan):
             return
-        for other in self._records.values():  # one waiting load holds slots at most: see docs/research
-            self._stop_load(other)
+        prefix = exact_slots()[: record.exact_tokens]
+        if record.is_loading and record.prefix is not None and torch.equal(prefix, record.prefix):
+            return
+        self.stop_loads()
+        record.begun += 1
+        if record.begun > MOST_BEGINNINGS:
+            record.outcome = Decline(DeclineReason.CAPACITY, f"its load was stopped {MOST_BEGINNINGS} times")
+            return
         if self._drop_old_weights():
             record.outcome = Decline(DeclineReason.STALE, "the weights of the model have changed")
             return
@@ -145,13 +159,13 @@ class ReuseDesk:
             record.outcome = Decline(DeclineReason.CAPACITY, "there are no slots left for it")
             self.semblend.release(request_id)
             return
-        record.held = hold()
-        record.ordered = record.decision.until(plan_tokens)
-        context = torch.cat([exact_slots()[: record.exact_tokens], record.slots])[:plan_tokens]
+        record.ordered, record.prefix = record.decision.until(plan_tokens), prefix
+        context = torch.cat([prefix, record.slots])[:plan_tokens]
         tokens = torch.from_numpy(record.request.prompt.token_ids[:plan_tokens].astype(np.int64))
         record.pieces = self._get_blender(record.path).prepare_in_pieces(
             Placed(tokens, context), self.donors.name_generations(record.ordered), mode=record.mode
         )
+        self._loading = record
 
     def work(self, request_id: str, *, busy: bool) -> int | None:
         """Go on with a load for a step's share of time, to its end where nobody else runs.
@@ -164,12 +178,11 @@ class ReuseDesk:
             try:
                 next(record.pieces)
             except StopIteration as done:
-                record.outcome, record.pieces = done.value, None
+                record.outcome, record.pieces, self._loading = done.value, None, None
                 break
             spent_ms = (time.perf_counter() - started) * 1e3
             if busy and spent_ms + self._quality.piece_ms / 2 > self.settings.step_work_ms:
                 return None
-        self._let_go(record)
         if not isinstance(record.outcome, Blended):
             self._give_slots_back(record)
             self._note_refusal(record)
@@ -234,17 +247,23 @@ class ReuseDesk:
         """A hook failed for this request: it is computed cold, and an event says why."""
         message = f"{type(error).__name__}: {error}".splitlines()[0]
         log.warning("SemBlend: %s failed for %s: %s", where, request_id, message, exc_info=error)
-        self._tell_error(where, message, request_id)
         record = self._records.get(request_id)
         if record is not None and where in WAITS:  # it has no row yet, so whatever slots it has are ours
-            self._stop_load(record)
-            self._let_go(record)
-            self._give_slots_back(record)
-            record.outcome = Decline(DeclineReason.ERROR, message)
+            try:
+                self._stop_load(record)
+            finally:
+                self._give_slots_back(record)
+                record.outcome = Decline(DeclineReason.ERROR, message)
+        self._tell_error(where, message, request_id)
+
+    def count_waiting_slots(self) -> int:
+        """Slots of a load that waits for its next step: `stop_loads` gives them back."""
+        record = self._loading
+        return 0 if record is None or record.slots is None else len(record.slots)
 
     def stop_loads(self) -> bool:
-        """Give up every load that waits, because the engine needs its slots; whether there was one."""
-        return sum(self._stop_load(record) for record in self._records.values()) > 0
+        """Give up the load that waits, because the engine needs its slots; whether there was one."""
+        return self._loading is not None and self._stop_load(self._loading)
 
     def reset(self) -> None:
         """Drop every donor and every load: the engine has emptied its cache, or the model has other weights."""
@@ -304,17 +323,13 @@ class ReuseDesk:
         """Give up a load under way; it may begin again. A load that is over is left alone."""
         if record.pieces is None:
             return False
-        record.pieces.close()
-        record.pieces = record.ordered = None
-        self._let_go(record)
-        self._give_slots_back(record)
+        pieces, record.pieces, record.ordered, self._loading = record.pieces, None, None, None
+        try:
+            pieces.close()
+        finally:
+            self._give_slots_back(record)
         self.semblend.release(record.request.request_id)
         return True
-
-    def _let_go(self, record: LoadRecord) -> None:
-        held, record.held = record.held, None
-        if held is not None:
-            held()
 
     def _give_slots_back(self, record: LoadRecord) -> None:
         slots, record.slots = record.slots, None

@@ -59,9 +59,13 @@ class PolicyStrategy:
 
     def begin_again(self) -> None:
         """The tree was emptied: a new policy, since the old one would remember blocks that never left one by one."""
-        self._policy = self._make()
         self._epoch, self._told = -1, 0  # nothing is priced yet
         self._version += 1
+        try:
+            self._policy = self._make()
+        except Exception as error:
+            self._policy = None
+            self._on_failure(error)
 
     def note_use(self, chain: BlockChain) -> None:
         """Hear that a request used the blocks of its chain; those that were told before are no second use."""

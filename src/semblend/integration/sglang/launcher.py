@@ -8,7 +8,6 @@ semblend-sglang --semblend-provider my_package.my_module:MyProvider --model-path
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
 
@@ -16,8 +15,7 @@ from semblend.errors import ConfigError, SemBlendError
 from semblend.integration.launching import LauncherParser, add_settings_flag, become, pass_settings_on, stop_with
 from semblend.integration.sglang.plugin import BACKEND
 from semblend.integration.sglang.settings import SglangSettings
-from semblend.integration.sglang.versions import support
-from semblend.integration.version_support import VersionEvidence
+from semblend.integration.sglang.versions import require_supported
 
 FLAG = "--radix-cache-backend"
 
@@ -26,14 +24,14 @@ def main(argv: Sequence[str] | None = None, *, start: Callable[[list[str]], None
     """Check version and settings, then become SGLang's server; ``start`` is given the command instead, for tests."""
     given, rest = build_parser().parse_known_args(sys.argv[1:] if argv is None else argv)
     try:
-        note = check_version()
+        row = require_supported()
         provider = {"provider": check_provider(given.semblend_provider)} if given.semblend_provider else {}
         pass_settings_on("sglang", SglangSettings, given.semblend, **provider)
     except SemBlendError as error:
         stop_with(error)
     if not any(one == FLAG or one.startswith(FLAG + "=") for one in rest):
         rest = [*rest, FLAG, BACKEND]
-    print(f"semblend-sglang: {note}", file=sys.stderr)
+    print(f"semblend-sglang: SGLang {row.version}: {row.note}", file=sys.stderr)
     (start or become)([sys.executable, "-m", "sglang.launch_server", *rest])
 
 
@@ -68,15 +66,3 @@ def check_provider(path: str) -> str:
     if not callable(getattr(found, name, None)):
         raise ConfigError(f"{module} has no {name}", hint="name a class, or a function that makes a provider")
     return path
-
-
-def check_version() -> str:
-    """The row of the installed SGLang in one line; raises `SemBlendError` where it is missing or unknown."""
-    try:
-        version = importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        raise SemBlendError("SGLang is not installed", hint="pip install 'semblend-suite[sglang]'") from None
-    row = support(version)
-    if row.evidence is VersionEvidence.NONE:
-        raise SemBlendError(f"SGLang {version} cannot be started with SemBlend", hint=row.note)
-    return f"SGLang {version}: {row.note}"

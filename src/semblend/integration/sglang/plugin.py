@@ -1,8 +1,8 @@
 """The entry point ``sglang.srt.plugins``: SGLang knows our cache as ``--radix-cache-backend semblend``.
 
 SGLang calls `register` in every process that it starts, whether our cache is asked for or not. So nothing is imported
-here but SGLang's own table, and a failure is a line in the log: an engine that does not use us must not notice that we
-are installed.
+here but SGLang's own table, of another release not even that, and a failure is a line in the log: an engine that does
+not use us must not notice that we are installed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 from typing import Any
 
 from semblend.config import read_engine_variable
+from semblend.integration.sglang.versions import require_supported
 
 BACKEND = "semblend"
 CACHE_FACTORY = "sglang.srt.mem_cache.registry.create_unified_radix_cache"
@@ -21,6 +22,7 @@ log = logging.getLogger("sglang.semblend")
 def register() -> None:
     """Enter our cache into SGLang's table, where it is not there yet; its module is imported when it is asked for."""
     try:
+        require_supported()
         from sglang.srt.mem_cache import registry
 
         if BACKEND not in registry.registered_radix_cache_backends():

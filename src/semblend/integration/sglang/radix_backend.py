@@ -70,8 +70,7 @@ class SemBlendRadixCache(UnifiedRadixCache):
         self.tree_core.eviction_strategy = self._strategy
 
     def _note_failure(self, error: BaseException) -> None:
-        if self._desk is not None:
-            report_policy_failure(self._desk.semblend.events, error)
+        self._guard("evict", "", lambda desk: report_policy_failure(desk.semblend.events, error), None)
 
     def open_desk(self, make: Callable[[SlotPool], ReuseDesk], namespace: Namespace) -> None:
         """Serve requests from now on."""
@@ -176,28 +175,32 @@ class SemBlendRadixCache(UnifiedRadixCache):
         matched_prefix_tokens: Any = None, **named: Any,
     ) -> Any:  # fmt: skip
         """Seek pages behind what the tree holds: SGLang takes what we have offered for a part of that."""
-        req = self._desk.find_source(request.rid) if self._desk is not None else None
-        offered = getattr(req, "semblend_offered", 0)
-        if req is not None and offered and matched_prefix_tokens is not None:
-            held = len(matched_prefix_tokens) - offered
-            new_input_tokens = matched_prefix_tokens[held:] + new_input_tokens
-            matched_prefix_tokens = matched_prefix_tokens[:held]
-            req.storage_prefetch_last_match_len = held
+        if matched_prefix_tokens is not None:
+            sought = (new_input_tokens, matched_prefix_tokens)
+            new_input_tokens, matched_prefix_tokens = self._guard(
+                "prefetch", request.rid, lambda desk: self._leave_out_offered(desk, request.rid, *sought), sought
+            )
         return super().prefetch_from_storage(
             request, last_host_node_id, new_input_tokens, *more, matched_prefix_tokens=matched_prefix_tokens, **named
         )
 
-    def _load(self, desk: ReuseDesk, req: Any) -> Any:
-        def hold() -> Callable[[], None]:
-            lock = self.lock(req.last_node)
-            return lambda: self.unlock(lock)
+    def _leave_out_offered(self, desk: ReuseDesk, request_id: str, new: Any, matched: Any) -> tuple[Any, Any]:
+        req = desk.find_source(request_id)
+        offered = getattr(req, "semblend_offered", 0)
+        if req is None or not offered:
+            return new, matched
+        held = len(matched) - offered
+        found = matched[held:] + new, matched[:held]
+        req.storage_prefetch_last_match_len = held
+        return found
 
+    def _load(self, desk: ReuseDesk, req: Any) -> Any:
         if desk.find_source(req.rid) is not req:
             return 0, req.last_node
         if self.ongoing_load_back:  # slots of the exact prefix may be under way from HiCache's host memory
             return None
         self._wait_for_step()
-        desk.load(req.rid, lambda: self._path_slots(req), hold)
+        desk.load(req.rid, lambda: self._path_slots(req))
         loaded = desk.work(req.rid, busy=self._is_busy())
         if loaded:  # the request itself keeps it: what stands under its id may go before its row does
             req.semblend_exact_end = desk.find_exact_end(req.rid)
@@ -227,18 +230,21 @@ class SemBlendRadixCache(UnifiedRadixCache):
         return torch.cat([self._path_slots(req)[: req.prefix_len - len(tail)], tail])
 
     def checkpoint(self, req: Any, *, up_to: int, **more: Any) -> None:
-        """Publish what is exact, and nothing behind it."""
-        if self._desk is None:
-            super().checkpoint(req, up_to=up_to, **more)
-            return
+        """Publish what is exact, and nothing behind it; nothing new where nobody can say what is exact."""
         self._guard("prompt", req.rid, lambda desk: self._note_prompt(desk, req, up_to), None)
-        exact_end = self._find_exact_end(self._desk, req)
+        exact_end = getattr(req, "semblend_exact_end", None)
+        if self._desk is not None:
+            held: int | None = int(req.kv.cache_protected_len)  # what the tree has of it already
+            exact_end = self._guard("publish", req.rid, lambda desk: self._find_exact_end(desk, req), held)
         published = up_to if exact_end is None else min(up_to, exact_end)
         super().checkpoint(req, up_to=published, **more)
+        self._guard("publish", req.rid, lambda _: self._note_published(req, published, whole=exact_end is None), None)
+
+    def _note_published(self, req: Any, published: int, *, whole: bool) -> None:
         self._note_use(req, published)
-        told = exact_end is None and not getattr(req, "semblend_opted_out", False)
+        told = whole and not getattr(req, "semblend_opted_out", False)
         if self._provider is not None and told and req.finished():
-            self._provider.on_request_cached(req.rid, list(req.full_untruncated_fill_ids[:up_to]))
+            self._provider.on_request_cached(req.rid, list(req.full_untruncated_fill_ids[:published]))
 
     def _note_use(self, req: Any, published: int) -> None:
         """Tell the eviction policy of the blocks that a request has in the tree."""
@@ -275,10 +281,25 @@ class SemBlendRadixCache(UnifiedRadixCache):
     # -- the cache as a whole ----------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        self._guard("reset", "", lambda desk: desk.reset(), None)
+        """Empty the tree and drop our donors. If they cannot be dropped, nothing is served from them any more."""
+        if self._desk is not None and not self._guard("reset", "", self._reset_desk, False):
+            log.warning("SemBlend reuses nothing in this engine until a restart: its donors could not be dropped")
+            self._desk = None
         super().reset()
         if self._strategy is not None:
             self._strategy.begin_again()
+
+    @staticmethod
+    def _reset_desk(desk: ReuseDesk) -> bool:
+        desk.reset()
+        return True
+
+    def evictable_size(self) -> int:
+        """Tokens that SGLang may count on beside the free ones: a load that waits gives its slots back too.
+
+        Otherwise admission would wait for slots that a request in the queue holds, and no load would ever go on.
+        """
+        return int(super().evictable_size()) + self._guard("evict", "", lambda desk: desk.count_waiting_slots(), 0)
 
     def evict_for_alloc(self, params: EvictParams, *args: Any, **more: Any) -> EvictResult:
         """SGLang needs slots: a load that waits gives its own back when the tree has not enough."""
@@ -324,5 +345,8 @@ class SemBlendRadixCache(UnifiedRadixCache):
         try:
             return hook(self._desk)
         except Exception as error:
-            self._desk.give_up(request_id, where, error)
+            try:
+                self._desk.give_up(request_id, where, error)
+            except Exception:
+                log.warning("SemBlend: %s failed for %s, and giving up did too", where, request_id, exc_info=True)
             return otherwise

@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from semblend.config import read_engine_variable, write_engine_variable
-from semblend.errors import SemBlendError
 from semblend.integration.sglang.semantic_prefix import install_hooks
-from semblend.integration.sglang.versions import support
-from semblend.integration.version_support import VersionEvidence
+from semblend.integration.sglang.versions import require_supported
 
 log = logging.getLogger("sglang.semblend")
 
@@ -43,17 +41,13 @@ _patch = Patch()
 def patch_radix_cache(*, unsafe_verbatim: bool = False) -> Patch:
     """Use our cache wherever SGLang would make its default one; calling it again changes nothing.
 
-    Raises `SemBlendError` for a version of SGLang that nobody has looked at. An engine that we cannot serve gets
-    SGLang's own cache. ``unsafe_verbatim`` is for providers on SGLang's own classes: see
+    Raises `SemBlendError` where SGLang is missing, or is a release that nobody has looked at. An engine that we cannot
+    serve gets SGLang's own cache. ``unsafe_verbatim`` is for providers on SGLang's own classes: see
     `semblend.integration.sglang.semantic_prefix`.
     """
-    import sglang
-
-    row = support(sglang.__version__)
-    if row.evidence is VersionEvidence.NONE:
-        raise SemBlendError(f"SGLang {sglang.__version__} is not patched", hint=row.note)
+    row = require_supported()
     if not _patch.is_applied:
-        _patch.undos += [_replace_factory(sglang.__version__), *_patch_classes(unsafe_verbatim), _tell_children()]
+        _patch.undos += [_replace_factory(row.version), *_patch_classes(unsafe_verbatim), _tell_children()]
     return _patch
 
 

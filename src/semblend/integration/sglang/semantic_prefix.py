@@ -5,11 +5,14 @@ whose KV may be resident, or with None. What is done with that answer:
 
     in the cache ``semblend``  the tokens are searched for runs that are equal to the prompt's, at any offset; equal
                                runs are moved into slots of the request, checked, and never published
-    in a patched stock cache   equal tokens at the beginning are looked up; a stock cache cannot move KV
+    in a patched stock cache   equal tokens at the beginning are looked up; a stock cache cannot move KV. The exact
+                               lookup has just missed them, so this hits only where another request has put them there
+                               meanwhile
     with ``unsafe_verbatim``   the other request's KV is used as if its tokens were the prompt's. The first proposal
                                of this interface did that; the answer may be about another text
 
 `install_hooks` puts the hook into a class with SGLang's cache interface; `FakeRadixCache` is one that needs no SGLang.
+Each cache asks a `GuardedProvider`: a provider that raises, is late or answers with nonsense costs a cold prefill.
 """
 
 from __future__ import annotations
@@ -34,6 +37,9 @@ MOST_WAITING = 64
 
 MOST_TOKENS, MOST_NAME_CHARS = 1 << 22, 200
 """Of a proposal: more tokens than any request has, and characters of a name in the log."""
+
+DEADLINE_MS = 5.0
+"""How long a scheduler step waits for a provider, unless it is told otherwise."""
 
 CLOSE_S = 1.0
 """How long a cache that goes waits for a provider that is at work."""
@@ -82,7 +88,7 @@ class GuardedProvider(SemanticPrefixProvider):
     computed. Nobody waits for ``on_request_cached``; a provider that is `MOST_WAITING` requests behind is not told.
     """
 
-    def __init__(self, provider: SemanticPrefixProvider, deadline_ms: float = 5.0) -> None:
+    def __init__(self, provider: SemanticPrefixProvider, deadline_ms: float = DEADLINE_MS) -> None:
         self._provider, self._deadline_s = provider, deadline_ms / 1e3
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="semantic-prefix")
         self._asked: Future[SemanticPrefixResult | None] | None = None
@@ -124,16 +130,20 @@ class GuardedProvider(SemanticPrefixProvider):
         if len(self._told) >= MOST_WAITING:
             log.warning("the semantic provider is %d requests behind: it is not told of %s", len(self._told), rid)
             return
-        self._told.append(self._thread.submit(self._call, "on_request_cached", rid, token_ids))
+        try:
+            self._told.append(self._thread.submit(self._call, "on_request_cached", rid, token_ids))
+        except RuntimeError as error:  # its thread is gone
+            log.warning("the semantic provider cannot be told of %s: %s", rid, error)
 
     def on_shutdown(self) -> None:
         for one in self._told:
             one.cancel()
-        closed = self._thread.submit(self._call, "on_shutdown")
         try:
-            closed.result(timeout=CLOSE_S)
+            self._thread.submit(self._call, "on_shutdown").result(timeout=CLOSE_S)
         except TooLate:
             log.warning("the semantic provider is at work: it is told later that it goes")
+        except RuntimeError as error:  # its thread is gone: it was closed before, or Python ends
+            log.warning("the semantic provider cannot be told that it goes: %s", error)
         self._thread.shutdown(wait=False)
 
     def _call(self, name: str, *args: Any) -> None:
@@ -165,14 +175,23 @@ def install_hooks(cache_class: type, *, unsafe_verbatim: bool = False) -> Callab
 
     def match_prefix(self: Any, params: Any) -> Any:
         found = exact(self, params)
-        if self._semantic_provider is None or params.req is None or count_hit(found):
+        if self._guarded_provider is None or params.req is None or count_hit(found):
             return found
-        return _ask_provider(self, exact, params, found, unsafe_verbatim)
+        try:
+            return _ask_provider(self, exact, params, found, unsafe_verbatim)
+        except Exception as error:  # what it proposes may be anything, also to SGLang's own lookup
+            log.warning(
+                "the semantic provider's proposal for %s is of no use: %s: %s",
+                params.req.rid,
+                type(error).__name__,
+                error,
+            )
+            return found
 
     def checkpoint_and_tell(self: Any, req: Any, *, up_to: int, **more: Any) -> None:
         checkpoint(self, req, up_to=up_to, **more)
-        if self._semantic_provider is not None and req.finished() and not req.skip_radix_cache_insert:
-            self._semantic_provider.on_request_cached(req.rid, list(req.full_untruncated_fill_ids[:up_to]))
+        if self._guarded_provider is not None and req.finished() and not req.skip_radix_cache_insert:
+            self._guarded_provider.on_request_cached(req.rid, list(req.full_untruncated_fill_ids[:up_to]))
 
     def cache_finished_req(self: Any, req: Any) -> None:
         if not req.skip_radix_cache_insert:
@@ -188,6 +207,7 @@ def install_hooks(cache_class: type, *, unsafe_verbatim: bool = False) -> Callab
     closing = {name: close_with(getattr(cache_class, name)) for name in CLOSING if hasattr(cache_class, name)}
     names = closing | {
         "_semantic_provider": None,
+        "_guarded_provider": None,
         "_match_prefix_exact": exact,
         "match_prefix": match_prefix,
         "checkpoint": checkpoint_and_tell,
@@ -208,14 +228,20 @@ def install_hooks(cache_class: type, *, unsafe_verbatim: bool = False) -> Callab
     return undo
 
 
-def set_semantic_provider(cache: Any, provider: SemanticPrefixProvider | None) -> None:
-    """Register a provider with a cache, replace the one it has, or clear it with None."""
-    before, cache._semantic_provider = cache._semantic_provider, None
+def set_semantic_provider(
+    cache: Any, provider: SemanticPrefixProvider | None, *, deadline_ms: float = DEADLINE_MS
+) -> None:
+    """Register a provider with a cache, replace the one it has, or clear it with None.
+
+    A provider can neither raise into a scheduler step nor hold it up for more than ``deadline_ms``.
+    """
+    before, cache._guarded_provider, cache._semantic_provider = cache._guarded_provider, None, None
     if before is not None:
         before.on_shutdown()
     if provider is not None:
-        provider.on_init()
-        cache._semantic_provider = provider
+        guarded = provider if isinstance(provider, GuardedProvider) else GuardedProvider(provider, deadline_ms)
+        guarded.on_init()
+        cache._guarded_provider, cache._semantic_provider = guarded, provider
 
 
 def count_hit(found: Any) -> int:
@@ -229,14 +255,14 @@ def count_hit(found: Any) -> int:
 
 def _ask_provider(cache: Any, exact: Any, params: Any, found: Any, unsafe_verbatim: bool) -> Any:
     prompt = params.key.token_ids  # all of it, though a prefix may cover less
-    answer = cache._semantic_provider.on_prefix_miss(params.req.rid, list(prompt))
+    answer = cache._guarded_provider.on_prefix_miss(params.req.rid, list(prompt))
     if answer is None:
         return found
     if answer.source_id:
         log.info("semantic prefix for %s: source_id=%s", params.req.rid, answer.source_id)
     if answer.skip_insert:
         params.req.skip_radix_cache_insert = True
-    alternate = array("q", answer.alternate_token_ids)
+    alternate = answer.alternate_token_ids
     if not unsafe_verbatim:
         alternate = alternate[: count_equal(prompt, alternate)]
     if not len(alternate):

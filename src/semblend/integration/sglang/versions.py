@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
+from semblend.errors import MissingDependencyError, SemBlendError
 from semblend.integration.version_support import Support, VersionEvidence
 
 SUPPORTED: tuple[Support, ...] = (
@@ -31,3 +34,19 @@ def support(version: str) -> Support:
         f"SGLang {version} was never looked at, and this SemBlend knows {known}; "
         f"install a newer semblend-suite, or SGLang {SUPPORTED[-1].version}",
     )
+
+
+def require_supported() -> Support:
+    """The row of the installed SGLang, read from its package and not from its modules.
+
+    Raises `SemBlendError` where SGLang is missing, or is a release whose caches nobody has looked at.
+    """
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        hint = "pip install 'semblend-suite[sglang]'"
+        raise MissingDependencyError("SGLang is not installed", hint=hint) from None
+    row = support(version)
+    if row.evidence is VersionEvidence.NONE:
+        raise SemBlendError(f"SGLang {version} cannot be served by SemBlend", hint=row.note)
+    return row

@@ -227,8 +227,7 @@ class TransformersReuse:
         self._exact_tokens = self._place_prefix(waiting.prompt)
         provided = 0
         if self._desk.offer(waiting, self._exact_tokens):
-            nothing_held: Any = lambda: lambda: None  # noqa: E731  (the prefix lies in slots of its own)
-            self._desk.load(waiting.request_id, lambda: self._take_first_slots(self._exact_tokens), nothing_held)
+            self._desk.load(waiting.request_id, lambda: self._take_first_slots(self._exact_tokens))
             provided = self._desk.work(waiting.request_id, busy=False) or 0
             self._desk.find_tail(waiting.request_id)
         if ready := self._exact_tokens + provided:

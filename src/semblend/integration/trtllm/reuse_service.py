@@ -159,7 +159,7 @@ class ReuseService:
         if not desk.offer(waiting, computed_tokens):
             return 0
         nothing = torch.zeros(0, dtype=torch.int64, device=self.parts.model.device)
-        desk.load(waiting.request_id, lambda: nothing, lambda: lambda: None)
+        desk.load(waiting.request_id, lambda: nothing)
         return desk.work(waiting.request_id, busy=False) or 0
 
     def _explain_no_offer(self, request: Any, computed_tokens: int) -> str | None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -72,12 +73,13 @@ class SemBlendPages(HiCacheStorage):
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        """How many pages at the beginning are stored."""
+        """How many pages at the beginning are stored; none where the folder cannot be asked."""
         del extra_info
-        files = self._find_files()
-        if files is None:
-            return 0
-        return next((at for at, key in enumerate(keys) if not files.holds(key)), len(keys))
+        with _say_failure("asked"):
+            files = self._find_files()
+            if files is not None:
+                return next((at for at, key in enumerate(keys) if not files.holds(key)), len(keys))
+        return 0
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Tensor | None:
         """Fill ``target_location`` with a page; None where it is not here, or damaged."""
@@ -89,12 +91,13 @@ class SemBlendPages(HiCacheStorage):
     ) -> list[Tensor | None]:
         """Pages as far as they are here without a gap: SGLang can use nothing behind one."""
         del target_sizes
-        files = self._find_files()
         pages: list[Tensor | None] = [None] * len(keys)
-        for at, (key, target) in enumerate(zip(keys, target_locations or pages, strict=True)):
-            if files is None or target is None or not files.read_into(key, target):
-                break
-            pages[at] = target
+        with _say_failure("read"):
+            files = self._find_files()
+            for at, (key, target) in enumerate(zip(keys, target_locations or pages, strict=True)):
+                if files is None or target is None or not files.read_into(key, target):
+                    break
+                pages[at] = target
         return pages
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
@@ -106,8 +109,14 @@ class SemBlendPages(HiCacheStorage):
     ) -> bool:
         """Whether all were stored; SGLang stores nothing behind a page that was not."""
         del target_locations, target_sizes
-        files = self._find_files()
-        return files is not None and all(files.write(key, value) for key, value in zip(keys, values, strict=True))
+        stored = 0
+        with _say_failure("written"):
+            files = self._find_files()
+            for key, value in zip(keys, values, strict=True):
+                if files is None or not files.write(key, value):
+                    break
+                stored += 1
+        return stored == len(keys)
 
     def clear(self) -> None:
         if self._files is not None:
@@ -116,7 +125,8 @@ class SemBlendPages(HiCacheStorage):
     def close(self) -> None:
         files, self._files = self._files, None
         if files is not None:
-            files.close()
+            with _say_failure("closed"):
+                files.close()
 
     def _find_files(self) -> PageFiles | None:
         """The folder; None before it is open, and for good after the weights have changed. Looks: once for each batch.
@@ -127,6 +137,15 @@ class SemBlendPages(HiCacheStorage):
             log.warning("SemBlend: the model has new weights; no HiCache page is stored or fetched until a restart")
             self._files = None
         return self._files
+
+
+@contextmanager
+def _say_failure(what: str) -> Iterator[None]:
+    """A folder that fails is a miss: SGLang asks from threads of its own, which an error would end."""
+    try:
+        yield
+    except Exception as error:
+        log.warning("SemBlend: HiCache pages could not be %s: %s: %s", what, type(error).__name__, error)
 
 
 def explain_refusal(config: Any, pool: Any) -> str | None:

@@ -273,6 +273,7 @@ class Blender:
             risk=state.risk,
             features=state.features,
             glance=state.glance,
+            deep=state.deep,
             escalations=state.escalations,
             canary=state.canary,
             load_ms=state.load_ms,

@@ -59,7 +59,8 @@ class PassRunner:
         logits are not finite.
         """
         began, started = state.elapsed_ms, time.perf_counter()
-        look = self._make_deep_look(state, rows) if check else None
+        chosen = self._choose_canary_rows(state) if check else torch.empty(0, dtype=torch.long)
+        look = self._make_deep_look(state, rows, chosen) if check else None
         if look is not None:
             rows = np.union1d(rows, look.at)
         hidden = yield from self.run_layers(state, name, rows, observer, layers=self.model.layout.layers, look=look)
@@ -67,7 +68,7 @@ class PassRunner:
             raise Refused(DeclineReason.ERROR, f"the pass {name!r} ended early")
         tail = self.model.logits(hidden)
         nothing = torch.zeros((), device=tail.device)
-        canary = self._measure_canary(state).to(tail.device).float() if check else nothing
+        canary = self._measure_canary(state, chosen).to(tail.device).float() if check else nothing
         off = look.compare() if look is not None else None
         deep = find_deep_deviation(off).to(tail.device) if off is not None else nothing
         verdict = torch.stack((canary, deep, (~tail.isfinite()).any().float()))
@@ -161,7 +162,8 @@ class PassRunner:
 
     def check_donor_kv(self, state: BlendState) -> float:
         """The canary alone, waited for; raises `Refused` where the donor KV is wrong."""
-        return self._check_canary(state, bound_risk(float(self.ranks.largest(self._measure_canary(state).reshape(1)))))
+        found = self._measure_canary(state, self._choose_canary_rows(state))
+        return self._check_canary(state, bound_risk(float(self.ranks.largest(found.reshape(1)))))
 
     def _split(self, rows: Positions, layers: int) -> Iterator[Positions]:
         """The rows as one pass takes them: in chunks, and run by run for a model that cannot take scattered rows."""
@@ -200,20 +202,27 @@ class PassRunner:
         """Rows at the end that every pass computes: their next-token distributions can be compared."""
         return max(1, min(self.settings.question_tokens, len(state.tokens) - state.exact))
 
-    def _measure_canary(self, state: BlendState) -> Tensor:
-        """On a sample: is this the KV that its tokens ask for? What a pass has overwritten is right in any case."""
+    def _choose_canary_rows(self, state: BlendState) -> Tensor:
+        """The positions at which layer 0 is looked at: other tokens of each block with every request."""
         starts, ends = (
             torch.tensor([getattr(s, name) for s in state.spans]) for name in ("target_start", "target_end")
         )
-        self.prompts_checked += 1  # other tokens of each block with every request
-        at = canary_positions(starts, ends, seed=self.prompts_checked)
+        self.prompts_checked += 1
+        return canary_positions(starts, ends, seed=self.prompts_checked)
+
+    def _measure_canary(self, state: BlendState, at: Tensor) -> Tensor:
+        """On a sample: is this the KV that its tokens ask for? What a pass has overwritten is right in any case."""
         state.looked_at = at, measure_rows(self.model, self._make_rows(state, at))
         return find_largest(state.looked_at[1])
 
-    def _make_deep_look(self, state: BlendState, rows: Positions) -> DeepLook | None:
-        """Chooses the rows by which deep layers are judged; None where donors hold too little, or nobody wants it."""
+    def _make_deep_look(self, state: BlendState, rows: Positions, canary: Tensor) -> DeepLook | None:
+        """Chooses the rows by which deep layers are judged; None where donors hold too little, or nobody wants it.
+
+        They are others than those whose layer 0 is looked at: the pass overwrites them before that look.
+        """
         computed = np.isin(state.reused, rows)
-        at = choose_deep_rows(state.reused[~computed], seed=self.prompts_checked)
+        kept = state.reused[~computed & ~np.isin(state.reused, canary.numpy())]
+        at = choose_deep_rows(kept, seed=self.prompts_checked)
         return DeepLook(at, state.reused[computed]) if len(at) and self.settings.deep_tolerance < math.inf else None
 
     def _check_deep_look(self, state: BlendState, at: Positions, off: Tensor, deviation: float) -> None:

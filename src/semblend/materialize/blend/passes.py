@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,9 +25,11 @@ from semblend.materialize.blend.ranks import Ranks
 from semblend.materialize.contract import QUESTION_ROWS, Model, Observer, Rows, StopPass
 from semblend.materialize.gate.canary import (
     CANARY_TOLERANCE,
+    DEEP_ROWS,
     DeepLook,
     canary_positions,
     choose_deep_rows,
+    cut_windows,
     find_deep_deviation,
     find_largest,
     measure_rows,
@@ -35,6 +37,7 @@ from semblend.materialize.gate.canary import (
 from semblend.materialize.gate.risk import bound_risk, next_token_kl
 from semblend.plan.reuse_plan import DeclineReason
 from semblend.plan.selection import Positions
+from semblend.span import Span
 
 
 class PassRunner:
@@ -70,7 +73,9 @@ class PassRunner:
         nothing = torch.zeros((), device=tail.device)
         canary = self._measure_canary(state, chosen).to(tail.device).float() if check else nothing
         off = look.compare() if look is not None else None
-        deep = find_deep_deviation(off).to(tail.device) if off is not None else nothing
+        donors = _group_by_donor(look.at, state.spans) if look is not None else {}
+        windows = cut_windows(list(donors.values()))
+        deep = find_deep_deviation(off, windows).to(tail.device) if off is not None else nothing
         verdict = torch.stack((canary, deep, (~tail.isfinite()).any().float()))
         error, deviation, broken = self.ranks.largest(verdict).tolist()
         ms = state.elapsed_ms - began
@@ -81,7 +86,7 @@ class PassRunner:
         if check:
             state.canary = self._check_canary(state, bound_risk(error))
         if look is not None and off is not None:
-            self._check_deep_look(state, look.at, off, bound_risk(deviation))
+            self._check_deep_look(state, donors, off, bound_risk(deviation))
         if broken:
             # NaN reaches rows before it too (0 x NaN behind a mask), so no further pass of ours can mend it.
             raise Refused(DeclineReason.VALIDATION_FAILED, f"logits after the pass {name!r} are not numbers")
@@ -222,26 +227,26 @@ class PassRunner:
         """
         computed = np.isin(state.reused, rows)
         kept = state.reused[~computed & ~np.isin(state.reused, canary.numpy())]
-        at = choose_deep_rows(kept, seed=self.prompts_checked)
+        donors = _group_by_donor(kept, state.spans).values()
+        most, seed = DEEP_ROWS // max(1, len(donors)), self.prompts_checked
+        at = np.sort(np.concatenate([choose_deep_rows(kept[rows], most=most, seed=seed) for rows in donors]))
         return DeepLook(at, state.reused[computed]) if len(at) and self.settings.deep_tolerance < math.inf else None
 
-    def _check_deep_look(self, state: BlendState, at: Positions, off: Tensor, deviation: float) -> None:
+    def _check_deep_look(
+        self, state: BlendState, donors: Mapping[str, Positions], off: Tensor, deviation: float
+    ) -> None:
         state.deep, tolerance = deviation, self.settings.deep_tolerance
         if deviation > tolerance:
-            donors = {span.donor_id: np.zeros(len(at), dtype=bool) for span in state.spans}
-            for span in state.spans:
-                donors[span.donor_id] |= (at >= span.target_start) & (at < span.target_end)
-            mine = [
+            wrong = [
                 name
-                for name, of in donors.items()
-                if of.any()
-                and not float(find_deep_deviation(off[..., torch.from_numpy(of).to(off.device)])) <= tolerance
+                for name, rows in donors.items()
+                if len(rows) and float(find_deep_deviation(off, cut_windows([rows]))) > tolerance
             ]
             raise Refused(
                 DeclineReason.VALIDATION_FAILED,
                 f"KV from donors is off by {deviation:.3g} of what tokens differ by in some layer, "
                 f"another text in front explains {tolerance:g}",
-                tuple(mine),
+                tuple(wrong),
             )
 
     def _check_canary(self, state: BlendState, error: float) -> float:
@@ -254,3 +259,12 @@ class PassRunner:
                 state.find_faulty_donors(tolerance),
             )
         return error
+
+
+def _group_by_donor(at: Positions, spans: Sequence[Span]) -> dict[str, Positions]:
+    """Which of the positions ``at`` are of each donor, as indices."""
+    found: dict[str, list[Positions]] = {}
+    for span in spans:
+        inside = np.flatnonzero((at >= span.target_start) & (at < span.target_end))
+        found.setdefault(span.donor_id, []).append(inside)
+    return {name: np.concatenate(parts) for name, parts in found.items()}

@@ -9,7 +9,7 @@ deep layers   depend on the text in front, which is another than the donor's, so
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -32,7 +32,8 @@ EIGHT_BIT_TOLERANCE = 0.09
 DEEP_TOLERANCE = 0.75
 """Largest deviation of deep layers that still is another text in front; measured, see docs/research/robustness.md."""
 _CHECK_EVERY = 16
-_DEEP_ROWS = 32
+DEEP_ROWS = 32
+"""So many rows of a prompt are computed to be compared, at most; eight of each donor where there are more than four."""
 _WINDOW_ROWS = 8
 """So many rows, next to each other in the sample, are judged together: a single odd token does not decide."""
 
@@ -72,7 +73,7 @@ class DeepLook(Observer):
 
     def __init__(self, at: Positions, heads: Positions) -> None:
         self.at = at
-        self._shown = np.union1d(at, heads[:: max(1, len(heads) // _DEEP_ROWS)])
+        self._shown = np.union1d(at, heads[:: max(1, len(heads) // DEEP_ROWS)])
         self._slots: Tensor | None = None
         self._before: list[tuple[Tensor, Tensor]] = []
         self._after: list[tuple[Tensor, Tensor]] = []
@@ -99,32 +100,43 @@ class DeepLook(Observer):
         return torch.stack(found)
 
 
-def find_deep_deviation(off: Tensor) -> Tensor:
+def find_deep_deviation(off: Tensor, windows: Sequence[Positions]) -> Tensor:
     """The largest over keys, values, layers and windows of the median of a window's rows; not a number counts as most.
 
     >>> off = torch.zeros(2, 3, 16)
     >>> off[1, 2, 3] = 9.0  # one odd token
-    >>> float(find_deep_deviation(off))
+    >>> float(find_deep_deviation(off, cut_windows([np.arange(16)])))
     0.0
     >>> off[1, 2, 8:] = 1.0  # the second half of one layer's values
-    >>> float(find_deep_deviation(off))
+    >>> float(find_deep_deviation(off, cut_windows([np.arange(16)])))
     1.0
     """
-    windows = off.nan_to_num(nan=torch.inf).tensor_split(max(1, off.shape[-1] // _WINDOW_ROWS), dim=-1)
-    return torch.stack([window.median(-1).values.max() for window in windows]).max()
+    off = off.nan_to_num(nan=torch.inf)
+    rows = [copy_to_device(torch.from_numpy(window), off.device) for window in windows]
+    return torch.stack([off[..., window].median(-1).values.max() for window in rows]).max()
 
 
-def choose_deep_rows(reused: Positions, *, seed: int = 0) -> Positions:
-    """Of positions that would keep donor KV, those that are computed to be compared, spread over all of them.
+def cut_windows(groups: Sequence[Positions]) -> list[Positions]:
+    """Rows of the sample, those of one donor a group, in windows of about eight; groups of fewer rows are joined."""
+    few = [group for group in groups if len(group) < _WINDOW_ROWS]
+    many = [group for group in groups if len(group) >= _WINDOW_ROWS]
+    joined = [np.sort(np.concatenate(few))] if few and sum(map(len, few)) else []
+    return [
+        window for group in (*many, *joined) for window in np.array_split(group, max(1, len(group) // _WINDOW_ROWS))
+    ]
 
-    One in 16, at most 32; of a few hundred tokens eight, so that a median means something. None of fewer than 16.
+
+def choose_deep_rows(reused: Positions, *, most: int = DEEP_ROWS, seed: int = 0) -> Positions:
+    """Of positions that would keep a donor's KV, those that are computed to be compared, spread over all of them.
+
+    One in 16, at most ``most``; of a few hundred tokens eight, so that a median means something. None of fewer than 16.
 
     >>> [len(choose_deep_rows(np.arange(count))) for count in (5000, 100, 9)]
     [32, 8, 0]
     """
     if len(reused) < _CHECK_EVERY:
         return reused[:0]
-    count = min(_DEEP_ROWS, max(len(reused) // _CHECK_EVERY, min(_WINDOW_ROWS, len(reused) // 4)))
+    count = min(max(most, _WINDOW_ROWS), max(len(reused) // _CHECK_EVERY, min(_WINDOW_ROWS, len(reused) // 4)))
     parts = np.array_split(reused, count)  # other tokens with every request
     draw = np.random.default_rng(seed).random(count)
     return np.array([part[int(share * len(part))] for part, share in zip(parts, draw, strict=True)], dtype=np.int64)

@@ -128,7 +128,8 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = connector_settings(self._kv_transfer_config.kv_connector_extra_config or {})
         self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | RefusingHalf = RefusingHalf(int(vllm_config.cache_config.block_size or 1))
+        self._spare = RefusingHalf(int(vllm_config.cache_config.block_size or 1))  # answers where the half fails
+        self._worker: WorkerHalf | RefusingHalf = self._spare
         self._ranks, self._failures = RankWatch(), FailureLog()
         self._untold: list[tuple[str, str, str]] = []  # failures that go to the scheduler with the next report
         self._tally: telemetry.MetricsTally | None = None
@@ -271,6 +272,8 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
             self._worker.before_step(self._orders)
         with self._guard("load"), self._ranks.work():
             self._worker.load(self._orders)
+        with self._guard("load"):
+            self._spare.load(self._orders)  # what is left of them: every load gets a verdict
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Make the worker half, on all ranks or on none. Without one nothing is captured and nothing ever claimed."""
@@ -312,9 +315,10 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         del finished_req_ids
+        finished = self._spare.take_finished()
         with self._guard("get_finished"):
-            return None, self._worker.take_finished() or None
-        return None, None
+            finished |= self._worker.take_finished()
+        return None, finished or None
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Donors are captured whole, after the forward pass."""
@@ -322,21 +326,26 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         with self._guard("capture"), self._ranks.work():
             self._worker.capture(self._orders)
+        with self._guard("capture"):
+            self._spare.capture(self._orders)  # what is left of them is told as not captured
 
     def get_block_ids_with_load_errors(self) -> set[int]:
+        invalid = self._spare.take_invalid_blocks()
         with self._guard("load_errors"):
-            return self._worker.take_invalid_blocks()
-        return set()
+            invalid |= self._worker.take_invalid_blocks()
+        return invalid
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        report = None
+        report = Report()
         with self._guard("report"):
-            report = self._worker.take_report()
-        if self._untold:
-            report = Report() if report is None else report
-            report.errors += self._untold
-            self._untold = []
-        return None if report is None else ReportMetadata(report)
+            report = self._worker.take_report() or report
+        if self._worker is not self._spare and (more := self._spare.take_report()) is not None:
+            report.loaded |= more.loaded
+            report.not_captured |= more.not_captured
+            report.served += more.served
+        report.errors += self._untold
+        self._untold = []
+        return ReportMetadata(report) if report else None
 
     def shutdown(self) -> None:
         with self._guard("shutdown"):

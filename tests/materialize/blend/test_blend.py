@@ -153,7 +153,7 @@ def test_fast_differs_from_cold_but_less_than_keys_that_were_not_moved():
     prompt, spans = one_document(world)
     logits, _ = world.cold(prompt)
     blended, _ = world.prepare(prompt, spans)
-    unmoved = World(mode="fast", canary_tolerance=1e9)
+    unmoved = World(mode="fast", canary_tolerance=1e9, deep_tolerance=1e9)
     one_document(unmoved)
     unmoved.poison("d", lambda held: held.k.copy_(unmoved.model.spec.rope.relocate(held.k, 30)))
     wrong, _ = unmoved.prepare(prompt, spans)

@@ -300,12 +300,10 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """The weights by name, so that the first request finds donors that neighbours have published."""
-        if not self._settings.donor_directory:
-            return None
+        weights = ""
         with self._guard("handshake"):  # the first step looks again, and tells
-            weights = self._worker.tell_weights()
-            return WeightsHandshake(weights) if weights else None
-        return None
+            weights = self._worker.tell_weights() if self._settings.donor_directory else ""
+        return WeightsHandshake(weights) if weights else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Done when the step's orders came: see `bind_connector_metadata`."""

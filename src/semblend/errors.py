@@ -10,6 +10,7 @@
     ├── CapacityError           a donor can't fit, even after evicting all that may be evicted
     ├── StoreError              the persistent store: locked, unreadable, foreign version, disk full
     ├── ReceiptError            a receipt contradicts itself or the plan it answers
+    ├── RankError               one of several ranks failed where they compute together: the engine has to stop
     └── MissingDependencyError  an optional package or model file is not installed
 
 A hint tells the next step, not the cause again.
@@ -73,6 +74,13 @@ class StoreError(SemBlendError):
 
 class ReceiptError(SemBlendError, ValueError):
     """A receipt contradicts itself or the plan it answers."""
+
+
+class RankError(SemBlendError):
+    """One of several ranks failed inside work that all of them do together; the others wait for it.
+
+    No rank can decline alone from there, so this is the only error of ours that may reach an engine: it has to stop.
+    """
 
 
 class MissingDependencyError(SemBlendError, ImportError):

@@ -258,7 +258,7 @@ def test_relocation_is_exact_at_layer_0_and_approximate_above(world):
     ours, theirs = world.kv(target.slots), world.kv(cold)
     world.assert_same(ours[:1], theirs[:1], "relocated KV at layer 0")
     assert world.differs(ours[1:], theirs[1:]), "above layer 0 donor KV carries its old context"
-    assert blended.reused_tokens == DOCUMENT - 4
+    assert DOCUMENT - 4 - 8 <= blended.reused_tokens < DOCUMENT - 4, "a few are computed for the canary"
 
 
 def test_a_donor_with_the_same_left_context_gives_what_cold_gives(world):

@@ -169,7 +169,8 @@ class Capabilities:
 
     ``scattered_rows``: rows with holes between them run in one pass; without it each run is a pass of its own.
     ``observers``: observers are called; without it mode balanced is declined, and so is every load, for the check of
-    donor KV (the canary) is an observer too. ``ranks``: how many processes hold parts of the model and call alike.
+    donor KV (the canary) is an observer too. ``ranks``: how many processes hold parts of the model and call alike;
+    ``rank``: which of them this one is, where the engine says so.
     ``native_spans``: the engine computes the gaps between donor spans itself, in the chunks of its own scheduler, where
     ``strict_prefix_boundary`` is off; without it a claim is one prefix-shaped range, and its gaps are computed by us.
     """
@@ -177,6 +178,7 @@ class Capabilities:
     scattered_rows: bool = True
     observers: bool = True
     ranks: int = 1
+    rank: int | None = None
     native_spans: bool = False
 
 

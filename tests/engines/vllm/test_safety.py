@@ -298,3 +298,41 @@ def test_what_vllm_counts_and_what_receipts_say_adds_up(world):
     held = sum(span["length"] for span in world.audited(output)["spans"])
     assert receipt["reused_tokens"] + receipt["recomputed_tokens"] == held <= claim
     assert claim == world.loads[-1].claim_end - receipt["exact_tokens"]
+
+
+HOOKS = {
+    "bind_connector_metadata, before anything": "before_step",
+    "bind_connector_metadata, a load": "load",
+    "wait_for_save": "capture",
+    "get_finished": "take_finished",
+    "get_block_ids_with_load_errors": "take_invalid_blocks",
+    "build_connector_worker_meta": "take_report",
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_of_the_worker_that_fails_never_reaches_vllm(world, monkeypatch, hook):
+    prompt = world.instruction(2) + world.document(61) + world.question()
+    cold = world.cold(prompt)
+
+    def fail(*_given):
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(world.worker, HOOKS[hook], fail)
+        (output,) = world.ask(prompt)
+    world.settle()
+    assert output.outputs[0].token_ids == cold.outputs[0].token_ids
+    assert sum(world.worker_connector._failures.counts.values()) > 0
+    (later,) = world.ask(prompt)
+    assert later.outputs[0].token_ids == cold.outputs[0].token_ids
+
+
+def test_a_load_that_fails_inside_is_computed_by_vllm_as_cold(world, monkeypatch):
+    target, cold = shifted(world, 62)
+    with monkeypatch.context() as broken:
+        broken.setattr(world.worker._loads, "work", lambda budget: 1 / 0)
+        (output,) = world.ask(target)
+    assert output.outputs[0].token_ids == cold.outputs[0].token_ids
+    receipt = world.receipt(output)
+    assert (receipt["reused_tokens"], receipt["reason"]) == (0, "error")

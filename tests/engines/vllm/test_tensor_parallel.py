@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,3 +43,21 @@ def test_two_ranks_reuse(answers, arm):
     assert all(
         sum(row[f"{kind}_tokens"] for kind in ("exact", "reused", "recomputed", "prefill")) == 437 for row in rows
     )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_in_a_pass_of_ours_stops_the_engine_with_a_message(tmp_path, rank):
+    script = Path(__file__).with_name("failing_rank.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(rank), str(tmp_path / "model")],
+        capture_output=True,
+        text=True,
+        timeout=280,  # vLLM itself gives up after 300 s
+    )
+    said = done.stdout + done.stderr
+    assert "a donor is kept" in said, said[-3000:]
+    assert "answered" not in said
+    failed, stopped = (float(re.search(rf"{what} at ([0-9.]+)", said).group(1)) for what in ("failed", "stopped"))
+    assert stopped - failed < 10
+    assert f"rank {rank} of 2 failed while all of them computed reused KV: MemoryError: no memory left" in said
+    assert "(hint: " in said

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from semblend.errors import RankError
+from semblend.materialize.blend import blender as blending
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import Placed, QualitySettings
 from semblend.materialize.contract import Capabilities, Rows
@@ -51,7 +53,7 @@ class RankEngine(NaiveEngine):
 def blenders(ranks=2, without_donor=(), **settings):
     table, made = Table(), []
     for rank in range(2):
-        plain = NaiveEngine.make(slots=512, seed=1 + rank, capabilities=Capabilities(ranks=ranks))
+        plain = NaiveEngine.make(slots=512, seed=1 + rank, capabilities=Capabilities(ranks=ranks, rank=rank))
         engine = RankEngine(**vars(plain), rank=rank, shared=table)
         kv, slots = DonorKv(0, 1 << 24), torch.arange(len(DONOR))
         blender = Blender(engine, kv, QualitySettings(**settings))
@@ -68,7 +70,11 @@ def prepared(made, mode):
     found = [None, None]
 
     def work(rank):
-        found[rank] = made[rank].prepare(Placed(TARGET, torch.arange(200, 200 + len(TARGET))), PLAN, mode=mode)
+        try:
+            found[rank] = made[rank].prepare(Placed(TARGET, torch.arange(200, 200 + len(TARGET))), PLAN, mode=mode)
+        except RankError as error:
+            found[rank] = error
+            made[rank].model.shared.barrier.abort()  # as the connection to a process that has ended
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -128,3 +134,32 @@ def test_time_runs_out_for_all_ranks_or_for_none():
     one, other = prepared(made, "balanced")
     assert one.decision == other.decision
     assert made[0].model.passes == made[1].model.passes
+
+
+@pytest.mark.parametrize("mode", ["fast", "balanced"])
+@pytest.mark.parametrize("place", ["forward", "logits"])
+def test_a_rank_that_fails_in_a_pass_says_so_instead_of_leaving_the_others_alone(monkeypatch, mode, place):
+    made = blenders()
+    monkeypatch.setattr(made[1].model, place, lambda *given: 1 / 0)
+    one, other = prepared(made, mode)
+    assert "rank 1 of 2 failed while all of them computed reused KV: ZeroDivisionError" in str(other)
+    assert "rank 0 of 2 failed" in str(one)
+    assert "BrokenBarrierError" in str(one), "it was waiting for the other"
+    assert all(blender.donor_kv.holders == 0 for blender in made)
+
+
+def test_on_a_single_rank_the_same_failure_is_a_decline(monkeypatch):
+    made = blenders(ranks=1)
+    monkeypatch.setattr(made[1].model, "forward", lambda *given: 1 / 0)
+    one, other = prepared(made, "fast")
+    assert (one.decision, other.reason) == ("fast", "error")
+
+
+def test_ranks_that_would_load_in_different_numbers_of_pieces_agree_first(monkeypatch):
+    made = blenders(without_donor={1}, piece_ms=1.0)
+    monkeypatch.setattr(blending, "STAGED_BYTES", 1)  # a piece for every token, on the rank that has the donor
+    for blender in made:
+        monkeypatch.setattr(blender, "_group_moves", lambda moves: [[move] for move in moves for _ in range(5)])
+    found = prepared(made, "fast")
+    assert [type(one) for one in found] == [Decline, Decline]
+    assert {one.reason for one in found} == {"stale"}

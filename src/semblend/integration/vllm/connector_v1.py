@@ -1,14 +1,15 @@
 """`SemBlendConnectorV1`: what vLLM loads. A facade: every hook is one call into a half, and none of them raises.
 
 vLLM makes one object in the scheduler's process and one in each worker's; a half exists only where its role is. A hook
-that fails says so in the log and in an event, and answers as if there were no connector.
+that fails says so in the log and in an event, and answers as if there were no connector. The one exception: where one
+of several tensor-parallel ranks fails in a pass of ours, the others wait for it: the engine stops (`rank_watch`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 
 from semblend.confirm.metrics import make_metrics
-from semblend.errors import SemBlendError
+from semblend.errors import RankError, SemBlendError
 from semblend.integration.vllm import metrics as telemetry
 from semblend.integration.vllm.orders import Orders, Report, join_digests
 from semblend.integration.vllm.plugin import register
@@ -36,7 +37,8 @@ from semblend.integration.vllm.startup_checks import (
 )
 from semblend.integration.vllm.versions import is_known
 from semblend.integration.vllm.worker.model_access import StockModel, find_model_of_caller
-from semblend.integration.vllm.worker.worker_half import WorkerHalf
+from semblend.integration.vllm.worker.rank_watch import RankWatch, meet_ranks
+from semblend.integration.vllm.worker.worker_half import FailureLog, RefusingHalf, WorkerHalf
 from semblend.materialize.gate.outcome_memory import OutcomeMemory
 
 try:
@@ -126,10 +128,12 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = connector_settings(self._kv_transfer_config.kv_connector_extra_config or {})
         self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
+        self._spare = RefusingHalf(int(vllm_config.cache_config.block_size or 1))  # answers where the half fails
+        self._worker: WorkerHalf | RefusingHalf = self._spare
+        self._ranks, self._failures = RankWatch(), FailureLog()
+        self._untold: list[tuple[str, str, str]] = []  # failures that go to the scheduler with the next report
         self._tally: telemetry.MetricsTally | None = None
         self._admin: AdminSocket | None = None
-        self._served: list[str] = []  # told back even where there is no worker half, or receipts would wait forever
         if role is KVConnectorRole.SCHEDULER:
             semblend, self._tally = make_semblend(self._settings)
             facts = engine_facts(vllm_config, kv_cache_config, vllm.__version__, PACKAGE)
@@ -293,28 +297,42 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         there a pass of ours could overwrite what sampling is about to read.
         """
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None:
+        with self._guard("before_step"):
             self._worker.before_step(self._orders)
+        with self._guard("load"), self._ranks.work():
             self._worker.load(self._orders)
+        with self._guard("load"):
+            self._spare.load(self._orders)  # what is left of them: every load gets a verdict
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Make the worker half, on all ranks or on none. Without one nothing is captured and nothing ever claimed."""
         config, caches = self._vllm_config, self._kv_cache_config
-        if refusal(config, caches, vllm.__version__, PACKAGE) is not None:
-            return  # the scheduler half has said so
+        with self._guard("register"):
+            if refusal(config, caches, vllm.__version__, PACKAGE) is not None:
+                return  # the scheduler half has said so
+        made: WorkerHalf | None = None
         try:
             model = StockModel(find_model_of_caller(), config, caches, kv_caches, self._quiet)
-            self._worker = make_worker_half(model, self._settings, config)
-            self._worker.warm_up()
-        except SemBlendError as error:  # without a worker half nothing is captured, so nothing is ever claimed
-            log.warning("SemBlend reuses nothing in this engine: %s", error)
+            made = make_worker_half(model, self._settings, config)
+        except Exception as error:
+            log.warning(
+                "SemBlend reuses nothing in this engine: %s", error, exc_info=not isinstance(error, SemBlendError)
+            )
+        with self._guard("register"):
+            failed, others = meet_ranks(made is None, config)
+            self._ranks = RankWatch(others)
+            if failed or made is None:
+                return
+            self._worker = made
+            with self._ranks.work():
+                made.warm_up()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """The weights by name, so that the first request finds donors that neighbours have published."""
-        if self._worker is None or not self._settings.donor_directory:
-            return None
-        with suppress(Exception):  # the first step looks again, and tells
-            return WeightsHandshake(self._worker.tell_weights())
-        return None
+        weights = ""
+        with self._guard("handshake"):  # the first step looks again, and tells
+            weights = self._worker.tell_weights() if self._settings.donor_directory else ""
+        return WeightsHandshake(weights) if weights else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Done when the step's orders came: see `bind_connector_metadata`."""
@@ -324,35 +342,49 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         del finished_req_ids
-        return None, (self._worker.take_finished() or None) if self._worker is not None else None
+        finished = self._spare.take_finished()
+        with self._guard("get_finished"):
+            finished |= self._worker.take_finished()
+        return None, finished or None
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Donors are captured whole, after the forward pass."""
 
     def wait_for_save(self) -> None:
-        if self._worker is not None:
+        with self._guard("capture"), self._ranks.work():
             self._worker.capture(self._orders)
-        else:
-            self._served += self._orders.served
+        with self._guard("capture"):
+            self._spare.capture(self._orders)  # what is left of them is told as not captured
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.take_invalid_blocks() if self._worker is not None else set()
+        invalid = self._spare.take_invalid_blocks()
+        with self._guard("load_errors"):
+            invalid |= self._worker.take_invalid_blocks()
+        return invalid
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        if self._worker is not None:
-            report = self._worker.take_report()
-        else:
-            report, self._served = Report(served=self._served) if self._served else None, []
-        return None if report is None else ReportMetadata(report)
+        report = Report()
+        with self._guard("report"):
+            report = self._worker.take_report() or report
+        if self._worker is not self._spare and (more := self._spare.take_report()) is not None:
+            report.loaded |= more.loaded
+            report.not_captured |= more.not_captured
+            report.served += more.served
+        report.errors += self._untold
+        self._untold = []
+        return ReportMetadata(report) if report else None
 
     def shutdown(self) -> None:
-        if self._worker is not None:
+        with self._guard("shutdown"):
             self._worker.close()
         if self._admin is not None:
-            self._admin.close()
+            with self._guard("shutdown"):
+                self._admin.close()
         if self._scheduler is not None:
-            self._scheduler.donors.close()
-            self._scheduler.semblend.close()
+            with self._guard("shutdown"):
+                self._scheduler.donors.close()
+            with self._guard("shutdown"):
+                self._scheduler.semblend.close()
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
@@ -366,6 +398,16 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, OrdersMetadata), "made by build_connector_meta"
         return metadata.orders
+
+    @contextmanager
+    def _guard(self, where: str) -> Iterator[None]:
+        """The border to vLLM's worker: a failure of ours costs reuse, never a step; a failed rank ends the engine."""
+        try:
+            yield
+        except RankError:
+            raise
+        except Exception as error:
+            self._untold.append((where, self._failures.note(where, error), ""))
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:

@@ -10,7 +10,9 @@
 is running. `place` only moves donor KV and checks it: the engine computes the rest with its
 own scheduler.
 
-Nothing raises: a refusal or a failure is a `Decline`, and the caller computes the prompt from its exact prefix on.
+Nothing raises: a refusal or a failure is a `Decline`, and the caller computes the prompt from its exact prefix on. The
+one exception: where several ranks compute one model, a failure of one of them is a `RankError`, because the others wait
+for it and none can go on alone.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from dataclasses import replace
+
+import torch
 
 from semblend.errors import InputError
 from semblend.materialize.blend.blend_state import BlendState, Refused
@@ -76,6 +80,7 @@ class Blender:
         except Refused as refused:
             return refused.decline
         except Exception as error:
+            self._ranks.raise_if_several(error)
             return _decline_failure(error)
 
     def place(self, target: Target, plan: ReusePlan) -> Spliced | Decline:
@@ -85,6 +90,7 @@ class Blender:
         except Refused as refused:
             return refused.decline
         except Exception as error:
+            self._ranks.raise_if_several(error)
             return _decline_failure(error)
 
     def _place(self, target: Target, plan: ReusePlan) -> Spliced:
@@ -156,27 +162,40 @@ class Blender:
     def _load(self, state: BlendState, held: ExitStack) -> Pieces[None]:
         """Queues donor KV into the prompt's slots; donors are held until ``held`` ends, behind a wait for the device.
 
-        All ranks take as many pieces, whatever becomes of one rank's.
+        Ranks compute nothing together here, so one that fails declines, and so do the others: they agree twice, once
+        before the first piece, because all of them take as many.
         """
         problem: Exception | None = None
-        moves: list[Move] = []
+        groups: list[list[Move]] = []
         try:
-            moves = self._find_moves(state, held)
+            groups = self._group_moves(self._find_moves(state, held))
         except Exception as error:
             problem = error
-        for group in self._group_moves(moves):
+        pieces = self._agree_to_load(problem, len(groups))
+        for number in range(pieces):
             try:
-                splice(group, self.model.layout, self.model.rope, check_slots=False)
+                if problem is None and number < len(groups):
+                    splice(groups[number], self.model.layout, self.model.rope, check_slots=False)
             except Exception as error:
-                problem = problem or error
+                problem = error
                 if not self._ranks.several:
                     break
             yield from self._passes.put_aside(state)
-        if self._ranks.several and self._ranks.mean(float(problem is not None)):
-            raise problem or Refused(DeclineReason.STALE, "another rank could not load its part of a donor")
-        if problem is not None:
-            raise problem
+        self._agree_to_load(problem, pieces)
         state.load_ms = state.elapsed_ms
+
+    def _agree_to_load(self, problem: Exception | None, pieces: int) -> int:
+        """The most pieces that a rank has; raises `Refused` on every rank where one of them has a problem."""
+        ours = torch.tensor([float(problem is not None), float(pieces)], device=self.model.device)
+        failed, most = self._ranks.largest(ours).tolist() if self._ranks.several else (problem is not None, pieces)
+        if isinstance(problem, Refused):
+            raise problem
+        if problem is not None:
+            declined = _decline_failure(problem)
+            raise Refused(declined.reason, declined.detail) from problem
+        if failed:
+            raise Refused(DeclineReason.STALE, "another rank could not load its part of a donor")
+        return int(most)
 
     def _group_moves(self, moves: list[Move]) -> list[list[Move]]:
         """What is moved at once: everything, or, in pieces and from host memory, so much that it is a short while."""
@@ -254,6 +273,7 @@ class Blender:
             risk=state.risk,
             features=state.features,
             glance=state.glance,
+            deep=state.deep,
             escalations=state.escalations,
             canary=state.canary,
             load_ms=state.load_ms,

@@ -9,8 +9,9 @@ tokens chosen is a cold prefill.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,10 +23,21 @@ from semblend.materialize.blend.pieces import Pace, PieceRate, Pieces, count_pie
 from semblend.materialize.blend.quality import Pass, QualitySettings
 from semblend.materialize.blend.ranks import Ranks
 from semblend.materialize.contract import QUESTION_ROWS, Model, Observer, Rows, StopPass
-from semblend.materialize.gate.canary import CANARY_TOLERANCE, canary_positions, find_largest, measure_rows
+from semblend.materialize.gate.canary import (
+    CANARY_TOLERANCE,
+    DEEP_ROWS,
+    DeepLook,
+    canary_positions,
+    choose_deep_rows,
+    cut_windows,
+    find_deep_deviation,
+    find_largest,
+    measure_rows,
+)
 from semblend.materialize.gate.risk import bound_risk, next_token_kl
 from semblend.plan.reuse_plan import DeclineReason
 from semblend.plan.selection import Positions
+from semblend.span import Span
 
 
 class PassRunner:
@@ -45,16 +57,27 @@ class PassRunner:
     ) -> Pieces[float]:
         """Runs the rows and waits; returns how far the next-token distribution moved, in nats.
 
-        ``check``: the canary looks at the donor KV. It is queued behind the pass, so that a GPU is not kept idle.
-        Raises `Refused` where the donor KV was wrong or the logits are not finite.
+        ``check``: the canary looks at the donor KV, in layer 0 and at rows that are computed with these for it. It is
+        queued behind the pass, so that a GPU is not kept idle. Raises `Refused` where the donor KV was wrong or the
+        logits are not finite.
         """
         began, started = state.elapsed_ms, time.perf_counter()
-        hidden = yield from self.run_layers(state, name, rows, observer, layers=self.model.layout.layers)
+        chosen = self._choose_canary_rows(state) if check else torch.empty(0, dtype=torch.long)
+        look = self._make_deep_look(state, rows, chosen) if check else None
+        if look is not None:
+            rows = np.union1d(rows, look.at)
+        hidden = yield from self.run_layers(state, name, rows, observer, layers=self.model.layout.layers, look=look)
         if hidden is None:
             raise Refused(DeclineReason.ERROR, f"the pass {name!r} ended early")
         tail = self.model.logits(hidden)
-        canary = self._measure_canary(state).to(tail.device) if check else torch.zeros((), device=tail.device)
-        error, finite = torch.stack((canary.float(), tail.isfinite().all().float())).tolist()
+        nothing = torch.zeros((), device=tail.device)
+        canary = self._measure_canary(state, chosen).to(tail.device).float() if check else nothing
+        off = look.compare() if look is not None else None
+        donors = _group_by_donor(look.at, state.spans) if look is not None else {}
+        windows = cut_windows(list(donors.values()))
+        deep = find_deep_deviation(off, windows).to(tail.device) if off is not None else nothing
+        verdict = torch.stack((canary, deep, (~tail.isfinite()).any().float()))
+        error, deviation, broken = self.ranks.largest(verdict).tolist()
         ms = state.elapsed_ms - began
         if not self._piece_rate.rows_per_ms:
             self._note_rate(len(rows), started)
@@ -62,7 +85,9 @@ class PassRunner:
         self._rows_per_ms = max(self._rows_per_ms, len(rows) / max(ms, 1e-6))
         if check:
             state.canary = self._check_canary(state, bound_risk(error))
-        if not finite:
+        if look is not None and off is not None:
+            self._check_deep_look(state, donors, off, bound_risk(deviation))
+        if broken:
             # NaN reaches rows before it too (0 x NaN behind a mask), so no further pass of ours can mend it.
             raise Refused(DeclineReason.VALIDATION_FAILED, f"logits after the pass {name!r} are not numbers")
         before, state.tail = state.tail, tail
@@ -75,24 +100,31 @@ class PassRunner:
         return moved
 
     def run_layers(
-        self, state: BlendState, name: str, rows: Positions, observer: Observer | None, layers: int
+        self,
+        state: BlendState,
+        name: str,
+        rows: Positions,
+        observer: Observer | None,
+        layers: int,
+        look: DeepLook | None = None,
     ) -> Pieces[Tensor | None]:
         """Runs the rows in chunks, ascending, so that each sees what the one before wrote.
 
         Returns the hidden states of the prompt's last tokens, None where the observer stopped the pass. The question
-        stays in one chunk. Nobody waits for the last one.
+        stays in one chunk. Nobody waits for the last one. ``look`` hears of the begin and end of chunks, not of layers.
         """
         began, hidden, left = state.elapsed_ms, None, len(rows)
         for chunk in self._split(rows, layers):
             started, part = time.perf_counter(), self._make_rows(state, torch.from_numpy(chunk))
-            if observer is not None:
-                observer.on_begin(part, self.model.layout)
+            watchers = [one for one in (observer, look) if one is not None]
+            for one in watchers:
+                one.on_begin(part, self.model.layout)
             try:
                 hidden = self.model.forward(part, observer)
             except StopPass:
                 hidden = None
-            if observer is not None:
-                observer.on_end(part, self.model.layout)
+            for one in watchers:
+                one.on_end(part, self.model.layout)
             left -= len(chunk)
             if left and self.pace.piece_ms:
                 self._wait_for_device()
@@ -135,7 +167,8 @@ class PassRunner:
 
     def check_donor_kv(self, state: BlendState) -> float:
         """The canary alone, waited for; raises `Refused` where the donor KV is wrong."""
-        return self._check_canary(state, bound_risk(float(self._measure_canary(state))))
+        found = self._measure_canary(state, self._choose_canary_rows(state))
+        return self._check_canary(state, bound_risk(float(self.ranks.largest(found.reshape(1)))))
 
     def _split(self, rows: Positions, layers: int) -> Iterator[Positions]:
         """The rows as one pass takes them: in chunks, and run by run for a model that cannot take scattered rows."""
@@ -174,15 +207,47 @@ class PassRunner:
         """Rows at the end that every pass computes: their next-token distributions can be compared."""
         return max(1, min(self.settings.question_tokens, len(state.tokens) - state.exact))
 
-    def _measure_canary(self, state: BlendState) -> Tensor:
-        """On a sample: is this the KV that its tokens ask for? What a pass has overwritten is right in any case."""
+    def _choose_canary_rows(self, state: BlendState) -> Tensor:
+        """The positions at which layer 0 is looked at: other tokens of each block with every request."""
         starts, ends = (
             torch.tensor([getattr(s, name) for s in state.spans]) for name in ("target_start", "target_end")
         )
-        self.prompts_checked += 1  # other tokens of each block with every request
-        at = canary_positions(starts, ends, seed=self.prompts_checked)
+        self.prompts_checked += 1
+        return canary_positions(starts, ends, seed=self.prompts_checked)
+
+    def _measure_canary(self, state: BlendState, at: Tensor) -> Tensor:
+        """On a sample: is this the KV that its tokens ask for? What a pass has overwritten is right in any case."""
         state.looked_at = at, measure_rows(self.model, self._make_rows(state, at))
-        return self.ranks.largest(find_largest(state.looked_at[1]))
+        return find_largest(state.looked_at[1])
+
+    def _make_deep_look(self, state: BlendState, rows: Positions, canary: Tensor) -> DeepLook | None:
+        """Chooses the rows by which deep layers are judged; None where donors hold too little, or nobody wants it.
+
+        They are others than those whose layer 0 is looked at: the pass overwrites them before that look.
+        """
+        computed = np.isin(state.reused, rows)
+        kept = state.reused[~computed & ~np.isin(state.reused, canary.numpy())]
+        donors = _group_by_donor(kept, state.spans).values()
+        most, seed = DEEP_ROWS // max(1, len(donors)), self.prompts_checked
+        at = np.sort(np.concatenate([choose_deep_rows(kept[rows], most=most, seed=seed) for rows in donors]))
+        return DeepLook(at, state.reused[computed]) if len(at) and self.settings.deep_tolerance < math.inf else None
+
+    def _check_deep_look(
+        self, state: BlendState, donors: Mapping[str, Positions], off: Tensor, deviation: float
+    ) -> None:
+        state.deep, tolerance = deviation, self.settings.deep_tolerance
+        if deviation > tolerance:
+            wrong = [
+                name
+                for name, rows in donors.items()
+                if len(rows) and float(find_deep_deviation(off, cut_windows([rows]))) > tolerance
+            ]
+            raise Refused(
+                DeclineReason.VALIDATION_FAILED,
+                f"KV from donors is off by {deviation:.3g} of what tokens differ by in some layer, "
+                f"another text in front explains {tolerance:g}",
+                tuple(wrong),
+            )
 
     def _check_canary(self, state: BlendState, error: float) -> float:
         tolerance = self.settings.canary_tolerance
@@ -194,3 +259,12 @@ class PassRunner:
                 state.find_faulty_donors(tolerance),
             )
         return error
+
+
+def _group_by_donor(at: Positions, spans: Sequence[Span]) -> dict[str, Positions]:
+    """Which of the positions ``at`` are of each donor, as indices."""
+    found: dict[str, list[Positions]] = {}
+    for span in spans:
+        inside = np.flatnonzero((at >= span.target_start) & (at < span.target_end))
+        found.setdefault(span.donor_id, []).append(inside)
+    return {name: np.concatenate(parts) for name, parts in found.items()}

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from semblend.errors import InputError
+from semblend.materialize.gate.canary import DEEP_TOLERANCE
 from semblend.materialize.gate.risk import RiskFeatures
 from semblend.materialize.gate.thresholds import DEFAULT, Thresholds
 from semblend.plan.selection import SELECTIONS, Positions
@@ -56,6 +57,7 @@ class QualitySettings:
     ``pass_rows``: what a pass costs beside its rows, in rows (`semblend.materialize.blend.pass_cost`); 0: not measured.
     ``piece_ms``: work stops after about so many milliseconds, so that an engine can do something else; 0: it does not.
     ``prefills`` off: a prompt that is to be prefilled in full is `Rejected`, because the engine does that better.
+    ``canary_tolerance``: how far donor KV may be off in layer 0 (None: as its type rounds); ``deep_tolerance``: above.
     ``refresh`` off leaves repaired tokens and gaps of earlier passes as they are: cheaper, and less exact.
     """
 
@@ -80,6 +82,7 @@ class QualitySettings:
     piece_ms: float = 0.0
     prefills: bool = True
     canary_tolerance: float | None = None
+    deep_tolerance: float = DEEP_TOLERANCE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", parse_quality(self.mode))
@@ -115,7 +118,8 @@ class Blended:
 
     ``exact_until``: KV of positions before it is what a cold prefill computes; from it on it is an approximation and
     must enter no exact cache. ``decision``: exact, fast, accepted, over_budget, prefill. ``risk`` is the divergence
-    from cold, in nats, that ``features`` let expect; ``glance`` is the layer-1 deviation seen before the first repair.
+    from cold, in nats, that ``features`` let expect; ``glance`` is the layer-1 deviation seen before the first repair,
+    ``deep`` that of the canary's sample above layer 0, in what a layer's rows differ by.
     ``compute_ms`` is the time of passes, with their canary and logits; what is worked out between them is not in it.
     ``work`` is what all passes computed, as a share of a cold prefill; more than 1 where the gate refused.
     """
@@ -137,6 +141,7 @@ class Blended:
     """Runs ``[start, end)`` of the prompt that a donor held and that were computed again."""
     features: RiskFeatures | None = None
     glance: float | None = None
+    deep: float | None = None
     work: float = 0.0
 
     @property

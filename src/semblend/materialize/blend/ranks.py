@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from semblend.errors import RankError
 from semblend.materialize.blend.blend_state import Refused
 from semblend.materialize.contract import Model
 from semblend.plan.reuse_plan import DeclineReason
@@ -40,9 +42,29 @@ class Ranks:
             return value
         return float(self._agree(torch.tensor([value], device=self._model.device), "mean"))
 
-    def largest(self, value: Tensor) -> Tensor:
-        """The largest of the ranks' numbers, still on the device."""
-        return self._agree(value.reshape(1), "max")[0] if self.several else value
+    def largest(self, values: Tensor) -> Tensor:
+        """The largest of the ranks' numbers, each by itself, still on the device; what is no number is infinite."""
+        return self._agree(values.nan_to_num(nan=math.inf, posinf=math.inf), "max") if self.several else values
+
+    def raise_if_several(self, error: Exception) -> None:
+        """Raise `RankError` where other ranks wait for this one in what they compute together; else do nothing."""
+        if isinstance(error, RankError):
+            raise error
+        if self.several:
+            self._fail(error)
 
     def _agree(self, values: Tensor, how: str) -> Tensor:
-        return self._model.agree(values, how) if self.several else values
+        if not self.several:
+            return values
+        try:
+            return self._model.agree(values, how)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        here, cause = self._model.capabilities, f"{type(error).__name__}: {error}".splitlines()[0]
+        name = f"one of {here.ranks} ranks" if here.rank is None else f"rank {here.rank} of {here.ranks}"
+        raise RankError(
+            f"{name} failed while all of them computed reused KV: {cause}",
+            hint="the ranks no longer agree, so the engine stops: start it again; without SemBlend if it comes back",
+        ) from error

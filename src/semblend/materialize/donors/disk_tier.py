@@ -8,6 +8,7 @@ tokens, and those are kept elsewhere.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import stat
@@ -23,6 +24,8 @@ from torch import Tensor
 from semblend.errors import StoreError
 from semblend.materialize.donors.donor_file import map_tensors, read_header, verify_payload, write_donor_file
 from semblend.materialize.donors.file_lock import take_lock
+
+log = logging.getLogger("semblend.donors")
 
 _PREFIX = "donor-kv-"
 _LOCK = "lock"
@@ -52,7 +55,7 @@ class DiskTier:
             raise StoreError(
                 f"donor KV cannot be kept in {parent}: {error.strerror}", hint="name a writable folder"
             ) from error
-        self._serial = 0
+        self._serial, self._has_warned = 0, False
 
     def write(self, parts: Mapping[str, Tensor], about: Mapping[str, Any]) -> KvFile:
         """Writes the tensors; raises OSError (disk full, limit reached) and then leaves nothing behind."""
@@ -63,7 +66,7 @@ class DiskTier:
             with os.fdopen(descriptor, "wb") as out:
                 write_donor_file(out, parts, about)
         except OSError:
-            path.unlink(missing_ok=True)
+            self.remove(KvFile(path, 0))
             raise
         return KvFile(path, path.stat().st_size)
 
@@ -74,9 +77,17 @@ class DiskTier:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StoreError(f"donor file {file.path.name} is damaged: {error}", hint="it is dropped") from error
 
-    def remove(self, file: KvFile) -> None:
-        """Frees the space; views that are still mapped stay readable until they are let go."""
-        file.path.unlink(missing_ok=True)
+    def remove(self, file: KvFile) -> bool:
+        """Frees the space; views that are still mapped stay readable until they are let go. False where it cannot."""
+        try:
+            file.path.unlink(missing_ok=True)
+        except OSError as error:  # a disk that went read-only: donors are dropped all the same
+            if not self._has_warned:
+                log.warning("donor files cannot be removed from %s: %s", self.folder, error.strerror)
+            self._has_warned = True
+            return False
+        self._has_warned = False
+        return True
 
     def files(self) -> frozenset[Path]:
         """Donor files that are really there."""

@@ -163,10 +163,9 @@ class DonorKv:
 
     def drop_all(self) -> None:
         """Let every donor go."""
-        with self._lock:
-            known = list(self._books.current)
-        for donor_id in known:
-            self.drop(donor_id)
+        with self._telling(), self._lock:
+            for donor_id in list(self._books.current):
+                self._books.retire(donor_id)
 
     def acquire(self, donor_id: str, generation: int) -> DonorTensors | None:
         """Holds the donor's KV until `release`; None when it is gone, was replaced, or its file is damaged."""
@@ -287,9 +286,9 @@ class DonorKv:
                 waste, self._books.waste = self._books.waste, []
                 failures = self._policy_failures.copy()
                 self._policy_failures.clear()
-            for file in waste:
-                if self._disk is not None:
-                    self._disk.remove(file)
+            if self._disk is not None and (left := [file for file in waste if not self._disk.remove(file)]):
+                with self._lock:
+                    self._books.waste += left  # tried again the next time
             for error in failures:
                 self._on_policy_failure(error)
             if self._on_evicted is not None:

@@ -1,12 +1,15 @@
 """The canary: on a sample of positions, is the KV in the cache what its tokens and positions ask for?
 
-Layer-0 KV depends on token and position alone. Computing it again for a few rows tells a wrong block or a wrong shift
-from a right one, for less than a thousandth of a prefill.
+layer 0       depends on token and position alone. Computing it again for a few rows tells a wrong block or a wrong
+              shift from a right one, for less than a thousandth of a prefill
+deep layers   depend on the text in front, which is another than the donor's, so they differ where nothing is wrong.
+              A few rows inside the spans are computed with the first pass and compared with what lay there
+              (`DeepLook`): donor KV of another text, of another layer, moved or empty is further off than that
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -15,6 +18,9 @@ import torch
 from torch import Tensor
 
 from semblend.materialize.contract import Layout, Model, Observer, Rows, StopPass
+from semblend.materialize.kv.gather import copy_layers
+from semblend.materialize.kv.host_memory import copy_to_device
+from semblend.plan.selection import Positions
 
 CANARY_TOLERANCE: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.02, torch.float16: 0.005}
@@ -23,7 +29,13 @@ CANARY_TOLERANCE: Mapping[torch.dtype, float] = MappingProxyType(
 EIGHT_BIT_TOLERANCE = 0.09
 """The same where donors are held at 8 bits; measured, see decision 0081."""
 
+DEEP_TOLERANCE = 1.0
+"""Largest deviation of deep layers that still is another text in front; measured, see docs/research/robustness.md."""
 _CHECK_EVERY = 16
+DEEP_ROWS = 32
+"""So many rows of a prompt are computed to be compared, at most; eight of each donor where there are more than four."""
+_WINDOW_ROWS = 8
+"""So many rows, next to each other in the sample, are judged together: a single odd token does not decide."""
 
 
 def find_tolerance(dtype: torch.dtype, donor_bits: int = 16) -> float:
@@ -49,6 +61,85 @@ class _Canary(Observer):
         pairs = (_pairs(part, self.style, self.rotary_dim) for part in (k.float(), held_k))
         self.error = torch.maximum(_pair_error(*pairs), _error(v.float(), held_v))
         raise StopPass
+
+
+class DeepLook(Observer):
+    """How far donor KV is, in all layers, from what a pass computes for the same rows.
+
+    ``at``: the rows that are judged. ``heads``: more rows of the pass, by which is seen how much rows of a layer differ
+    from each other; what they have in common, such as a large key bias, says nothing. It looks before the pass and
+    after it, once for all layers, and waits for nothing.
+    """
+
+    def __init__(self, at: Positions, heads: Positions) -> None:
+        self.at = at
+        self._shown = np.union1d(at, heads[:: max(1, len(heads) // DEEP_ROWS)])
+        self._slots: Tensor | None = None
+        self._before: list[tuple[Tensor, Tensor]] = []
+        self._after: list[tuple[Tensor, Tensor]] = []
+
+    def on_begin(self, rows: Rows, layout: Layout) -> None:
+        chosen = np.flatnonzero(np.isin(rows.host_positions.numpy(), self._shown))
+        self._slots = rows.slots[copy_to_device(torch.from_numpy(chosen), rows.slots.device)] if len(chosen) else None
+        if self._slots is not None:
+            self._before.append(copy_layers(layout, range(layout.layers), self._slots))
+
+    def on_end(self, rows: Rows, layout: Layout) -> None:  # noqa: ARG002  (those of `on_begin`)
+        if self._slots is not None:
+            self._after.append(copy_layers(layout, range(layout.layers), self._slots))
+
+    def compare(self) -> Tensor:
+        """The deviation of the rows ``at`` in every layer, ``[2, layers, rows]``: of keys, and of values."""
+        judged = torch.from_numpy(np.flatnonzero(np.isin(self._shown, self.at)))
+        found = []
+        for before, after in zip(zip(*self._before, strict=True), zip(*self._after, strict=True), strict=True):
+            held, computed = torch.cat(before, 1).float(), torch.cat(after, 1).float()
+            spread = (computed - computed.mean(1, keepdim=True)).square().sum((2, 3)).mean(1, keepdim=True)
+            off = (computed - held).square().sum((2, 3)) / spread.clamp_min(1e-30)
+            found.append(off.sqrt()[:, copy_to_device(judged, off.device)])
+        return torch.stack(found)
+
+
+def find_deep_deviation(off: Tensor, windows: Sequence[Positions]) -> Tensor:
+    """The largest over keys, values, layers and windows of the median of a window's rows; not a number counts as most.
+
+    >>> off = torch.zeros(2, 3, 16)
+    >>> off[1, 2, 3] = 9.0  # one odd token
+    >>> float(find_deep_deviation(off, cut_windows([np.arange(16)])))
+    0.0
+    >>> off[1, 2, 8:] = 1.0  # the second half of one layer's values
+    >>> float(find_deep_deviation(off, cut_windows([np.arange(16)])))
+    1.0
+    """
+    off = off.nan_to_num(nan=torch.inf)
+    rows = [copy_to_device(torch.from_numpy(window), off.device) for window in windows]
+    return torch.stack([off[..., window].median(-1).values.max() for window in rows]).max()
+
+
+def cut_windows(groups: Sequence[Positions]) -> list[Positions]:
+    """Rows of the sample, those of one donor a group, in windows of about eight; groups of fewer rows are joined."""
+    few = [group for group in groups if len(group) < _WINDOW_ROWS]
+    many = [group for group in groups if len(group) >= _WINDOW_ROWS]
+    joined = [np.sort(np.concatenate(few))] if few and sum(map(len, few)) else []
+    return [
+        window for group in (*many, *joined) for window in np.array_split(group, max(1, len(group) // _WINDOW_ROWS))
+    ]
+
+
+def choose_deep_rows(reused: Positions, *, most: int = DEEP_ROWS, seed: int = 0) -> Positions:
+    """Of positions that would keep a donor's KV, those that are computed to be compared, spread over all of them.
+
+    One in 16, at most ``most``; of a few hundred tokens eight, so that a median means something. None of fewer than 16.
+
+    >>> [len(choose_deep_rows(np.arange(count))) for count in (5000, 100, 9)]
+    [32, 8, 0]
+    """
+    if len(reused) < _CHECK_EVERY:
+        return reused[:0]
+    count = min(max(most, _WINDOW_ROWS), max(len(reused) // _CHECK_EVERY, min(_WINDOW_ROWS, len(reused) // 4)))
+    parts = np.array_split(reused, count)  # other tokens with every request
+    draw = np.random.default_rng(seed).random(count)
+    return np.array([part[int(share * len(part))] for part, share in zip(parts, draw, strict=True)], dtype=np.int64)
 
 
 def measure_rows(model: Model, rows: Rows) -> Tensor:

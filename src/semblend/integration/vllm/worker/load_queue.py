@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from semblend.errors import RankError
 from semblend.integration.vllm.orders import Load
 from semblend.materialize.blend.pieces import Pace, Pieces
 from semblend.materialize.blend.quality import Blended, Rejected
@@ -34,6 +35,8 @@ class _Job:
         except StopIteration as done:
             outcome: Outcome = done.value
             return outcome
+        except RankError:
+            raise
         except Exception as error:  # the blender itself does not raise; what is around it may
             return Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}")
         return None
@@ -44,7 +47,7 @@ class LoadQueue:
 
     ``pace`` is that of the pieces; if it is 0, a load is one piece. ``agree`` makes one number of what several ranks
     have measured, because all of them have to stop behind the same piece. ``wait`` waits for what the device has to do
-    already.
+    already. ``tell`` hears of a load whose donors could not be let go.
     """
 
     def __init__(
@@ -54,9 +57,10 @@ class LoadQueue:
         *,
         agree: Callable[[float], float] = lambda ms: ms,
         wait: Callable[[], None] = lambda: None,
+        tell: Callable[[str, Exception, str], None] = lambda *_: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._begin, self._agree, self._wait, self._clock = begin, agree, wait, clock
+        self._begin, self._agree, self._wait, self._clock, self._tell = begin, agree, wait, clock, tell
         self._pace = Pace() if pace is None else pace
         self._in_pieces = self._pace.piece_ms > 0
         self._jobs: deque[_Job] = deque()
@@ -72,7 +76,7 @@ class LoadQueue:
         for job in self._jobs:
             if job.load.request_id == request_id:
                 self._jobs.remove(job)
-                job.pieces.close()
+                self._close(job)
                 return True
         return False
 
@@ -100,5 +104,11 @@ class LoadQueue:
         """Give up everything; also what was finished in a `work` that did not return."""
         jobs, self._jobs = list(self._jobs), deque()
         for job in jobs:
-            job.pieces.close()
+            self._close(job)
         return [job.load for job in jobs]
+
+    def _close(self, job: _Job) -> None:
+        try:
+            job.pieces.close()
+        except Exception as error:  # the load is over all the same
+            self._tell("cancel", error, job.load.request_id)

@@ -67,7 +67,8 @@ class StockModel:
         self.block_tokens: int = group.kv_cache_spec.block_size
         self.device: torch.device = self._caches[0].device
         self.rope = RopeSpec.from_hf_config(read_rope_config(vllm_config))
-        self.capabilities = Capabilities(ranks=int(vllm_config.parallel_config.tensor_parallel_size))
+        ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+        self.capabilities = Capabilities(ranks=ranks, rank=self.rank if ranks > 1 else None)
 
     def agree(self, values: Tensor, how: str) -> Tensor:
         """The mean or the largest over the ranks that hold parts of the model."""

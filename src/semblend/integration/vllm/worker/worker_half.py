@@ -8,21 +8,24 @@
               the copies are queued beside the next steps; a request that ends before its copy has arrived gives its
               blocks away, and the step that gets them is ordered behind the copy (`before_step`)
 
-Nothing raises. What failed stands in the report.
+Nothing raises: what failed stands in the report and in the log, a load that was ordered is refused, and a capture is
+told as not captured. The one exception is a `RankError`: a failure on one of several tensor-parallel ranks, while all
+of them compute reused KV, has to end the engine.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from semblend.errors import CapacityError
+from semblend.errors import CapacityError, RankError, SemBlendError
 from semblend.integration.vllm.orders import Capture, Load, Loaded, Orders, Report
 from semblend.integration.vllm.worker.load_queue import LoadQueue, Outcome
 from semblend.materialize.blend.blender import STAGED_BYTES, Blender
@@ -45,6 +48,30 @@ log = logging.getLogger("vllm.semblend")
 
 PASSES_OF_A_LOAD = 2
 """A load costs a pass, and about as much again: a step of the engine around it, and the look at the donor's KV."""
+
+SAY_AGAIN_S = 60.0
+"""A failure of the same kind is logged once in this time, with how often it came; every one of them is reported."""
+
+
+class FailureLog:
+    """Logs failures of the worker without flooding the log, and counts them by where they happened."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.counts: Counter[str] = Counter()
+        self._clock, self._said = clock, dict[tuple[str, str], tuple[float, int]]()
+
+    def note(self, where: str, error: BaseException, request_id: str = "") -> str:
+        """Count it, log it unless the same was logged just now; returns it as one line."""
+        message = (f"{type(error).__name__}: {error}".splitlines() or [type(error).__name__])[0]
+        self.counts[where] += 1
+        key, now = (where, type(error).__name__), self._clock()
+        said_at, count = self._said.get(key, (-SAY_AGAIN_S, 0))
+        if now - said_at < SAY_AGAIN_S:
+            return message
+        self._said[key] = now, self.counts[where]
+        more = f" ({self.counts[where] - count} times since the last line)" if count else ""
+        log.warning("SemBlend: %s failed for %s: %s%s", where, request_id or "a step", message, more, exc_info=error)
+        return message
 
 
 class WorkerHalf:
@@ -94,7 +121,9 @@ class WorkerHalf:
         self._reading: dict[str, Arrival] = {}
         self._blenders: dict[str, Blender] = {}
         self._pace = Pace(quality.piece_ms)
-        self._loads = LoadQueue(self._begin, self._pace, agree=Ranks(model).mean, wait=self._wait_for_device)
+        self._loads = LoadQueue(
+            self._begin, self._pace, agree=Ranks(model).mean, wait=self._wait_for_device, tell=self._note_failure
+        )
         self._finished: set[str] = set()
         self._watch_weights, self._ranks = watch_weights, Ranks(model)
         self._weights: WeightsWatch | None = None
@@ -102,6 +131,7 @@ class WorkerHalf:
         self._pinned: dict[str, DonorTensors] = {}
         self._report = Report()
         self._invalid: set[int] = set()
+        self.failures = FailureLog()
 
     def warm_up(self) -> None:
         """Everything that a first request would wait for. Only on a GPU; a failure leaves it to that request.
@@ -124,56 +154,76 @@ class WorkerHalf:
             nobodys = torch.zeros(min(MANY_ROWS["cuda"], self._quality.chunk_tokens), dtype=torch.int64)
             self._report.pass_rows = PASSES_OF_A_LOAD * measure_pass_rows(self._model, nobodys.to(self._model.device))
         except Exception as error:
+            self._ranks.raise_if_several(error)  # the others are in a pass that this one has left
             log.warning("SemBlend was not warmed up: %s", error, exc_info=True)
 
     def before_step(self, orders: Orders) -> None:
         """Before anything of a step is computed: blocks that have a new owner may still be read by a capture."""
-        for request_id in orders.freed:
-            if (arrival := self._reading.pop(request_id, None)) is not None:
-                arrival.wait()
-        orders.freed = []
+        freed, orders.freed = orders.freed, []
+        for request_id in freed:
+            with self._guard("wait for a capture", request_id):
+                if (arrival := self._reading.pop(request_id, None)) is not None:
+                    arrival.wait()
         if self._reading:
-            self._reading = {name: arrival for name, arrival in self._reading.items() if not arrival.query()}
+            with self._guard("look at captures"):
+                self._reading = {name: arrival for name, arrival in self._reading.items() if not arrival.query()}
 
     def load(self, orders: Orders) -> None:
-        """Before the step's forward pass: the step's share of all loads under way."""
-        with suppress(Exception):  # whoever cannot look makes no donors: `_capture` looks again, and tells
-            self._name_weights()
-        self._keep_donors(orders)
-        for request_id in orders.cancels:
-            if self._loads.cancel(request_id):
-                self._finished.add(request_id)  # vLLM keeps its blocks until it hears this
-        orders.cancels = []
+        """Before the step's forward pass: the step's share of all loads under way. In the end each has a verdict."""
+        try:
+            self._load(orders)
+        except Exception as error:
+            self._ranks.raise_if_several(error)
+            self._note_failure("load", error)
+            why = Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}")
+            loads, orders.loads = orders.loads, []
+            for load in (*self._loads.abandon(), *loads):
+                self._finish(load, why)
+
+    def _load(self, orders: Orders) -> None:
+        self._name_weights_if_possible()
+        with self._guard("donors"):
+            self._keep_donors(orders)
+        cancels, orders.cancels = orders.cancels, []
+        for request_id in cancels:
+            with self._guard("cancel", request_id):
+                if self._loads.cancel(request_id):
+                    self._finished.add(request_id)  # vLLM keeps its blocks until it hears this
         for load in orders.loads:
             self._loads.add(load)
         orders.loads = []
         for load, outcome in self._work_and_look(orders.work_ms):
-            self._finished.add(load.request_id)
-            self._report.loaded[load.request_id] = (
-                _report_load(load, outcome) if isinstance(outcome, Blended) else self._refuse(load, outcome)
-            )
+            self._finish(load, outcome)
 
     def capture(self, orders: Orders) -> None:
         """After the step's forward pass."""
-        for order in orders.captures:
+        captures, orders.captures = orders.captures, []
+        publications, orders.publications = orders.publications, []
+        served, orders.served = orders.served, []
+        self._report.served.extend(served)
+        for order in captures:
             key = (order.donor_id, order.generation)
             try:
                 self._capture(order)
                 self._report.captured.add(key)
-                if order.publication is not None:
-                    self._publish(order.publication)
             except CapacityError as error:  # budgets and back-pressure at work
                 self._report.not_captured.add(key)
                 log.debug("SemBlend does not keep %s as a donor: %s", order.donor_id, error)
+                continue
+            except RankError:
+                raise
             except Exception as error:  # a donor less; the answer goes on
                 self._report.not_captured.add(key)
-                self._log_failure("capture", error, order.donor_id)
-        for publication in orders.publications:
-            self._publish(publication)
-        if orders.captures:
-            self._report.donor_bytes = dict(self.donor_kv.used_bytes)
-        self._report.served.extend(orders.served)
-        orders.captures, orders.served, orders.publications = [], [], []
+                self._note_failure("capture", error, order.donor_id)
+                continue
+            if order.publication is not None:
+                publications.append(order.publication)
+        for publication in publications:
+            with self._guard("publish", publication.donor_id):
+                self._publish(publication)
+        if captures:
+            with self._guard("count donors"):
+                self._report.donor_bytes = dict(self.donor_kv.used_bytes)
 
     def take_report(self) -> Report | None:
         """What happened since the last call; None where nothing did."""
@@ -195,22 +245,46 @@ class WorkerHalf:
         return invalid
 
     def close(self) -> None:
-        self._publisher.close()
-        self.donor_kv.close()
+        with self._guard("close the publisher"):
+            self._publisher.close()
+        with self._guard("close the donors"):
+            self.donor_kv.close()
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _guard(self, where: str, request_id: str = "") -> Iterator[None]:
+        """The border to vLLM: what fails in here is told and costs reuse, and the step goes on."""
+        try:
+            yield
+        except RankError:
+            raise
+        except Exception as error:
+            self._note_failure(where, error, request_id)
+
+    def _finish(self, load: Load, outcome: Outcome) -> None:
+        """Tell the verdict on a load. Whatever fails here, vLLM hears that it is over and computes its blocks."""
+        self._finished.add(load.request_id)
+        try:
+            told = _report_load(load, outcome) if isinstance(outcome, Blended) else self._refuse(load, outcome)
+        except Exception as error:
+            told = self._refuse(load, Decline(DeclineReason.ERROR, self.failures.note("verdict", error)))
+        self._report.loaded[load.request_id] = told
+
     def _keep_donors(self, orders: Orders) -> None:
         """Let go of donors that are forgotten; hold those that an operator has pinned."""
-        for donor_id, generation in orders.drops:
-            if self.donor_kv.holds(donor_id, generation):
+        drops, orders.drops = orders.drops, []
+        pins, orders.pins = orders.pins, []
+        for donor_id, generation in drops:
+            with self._guard("drop", donor_id):
+                if self.donor_kv.holds(donor_id, generation):
+                    self._unpin(donor_id)
+                    self.donor_kv.drop(donor_id)
+        for donor_id, generation, on in pins:
+            with self._guard("pin", donor_id):
                 self._unpin(donor_id)
-                self.donor_kv.drop(donor_id)
-        for donor_id, generation, on in orders.pins:
-            self._unpin(donor_id)
-            if on and (held := self.donor_kv.acquire(donor_id, generation)) is not None:
-                self._pinned[donor_id] = held
-        orders.drops, orders.pins = [], []
+                if on and (held := self.donor_kv.acquire(donor_id, generation)) is not None:
+                    self._pinned[donor_id] = held
 
     def _unpin(self, donor_id: str) -> None:
         if (held := self._pinned.pop(donor_id, None)) is not None:
@@ -230,21 +304,27 @@ class WorkerHalf:
         if not self._ranks.mean(float(changed)):  # one rank may see what another does not
             return ended
         log.warning("SemBlend: the model has new weights; the donors of the old ones are dropped")
-        if self._weights is not None:
-            self._report.weights = self._weights.digest
-            self.donor_kv.name_weights(self._weights.digest)
-        for donor_id in list(self._pinned):
-            self._unpin(donor_id)
-        self.donor_kv.drop_all()
+        self._drop_old_weights()
         why = Decline(DeclineReason.STALE, "the weights of the model have changed")
         return [(load, why) for load in (*(load for load, _ in ended), *self._loads.abandon())]
+
+    def _drop_old_weights(self) -> None:
+        for donor_id in list(self._pinned):
+            with self._guard("drop", donor_id):
+                self._unpin(donor_id)
+        with self._guard("drop"):
+            self.donor_kv.drop_all()
+        with self._guard("weights"):
+            if self._weights is not None:
+                self._report.weights = self._weights.digest
+                self.donor_kv.name_weights(self._weights.digest)
 
     def _have_weights_changed(self) -> bool:
         """Whoever cannot look has to take them for others."""
         try:
             return self._weights is None or self._weights.have_changed()
         except Exception as error:
-            self._log_failure("weights", error, "")
+            self._note_failure("weights", error)
             return True
 
     def _publish(self, publication: Publication) -> None:
@@ -268,15 +348,20 @@ class WorkerHalf:
         try:
             return self._loads.work(budget_ms)
         except Exception as error:
-            self._log_failure("materialize", error, "")
+            self._ranks.raise_if_several(error)
+            self._note_failure("materialize", error)
             why = Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}")
             return [(load, why) for load in self._loads.abandon()]
 
     def _begin(self, load: Load) -> Pieces[Outcome]:
         if not load.spans:
             return Decline(DeclineReason.ERROR, "the load could not be ordered")
-        blender = self._get_blender(load.mode)
-        return (yield from blender.prepare_in_pieces(*self._place(load), mode=load.mode))
+        try:
+            blender, placed = self._get_blender(load.mode), self._place(load)
+        except Exception as error:  # the other ranks are about to begin together
+            self._ranks.raise_if_several(error)
+            raise
+        return (yield from blender.prepare_in_pieces(*placed, mode=load.mode))
 
     def _place(self, load: Load) -> tuple[Placed, ReusePlan]:
         context = slots_of_blocks(load.block_ids, self._block_tokens, load.plan_tokens, self._model.device)
@@ -292,23 +377,8 @@ class WorkerHalf:
             why = Decline(DeclineReason.QUALITY_RISK, "the gate wants the prompt computed in full")
         elif why.reason is DeclineReason.ERROR:
             self._report.errors.append(("materialize", why.detail, load.request_id))
-        first = exact_until // self._block_tokens
-        self._invalid.update(load.block_ids[first : -(-load.claim_end // self._block_tokens)])
-        return Loaded(
-            load.request_id,
-            exact_tokens=load.exact_tokens,
-            prefill_tokens=load.plan_tokens - load.exact_tokens,
-            risk=rejected.risk if rejected else None,
-            escalations=rejected.escalations if rejected else 0,
-            canary=rejected.canary if rejected else None,
-            load_ms=rejected.load_ms if rejected else None,
-            compute_ms=rejected.compute_ms if rejected else None,
-            reason=why.reason,
-            detail=why.detail,
-            failed=True,
-            work=1.0 + rejected.work if rejected else 0.0,
-            faulty_donors=why.faulty_donors,
-        )
+        self._invalid |= find_invalid_blocks(load, exact_until, self._block_tokens)
+        return make_refusal(load, why, rejected)
 
     def _wait_for_device(self) -> None:
         if self._model.device.type == "cuda":
@@ -321,18 +391,38 @@ class WorkerHalf:
             self.donor_kv.name_weights(self._weights.digest)
         return self._weights.digest if self._weights is not None else ""
 
+    def _name_weights_if_possible(self) -> None:
+        """Whoever cannot look at the weights makes no donors: `_capture` looks again, and tells."""
+        try:
+            self._name_weights()
+        except RankError:
+            raise
+        except Exception as error:
+            log.debug("SemBlend cannot look at the weights: %s", error)
+
     def _name_weights(self) -> None:
         """Look at the weights before the first step: they may be written after the engine was made.
 
         Told before and others now: the donors that a first request has found are of other weights, and are refused.
+        Ranks agree, so that all of them look again where one could not.
         """
         if self._has_named or self._watch_weights is None:
             return
-        told = self._weights is not None
-        self.tell_weights()
+        told, changed = self._weights is not None, False
+        problem: Exception | None = None
+        try:
+            self.tell_weights()
+            changed = not told or self._have_weights_changed()
+        except Exception as error:
+            problem = error
+        failed = self._ranks.mean(float(problem is not None))
+        changed = bool(self._ranks.mean(float(changed)))
+        if problem is not None:
+            raise problem
+        if failed or self._weights is None:
+            raise SemBlendError("another rank cannot look at its weights", hint="its log says why")
         self._has_named = True
-        assert self._weights is not None, "it was looked at just now"
-        if not told or self._ranks.mean(float(self._have_weights_changed())):
+        if changed:
             self._report.weights = self._weights.digest
             self.donor_kv.name_weights(self._weights.digest)
 
@@ -349,10 +439,79 @@ class WorkerHalf:
         log.debug("donor %s left the worker: %s", donor_id, reason)
         self._evicted.append((donor_id, generation))
 
-    def _log_failure(self, where: str, error: BaseException, request_id: str) -> None:
-        message = f"{type(error).__name__}: {error}".splitlines()[0]
-        log.warning("SemBlend: %s failed for %s: %s", where, request_id, message, exc_info=True)
-        self._report.errors.append((where, message, request_id))
+    def _note_failure(self, where: str, error: BaseException, request_id: str = "") -> None:
+        self._report.errors.append((where, self.failures.note(where, error, request_id), request_id))
+
+
+class RefusingHalf:
+    """In place of a worker half where none could be made: a load is refused and no donor is kept.
+
+    Of several ranks either all have a worker half or none, or one would wait for the others in its first load.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens, self._report = block_tokens, Report()
+        self._finished: set[str] = set()
+        self._invalid: set[int] = set()
+
+    def before_step(self, orders: Orders) -> None:
+        """No capture is under way."""
+
+    def load(self, orders: Orders) -> None:
+        loads, orders.loads = orders.loads, []
+        for load in loads:
+            self._finished.add(load.request_id)
+            self._invalid |= find_invalid_blocks(load, load.exact_tokens, self._block_tokens)
+            self._report.loaded[load.request_id] = make_refusal(
+                load, Decline(DeclineReason.ERROR, "this engine's worker has no part of SemBlend")
+            )
+
+    def capture(self, orders: Orders) -> None:
+        self._report.not_captured.update((order.donor_id, order.generation) for order in orders.captures)
+        self._report.served.extend(orders.served)
+        orders.captures, orders.served, orders.publications = [], [], []
+
+    def tell_weights(self) -> str:
+        return ""
+
+    def take_report(self) -> Report | None:
+        report, self._report = self._report, Report()
+        return report or None
+
+    def take_finished(self) -> set[str]:
+        finished, self._finished = self._finished, set()
+        return finished
+
+    def take_invalid_blocks(self) -> set[int]:
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def close(self) -> None:
+        """There is nothing to let go."""
+
+
+def find_invalid_blocks(load: Load, exact_until: int, block_tokens: int) -> set[int]:
+    """The blocks of a load's claim from the first on that is not exact: vLLM computes them."""
+    return set(load.block_ids[exact_until // block_tokens : -(-load.claim_end // block_tokens)])
+
+
+def make_refusal(load: Load, why: Decline, rejected: Rejected | None = None) -> Loaded:
+    """What is told of a load that ends without donor KV; ``rejected``: what the gate had computed by then."""
+    return Loaded(
+        load.request_id,
+        exact_tokens=load.exact_tokens,
+        prefill_tokens=load.plan_tokens - load.exact_tokens,
+        risk=rejected.risk if rejected else None,
+        escalations=rejected.escalations if rejected else 0,
+        canary=rejected.canary if rejected else None,
+        load_ms=rejected.load_ms if rejected else None,
+        compute_ms=rejected.compute_ms if rejected else None,
+        reason=why.reason,
+        detail=why.detail,
+        failed=True,
+        work=1.0 + rejected.work if rejected else 0.0,
+        faulty_donors=why.faulty_donors,
+    )
 
 
 def _report_load(load: Load, blended: Blended) -> Loaded:

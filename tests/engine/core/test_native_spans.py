@@ -37,7 +37,7 @@ class Watched(DecoderModel):
         super().__init__(model.spec, model.weights)
         self.rows: list[int] = []
 
-    def forward(self, rows: Any, pool: Any, observer: Any = None) -> Any:
+    def forward(self, rows: Any, pool: Any, observer: Any = None, *, stop: Any = None) -> Any:
         found = super().forward(rows, pool, observer)
         self.rows.append(len(rows))
         return found

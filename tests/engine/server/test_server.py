@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the server needs fastapi")
 httpx = pytest.importorskip("httpx", reason="the tests need httpx")
 
+from asgi_client import AsgiClient, ask  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
@@ -1426,3 +1427,74 @@ def test_an_api_error_names_its_type_by_status():
         "invalid_request_error", "authentication_error", "permission_error", "not_found_error", "rate_limit_error",
         "server_error",
     ]  # fmt: skip
+
+
+# -- reads and refusals take turns ---------------------------------------------------------------------------------
+
+
+def test_reads_and_refusals_wait_for_a_turn_and_an_answer_does_not():
+    async def test():
+        app = create_app(engine(), ServeConfig(tenants=Tenants({"sk-acme": "acme"})))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            key = {"Authorization": "Bearer sk-acme"}
+            await app.state.turns.take("somebody")
+            asked = [http.get(path) for path in ("/openapi.json", "/health", "/api/live", "/nowhere")]
+            asked += [http.get("/api/live", headers=key), http.post(CHAT, json=chat())]
+            waiting = [asyncio.ensure_future(one) for one in asked]
+            answer = await http.post(CHAT, json=chat(), headers=key)
+            assert answer.status_code == 200
+            assert not any(one.done() for one in waiting)
+            app.state.turns.give_back("somebody", 0.0)
+            assert [(await one).status_code for one in waiting] == [200, 200, 401, 404, 200, 401]
+
+    run(test)
+
+
+def test_a_client_that_leaves_while_its_read_waits_has_nothing_done_for_it():
+    async def test():
+        app = create_app(engine())
+        await app.state.turns.take("somebody")
+        async with AsgiClient(app, "GET", "/api/live") as gone:
+            gone.leave()
+            assert await gone.start() == 0
+        assert app.state.turns.waiting == 0
+
+    run(test)
+
+
+def test_a_reader_that_does_not_read_holds_up_nobody():
+    async def test():
+        app = create_app(engine())
+        blocked = asyncio.Event()
+
+        async def never(message: Any) -> None:
+            blocked.set()
+            await asyncio.Event().wait()
+
+        async def receive() -> Any:
+            return await asyncio.Event().wait()
+
+        scope = {"type": "http", "http_version": "1.1", "method": "GET", "path": "/health", "raw_path": b"/health"}
+        scope |= {"query_string": b"", "headers": [], "client": ("127.0.0.1", 1), "scheme": "http"}
+        deaf = asyncio.create_task(app(scope, receive, never))
+        await blocked.wait()
+        found, _ = await ask(app, "GET", "/health")
+        assert found.status == 200
+        deaf.cancel()
+
+    run(test)
+
+
+def test_the_openapi_document_is_encoded_once():
+    async def test():
+        app = create_app(engine())
+        bodies = []
+        for _ in range(2):
+            async with AsgiClient(app, "GET", "/openapi.json") as one:
+                await one.start()
+                bodies.append(await one.read())
+        assert bodies[0] is bodies[1]
+        assert json.loads(bodies[0])["openapi"] == "3.1.0"
+
+    run(test)

@@ -27,11 +27,11 @@ from semblend.config import SemBlendConfig  # noqa: E402
 from semblend.confirm.outcome import Outcome  # noqa: E402
 from semblend.confirm.receipt import Receipt  # noqa: E402
 from semblend.engine.server.config import ServeConfig  # noqa: E402
-from semblend.engine.server.dashboard import ColdEstimate, draw_strip  # noqa: E402
+from semblend.engine.server.dashboard import ColdEstimate, LiveBoard, LiveRequest, draw_strip  # noqa: E402
 from semblend.engine.server.fake_engine import FakeEngine  # noqa: E402
 from semblend.engine.server.limits import MOST_BODY_BYTES, Gate  # noqa: E402
 from semblend.engine.server.routes import create_app, listen  # noqa: E402
-from semblend.engine.server.tenants import Tenants, bearer  # noqa: E402
+from semblend.engine.server.tenants import Identity, Tenants, bearer  # noqa: E402
 from semblend.errors import CapacityError, ConfigError  # noqa: E402
 from semblend.facade import SemBlend  # noqa: E402
 from semblend.plan.reuse_plan import Decline, DeclineReason  # noqa: E402
@@ -1410,15 +1410,48 @@ def test_a_strip_covers_every_token_once_and_agrees_with_the_receipt(exact, piec
         assert sum(end - start for start, end, one, _ in parts if one == kind) == count
 
 
-def test_a_cold_estimate_learns_from_cold_requests_only():
+def test_a_cold_estimate_learns_from_every_request_without_moved_kv_by_what_it_computed():
     cold = ColdEstimate()
-    assert cold.estimate_ms(100) is None
-    cold.learn(receipt(prompt_tokens=100, exact_tokens=90, prefill_tokens=10, ttft_ms=5.0))
-    assert cold.samples == 0
-    cold.learn(receipt(prompt_tokens=100, prefill_tokens=100, ttft_ms=50.0))
-    assert cold.estimate_ms(200) == 100.0
-    cold.learn(receipt(prompt_tokens=300, prefill_tokens=300, ttft_ms=90.0))
-    assert cold.estimate_ms(200) == 70.0
+    for computed in (100, 200, 300):  # behind a shared system prompt
+        known = {"exact_tokens": 1000, "prefill_tokens": computed}
+        cold.learn(receipt(prompt_tokens=1000 + computed, ttft_ms=10.0 + computed / 2, **known))
+    moved = {"reused_tokens": 80, "prefill_tokens": 20, "spans": (Span("d", 0, 10, 80),)}
+    cold.learn(receipt(prompt_tokens=100, ttft_ms=500.0, outcome=Outcome.BACKEND_MATERIALIZED_REUSE, **moved))
+    assert cold.samples == 3
+    assert cold.estimate_ms(400) == 210.0
+
+
+def test_a_cold_estimate_goes_no_further_than_twice_the_longest_sample():
+    cold = ColdEstimate()
+    for tokens in (100, 200, 300):
+        cold.add(tokens, tokens / 10)
+    assert (cold.estimate_ms(600), cold.estimate_ms(601)) == (60.0, None)
+
+
+def test_a_cold_start_does_not_become_a_cold_estimate():
+    cold = ColdEstimate()
+    cold.add(37, 1500.0)  # the server's first request
+    assert cold.estimate_ms(37) is None
+    for tokens in (40, 60, 80, 120):
+        cold.add(tokens, 10.0 + tokens)
+    assert cold.estimate_ms(100) == pytest.approx(110.0, rel=0.05)
+
+
+def test_exact_hits_alone_save_no_time_with_reuse():
+    board = LiveBoard()
+
+    def book(**tokens: Any) -> None:
+        entry = board.open(LiveRequest(f"r{len(board._entries)}", "acme", CHAT, None))
+        board.record_chunk(entry, Chunk(receipt=receipt(**tokens), token_ids=(1,)))
+        board.close(entry, "done")
+
+    for tokens in (100, 200, 300):
+        book(prompt_tokens=tokens, prefill_tokens=tokens, ttft_ms=float(tokens))
+    book(prompt_tokens=300, exact_tokens=290, prefill_tokens=10, ttft_ms=10.0)
+    assert board.tally(Identity("acme")).to_dict()["saved_ms"] == 0
+    moved = {"reused_tokens": 290, "prefill_tokens": 10, "spans": (Span("d", 0, 10, 290),)}
+    book(prompt_tokens=300, ttft_ms=20.0, outcome=Outcome.BACKEND_MATERIALIZED_REUSE, **moved)
+    assert board.tally(Identity("acme")).to_dict()["saved_ms"] == pytest.approx(280.0, abs=1)
 
 
 def test_an_api_error_names_its_type_by_status():

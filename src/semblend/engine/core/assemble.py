@@ -21,7 +21,7 @@ from semblend.materialize.donors.donor_kv import DonorKv
 from semblend.materialize.donors.shared.directory_kv import DirectoryKv
 from semblend.materialize.gate.canary import find_tolerance
 from semblend.materialize.gate.outcome_memory import OutcomeMemory
-from semblend.reporting import report_policy_failure
+from semblend.reporting import report_disk_failure, report_policy_failure
 
 GIB = 1 << 30
 
@@ -65,6 +65,7 @@ def assemble(
         directory=directory,
         eviction=library.config.eviction,
         on_policy_failure=partial(report_policy_failure, library.events),
+        on_disk_failure=partial(report_disk_failure, library.events),
     )
 
     def on_forgotten(eviction: Eviction) -> None:

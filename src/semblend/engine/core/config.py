@@ -9,7 +9,7 @@ from semblend.quality import parse_quality
 
 MAX_RUNNING, MAX_WAITING, STEP_TOKENS, STEP_WORK_MS = 32, 256, 512, 40.0
 """Defaults of the engine, of the server and of the flags of `semblend serve`."""
-PATIENCE = 8
+PATIENCE = 4
 """A tenant's own answers, and a neighbour that may come back, wait for steps of so many ``step_work_ms``: 16 rows at a
 time take twice as long a row as 64 (two Neoverse-N1 cores, 135M parameters)."""
 
@@ -20,7 +20,7 @@ class EngineConfig:
 
     ``step_tokens`` is what one step may compute: decodes take one each, the rest goes to pieces of prompts. While
     answers of other tenants run, a step works on prompts for about ``step_work_ms``, by the speed of the steps before;
-    beside answers of its own, or where a neighbour was here lately, a tenant's prompts get eight times as long
+    beside answers of its own, or where a neighbour was here lately, a tenant's prompts get four times as long
     (see `scheduler`). ``max_context`` of 0 means the model's own limit;
     the KV pool's size is a limit too. ``seed`` makes requests without a seed repeatable; None draws them at random.
     ``donor_min_new_tokens``: a prompt that the exact cache held already, but for fewer tokens than this, is not kept

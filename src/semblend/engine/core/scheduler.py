@@ -1,8 +1,9 @@
 """Who computes what in the next step: continuous batching over a pool of blocks, in fair order between tenants.
 
-A step has a budget of tokens, and one of time. Running answers come first, one token each. What prompts may add to
+A step has a budget of tokens, and one of time. Running answers come first, one token each; while several tenants have
+some, those of one tenant take turns where they are many. What prompts may add to
 their step is ``step_work_ms`` while answers of another tenant run, by the speed of the steps before (`StepPace`), so
-that a long prompt never stops them; eight times as long beside a tenant's own answers, and where a neighbour was here
+that a long prompt never stops them; four times as long beside a tenant's own answers, and where a neighbour was here
 lately; any time where a tenant is alone: such a pass is given up for a newcomer (see `Runner`).
 
 The budget is shared between the tenants that have prompts to compute (see `fair_line`): the tenant that was served
@@ -44,8 +45,12 @@ from semblend.engine.core.radix import RadixCache
 from semblend.engine.core.sequence import QueueFull, Sequence
 from semblend.engine.model.paged_kv import KvPool
 
-LEAST_WORK = 16.0
-"""Rows of a step's prompts, at least, however slow they are: prompts get on beside answers."""
+LEAST_WORK = 12.0
+"""Rows of a step's prompts, at least, however slow they are: prompts get on beside answers. Up to 16 rows in all have
+kernels of their own on a CPU."""
+
+LEAST_DECODES = 8
+"""Answers of a tenant that get on in a step, at least, where it has so many."""
 
 MOST_OVERTAKEN = 16
 """So many waiting requests may be passed over in a step because another computes their beginning."""
@@ -115,6 +120,11 @@ class StepPace:
         self._attention_tokens = attention_tokens
         self._decodes, self._decode_ms = 0, 0.0
 
+    @property
+    def decode_ms(self) -> float:
+        """What an answer's token takes in a step without prompts; 0 where there was none yet."""
+        return self._decode_ms / self._decodes if self._decodes else 0.0
+
     def weigh(self, start: int, rows: int) -> float:
         """The work of ``rows`` from position ``start`` on."""
         return rows * (1 + (start + rows / 2) / self._attention_tokens)
@@ -149,6 +159,7 @@ class Scheduler:
         self._backlogged: set[str] = set()  # tenants with prompts to compute, as of the last step
         self._prompt_steps = 0  # steps with prompts to compute
         self._last_here: dict[str, int] = {}  # tenant -> the last of these steps that it had a prompt in
+        self._turn = 0  # of answers that take turns
         self._preempted_before = 0  # preemptions when the step began
 
     def refuse_if_full(self, arriving: int = 0) -> None:
@@ -226,14 +237,29 @@ class Scheduler:
         self._last_here = {tenant: at for tenant, at in self._last_here.items() if at > since}
 
     def _schedule_decodes(self) -> list[Piece]:
-        """One token for each running answer that has room for it; whoever is preempted on the way has none."""
-        pieces: list[Piece] = []
-        for sequence in list(self.running):
-            if sequence.in_prefill or not sequence.blocks:
-                continue
-            if self._grow(sequence):
-                pieces.append(Piece(sequence, sequence.computed, len(sequence.tokens)))
-        return pieces
+        """One token for each answer whose turn it is and that has room; whoever is preempted on the way has none."""
+        grown = [sequence for sequence in self._choose_answers() if sequence.blocks and self._grow(sequence)]
+        return [Piece(sequence, sequence.computed, len(sequence.tokens)) for sequence in grown]
+
+    def _choose_answers(self) -> list[Sequence]:
+        """Running answers that get on in this step: all, unless several tenants have some, and one of them many.
+
+        A tenant then has as many in a step as take ``step_work_ms``, or as the tenant with fewest; they take turns.
+        """
+        answers: dict[str, list[Sequence]] = {}
+        for sequence in self.running:
+            if not sequence.in_prefill:
+                answers.setdefault(sequence.tenant, []).append(sequence)
+        if len(answers) < 2:
+            return [one for own in answers.values() for one in own]
+        fit = int(self._config.step_work_ms / self.pace.decode_ms) if self.pace.decode_ms else LEAST_DECODES
+        most = max(LEAST_DECODES, fit, min(map(len, answers.values())))
+        self._turn += most
+        chosen = []
+        for own in answers.values():
+            start = self._turn % len(own) if len(own) > most else 0
+            chosen += [*own[start:], *own[:start]][:most]
+        return chosen
 
     def _find_work_ms(self, answering: Collection[str]) -> float | None:
         """How long prompts may take in a step beside answers of these tenants; None where nobody waits for it."""

@@ -269,7 +269,7 @@ def measure_neighbours(report: Report, args: argparse.Namespace) -> None:
         for neighbour in wanted:
             for name, checkout in checkouts.items():
                 with Server(checkout, args.model, FILES) as server:
-                    found = asyncio.run(time_answers(server, neighbour, 4 if args.quick else 12))
+                    found = asyncio.run(time_answers(server, neighbour, 4 if args.quick else args.answers))
                 seconds.setdefault((neighbour.__name__, name), []).extend(found)
                 middle = percentile(sorted(found), 50)
                 progress(f"round {round_number + 1}, {neighbour.__name__}, {name}: {middle:.2f} s")
@@ -360,6 +360,7 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--neighbours", action="store_true", help="answers of four tokens beside what is allowed")
     parser.add_argument("--rounds", type=int, default=2, help="of --neighbours")
+    parser.add_argument("--answers", type=int, default=12, help="of four tokens, in each round of --neighbours")
     parser.add_argument("--asks", type=int, default=40, help="questions of the victim for each attack, at least")
     _report.add_common_arguments(parser, "hostile")
     args = parser.parse_args()

@@ -493,7 +493,7 @@ def test_however_slow_the_machine_is_prompts_get_on_beside_answers():
     world.step()
     world.step()
     world.add("long", 300, tenant="acme")
-    assert [world.step()["long"] for _ in range(10)] == [12] * 10
+    assert [world.step()["long"] for _ in range(10)] == [8] * 10
 
 
 def test_four_long_prompts_of_a_tenant_hold_up_a_neighbours_short_answer_for_some_steps_of_that_time():
@@ -538,3 +538,15 @@ def test_tenants_with_as_many_answers_as_each_other_all_get_on():
     while len(world.scheduler.running) < 32 or any(one.in_prefill for one in world.scheduler.running):
         world.step()
     assert len(world.step()) == 32
+
+
+def test_a_short_prompt_beside_a_neighbours_answers_takes_one_step_and_they_make_room_for_it():
+    world = World(blocks=2000, row_ms=2.0, step_tokens=512, step_work_ms=20.0, max_running=64)
+    for number in range(32):
+        world.add(f"many{number}", 4, answer=60, tenant="acme")
+    for _ in range(3):
+        world.step()
+    world.add("short", 16, tenant="bolt")
+    step = world.step()
+    assert step["short"] == 16
+    assert len(step) == 1 + 8

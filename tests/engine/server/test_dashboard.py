@@ -140,12 +140,12 @@ def test_requests_that_were_abandoned_or_refused_say_so(serve, tmp_path):
             for one in reversed(asked):
                 one.cancel()
                 await asyncio.gather(one, return_exceptions=True)
-            await see("cancelled", "cancelled", "failed")
+            await see("cancelled", "cancelled", "refused")
 
     asyncio.run(asyncio.wait_for(ask_and_leave(), 120))
     page = read_dom(url, tmp_path)
     rows = re.findall(r'<details class="request.*?</summary>', page, re.DOTALL)
-    assert [row.count("abandoned: the client left") > 0 for row in rows] == [False, True, True]  # the latest first
+    assert ["abandoned" in row for row in rows] == [False, True, True]  # the latest first
     assert "refused" in rows[0]
     assert "at work…" not in page
     assert "in line…" not in page

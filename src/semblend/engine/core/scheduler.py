@@ -1,7 +1,7 @@
 """Who computes what in the next step: continuous batching over a pool of blocks, in fair order between tenants.
 
 A step has a budget of tokens, and one of time. Running answers come first, one token each; while several tenants have
-some, those of one tenant take turns where they are many. What prompts may add to
+some, or prompts, those of one tenant take turns where they are many. What prompts may add to
 their step is ``step_work_ms`` while answers of another tenant run, by the speed of the steps before (`StepPace`), so
 that a long prompt never stops them; four times as long beside a tenant's own answers, and where a neighbour was here
 lately; any time where a tenant is alone: such a pass is given up for a newcomer (see `Runner`).
@@ -45,9 +45,8 @@ from semblend.engine.core.radix import RadixCache
 from semblend.engine.core.sequence import QueueFull, Sequence
 from semblend.engine.model.paged_kv import KvPool
 
-LEAST_WORK = 12.0
-"""Rows of a step's prompts, at least, however slow they are: prompts get on beside answers. Up to 16 rows in all have
-kernels of their own on a CPU."""
+LEAST_WORK = 8.0
+"""Rows of a step's prompts, at least, however slow they are: prompts get on beside answers."""
 
 LEAST_DECODES = 8
 """Answers of a tenant that get on in a step, at least, where it has so many."""
@@ -242,7 +241,7 @@ class Scheduler:
         return [Piece(sequence, sequence.computed, len(sequence.tokens)) for sequence in grown]
 
     def _choose_answers(self) -> list[Sequence]:
-        """Running answers that get on in this step: all, unless several tenants have some, and one of them many.
+        """Running answers that get on in this step: all, unless other tenants have fewer, or prompts to compute.
 
         A tenant then has as many in a step as take ``step_work_ms``, or as the tenant with fewest; they take turns.
         """
@@ -250,10 +249,11 @@ class Scheduler:
         for sequence in self.running:
             if not sequence.in_prefill:
                 answers.setdefault(sequence.tenant, []).append(sequence)
-        if len(answers) < 2:
+        tenants = self._backlogged.union(answers)
+        if len(tenants) < 2:
             return [one for own in answers.values() for one in own]
         fit = int(self._config.step_work_ms / self.pace.decode_ms) if self.pace.decode_ms else LEAST_DECODES
-        most = max(LEAST_DECODES, fit, min(map(len, answers.values())))
+        most = max(LEAST_DECODES, fit, min(len(answers.get(tenant, ())) for tenant in tenants))
         self._turn += most
         chosen = []
         for own in answers.values():
@@ -273,12 +273,14 @@ class Scheduler:
         ready = dict.fromkeys((*under_way, *(self.waiting.tenants if self._admits else ())))
         known = work_ms is not None and self.pace.rate  # until a step was measured, tokens alone bound the next
         work = max(LEAST_WORK, self.pace.rate * work_ms) if known and work_ms else math.inf
-        if len(ready) > 1:
-            head = self._find_head(ready, under_way)
+        head = self._find_head(ready, under_way) if ready else None
+        own = self.pace.weigh(head.computed, head.missing_tokens) if head is not None else 0.0
+        if head is not None and len(ready) > 1:
             budget = min(budget, max(head.missing_tokens, self._config.step_tokens // 4))
-            own = self.pace.weigh(head.computed, head.missing_tokens)
             work = min(work, max(own, LEAST_WORK, self.pace.rate * self._config.step_work_ms)) if known else work
-        elif len(self._last_here) > 1:  # a neighbour that comes back waits for the step that runs then
+        if work < own <= 2 * work:  # a short prompt is not worth two steps
+            work = own
+        if len(ready) < 2 <= len(self._last_here):  # a neighbour that comes back waits for the step that runs then
             budget = min(budget, max(1, self._config.step_tokens // 2))
         granted: dict[Sequence, int] = {}
         completed: set[str] = set()

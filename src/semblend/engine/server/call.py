@@ -74,7 +74,7 @@ class Call:
             raise
         except Exception as error:
             told = as_api_error(error)
-            service.board.close(entry, "failed", str(told))
+            service.board.close(entry, "failed" if inside else "refused", str(told))
             if told.status >= 500 and not isinstance(error, ApiError):
                 log.exception("request %s failed", self.id)
             raise told from error

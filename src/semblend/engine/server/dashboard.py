@@ -76,7 +76,7 @@ class ColdEstimate:
 
 @dataclass(slots=True)
 class LiveRequest:
-    """One request. ``state``: waiting, running, done, failed or cancelled."""
+    """One request. ``state``: waiting, running, done, failed, refused (no place) or cancelled (its client left)."""
 
     id: str
     tenant: str

@@ -91,7 +91,7 @@ function drawTiles(news) {
   $("speed-note").textContent = ratios.length ? `median of ${ratios.length} with relocated tokens, against a cold estimate from ${plural(news.cold_samples, "request")}` : moved.length ? "no cold estimate yet: too few requests to compare with" : "nothing relocated yet";
   $("running").textContent = number(news.running);
   const states = news.totals.states;
-  const parts = [`${number(states.done ?? 0)} done`, news.waiting ? `${number(news.waiting)} waiting` : null, states.failed ? `${number(states.failed)} failed` : null, states.cancelled ? `${number(states.cancelled)} given up` : null, news.refused ? `${number(news.refused)} turned away` : null];
+  const parts = [`${number(states.done ?? 0)} done`, news.waiting ? `${number(news.waiting)} waiting` : null, states.failed ? `${number(states.failed)} failed` : null, states.cancelled ? `${number(states.cancelled)} abandoned` : null, news.refused ? `${number(news.refused)} refused` : null];
   $("requests-note").textContent = parts.filter(Boolean).join(" · ");
   $("donor-count").textContent = number(news.donors);
   $("donor-tokens").textContent = tokens(news.donor_tokens);
@@ -147,19 +147,19 @@ function row(request, slowest, node) {
   const outcome = request.semblend?.outcome;
   const about = request.semblend?.reason ?? (request.semblend?.reused_tokens ? [donorWords(request.semblend.donors), request.semblend.risk === null ? "" : `risk ${request.semblend.risk.toFixed(4)}`].filter(Boolean).join(" · ") : "");
   const word = request.state === "done" && outcome ? words(outcome).replace("backend ", "") : ended(request) || request.state;
-  const colour = request.state === "failed" ? "var(--bad)" : paint(OUTCOMES[outcome] ?? "prefill");
+  const colour = ["failed", "refused"].includes(request.state) ? "var(--bad)" : paint(OUTCOMES[outcome] ?? "prefill");
   node.firstChild.replaceChildren(
     el("span", { class: "when" }, clock(request.opened_unix_s), el("small", {}, state.admin && request.tenant ? request.tenant : request.endpoint.replace("/v1/", ""))),
     el("span", { class: "strip" }, drawBar(request.prompt_tokens, partsOf(request), labelOf(request)), el("small", {}, ...mixWords(request))),
     el("span", { class: "race" }, track((request.ttft_ms ?? 0) / slowest, paint(speedKind(request))), el("b", {}, ms(request.ttft_ms)),
       ...(saved(request) && request.cold_ttft_ms ? [track((request.cold_ttft_ms ?? 0) / slowest, paint("prefill")), el("b", { class: "estimate" }, ms(request.cold_ttft_ms))] : [])),
-    el("span", { class: "word", vars: { c: colour } }, word, el("small", {}, request.error ? "see below" : words(about))));
+    el("span", { class: "word", vars: { c: colour } }, word, el("small", {}, request.error ? "see below" : request.state === "cancelled" ? "the client left" : words(about))));
   receipt(node.lastChild, request);
   return node;
 }
 
 /** How a request ended that has no whole answer; empty while it goes on, and where it has one. */
-const ended = (request) => ({ cancelled: "abandoned: the client left", failed: request.waited_ms === null ? "refused" : "failed" })[request.state] ?? "";
+const ended = (request) => ({ cancelled: "abandoned", failed: "failed", refused: "refused" })[request.state] ?? "";
 
 /** Only an operator is told the donors. */
 const donorWords = (donors) => (donors ? plural(donors.length, "donor") : "");

@@ -27,18 +27,7 @@ def test_it():
 def run(test: str, folder: Path) -> int:
     path = folder / "test_one.py"
     path.write_text(test)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-c",
-        str(SETTINGS),
-        "--rootdir",
-        str(folder),
-        "-p",
-        "no:cacheprovider",
-        str(path),
-    ]
+    command = [sys.executable, "-m", "pytest", "-c", str(SETTINGS), "--rootdir", str(folder), "-p", "no:cacheprovider", str(path)]
     return subprocess.run(command, capture_output=True, check=False).returncode
 
 

@@ -485,7 +485,11 @@ def moved(number: int) -> Prompt:
 def test_scheduling_looks_for_no_donor_and_computes_nothing(model, sink, monkeypatch):
     engine = make_reusing(model, sink, quality="fast")
     engine.generate([Request("donor", Prompt(shifted()[0]))])
-    for owner, name in ((engine.reuse.semblend, "lookup"), (engine.reuse._blender, "prepare_in_pieces"), (model, "forward")):
+    for owner, name in (
+        (engine.reuse.semblend, "lookup"),
+        (engine.reuse._blender, "prepare_in_pieces"),
+        (model, "forward"),
+    ):
         monkeypatch.setattr(owner, name, lambda *_, **__: pytest.fail("called while scheduling"))
     engine.submit(Request("target", moved(50)))
     engine._take_in()

@@ -4,16 +4,23 @@
     PYTHONPATH=src:bench python bench/hostile.py                          # every attack on this checkout
     PYTHONPATH=src:bench python bench/hostile.py --before ../old --quick  # and on another one, for comparison
     PYTHONPATH=src:bench python bench/hostile.py silent_sockets drip      # some of them
+    PYTHONPATH=src:bench python bench/hostile.py --neighbours --before ../old --out bench/results/neighbours.json
 
 Each attack meets a real `semblend serve` of its own, with 1,024 file descriptors, while another tenant asks greedy
 questions whose answers on the quiet server are known. Attacks of the review in docs/research/robustness.md.
+
+With ``--neighbours`` the question is how long an answer of four tokens takes, alone and beside work that is allowed:
+long prompts, many answers with log probabilities, streams and reads whose clients do not read.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import json
+import math
 import random
 import resource
 from collections import Counter
@@ -22,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import _report  # first: it holds the numeric libraries to one thread
-from _hostile_server import ADMIN, ATTACKER, PATIENCE_S, Heard, Server, Victim, ask, probe_health
+from _hostile_server import ADMIN, ATTACKER, PATIENCE_S, VICTIM, Heard, Server, Victim, ask, probe_health
 from _report import REPO, Report, percentile, progress
 
 FILES = 1024
@@ -147,6 +154,140 @@ async def never_reads(port: int) -> list[Heard]:
     return await hold(port, 20, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body, 15.0)
 
 
+# -- neighbours: what they do goes on until it is cancelled ------------------------------------------------------------
+
+
+async def nobody(port: int) -> None:
+    """Nobody else asks."""
+    del port
+    await asyncio.Event().wait()
+
+
+async def four_long_prompts(port: int) -> None:
+    """Four prompts at a time that fill most of the context, each of them new."""
+    seeds = itertools.count()
+
+    async def ask_on() -> None:
+        while True:
+            body = {"prompt": write_text(next(seeds), 5_500), "max_tokens": 1, "temperature": 0}
+            await ask(port, "/v1/completions", json.dumps(body).encode(), ATTACKER, patience_s=600)
+
+    await asyncio.gather(*(ask_on() for _ in range(4)))
+
+
+async def answers_with_logprobs(port: int) -> None:
+    """Four requests at a time for eight long answers each, with log probabilities."""
+    body = {"prompt": "Tell me of the harbour.", "max_tokens": 200, "n": 8, "logprobs": 5, "temperature": 1.0}
+
+    async def ask_on() -> None:
+        while True:
+            await ask(port, "/v1/completions", json.dumps(body).encode(), ATTACKER, patience_s=600)
+
+    await asyncio.gather(*(ask_on() for _ in range(4)))
+
+
+async def hundred_unread_streams(port: int) -> None:
+    """A hundred streams of long answers whose clients read nothing."""
+    body = json.dumps({"prompt": "hi", "max_tokens": 2_000, "stream": True, "ignore_eos": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {ATTACKER}\r\n"
+    await send_unread(port, 100, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body, 1)
+
+
+async def pipelined_openapi(port: int) -> None:
+    """A stranger with 64 connections that ask for /openapi.json again and again, and read nothing."""
+    await send_unread(port, 64, b"GET /openapi.json HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400)
+
+
+async def pipelined_live(port: int) -> None:
+    """A tenant with 64 connections that ask for /api/live again and again, and read nothing."""
+    head = f"GET /api/live HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {ATTACKER}\r\n\r\n"
+    await send_unread(port, 64, head.encode(), 400)
+
+
+async def send_unread(port: int, count: int, request: bytes, times: int) -> None:
+    """Send a request so often over each of so many connections, without reading."""
+
+    async def send_on() -> None:
+        while True:
+            with contextlib.suppress(OSError, TimeoutError):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                reader._transport.pause_reading()  # type: ignore[attr-defined]
+                writer.write(request * times)
+                await asyncio.sleep(1.0 if times > 1 else 600.0)  # what is pipelined is sent anew every second
+                writer.transport.abort()
+            await asyncio.sleep(0.05)
+
+    await asyncio.gather(*(send_on() for _ in range(count)))
+
+
+NEIGHBOURS = (
+    nobody, four_long_prompts, answers_with_logprobs, hundred_unread_streams, pipelined_openapi, pipelined_live,
+)  # fmt: skip
+
+
+async def time_answers(server: Server, neighbour: Callable[[int], Awaitable[None]], count: int) -> list[float]:
+    """Seconds that answers of four tokens take another tenant beside a neighbour."""
+    body = {"prompt": "", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+
+    async def time_one(seed: int) -> float:
+        asked = json.dumps(body | {"prompt": write_text(seed, 12)}).encode()
+        heard = await ask(server.port, "/v1/completions", asked, VICTIM, patience_s=120)
+        return heard.total_s if heard.status == 200 else math.inf
+
+    for seed in range(30):  # something for /api/live to show
+        await send(server.port, {"prompt": write_text(seed, 8), "max_tokens": 1})
+    await time_one(0)
+    working = asyncio.ensure_future(neighbour(server.port))
+    await asyncio.sleep(3)
+    seconds = []
+    for seed in range(1, count + 1):
+        seconds.append(await time_one(seed))
+        await asyncio.sleep(0.2)
+    working.cancel()
+    await asyncio.gather(working, return_exceptions=True)
+    return seconds
+
+
+async def time_lone(server: Server, count: int) -> list[float]:
+    """Seconds to the first token of long prompts, with nobody else there."""
+    seconds = []
+    for seed in range(count):
+        body = {"prompt": write_text(9000 + seed, 2_500), "max_tokens": 1, "temperature": 0}
+        seconds.append((await ask(server.port, "/v1/completions", json.dumps(body).encode(), VICTIM)).total_s)
+    return seconds[1:]
+
+
+def measure_neighbours(report: Report, args: argparse.Namespace) -> None:
+    """Rounds of both servers by turns, so that what else the machine does meets both."""
+    checkouts = {name: path for name, path in (("before", args.before), ("after", REPO)) if path is not None}
+    wanted = [one for one in NEIGHBOURS if not args.attacks or one.__name__ in args.attacks]
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for round_number in range(1 if args.quick else args.rounds):
+        for neighbour in wanted:
+            for name, checkout in checkouts.items():
+                with Server(checkout, args.model, FILES) as server:
+                    found = asyncio.run(time_answers(server, neighbour, 4 if args.quick else args.answers))
+                seconds.setdefault((neighbour.__name__, name), []).extend(found)
+                middle = percentile(sorted(found), 50)
+                progress(f"round {round_number + 1}, {neighbour.__name__}, {name}: {middle:.2f} s")
+        for name, checkout in checkouts.items():
+            if not args.attacks:
+                with Server(checkout, args.model, FILES) as server:
+                    seconds.setdefault(("a long prompt alone", name), []).extend(asyncio.run(time_lone(server, 4)))
+    alone = {name: percentile(sorted(seconds.get(("nobody", name), [math.nan])), 50) for name in checkouts}
+    rows = []
+    for (neighbour_name, name), found in seconds.items():
+        low, middle, high = (percentile(sorted(found), percent) for percent in (10, 50, 90))
+        is_lone = neighbour_name == "a long prompt alone"
+        ratio = None if is_lone else round(middle / alone[name], 1)
+        rows.append(
+            [neighbour_name, name, len(found), *(round(one, 2) for one in (low, middle, high, max(found))), ratio]
+        )
+    columns = ["beside", "server", "n", "p10 s", "median s", "p90 s", "longest s", "times alone"]
+    report.table("An answer of four tokens", columns, rows)
+    report.note("a long prompt alone: time to the answer of one token, 2,500 words, nobody else there")
+
+
 ATTACKS: tuple[Attack, ...] = (
     alone, tiny_temperature, tiny_penalty, digits_16mb, digits_16mb_gone, digits_900k_gone, ids_15mb, stop_ids, nested,
     long_number, silent_sockets, drip, flood, never_reads,
@@ -210,10 +351,13 @@ async def look_around(server: Server) -> list[list[Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [attack.__name__ for attack in ATTACKS]
+    names = [attack.__name__ for attack in (*ATTACKS, *NEIGHBOURS)]
     parser.add_argument("attacks", nargs="*", metavar="attack", help=f"any of {', '.join(names)}; default all")
     parser.add_argument("--before", type=Path, default=None, help="another checkout, to be attacked in the same run")
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--neighbours", action="store_true", help="answers of four tokens beside what is allowed")
+    parser.add_argument("--rounds", type=int, default=2, help="of --neighbours")
+    parser.add_argument("--answers", type=int, default=12, help="of four tokens, in each round of --neighbours")
     parser.add_argument("--asks", type=int, default=40, help="questions of the victim for each attack, at least")
     _report.add_common_arguments(parser, "hostile")
     args = parser.parse_args()
@@ -222,6 +366,10 @@ def main() -> int:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 8192), most))  # ours, for 1,100 sockets
     report = Report("hostile", args)
+    if args.neighbours:
+        measure_neighbours(report, args)
+        report.write(args.out)
+        return 0
     asks = 8 if args.quick else args.asks
     wrong = 0
     for name, checkout in (("before", args.before), ("after", REPO)):

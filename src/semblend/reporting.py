@@ -107,6 +107,13 @@ class Reporter:
             self._stream.emit(events.error(where, f"{type(error).__name__}: {error}", request_id or None))
 
 
+def report_disk_failure(stream: EventStream, message: str) -> None:
+    """Donors that should have gone to disk are lost: it is full, or cannot be written to."""
+    log.warning("%s (hint: make room there, or lower the limit of the folder)", message)
+    if stream:
+        stream.emit(events.error("donor_disk", message, None))
+
+
 def report_policy_failure(stream: EventStream, error: BaseException) -> None:
     """An eviction policy failed and is dropped: what it chose among leaves by age from now on."""
     message = f"{type(error).__name__}: {error}"

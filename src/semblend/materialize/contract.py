@@ -131,7 +131,7 @@ class Rows:
 
 
 class StopPass(Exception):  # noqa: N818  (it ends a pass early; nothing went wrong)
-    """Raised by an observer that has seen what it came for: the layers above need not be computed."""
+    """Raised in a pass whose layers above need not be computed: an observer has seen enough, or others wait."""
 
 
 class Observer:

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from semblend import Prompt, SemBlend, SemBlendConfig
+from semblend.confirm.sinks import MemorySink
 from semblend.engine.core.assemble import assemble
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.engine import Engine
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.spec import ModelSpec
+from semblend.materialize.donors import disk_tier
 from semblend.wire.request import Request
 from semblend.wire.sampling import Sampling
 
@@ -120,3 +122,23 @@ def test_a_small_piece_is_not_worth_the_document_behind_it():
     assert asked(engine, "second", [*drawn(4, 3), *instruction, *document]) == 0
     assert asked(engine, "third", [*drawn(5, 20), *document]) > 500
     assert {donor.donor_id for donor in library.donors()} >= {"first", "second"}
+
+
+def test_a_full_disk_is_one_event_and_one_line_in_the_log(tmp_path, monkeypatch, caplog):
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk_tier, "write_donor_file", refuse)
+    sink = MemorySink()
+    library = SemBlend(SemBlendConfig(embedder="none", metrics=False), sinks=[sink])
+    model = DecoderModel.random(ModelSpec.from_hf_config(TINY))
+    room = {"donor_host_bytes": 60_000, "donor_disk_bytes": 1 << 30}  # one donor of 200 tokens
+    engine = assemble(model, pool_tokens=2048, semblend=library, donor_dir=tmp_path, **room)
+    for seed in range(4):
+        answer(engine, f"r{seed}", seed)
+    errors = [event.fields for event in sink.events if event.kind == "error"]
+    assert [error["where"] for error in errors] == ["donor_disk"]
+    assert "No space left on device" in errors[0]["message"]
+    assert sum("No space left on device" in line for line in caplog.messages) == 1
+    assert kept(engine) == len(library.donors()) == 1
+    engine.reuse.close()

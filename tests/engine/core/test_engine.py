@@ -285,7 +285,7 @@ class Failing:
         self.spec = model.spec
         self._model, self._when, self._nan = model, when, nan
 
-    def forward(self, rows: Rows, pool: Any) -> torch.Tensor:
+    def forward(self, rows: Rows, pool: Any, *, stop: Any = None) -> torch.Tensor:
         hidden = self._model.forward(rows, pool)
         if self._when(rows):
             if not self._nan:
@@ -316,7 +316,7 @@ def test_a_token_that_breaks_the_pass_ends_its_own_request_only(model, nan):
     class BreaksRow(Failing):
         """Raises for a pass with token 13, or makes NaN of that sequence's rows alone."""
 
-        def forward(self, rows: Rows, pool: Any) -> torch.Tensor:
+        def forward(self, rows: Rows, pool: Any, *, stop: Any = None) -> torch.Tensor:
             hidden = self._model.forward(rows, pool)
             for segment in rows.segments:
                 if 13 in rows.tokens[segment.start : segment.end].tolist():
@@ -485,7 +485,11 @@ def moved(number: int) -> Prompt:
 def test_scheduling_looks_for_no_donor_and_computes_nothing(model, sink, monkeypatch):
     engine = make_reusing(model, sink, quality="fast")
     engine.generate([Request("donor", Prompt(shifted()[0]))])
-    for owner, name in ((engine.reuse.semblend, "lookup"), (engine.reuse._blender, "prepare"), (model, "forward")):
+    for owner, name in (
+        (engine.reuse.semblend, "lookup"),
+        (engine.reuse._blender, "prepare_in_pieces"),
+        (model, "forward"),
+    ):
         monkeypatch.setattr(owner, name, lambda *_, **__: pytest.fail("called while scheduling"))
     engine.submit(Request("target", moved(50)))
     engine._take_in()
@@ -496,7 +500,7 @@ def test_scheduling_looks_for_no_donor_and_computes_nothing(model, sink, monkeyp
 
 
 def test_one_prompt_a_step_is_filled_and_those_behind_it_are_filled_next(model, sink):
-    engine = make_reusing(model, sink, quality="fast")
+    engine = make_reusing(model, sink, quality="fast", step_work_ms=1e9)
     engine.generate([Request("donor", Prompt(shifted()[0]))])
     streams = [engine.submit(Request(f"target{n}", moved(50 + n), Sampling(max_tokens=2))) for n in range(3)]
     first_heard = [{chunk.request_id for chunk in engine.step() if chunk.receipt} for _ in range(3)]
@@ -569,7 +573,8 @@ class BadBlender:
         self.donor_kv = engine.reuse._blender.donor_kv
         self._pool, self._answer = engine.pool, answer
 
-    def prepare(self, sequence, plan, *, mode=None):
+    def prepare_in_pieces(self, sequence, plan, *, mode=None):
+        yield
         slots = sequence.slots[plan.exact_tokens : plan.prompt_tokens]
         self._pool.k[:, slots] = 1e9
         self._pool.v[:, slots] = 1e9
@@ -732,3 +737,102 @@ def test_closing_ends_every_stream_and_takes_no_more(model):
         return last
 
     assert asyncio.run(main()).finish_reason is FinishReason.CANCELLED
+
+
+# -- neighbours ----------------------------------------------------------------------------------------------------
+
+
+class Interrupted(Failing):
+    """A model that lets a neighbour come in while it computes its first long pass."""
+
+    def __init__(self, model: DecoderModel) -> None:
+        super().__init__(model, lambda rows: False)
+        self.come: Callable[[], Any] | None = None
+        self.passes: list[int] = []
+
+    def forward(self, rows: Rows, pool: Any, *, stop: Any = None) -> torch.Tensor:
+        self.passes.append(len(rows))
+        if len(rows) > 100 and self.come is not None:
+            come, self.come = self.come, None
+            come()
+        return self._model.forward(rows, pool, stop=stop)
+
+
+def test_a_tenants_long_pass_is_given_up_for_a_neighbour_that_has_nothing_running(model):
+    watched = Interrupted(model)
+    engine = Engine(watched, model.new_pool(2048), config=EngineConfig(step_tokens=512))
+    long, short = [n % VOCAB for n in range(400)], [3, 1, 4, 1, 5]
+    sampling = Sampling(max_tokens=3)
+    late: list[Any] = []
+    watched.come = lambda: late.append(engine.submit(Request("late", text_of(short, "bolt"), sampling)))
+    first = engine.submit(Request("long", text_of(long, "acme"), sampling))
+    assert engine.step() == ()  # nothing was heard of the pass that was given up
+    assert not first.chunks
+    assert {chunk.request_id for chunk in engine.step()} >= {"late"}
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    assert watched.passes[0] == 400  # it would have been computed in one pass
+    expected = [alone(model, [tokens], sampling)[0] for tokens in (long, short)]
+    assert [first.completion().tokens, late[0].completion().tokens] == expected
+
+
+def test_a_tenants_own_next_request_does_not_make_it_compute_a_pass_twice(model):
+    watched = Interrupted(model)
+    engine = Engine(watched, model.new_pool(2048), config=EngineConfig(step_tokens=512))
+    sampling = Sampling(max_tokens=2)
+    watched.come = lambda: engine.submit(Request("own", text_of([3, 1, 4], "acme"), sampling))
+    engine.submit(Request("long", text_of([n % VOCAB for n in range(400)], "acme"), sampling))
+    assert [chunk.request_id for chunk in engine.step()] == ["long"]
+
+
+@pytest.mark.parametrize("quality", ["fast", "balanced"])
+def test_a_prompt_is_filled_in_pieces_while_a_neighbours_answer_gets_a_token_each_step(model, sink, quality):
+    def run(step_work_ms: float, neighbour: bool) -> tuple[Completion, list[tuple[str, ...]]]:
+        engine = make_reusing(model, sink, quality=quality, step_work_ms=step_work_ms)
+        engine.generate([Request("donor", text_of(shifted()[0], "acme"))])
+        if neighbour:
+            engine.submit(Request("beside", text_of([5, 6, 7], "bolt"), Sampling(max_tokens=200, ignore_eos=True)))
+            engine.step()
+        target = engine.submit(Request("target", text_of(shifted()[1], "acme"), Sampling(max_tokens=4)))
+        heard = []
+        while not target.finished:
+            heard.append(tuple(chunk.request_id for chunk in engine.step()))
+            engine.check()
+        assert engine.reuse.donor_kv.holders == 0
+        assert len(engine.reuse.semblend._claims) == 0
+        return target.completion(), heard
+
+    whole, at_once = run(1e9, neighbour=False)
+    pieces, heard = run(1e-6, neighbour=True)
+    assert whole.receipt.outcome is Outcome.BACKEND_MATERIALIZED_REUSE
+    assert at_once[0] == ("target",)  # alone it is filled in its first step
+    assert all("beside" in step for step in heard)
+    assert heard[0] == ("beside",)  # the filling goes on behind it
+    assert pieces.receipt.tokens == whole.receipt.tokens
+    assert pieces.tokens == whole.tokens
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "preempted"])
+def test_a_filling_that_is_cut_off_lets_go_of_its_donors(model, sink, ends):
+    engine = make_reusing(model, sink, quality="fast", step_work_ms=1e-6)
+    engine.generate([Request("donor", text_of(shifted()[0], "acme"))])
+    engine.submit(Request("beside", text_of([5, 6, 7], "bolt"), Sampling(max_tokens=200, ignore_eos=True)))
+    engine.step()
+    target = engine.submit(Request("target", text_of(shifted()[1], "acme"), Sampling(max_tokens=4)))
+    engine.step()
+    assert engine.reuse.donor_kv.holders == 1
+    if ends == "cancelled":
+        engine.cancel("target")
+        engine.step()
+    else:
+        (sequence,) = [one for one in engine.scheduler.running if one.request_id == "target"]
+        engine.scheduler._preempt(sequence)
+    assert engine.reuse.donor_kv.holders == 0
+    engine.check()
+    while not target.finished:
+        engine.step()
+    if ends == "preempted":
+        assert target.completion().finish_reason is FinishReason.LENGTH
+        assert target.completion().receipt.outcome is Outcome.BACKEND_MATERIALIZED_REUSE
+    assert len(engine.reuse.semblend._claims) == 0

@@ -141,7 +141,7 @@ def test_a_prompt_that_was_not_begun_is_exact_and_becomes_a_donor():
     assert_exact_and_a_donor(engine)
 
 
-@pytest.mark.parametrize("where", ["prepare", "repair", "splice"])
+@pytest.mark.parametrize("where", ["prepare_in_pieces", "repair", "splice"])
 def test_a_prompt_whose_reuse_failed_in_the_middle_is_exact_and_becomes_a_donor(where, monkeypatch):
     engine = make_engine(NEVER)
 
@@ -152,7 +152,7 @@ def test_a_prompt_whose_reuse_failed_in_the_middle_is_exact_and_becomes_a_donor(
     if where == "splice":
         monkeypatch.setattr("semblend.materialize.blend.blender.splice", fail)
     else:
-        monkeypatch.setattr(blender if where == "prepare" else blender._repair, where, fail)
+        monkeypatch.setattr(blender if where == "prepare_in_pieces" else blender._repair, where, fail)
     done = serve(engine)
     assert done.receipt.reason is DeclineReason.ERROR
     assert_exact_and_a_donor(engine)

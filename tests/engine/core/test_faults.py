@@ -146,12 +146,12 @@ class Moody:
     def donor_kv(self) -> Any:
         return self._inner.donor_kv
 
-    def prepare(self, sequence: Any, plan: Any, *, mode: str | None = None) -> Any:
+    def prepare_in_pieces(self, sequence: Any, plan: Any, *, mode: str | None = None) -> Any:
         mood = self._chance.choice(["fine", "early", "late", "rubbish"])
         if mood == "early":
             self.failed += 1
             raise RuntimeError("at once")
-        blended = self._inner.prepare(sequence, plan, mode=mode)
+        blended = yield from self._inner.prepare_in_pieces(sequence, plan, mode=mode)
         if mood == "fine":
             self.served += 1
             return blended
@@ -258,8 +258,8 @@ def test_the_runs_that_a_blender_recomputed_come_with_the_receipt(model, sink):
     class Telling:
         donor_kv = real.donor_kv
 
-        def prepare(self, sequence: Any, plan: Any, *, mode: str | None = None) -> Any:
-            blended = real.prepare(sequence, plan, mode=mode)
+        def prepare_in_pieces(self, sequence: Any, plan: Any, *, mode: str | None = None) -> Any:
+            blended = yield from real.prepare_in_pieces(sequence, plan, mode=mode)
             return Told(blended, ((3, 35), (150, 160)))
 
     class Told:

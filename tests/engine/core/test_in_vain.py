@@ -42,13 +42,13 @@ class World:
             quality=QualitySettings(thresholds=thresholds, most_work=10),
         )
         self.passes = 0
-        prepare = self.engine.reuse._blender.prepare
+        prepare = self.engine.reuse._blender.prepare_in_pieces
 
         def count(*args: Any, **named: Any) -> Any:
             self.passes += 1
             return prepare(*args, **named)
 
-        self.engine.reuse._blender.prepare = count  # type: ignore[method-assign]
+        self.engine.reuse._blender.prepare_in_pieces = count  # type: ignore[method-assign]
         self.number = 0
 
     def ask(self, ids: list[int], *, tenant: str = "", quality: str | None = None) -> Any:

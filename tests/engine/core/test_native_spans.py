@@ -37,7 +37,7 @@ class Watched(DecoderModel):
         super().__init__(model.spec, model.weights)
         self.rows: list[int] = []
 
-    def forward(self, rows: Any, pool: Any, observer: Any = None) -> Any:
+    def forward(self, rows: Any, pool: Any, observer: Any = None, *, stop: Any = None) -> Any:
         found = super().forward(rows, pool, observer)
         self.rows.append(len(rows))
         return found
@@ -46,7 +46,7 @@ class Watched(DecoderModel):
 def make_engine(*, strict: bool, tokens: int = 8192, **config: Any) -> Engine:
     library = SemBlend(SemBlendConfig(embedder="none", metrics=False, strict_prefix_boundary=strict))
     quality = QualitySettings(thresholds=Thresholds(1e9, 1e9, 1e9))
-    engine_config = EngineConfig(**{"quality": "fast", "step_tokens": STEP, **config})
+    engine_config = EngineConfig(**{"quality": "fast", "step_tokens": STEP, "step_work_ms": 1e9, **config})
     return assemble(Watched(MODEL), pool_tokens=tokens, semblend=library, config=engine_config, quality=quality)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.fair_line import count_places
 from semblend.engine.core.radix import RadixCache
-from semblend.engine.core.scheduler import LATELY, Scheduler
+from semblend.engine.core.scheduler import LATELY, Scheduler, StepPace
 from semblend.engine.core.sequence import QueueFull, Sequence, Stream
 from semblend.engine.core.stops import AnswerText, NoText
 from semblend.engine.model.paged_kv import KvPool
@@ -22,12 +22,15 @@ from semblend.wire.request import Request
 from semblend.wire.sampling import Sampling
 
 BLOCK = 4
+DECODE_MS = 30.0
 
 
 class World:
     """A scheduler over a small pool, and a model that says 7 whatever it is asked."""
 
-    def __init__(self, blocks: int = 64, **config) -> None:
+    def __init__(self, blocks: int = 64, row_ms: float | None = None, **config) -> None:
+        """``row_ms``: what a row of a prompt takes, as told to the scheduler; None: it is told nothing."""
+        self.row_ms, self.step_ms = row_ms, []
         self.pool = KvPool(layers=1, kv_heads=1, head_dim=2, blocks=blocks + 1, block_tokens=BLOCK)
         self.radix = RadixCache(self.pool)
         self.scheduler = Scheduler(self.pool, self.radix, EngineConfig(**config))
@@ -47,6 +50,10 @@ class World:
         batch = self.scheduler.schedule()
         names = [piece.sequence.request_id for piece in batch.pieces]
         assert len(set(names)) == len(names), "a sequence has one piece a step"
+        if self.row_ms is not None:
+            prompts = [piece.rows for piece in batch.pieces if piece.sequence.in_prefill]
+            self.step_ms.append(DECODE_MS * (len(batch.pieces) - len(prompts)) + self.row_ms * sum(prompts))
+            self.scheduler.learn(batch, self.step_ms[-1])
         for piece in batch.pieces:
             assert piece.start == piece.sequence.computed
             assert len(piece.sequence.blocks) * BLOCK >= piece.end, "a piece has blocks to be computed in"
@@ -435,3 +442,111 @@ def test_inside_a_tenant_prompts_begin_in_the_order_in_which_they_came(requests)
     for tenant in "abc":
         mine = [one.request_id for one in added if one.tenant == tenant]
         assert [name for name in begun if name in mine] == mine
+
+
+# -- how long a step takes -----------------------------------------------------------------------------------------
+
+
+def test_beside_a_neighbours_answer_prompts_take_a_step_the_time_they_are_given():
+    world = World(blocks=2000, row_ms=2.0, step_tokens=512, step_work_ms=40.0)
+    world.add("answer", 8, answer=200, tenant="bolt")
+    world.step()
+    world.step()
+    world.add("long", 3000, tenant="acme")
+    steps = [world.step() for _ in range(20)]
+    assert all(step["answer"] == 1 for step in steps)
+    assert {step["long"] for step in steps[1:]} == {20}  # 40 ms of 2 ms a row
+    assert max(world.step_ms[1:]) <= DECODE_MS + 40.0
+
+
+def test_beside_its_own_answers_a_tenants_prompts_get_four_times_as_long():
+    world = World(blocks=2000, row_ms=2.0, step_tokens=512, step_work_ms=40.0)
+    world.add("answer", 8, answer=200)
+    world.step()
+    world.step()
+    world.add("long", 3000)
+    assert [world.step()["long"] for _ in range(4)][1:] == [80] * 3
+
+
+def test_a_tenant_alone_computes_whole_steps():
+    world = World(blocks=2000, row_ms=2.0, step_tokens=512, step_work_ms=40.0)
+    world.add("long", 3000)
+    assert [world.step()["long"] for _ in range(5)] == [512] * 5
+
+
+def test_rows_far_behind_in_a_prompt_count_for_what_they_attend_to():
+    world = World(blocks=2000, step_tokens=512, step_work_ms=40.0)
+    world.scheduler.pace = StepPace(attention_tokens=1000)
+    world.scheduler.pace.note(512, 0, 1024.0)
+    world.add("answer", 8, answer=200, tenant="bolt")
+    world.step()
+    world.step()
+    long = world.add("long", 3000, tenant="acme")
+    assert world.step()["long"] == 20
+    long.computed = 1000
+    assert world.step()["long"] == 10
+
+
+def test_however_slow_the_machine_is_prompts_get_on_beside_answers():
+    world = World(blocks=2000, row_ms=50.0, step_tokens=512, step_work_ms=1.0)
+    world.add("answer", 8, answer=200, tenant="bolt")
+    world.step()
+    world.step()
+    world.add("long", 300, tenant="acme")
+    assert [world.step()["long"] for _ in range(10)] == [8] * 10
+
+
+def test_four_long_prompts_of_a_tenant_hold_up_a_neighbours_short_answer_for_some_steps_of_that_time():
+    world = World(blocks=8000, row_ms=2.0, step_tokens=512, step_work_ms=40.0)
+    for number in range(4):
+        world.add(f"long{number}", 7000, tenant="acme")
+    for _ in range(3):
+        world.step()
+    short = world.add("short", 20, answer=4, tenant="bolt")
+    world.step_ms.clear()
+    steps = []
+    while len(short.tokens) < short.max_length:
+        steps.append(world.step())
+    assert steps[0]["short"] == 20
+    assert len(steps) == 4
+    assert sum(world.step_ms) <= 2.0 * 20 + 40.0 + 3 * (DECODE_MS + 40.0)
+    assert all(sum(step.values()) > step["short"] for step in steps[1:])  # the long ones get on, too
+
+
+def test_many_answers_of_a_tenant_take_turns_while_a_neighbour_has_one():
+    world = World(blocks=2000, row_ms=2.0, step_tokens=512, step_work_ms=40.0, max_running=64)
+    many = [world.add(f"many{n}", 4, answer=60, tenant="acme") for n in range(32)]
+    world.step()
+    assert len(world.step()) == 32  # alone they all get on
+    one = world.add("one", 4, answer=9, tenant="bolt")
+    world.step()
+    before = [len(sequence.tokens) for sequence in many]
+    steps = [world.step() for _ in range(8)]
+    assert all("one" in step for step in steps)
+    assert max(map(len, steps)) < 32
+    told = [len(sequence.tokens) - length for sequence, length in zip(many, before, strict=True)]
+    assert max(told) - min(told) <= 1  # nobody is left out
+    assert len(one.tokens) == one.max_length
+    assert len(world.step()) == 32
+
+
+def test_tenants_with_as_many_answers_as_each_other_all_get_on():
+    world = World(blocks=2000, row_ms=2.0, step_tokens=512, step_work_ms=1.0, max_running=64)
+    for tenant in ("acme", "bolt"):
+        for number in range(16):
+            world.add(f"{tenant}{number}", 4, answer=20, tenant=tenant)
+    while len(world.scheduler.running) < 32 or any(one.in_prefill for one in world.scheduler.running):
+        world.step()
+    assert len(world.step()) == 32
+
+
+def test_a_short_prompt_beside_a_neighbours_answers_takes_one_step_and_they_make_room_for_it():
+    world = World(blocks=2000, row_ms=2.0, step_tokens=512, step_work_ms=20.0, max_running=64)
+    for number in range(32):
+        world.add(f"many{number}", 4, answer=60, tenant="acme")
+    for _ in range(3):
+        world.step()
+    world.add("short", 16, tenant="bolt")
+    step = world.step()
+    assert step["short"] == 16
+    assert len(step) == 1 + 8

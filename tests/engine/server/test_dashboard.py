@@ -13,13 +13,14 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the server needs fastapi")
 uvicorn = pytest.importorskip("uvicorn", reason="a real socket needs uvicorn")
+httpx = pytest.importorskip("httpx", reason="the tests need httpx")
 
 from browser import in_a_browser, read_dom, read_text  # noqa: E402
 from starlette.responses import HTMLResponse  # noqa: E402
 
 from semblend.config import SemBlendConfig  # noqa: E402
 from semblend.engine.server.config import ServeConfig  # noqa: E402
-from semblend.engine.server.fake_engine import FakeEngine  # noqa: E402
+from semblend.engine.server.fake_engine import FakeEngine, Pace  # noqa: E402
 from semblend.engine.server.routes import PAGE_FILES, create_app  # noqa: E402
 from semblend.engine.server.tenants import Tenants  # noqa: E402
 from semblend.facade import SemBlend  # noqa: E402
@@ -85,6 +86,71 @@ def test_requests_appear_as_strips_with_their_outcomes(serve, tmp_path):
     assert re.search(r"\d+ %", read_text(page, "share"))
 
 
+def ask_all(url: str, *texts: str, **more: Any) -> list[int]:
+    with httpx.Client(timeout=60) as http:
+        bodies = [{"messages": [{"role": "user", "content": text}], "max_tokens": 2} | more for text in texts]
+        return [http.post(f"{url}/v1/chat/completions", json=body).status_code for body in bodies]
+
+
+def write_text(seed: int, sentences: int) -> str:
+    return " ".join(f"Rule {seed} of clause {n} says that ferry {n * 7 + seed} leaves." for n in range(sentences))
+
+
+@in_a_browser
+def test_exact_hits_alone_give_no_factor_with_reuse(serve, tmp_path):
+    url, _ = serve()
+    assert ask_all(url, *[write_text(1, 40)] * 6) == [200] * 6
+    page = read_dom(url, tmp_path)
+    assert "exact prefix route" in page.split('id="outcomes"')[1].split("</section>")[0]
+    assert read_text(page, "speed") == "–"
+    assert read_text(page, "speed-note") == "nothing relocated yet"
+
+
+@in_a_browser
+def test_moved_kv_is_compared_with_what_requests_without_it_took(serve, tmp_path):
+    url, fake = serve()
+    fake.pace = Pace(prefill_tokens_per_s=20_000.0, load_tokens_per_s=1_000_000.0)
+    colds = [write_text(seed, 10 * seed) for seed in range(1, 6)]
+    ask_all(url, *colds, f"Which ferry? {colds[-1]}")
+    page = read_dom(url, tmp_path)
+    assert re.match(r"\d", read_text(page, "speed"))
+    assert read_text(page, "speed-note").startswith("median of 1 with relocated tokens, against a cold estimate from 5")
+
+
+@in_a_browser
+def test_requests_that_were_abandoned_or_refused_say_so(serve, tmp_path):
+    url, fake = serve(max_running=1, max_waiting=1)
+    fake.pace = Pace(overhead_s=600.0)
+    body = {"messages": [{"role": "user", "content": "When does the ferry leave?"}]}
+
+    async def ask_and_leave() -> None:
+        async with httpx.AsyncClient(timeout=60) as http:
+
+            async def see(*states: str) -> None:
+                news: list[str] = []
+                while sorted(news) != sorted(states):
+                    await asyncio.sleep(0.02)
+                    news = [one["state"] for one in (await http.get(f"{url}/api/live")).json()["requests"]]
+
+            asked = []
+            for states in (["running"], ["running", "waiting"]):
+                asked.append(asyncio.create_task(http.post(f"{url}/v1/chat/completions", json=body)))
+                await see(*states)
+            assert (await http.post(f"{url}/v1/chat/completions", json=body)).status_code == 429
+            for one in reversed(asked):
+                one.cancel()
+                await asyncio.gather(one, return_exceptions=True)
+            await see("cancelled", "cancelled", "refused")
+
+    asyncio.run(asyncio.wait_for(ask_and_leave(), 120))
+    page = read_dom(url, tmp_path)
+    rows = re.findall(r'<details class="request.*?</summary>', page, re.DOTALL)
+    assert ["abandoned" in row for row in rows] == [False, True, True]  # the latest first
+    assert "refused" in rows[0]
+    assert "at work…" not in page
+    assert "in line…" not in page
+
+
 @in_a_browser
 def test_a_visitor_without_a_key_is_asked_for_one_and_sees_nothing(serve, tmp_path):
     url, _ = serve(tenants=Tenants({"sk-acme": "acme"}))
@@ -99,8 +165,6 @@ def test_a_visitor_without_a_key_is_asked_for_one_and_sees_nothing(serve, tmp_pa
 @in_a_browser
 @pytest.mark.parametrize(("given", "shown", "names"), [("sk-acme", 1, "tenant acme"), ("sk-root", 3, "fake")])
 def test_a_tenant_sees_its_own_figures_and_an_admin_everybodys(serve, tmp_path, given, shown, names):
-    import httpx
-
     url, _ = serve(given, tenants=Tenants({"sk-acme": "acme", "sk-bolt": "bolt"}, admin_keys=["sk-root"]))
     for name in ("sk-acme", "sk-bolt", "sk-bolt"):
         body = {"messages": [{"role": "user", "content": "When does the ferry leave?"}]}
@@ -112,8 +176,6 @@ def test_a_tenant_sees_its_own_figures_and_an_admin_everybodys(serve, tmp_path, 
 
 
 def test_the_page_and_its_parts_are_served_with_a_policy_that_lets_nothing_else_in(serve):
-    import httpx
-
     url, _ = serve(tenants=Tenants({"sk-acme": "acme"}))  # the empty page needs no key
     for path, (body, kind) in PAGE_FILES.items():
         answer = httpx.get(f"{url}{path}")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend.engine.core.fair_line import MOST_REMEMBERED
-from semblend.engine.server.limits import Gate, TenantPlaces
+from semblend.engine.server.limits import Gate, TenantPlaces, Turns
 from semblend.wire.errors import ApiError
 
 TENANTS = ["acme", "bolt", "coil"]
@@ -281,5 +281,71 @@ def test_many_tenants_leave_nothing_behind():
             await gate.enter(f"tenant{number}", 10)
             gate.leave(f"tenant{number}")
         assert len(gate._clock) <= 2 * MOST_REMEMBERED + 1
+
+    asyncio.run(check())
+
+
+# -- turns of those without a place --------------------------------------------------------------------------------
+
+
+def test_a_tenants_read_is_the_next_one_however_many_strangers_wait():
+    async def check():
+        turns, order = Turns(lambda: False), []
+
+        async def read(tenant: str) -> None:
+            await turns.take(tenant)
+            order.append(tenant)
+            turns.give_back(tenant, 0.001)
+
+        await turns.take("stranger")
+        strangers = [asyncio.create_task(read("stranger")) for _ in range(64)]
+        await asyncio.sleep(0)
+        asked = asyncio.create_task(read("acme"))
+        await asyncio.sleep(0)
+        assert turns.waiting == 65
+        turns.give_back("stranger", 0.001)
+        await asyncio.gather(*strangers, asked)
+        assert order.index("acme") <= 1
+        assert turns.waiting == 0
+
+    asyncio.run(check())
+
+
+def test_behind_a_read_the_loop_rests_while_requests_run_and_only_then():
+    async def check():
+        busy = True
+        turns, delays = Turns(lambda: busy), []
+        loop = asyncio.get_running_loop()
+        later = loop.call_later
+        loop.call_later = lambda delay, *rest: delays.append(delay) or later(0, *rest)
+        await turns.take("acme")
+        turns.give_back("acme", 0.5)
+        assert delays == [2.0]  # four times as long
+        await turns.take("acme")  # it is handed over when the rest is over
+        busy = False
+        turns.give_back("acme", 0.5)
+        assert delays == [2.0]
+        await turns.take("acme")
+
+    asyncio.run(check())
+
+
+def test_who_leaves_while_it_waits_for_a_turn_takes_none():
+    async def check():
+        turns = Turns(lambda: False)
+        await turns.take("acme")
+        gone, next_one = (asyncio.create_task(turns.take(name)) for name in ("acme", "bolt"))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        turns.give_back("acme", 0.0)
+        await next_one
+        handed = asyncio.create_task(turns.take("acme"))
+        last = asyncio.create_task(turns.take("coil"))
+        await asyncio.sleep(0)
+        turns.give_back("bolt", 0.0)
+        handed.cancel()  # in the very moment of its turn
+        await asyncio.gather(handed, return_exceptions=True)
+        await last
 
     asyncio.run(check())

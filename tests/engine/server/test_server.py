@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the server needs fastapi")
 httpx = pytest.importorskip("httpx", reason="the tests need httpx")
 
+from asgi_client import AsgiClient, ask  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
@@ -26,11 +27,11 @@ from semblend.config import SemBlendConfig  # noqa: E402
 from semblend.confirm.outcome import Outcome  # noqa: E402
 from semblend.confirm.receipt import Receipt  # noqa: E402
 from semblend.engine.server.config import ServeConfig  # noqa: E402
-from semblend.engine.server.dashboard import ColdEstimate, draw_strip  # noqa: E402
+from semblend.engine.server.dashboard import ColdEstimate, LiveBoard, LiveRequest, draw_strip  # noqa: E402
 from semblend.engine.server.fake_engine import FakeEngine  # noqa: E402
 from semblend.engine.server.limits import MOST_BODY_BYTES, Gate  # noqa: E402
 from semblend.engine.server.routes import create_app, listen  # noqa: E402
-from semblend.engine.server.tenants import Tenants, bearer  # noqa: E402
+from semblend.engine.server.tenants import Identity, Tenants, bearer  # noqa: E402
 from semblend.errors import CapacityError, ConfigError  # noqa: E402
 from semblend.facade import SemBlend  # noqa: E402
 from semblend.plan.reuse_plan import Decline, DeclineReason  # noqa: E402
@@ -1409,15 +1410,48 @@ def test_a_strip_covers_every_token_once_and_agrees_with_the_receipt(exact, piec
         assert sum(end - start for start, end, one, _ in parts if one == kind) == count
 
 
-def test_a_cold_estimate_learns_from_cold_requests_only():
+def test_a_cold_estimate_learns_from_every_request_without_moved_kv_by_what_it_computed():
     cold = ColdEstimate()
-    assert cold.estimate_ms(100) is None
-    cold.learn(receipt(prompt_tokens=100, exact_tokens=90, prefill_tokens=10, ttft_ms=5.0))
-    assert cold.samples == 0
-    cold.learn(receipt(prompt_tokens=100, prefill_tokens=100, ttft_ms=50.0))
-    assert cold.estimate_ms(200) == 100.0
-    cold.learn(receipt(prompt_tokens=300, prefill_tokens=300, ttft_ms=90.0))
-    assert cold.estimate_ms(200) == 70.0
+    for computed in (100, 200, 300):  # behind a shared system prompt
+        known = {"exact_tokens": 1000, "prefill_tokens": computed}
+        cold.learn(receipt(prompt_tokens=1000 + computed, ttft_ms=10.0 + computed / 2, **known))
+    moved = {"reused_tokens": 80, "prefill_tokens": 20, "spans": (Span("d", 0, 10, 80),)}
+    cold.learn(receipt(prompt_tokens=100, ttft_ms=500.0, outcome=Outcome.BACKEND_MATERIALIZED_REUSE, **moved))
+    assert cold.samples == 3
+    assert cold.estimate_ms(400) == 210.0
+
+
+def test_a_cold_estimate_goes_no_further_than_twice_the_longest_sample():
+    cold = ColdEstimate()
+    for tokens in (100, 200, 300):
+        cold.add(tokens, tokens / 10)
+    assert (cold.estimate_ms(600), cold.estimate_ms(601)) == (60.0, None)
+
+
+def test_a_cold_start_does_not_become_a_cold_estimate():
+    cold = ColdEstimate()
+    cold.add(37, 1500.0)  # the server's first request
+    assert cold.estimate_ms(37) is None
+    for tokens in (40, 60, 80, 120):
+        cold.add(tokens, 10.0 + tokens)
+    assert cold.estimate_ms(100) == pytest.approx(110.0, rel=0.05)
+
+
+def test_exact_hits_alone_save_no_time_with_reuse():
+    board = LiveBoard()
+
+    def book(**tokens: Any) -> None:
+        entry = board.open(LiveRequest(f"r{len(board._entries)}", "acme", CHAT, None))
+        board.record_chunk(entry, Chunk(receipt=receipt(**tokens), token_ids=(1,)))
+        board.close(entry, "done")
+
+    for tokens in (100, 200, 300):
+        book(prompt_tokens=tokens, prefill_tokens=tokens, ttft_ms=float(tokens))
+    book(prompt_tokens=300, exact_tokens=290, prefill_tokens=10, ttft_ms=10.0)
+    assert board.tally(Identity("acme")).to_dict()["saved_ms"] == 0
+    moved = {"reused_tokens": 290, "prefill_tokens": 10, "spans": (Span("d", 0, 10, 290),)}
+    book(prompt_tokens=300, ttft_ms=20.0, outcome=Outcome.BACKEND_MATERIALIZED_REUSE, **moved)
+    assert board.tally(Identity("acme")).to_dict()["saved_ms"] == pytest.approx(280.0, abs=1)
 
 
 def test_an_api_error_names_its_type_by_status():
@@ -1426,3 +1460,74 @@ def test_an_api_error_names_its_type_by_status():
         "invalid_request_error", "authentication_error", "permission_error", "not_found_error", "rate_limit_error",
         "server_error",
     ]  # fmt: skip
+
+
+# -- reads and refusals take turns ---------------------------------------------------------------------------------
+
+
+def test_reads_and_refusals_wait_for_a_turn_and_an_answer_does_not():
+    async def test():
+        app = create_app(engine(), ServeConfig(tenants=Tenants({"sk-acme": "acme"})))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            key = {"Authorization": "Bearer sk-acme"}
+            await app.state.turns.take("somebody")
+            asked = [http.get(path) for path in ("/openapi.json", "/health", "/api/live", "/nowhere")]
+            asked += [http.get("/api/live", headers=key), http.post(CHAT, json=chat())]
+            waiting = [asyncio.ensure_future(one) for one in asked]
+            answer = await http.post(CHAT, json=chat(), headers=key)
+            assert answer.status_code == 200
+            assert not any(one.done() for one in waiting)
+            app.state.turns.give_back("somebody", 0.0)
+            assert [(await one).status_code for one in waiting] == [200, 200, 401, 404, 200, 401]
+
+    run(test)
+
+
+def test_a_client_that_leaves_while_its_read_waits_has_nothing_done_for_it():
+    async def test():
+        app = create_app(engine())
+        await app.state.turns.take("somebody")
+        async with AsgiClient(app, "GET", "/api/live") as gone:
+            gone.leave()
+            assert await gone.start() == 0
+        assert app.state.turns.waiting == 0
+
+    run(test)
+
+
+def test_a_reader_that_does_not_read_holds_up_nobody():
+    async def test():
+        app = create_app(engine())
+        blocked = asyncio.Event()
+
+        async def never(message: Any) -> None:
+            blocked.set()
+            await asyncio.Event().wait()
+
+        async def receive() -> Any:
+            return await asyncio.Event().wait()
+
+        scope = {"type": "http", "http_version": "1.1", "method": "GET", "path": "/health", "raw_path": b"/health"}
+        scope |= {"query_string": b"", "headers": [], "client": ("127.0.0.1", 1), "scheme": "http"}
+        deaf = asyncio.create_task(app(scope, receive, never))
+        await blocked.wait()
+        found, _ = await ask(app, "GET", "/health")
+        assert found.status == 200
+        deaf.cancel()
+
+    run(test)
+
+
+def test_the_openapi_document_is_encoded_once():
+    async def test():
+        app = create_app(engine())
+        bodies = []
+        for _ in range(2):
+            async with AsgiClient(app, "GET", "/openapi.json") as one:
+                await one.start()
+                bodies.append(await one.read())
+        assert bodies[0] is bodies[1]
+        assert json.loads(bodies[0])["openapi"] == "3.1.0"
+
+    run(test)

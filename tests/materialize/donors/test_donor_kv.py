@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from semblend.errors import CapacityError, InputError, StoreError
 from semblend.materialize.contract import KvLayout
+from semblend.materialize.donors import disk_tier
 from semblend.materialize.donors.donor_kv import DonorKv
 from semblend.materialize.kv.rope import RopeSpec
 
@@ -210,6 +211,26 @@ def test_a_damaged_file_is_dropped_and_told_never_served(tmp_path, damage):
     assert kv.acquire("a", 1) is None
     assert told == [("a", 1, "corrupt")]
     assert not kv.holds("a", 1)
+    kv.check()
+
+
+def test_donors_lost_to_a_full_disk_are_told_once_a_minute(tmp_path, monkeypatch):
+    told, now = [], [0.0]
+    kv = DonorKv(
+        0, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=1 << 20, on_disk_failure=told.append, clock=lambda: now[0]
+    )
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk_tier, "write_donor_file", refuse)
+    for number, name in enumerate("abcd"):
+        capture(kv, name, number)
+    now[0] = 61.0
+    capture(kv, "e", 5)
+    lost = f"donors dropped: {tmp_path} cannot be written to: No space left on device"
+    assert told == [f"1 {lost}", f"3 {lost}"]
+    assert [kv.holds(name, number) for name, number in (("a", 0), ("d", 3), ("e", 5))] == [False, False, True]
     kv.check()
 
 

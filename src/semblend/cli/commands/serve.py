@@ -60,6 +60,8 @@ def _add_room(parser: argparse.ArgumentParser) -> None:
         ),
     ):
         parser.add_argument(flag, type=int, default=default, help=text)
+    work = "milliseconds that a step works on prompts while answers of other tenants run, about (default: 40)"
+    parser.add_argument("--step-work-ms", type=float, default=DEFAULTS.step_work_ms, metavar="MS", help=work)
     parser.add_argument("--donor-dir", default="", metavar="DIR", help="keep donor KV that falls out of memory here")
     shared = "share donors in this folder with other servers of the machine and with semblend warm"
     parser.add_argument("--donor-directory", default="", metavar="DIR", help=shared)
@@ -189,6 +191,7 @@ def _make_config(args: argparse.Namespace) -> ServeConfig:
         donor_directory_bytes=args.donor_directory_bytes,
         arrange_file=args.arrange_file,
         step_tokens=args.step_tokens,
+        step_work_ms=args.step_work_ms,
         max_running=args.max_running,
         max_waiting=args.max_waiting,
         max_connections=args.max_connections,

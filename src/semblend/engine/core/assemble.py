@@ -15,12 +15,13 @@ from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.pooled_model import PooledModel
 from semblend.facade import SemBlend
 from semblend.materialize.blend.blender import Blender
+from semblend.materialize.blend.pieces import CPU_PIECE_ROWS, LEAST_PIECE_ROWS, Pace
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.donors.donor_kv import DonorKv
 from semblend.materialize.donors.shared.directory_kv import DirectoryKv
 from semblend.materialize.gate.canary import find_tolerance
 from semblend.materialize.gate.outcome_memory import OutcomeMemory
-from semblend.reporting import report_policy_failure
+from semblend.reporting import report_disk_failure, report_policy_failure
 
 GIB = 1 << 30
 
@@ -64,6 +65,7 @@ def assemble(
         directory=directory,
         eviction=library.config.eviction,
         on_policy_failure=partial(report_policy_failure, library.events),
+        on_disk_failure=partial(report_disk_failure, library.events),
     )
 
     def on_forgotten(eviction: Eviction) -> None:
@@ -75,6 +77,9 @@ def assemble(
     quality = quality or QualitySettings(mode=config.quality)
     if donor_bits == 8 and quality.canary_tolerance is None:
         quality = replace(quality, canary_tolerance=find_tolerance(model.dtype, donor_bits))
-    blender = Blender(PooledModel(model, pool), donor_kv, quality)
+    pace = Pace(config.step_work_ms)  # this engine's prompts are filled in pieces: others run meanwhile
+    rows = CPU_PIECE_ROWS if model.device.type == "cpu" else LEAST_PIECE_ROWS
+    quality = replace(quality, piece_ms=config.step_work_ms, piece_rows=rows)
+    blender = Blender(PooledModel(model, pool), donor_kv, quality, pace)
     outcomes = OutcomeMemory(blender.settings.thresholds.expected_costs, blender.settings.thresholds)
-    return Engine(model, pool, library, blender, config, detokenizer=detokenizer, outcomes=outcomes)
+    return Engine(model, pool, library, blender, config, detokenizer=detokenizer, outcomes=outcomes, pace=pace)

@@ -21,7 +21,7 @@ from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.radix import RadixCache
 from semblend.engine.core.reuse import NoBlender, PromptFiller, Reuse
 from semblend.engine.core.runner import Results, Runner, RunsRows
-from semblend.engine.core.scheduler import Scheduler
+from semblend.engine.core.scheduler import Scheduler, StepPace
 from semblend.engine.core.sequence import Completion, QueueFull, Sequence, Stream
 from semblend.engine.core.stops import AnswerText, Detokenizer, NoText
 from semblend.engine.model.paged_kv import KvPool
@@ -29,6 +29,7 @@ from semblend.engine.model.sampling import Sampled, make_generator
 from semblend.errors import InputError, SemBlendError
 from semblend.eviction.policy import EvictionPolicy, guard_policy, make_policy
 from semblend.facade import SemBlend
+from semblend.materialize.blend.pieces import Pace
 from semblend.materialize.gate.outcome_memory import OutcomeMemory
 from semblend.prompt import Prompt
 from semblend.reporting import report_policy_failure
@@ -65,15 +66,17 @@ class Engine:
         *,
         detokenizer: Detokenizer | None = None,
         outcomes: OutcomeMemory | None = None,
+        pace: Pace | None = None,
     ) -> None:
+        """``pace`` is that of the blender's pieces, where it works in pieces."""
         self.config = config or EngineConfig()
         self.model = model
         self.pool = pool
         self.detokenizer: Detokenizer = detokenizer or NoText()
         self.radix = RadixCache(pool, self._make_eviction_policy(semblend))
-        self.reuse = Reuse(semblend, blender or NoBlender(), pool, self.config, outcomes)
-        self.scheduler = Scheduler(pool, self.radix, self.config)
-        self.runner = Runner(model, pool, self.reuse)
+        self.reuse = Reuse(semblend, blender or NoBlender(), pool, self.config, outcomes, pace)
+        self.scheduler = Scheduler(pool, self.radix, self.config, StepPace(model.spec.attention_tokens))
+        self.runner = Runner(model, pool, self.reuse, self.scheduler.learn, self._has_newcomer)
         self.max_length = min(
             self.config.max_context or model.spec.max_positions,
             model.spec.max_positions,
@@ -210,6 +213,14 @@ class Engine:
             self.scheduler.take_in(arrived)
         for sequence in unwanted:
             self._end(sequence, FinishReason.CANCELLED)
+
+    def _has_newcomer(self) -> bool:
+        """Whether a tenant has come that has nothing running: a long pass for another one is given up for it."""
+        if not self._inbox:
+            return False
+        with self._lock:
+            here = {sequence.tenant for sequence in self.scheduler.running}
+            return any(sequence.tenant not in here for sequence in self._inbox)
 
     # -- postprocess -----------------------------------------------------------------------------------------------
 

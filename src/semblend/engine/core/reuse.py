@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -19,12 +19,13 @@ from semblend._version import __version__
 from semblend.confirm import events
 from semblend.confirm.build_receipt import RequestFacts, build_receipt
 from semblend.confirm.receipt import Receipt
-from semblend.engine.core.config import EngineConfig
+from semblend.engine.core.config import PATIENCE, EngineConfig
 from semblend.engine.core.directory_donors import DirectoryDonors
 from semblend.engine.core.sequence import EXACT_TO_THE_END, Sequence
 from semblend.engine.model.paged_kv import KvPool
 from semblend.facade import SemBlend
-from semblend.materialize.blend.quality import Blended, Spliced
+from semblend.materialize.blend.pieces import Pace, Pieces
+from semblend.materialize.blend.quality import Blended, Rejected, Spliced
 from semblend.materialize.contract import Layout
 from semblend.materialize.gate.outcome_memory import OutcomeMemory
 from semblend.plan.donor_cost import explain_lost_donor
@@ -53,7 +54,9 @@ class PromptFiller(Protocol):
 
     @property
     def donor_kv(self) -> Donors | None: ...
-    def prepare(self, sequence: Any, plan: ReusePlan, *, mode: str | None = None) -> Blended | Decline: ...
+    def prepare_in_pieces(
+        self, sequence: Any, plan: ReusePlan, *, mode: str | None = None
+    ) -> Pieces[Blended | Rejected | Decline]: ...
     def place(self, sequence: Any, plan: ReusePlan) -> Spliced | Decline: ...
 
 
@@ -62,8 +65,11 @@ class NoBlender:
 
     donor_kv: Donors | None = None
 
-    def prepare(self, sequence: Any, plan: ReusePlan, *, mode: str | None = None) -> Blended | Decline:
+    def prepare_in_pieces(
+        self, sequence: Any, plan: ReusePlan, *, mode: str | None = None
+    ) -> Pieces[Blended | Rejected | Decline]:
         del sequence, plan
+        yield from ()
         return Decline(DeclineReason.UNSUPPORTED_MODE, f"no blender is there for mode {mode}")
 
     def place(self, sequence: Any, plan: ReusePlan) -> Spliced | Decline:
@@ -81,13 +87,16 @@ class Reuse:
         pool: KvPool,
         config: EngineConfig,
         outcomes: OutcomeMemory | None = None,
+        pace: Pace | None = None,
     ) -> None:
+        """``pace`` is that of the blender's pieces."""
         self.semblend = semblend
         self.outcomes = OutcomeMemory() if outcomes is None else outcomes
         self.directory: DirectoryDonors | None = None  # where donors are shared with other engines
         self._blender = blender
         self._pool = pool
         self._config = config
+        self._pace = Pace() if pace is None else pace
 
     @property
     def donor_kv(self) -> Donors | None:
@@ -113,21 +122,26 @@ class Reuse:
         """Whether donors are looked for at all; looks at the settings only."""
         return self.semblend is not None and self.find_mode(request) != "exact"
 
-    def fill(self, sequence: Sequence) -> bool:
+    def fill(self, sequence: Sequence, work_ms: float | None = None, is_awaited: Callable[[], bool] = bool) -> bool:
         """Put donor KV in place for a sequence that has its blocks; False where the engine has to compute, all or some.
 
-        It is tried once: a sequence that is preempted later is computed, and goes on with the tokens it has said.
+        It works for about ``work_ms``, or until ``is_awaited``; where it is not done then, the sequence stays
+        ``to_fill`` and the next call goes on. What is done is tried once: a sequence that is preempted later is
+        computed, and goes on with the tokens it has said.
         """
         sequence.to_fill = False
         if self.semblend is None:
             return False
         try:
-            sequence.decision = self._plan(self.semblend, sequence)
+            if sequence.filling is not None:
+                return self._go_on(sequence, work_ms, is_awaited)
+            if sequence.decision is None:  # else it was preempted while it was filled
+                sequence.decision = self._plan(self.semblend, sequence)
             if isinstance(sequence.decision, ReusePlan):
                 takes_spans = not self.semblend.config.strict_prefix_boundary
                 if takes_spans and not self.is_gated(sequence.request):  # the gate needs passes of its own
                     return self._splice(sequence, sequence.decision)
-                return self._blend(sequence, sequence.decision)
+                return self._blend(sequence, sequence.decision, work_ms, is_awaited)
         except Exception as error:  # a failure of ours costs the request time, never its answer
             self._report_failure("materialize", sequence, error)
             self._start_over(sequence)
@@ -269,13 +283,36 @@ class Reuse:
             self._forget_lost(plan)
         return False
 
-    def _blend(self, sequence: Sequence, plan: ReusePlan) -> bool:
+    def _blend(
+        self, sequence: Sequence, plan: ReusePlan, work_ms: float | None, is_awaited: Callable[[], bool]
+    ) -> bool:
         # Before the blender writes anything: whatever happens from here on, these positions are no longer exact.
         sequence.exact_until = plan.spans[0].target_start
         sequence.slots_in(self._pool)
-        blended = self._blender.prepare(sequence, plan, mode=self.find_mode(sequence.request))
+        sequence.filling = self._blender.prepare_in_pieces(sequence, plan, mode=self.find_mode(sequence.request))
+        return self._go_on(sequence, work_ms, is_awaited)
+
+    def _go_on(self, sequence: Sequence, work_ms: float | None, is_awaited: Callable[[], bool]) -> bool:
+        """Let the blender work for about ``work_ms``, or until it is done or somebody else waits."""
+        assert sequence.filling is not None
+        assert isinstance(sequence.decision, ReusePlan)
+        allowed, started = work_ms or PATIENCE * self._config.step_work_ms, time.perf_counter()
+        self._pace.piece_ms = allowed
+        while True:
+            try:
+                next(sequence.filling)
+            except StopIteration as done:
+                blended: Blended | Rejected | Decline = done.value
+                break
+            spent = (time.perf_counter() - started) * 1e3
+            if spent > allowed / 2 if work_ms is not None else is_awaited():
+                sequence.to_fill = True
+                return False
+            self._pace.piece_ms = allowed - spent if work_ms is not None else allowed
+        sequence.filling = None
+        assert not isinstance(blended, Rejected), "this engine's blender prefills"
         if isinstance(blended, Decline):
-            return self._compute_declined(sequence, plan, blended)
+            return self._compute_declined(sequence, sequence.decision, blended)
         sequence.blended = blended
         sequence.computed = sequence.prompt_tokens
         # Where everything was computed in the end, this is a cold prefill, and the answer behind it is exact too.
@@ -295,6 +332,7 @@ class Reuse:
     def _start_over(self, sequence: Sequence) -> None:
         """Compute everything behind the exact prefix, over whatever a blender left there: that is exact again."""
         sequence.blended = sequence.spliced = sequence.held = None
+        sequence.stop_filling()
         sequence.computed = sequence.exact_tokens
         sequence.exact_until = EXACT_TO_THE_END
 

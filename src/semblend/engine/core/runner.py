@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ from semblend.engine.model.paged_kv import KvPool
 from semblend.engine.model.rows import RowBatch
 from semblend.engine.model.sampling import Draw, Sampled, rewind, sample
 from semblend.engine.model.spec import ModelSpec
-from semblend.materialize.contract import Rows
+from semblend.materialize.contract import Rows, StopPass
 
 log = logging.getLogger("semblend.engine")
 Results = list[tuple[Sequence, Sampled | Exception | None]]
@@ -28,17 +29,30 @@ class RunsRows(Protocol):
 
     @property
     def spec(self) -> ModelSpec: ...
-    def forward(self, rows: RowBatch, pool: KvPool) -> Tensor: ...
+    def forward(self, rows: RowBatch, pool: KvPool, *, stop: Callable[[], bool] | None = None) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class Runner:
-    """Computes what the scheduler decided; admits and ends nothing."""
+    """Computes what the scheduler decided; admits and ends nothing.
 
-    def __init__(self, model: RunsRows, pool: KvPool, reuse: Reuse) -> None:
+    ``learn`` is told how long a batch took. A batch that may take any time is given up where ``is_awaited`` says that
+    somebody else has come: its sequences stay where they are.
+    """
+
+    def __init__(
+        self,
+        model: RunsRows,
+        pool: KvPool,
+        reuse: Reuse,
+        learn: Callable[[Batch, float], None],
+        is_awaited: Callable[[], bool],
+    ) -> None:
         self._model = model
         self._pool = pool
         self._reuse = reuse
+        self._learn = learn
+        self._is_awaited = is_awaited
 
     def run(self, batch: Batch) -> Results:
         """Fill what donors hold, compute the rest, and sample for every sequence whose tokens all have KV now."""
@@ -47,21 +61,24 @@ class Runner:
     def _fill(self, batch: Batch) -> Batch:
         """Fill at most one prompt of the batch from donors; where donors are declined, its piece stays in the batch.
 
-        Filling takes passes of its own, and running answers shall wait for those of one prompt at most. Prompts behind
-        the filled one leave the batch: they keep their blocks and are tried in the next step.
+        Filling takes passes of its own, and running answers shall wait for those of one prompt at most, for as long as
+        the batch may work on prompts. Prompts behind the filled one leave the batch, and so does one whose filling
+        goes on: they keep their blocks and are tried in the next step.
         """
         pieces: list[Piece] = []
         filled: list[Sequence] = []
+        may_fill = True
         for piece in batch.pieces:
             if not piece.sequence.to_fill:
                 pieces.append(piece)
-            elif not filled:
+            elif may_fill:
                 sequence, planned = piece.sequence, piece.rows
-                if self._reuse.fill(sequence):
+                if self._reuse.fill(sequence, batch.work_ms, self._is_awaited):
                     filled.append(sequence)
-                else:  # declined, or donor KV is in place and the rest is computed like any prompt
+                elif not sequence.to_fill:  # declined, or donor KV is in place and the rest is computed like any prompt
                     pieces.append(Piece(sequence, sequence.computed, sequence.find_end(planned)))
-        return Batch(tuple(pieces), tuple(filled))
+                may_fill = not (filled or sequence.to_fill)
+        return Batch(tuple(pieces), tuple(filled), batch.work_ms)
 
     def _compute_isolated(self, batch: Batch) -> Results:
         """Compute the batch; where that fails, compute each sequence alone, so that only those fail that fail again.
@@ -70,6 +87,8 @@ class Runner:
         """
         try:
             return self._compute(batch)
+        except StopPass:
+            return []
         except Exception as error:
             log.exception("a step of %d tokens failed", batch.tokens)
             if len(batch.sequences) == 1:
@@ -90,7 +109,8 @@ class Runner:
         logits: list[Tensor] = []
         if batch.pieces:
             rows = RowBatch.of([self._make_rows(piece) for piece in batch.pieces])
-            hidden = self._model.forward(rows, self._pool)
+            stop = self._is_awaited if batch.work_ms is None else None
+            hidden = self._model.forward(rows, self._pool, stop=stop)
             ends = [last for piece, last in zip(batch.pieces, rows.last_rows, strict=True) if piece.completes]
             complete += [piece.sequence for piece in batch.pieces if piece.completes]
             if ends:
@@ -100,6 +120,8 @@ class Runner:
             logits.append(self._reuse.read_first_logits(sequence))
         sampled = sample(torch.cat(logits), [_make_draw(sequence) for sequence in complete]) if complete else []
         elapsed_ms = (time.perf_counter() - started) * 1e3
+        if complete or self._pool.device.type == "cpu":  # else nobody has waited for the device
+            self._learn(Batch(batch.pieces), elapsed_ms)
         for piece in batch.pieces:
             if piece.sequence.receipt is None:
                 piece.sequence.times.compute_ms += elapsed_ms

@@ -1,13 +1,18 @@
 """Who computes what in the next step: continuous batching over a pool of blocks, in fair order between tenants.
 
-A step has a budget of tokens. Running answers come first, one token each, so that a long prompt never stops them. The
-rest is shared between the tenants that have prompts to compute (see `fair_line`): the tenant that was served least gets
-the next piece, for its prompts under way first, then for its oldest waiting request. While several tenants share a
-step, it is no longer than the first one's prompt (and a quarter of a step at least): a short prompt does not wait for a
-step that a neighbour's long one fills. While several tenants had prompts lately, a step that one of them has for itself
-is half a step at most: whoever comes back waits for that. Inside a tenant a request that does not fit is not overtaken
-by a younger one that would; other tenants wait for it only where its tenant has nothing running, so that nobody
-starves.
+A step has a budget of tokens, and one of time. Running answers come first, one token each; while several tenants have
+some, or prompts, those of one tenant take turns where they are many. What prompts may add to
+their step is ``step_work_ms`` while answers of another tenant run, by the speed of the steps before (`StepPace`), so
+that a long prompt never stops them; four times as long beside a tenant's own answers, and where a neighbour was here
+lately; any time where a tenant is alone: such a pass is given up for a newcomer (see `Runner`).
+
+The budget is shared between the tenants that have prompts to compute (see `fair_line`): the tenant that was served
+least gets the next piece, for its prompts under way first, then for its oldest waiting request. While several tenants
+share a step, it is no longer than the first one's prompt (and a quarter of a step, or ``step_work_ms``, at least): a
+short prompt does not wait for a step that a neighbour's long one fills. While several tenants had prompts lately, a
+step that one of them has for itself is half a step at most: whoever comes back waits for that. Inside a tenant a
+request that does not fit is not overtaken by a younger one that would; other tenants wait for it only where its tenant
+has nothing running, so that nobody starves.
 
 A request whose beginning is just being computed for another one waits until that is done, and then finds it in the
 exact cache: of many equal prompts that come at once, one is computed. Younger requests may go ahead meanwhile; since
@@ -27,17 +32,24 @@ pool is let in by preempting others that are above theirs, but never the oldest 
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from semblend.engine.core.config import EngineConfig
+from semblend.engine.core.config import PATIENCE, EngineConfig
 from semblend.engine.core.fair_line import FairClock, TenantLine, may_start
 from semblend.engine.core.radix import RadixCache
 from semblend.engine.core.sequence import QueueFull, Sequence
 from semblend.engine.model.paged_kv import KvPool
+
+LEAST_WORK = 8.0
+"""Rows of a step's prompts, at least, however slow they are: prompts get on beside answers."""
+
+LEAST_DECODES = 8
+"""Answers of a tenant that get on in a step, at least, where it has so many."""
 
 MOST_OVERTAKEN = 16
 """So many waiting requests may be passed over in a step because another computes their beginning."""
@@ -67,10 +79,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The work of one step: pieces to compute, and sequences whose prompt was filled from donors."""
+    """The work of one step: pieces to compute, and sequences whose prompt was filled from donors.
+
+    ``work_ms`` is how long it may work on prompts; None: nobody else waits.
+    """
 
     pieces: tuple[Piece, ...] = ()
     filled: tuple[Sequence, ...] = ()
+    work_ms: float | None = None
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
@@ -86,13 +102,55 @@ class Batch:
         return (*pieces, *(Batch(filled=(sequence,)) for sequence in self.filled))
 
 
+class StepPace:
+    """How fast prompts are computed: work a millisecond, by the steps done last.
+
+    Work is counted in rows without context: a row that attends to ``attention_tokens`` others counts twice. A step's
+    decodes are not the prompts' time: what they take is known from steps without prompts.
+
+    >>> pace = StepPace(attention_tokens=1000)
+    >>> pace.note(0, decodes=1, ms=30.0); pace.note(128, decodes=1, ms=94.0)
+    >>> pace.rate, pace.count_rows(20.0, 0), pace.count_rows(20.0, 1000)
+    (2.0, 20, 10)
+    """
+
+    def __init__(self, attention_tokens: float = math.inf) -> None:
+        self.rate = 0.0
+        self._attention_tokens = attention_tokens
+        self._decodes, self._decode_ms = 0, 0.0
+
+    @property
+    def decode_ms(self) -> float:
+        """What an answer's token takes in a step without prompts; 0 where there was none yet."""
+        return self._decode_ms / self._decodes if self._decodes else 0.0
+
+    def weigh(self, start: int, rows: int) -> float:
+        """The work of ``rows`` from position ``start`` on."""
+        return rows * (1 + (start + rows / 2) / self._attention_tokens)
+
+    def count_rows(self, work: float, start: int) -> int:
+        """Rows from position ``start`` on that make up so much work; one at least where there is some."""
+        return math.ceil(work / (1 + start / self._attention_tokens)) if work > 0 else 0
+
+    def note(self, work: float, decodes: int, ms: float) -> None:
+        """A step took so long."""
+        if not work:
+            known = self._decode_ms if decodes == self._decodes else ms
+            self._decodes, self._decode_ms = decodes, (known + ms) / 2
+            return
+        share = min(1.0, decodes / self._decodes) if self._decodes else 0.0
+        rate = work / max(ms - share * self._decode_ms, ms / 4, 1e-6)
+        self.rate = (self.rate + rate) / 2 if self.rate else rate
+
+
 class Scheduler:
     """Owns the queue, the running sequences and their blocks."""
 
-    def __init__(self, pool: KvPool, radix: RadixCache, config: EngineConfig) -> None:
+    def __init__(self, pool: KvPool, radix: RadixCache, config: EngineConfig, pace: StepPace | None = None) -> None:
         self.waiting: TenantLine[Sequence] = TenantLine()
         self.running: list[Sequence] = []  # in the order of admission
         self.preemptions = 0
+        self.pace = StepPace() if pace is None else pace
         self._pool = pool
         self._radix = radix
         self._config = config
@@ -100,6 +158,7 @@ class Scheduler:
         self._backlogged: set[str] = set()  # tenants with prompts to compute, as of the last step
         self._prompt_steps = 0  # steps with prompts to compute
         self._last_here: dict[str, int] = {}  # tenant -> the last of these steps that it had a prompt in
+        self._turn = 0  # of answers that take turns
         self._preempted_before = 0  # preemptions when the step began
 
     def refuse_if_full(self, arriving: int = 0) -> None:
@@ -134,21 +193,29 @@ class Scheduler:
         if self._backlogged:  # while nobody waits for prompts, answers cost nobody anything
             for piece in decodes:
                 self._clock.charge(piece.sequence.tenant, 1)
-        prompts = self._share_out(self._config.step_tokens - len(decodes))
+        work_ms = self._find_work_ms({piece.sequence.tenant for piece in decodes})
+        prompts = self._share_out(self._config.step_tokens - len(decodes), work_ms)
         # Who was preempted after it got its piece has no blocks to compute it in.
-        return Batch(tuple(piece for piece in (*decodes, *prompts) if piece.sequence.blocks))
+        return Batch(tuple(piece for piece in (*decodes, *prompts) if piece.sequence.blocks), work_ms=work_ms)
+
+    def learn(self, batch: Batch, ms: float) -> None:
+        """Note how long the pieces of a batch took, before their sequences go on."""
+        prompts = [piece for piece in batch.pieces if piece.sequence.in_prefill]
+        work = sum(self.pace.weigh(piece.start, piece.rows) for piece in prompts)
+        self.pace.note(work, len(batch.pieces) - len(prompts), ms)
 
     def charge(self, batch: Batch) -> None:
         """Correct what tenants were charged for a batch, after it ran and before its sequences end.
 
-        A prompt that waited because another one was filled computed nothing. One that was filled took its passes.
+        A prompt that waited because another one was filled, or whose pass was given up, computed nothing. One that was
+        filled took its passes.
         """
         for piece in batch.pieces:
             one, planned = piece.sequence, piece.rows
-            if one.to_fill:
-                self._clock.charge(one.tenant, -planned)
-            elif one.receipt is None and one.blended is not None:
+            if one.receipt is None and one.blended is not None:
                 self._clock.charge(one.tenant, sum(made.rows for made in one.blended.passes) - planned)
+            elif one.to_fill or one.computed < piece.end:
+                self._clock.charge(one.tenant, -planned)
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
@@ -169,26 +236,55 @@ class Scheduler:
         self._last_here = {tenant: at for tenant, at in self._last_here.items() if at > since}
 
     def _schedule_decodes(self) -> list[Piece]:
-        """One token for each running answer that has room for it; whoever is preempted on the way has none."""
-        pieces: list[Piece] = []
-        for sequence in list(self.running):
-            if sequence.in_prefill or not sequence.blocks:
-                continue
-            if self._grow(sequence):
-                pieces.append(Piece(sequence, sequence.computed, len(sequence.tokens)))
-        return pieces
+        """One token for each answer whose turn it is and that has room; whoever is preempted on the way has none."""
+        grown = [sequence for sequence in self._choose_answers() if sequence.blocks and self._grow(sequence)]
+        return [Piece(sequence, sequence.computed, len(sequence.tokens)) for sequence in grown]
 
-    def _share_out(self, budget: int) -> list[Piece]:
-        """Pieces of prompts for at most ``budget`` tokens, in fair order between tenants."""
+    def _choose_answers(self) -> list[Sequence]:
+        """Running answers that get on in this step: all, unless other tenants have fewer, or prompts to compute.
+
+        A tenant then has as many in a step as take ``step_work_ms``, or as the tenant with fewest; they take turns.
+        """
+        answers: dict[str, list[Sequence]] = {}
+        for sequence in self.running:
+            if not sequence.in_prefill:
+                answers.setdefault(sequence.tenant, []).append(sequence)
+        tenants = self._backlogged.union(answers)
+        if len(tenants) < 2:
+            return [one for own in answers.values() for one in own]
+        fit = int(self._config.step_work_ms / self.pace.decode_ms) if self.pace.decode_ms else LEAST_DECODES
+        most = max(LEAST_DECODES, fit, min(len(answers.get(tenant, ())) for tenant in tenants))
+        self._turn += most
+        chosen = []
+        for own in answers.values():
+            start = self._turn % len(own) if len(own) > most else 0
+            chosen += [*own[start:], *own[:start]][:most]
+        return chosen
+
+    def _find_work_ms(self, answering: Collection[str]) -> float | None:
+        """How long prompts may take in a step beside answers of these tenants; None where nobody waits for it."""
+        if answering and len(self._backlogged.union(answering)) > 1:
+            return self._config.step_work_ms
+        return PATIENCE * self._config.step_work_ms if answering or len(self._last_here) > 1 else None
+
+    def _share_out(self, budget: int, work_ms: float | None) -> list[Piece]:
+        """Pieces of prompts for at most ``budget`` tokens and ``work_ms``, in fair order between tenants."""
         under_way = self._list_under_way()
         ready = dict.fromkeys((*under_way, *(self.waiting.tenants if self._admits else ())))
-        if len(ready) > 1:
-            budget = min(budget, self._limit_shared_step(ready, under_way))
-        elif len(self._last_here) > 1:  # a neighbour that comes back waits for the step that runs then
+        known = work_ms is not None and self.pace.rate  # until a step was measured, tokens alone bound the next
+        work = max(LEAST_WORK, self.pace.rate * work_ms) if known and work_ms else math.inf
+        head = self._find_head(ready, under_way) if ready else None
+        own = self.pace.weigh(head.computed, head.missing_tokens) if head is not None else 0.0
+        if head is not None and len(ready) > 1:
+            budget = min(budget, max(head.missing_tokens, self._config.step_tokens // 4))
+            work = min(work, max(own, LEAST_WORK, self.pace.rate * self._config.step_work_ms)) if known else work
+        if work < own <= 2 * work:  # a short prompt is not worth two steps
+            work = own
+        if len(ready) < 2 <= len(self._last_here):  # a neighbour that comes back waits for the step that runs then
             budget = min(budget, max(1, self._config.step_tokens // 2))
         granted: dict[Sequence, int] = {}
         completed: set[str] = set()
-        while budget > 0 and (tenant := self._clock.choose(ready)) is not None:
+        while budget > 0 and work > 0 and (tenant := self._clock.choose(ready)) is not None:
             if not under_way.get(tenant) and not self._start_next(tenant, under_way, ready):
                 ready.pop(tenant, None)
                 continue
@@ -202,6 +298,10 @@ class Scheduler:
                 continue
             rest = sequence.missing_tokens - granted.get(sequence, 0)
             tokens = min(rest, budget, max(1, self._config.step_tokens // 8) if len(ready) > 1 else budget)
+            start = sequence.computed + granted.get(sequence, 0)
+            if work < math.inf:
+                tokens = min(tokens, self.pace.count_rows(work, start))
+                work -= self.pace.weigh(start, tokens)
             granted[sequence] = granted.get(sequence, 0) + tokens
             self._clock.serve(tenant, tokens)
             budget -= tokens
@@ -218,12 +318,11 @@ class Scheduler:
                 under_way.setdefault(sequence.tenant, deque()).append(sequence)
         return under_way
 
-    def _limit_shared_step(self, ready: Iterable[str], under_way: dict[str, deque[Sequence]]) -> int:
-        """Tokens of a step that several tenants share: the first one's prompt, and a quarter of a step at least."""
+    def _find_head(self, ready: Iterable[str], under_way: dict[str, deque[Sequence]]) -> Sequence:
+        """Whose prompt comes first: a step that tenants share is as long as that, and a quarter of a step at least."""
         first = self._clock.choose(ready)
         assert first is not None
-        head = under_way[first][0] if first in under_way else self.waiting.look(first)
-        return max(head.missing_tokens, self._config.step_tokens // 4)
+        return under_way[first][0] if first in under_way else self.waiting.look(first)
 
     def _start_next(self, tenant: str, under_way: dict[str, deque[Sequence]], ready: dict[str, None]) -> bool:
         """Admit the tenant's next request, if that can be; a tenant with nothing running makes the others wait."""

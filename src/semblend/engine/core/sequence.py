@@ -13,7 +13,8 @@ from semblend.confirm.receipt import Receipt
 from semblend.engine.core.stops import AnswerText
 from semblend.engine.model.paged_kv import KvPool
 from semblend.errors import InputError, SemBlendError
-from semblend.materialize.blend.quality import Blended, Spliced
+from semblend.materialize.blend.pieces import Pieces
+from semblend.materialize.blend.quality import Blended, Rejected, Spliced
 from semblend.plan.reuse_plan import Decline, ReusePlan
 from semblend.plan.selection import Positions
 from semblend.prompt import Namespace, Prompt
@@ -98,8 +99,8 @@ class Sequence:
     the library, ``declined`` from the blender. ``max_length`` is where the answer has to end, in tokens of prompt and
     answer. ``kept_tokens`` of the prompt are a donor, ``offered_blocks`` went to the exact cache. ``unsettled``: all
     its KV was computed since it was last offered to the exact cache and as a donor. ``held``: positions of the prompt,
-    ascending, where donor KV is in place and that
-    the engine leaves out while it computes the others (``spliced``).
+    ascending, where donor KV is in place and that the engine leaves out while it computes the others (``spliced``).
+    ``filling`` is what the blender has still to do.
     """
 
     request: Request
@@ -125,6 +126,7 @@ class Sequence:
     slots: torch.Tensor | None = None
     held: Positions | None = None
     spliced: Spliced | None = None
+    filling: Pieces[Blended | Rejected | Decline] | None = None
     kept_tokens: int = 0
     offered_blocks: int = 0
     unsettled: bool = True
@@ -184,10 +186,17 @@ class Sequence:
             self.slots = pool.slots_of(self.blocks, 0, size)
         return self.slots
 
+    def stop_filling(self) -> None:
+        """Give up what a blender has still to do; the donors that it held are released."""
+        if self.filling is not None:
+            self.filling.close()
+            self.filling = None
+
     def drop_kv(self) -> None:
         """Forget what was computed; the caller has freed the blocks."""
         self.blocks, self.slots = [], None
         self.computed = 0
         self.exact_until = EXACT_TO_THE_END
         self.held = self.spliced = None
+        self.stop_filling()
         self.unsettled = True

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from semblend.engine.model.paged_kv import KvPool
 from semblend.engine.model.rows import RowBatch
 from semblend.engine.model.spec import ModelSpec
 from semblend.engine.model.weights import LayerWeights, Weights, load_weights
-from semblend.materialize.contract import Observer, Rows
+from semblend.materialize.contract import Observer, Rows, StopPass
 from semblend.materialize.kv.rope import RopeSpec
 
 log = logging.getLogger("semblend.engine")
@@ -103,11 +104,19 @@ class DecoderModel:
         self.logits(self.forward(rows, pool))
 
     @torch.inference_mode()
-    def forward(self, rows: Rows | RowBatch, pool: KvPool, observer: Observer | None = None) -> Tensor:
+    def forward(
+        self,
+        rows: Rows | RowBatch,
+        pool: KvPool,
+        observer: Observer | None = None,
+        *,
+        stop: Callable[[], bool] | None = None,
+    ) -> Tensor:
         """Run the rows through every layer, filling their slots of the pool. An observer sees one prompt's rows.
 
         Returns the residual stream after the last layer, ``[n, hidden]``; `logits` does the final norm, so
-        that rows which nobody asks about do not pay for it.
+        that rows which nobody asks about do not pay for it. ``stop`` is asked before each layer: `StopPass` where it
+        says so, and the rows have no KV then.
         """
         spec, weights = self.spec, self.weights
         rows = RowBatch.of(rows) if isinstance(rows, Rows) else rows
@@ -121,6 +130,8 @@ class DecoderModel:
                 self._few_rows = None
                 return self.forward(rows, pool)
         for layer, w in enumerate(weights.layers):
+            if stop is not None and stop():
+                raise StopPass
             q, k, v = self._project(w, self._norm(hidden, w.attention_norm), turn)
             if observer is not None:
                 observer.before_write(layer, k, v, rows.parts[0], pool.layout)

@@ -55,6 +55,12 @@ class ModelSpec:
         return self.layers * 2 * self.kv_heads * self.head_dim * 2
 
     @property
+    def attention_tokens(self) -> float:
+        """The context at which a row's attention takes as many operations as its products with the weights."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return (attention + 3 * self.hidden * self.intermediate) / (2 * self.heads * self.head_dim)
+
+    @property
     def parameters(self) -> int:
         """Weights in the matrices; norms and biases are left out."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)

@@ -58,7 +58,7 @@ class Call:
         ``gone`` ends when the client hangs up; who watches for that already hands it over and ends it.
         """
         service, entry = self._service, self._service.board.open(self._entry)
-        self._gone = gone or asyncio.create_task(_wait_until_gone(self._request.receive))
+        self._gone = gone or asyncio.create_task(wait_until_gone(self._request.receive))
         tenant, expected, inside = self._identity.tenant, self._estimate_tokens(), False
         try:
             await self.run_unless_gone(service.gate.enter(tenant, expected))
@@ -74,7 +74,7 @@ class Call:
             raise
         except Exception as error:
             told = as_api_error(error)
-            service.board.close(entry, "failed", str(told))
+            service.board.close(entry, "failed" if inside else "refused", str(told))
             if told.status >= 500 and not isinstance(error, ApiError):
                 log.exception("request %s failed", self.id)
             raise told from error
@@ -224,7 +224,7 @@ class CallGroup:
 
     @asynccontextmanager
     async def admit(self) -> AsyncIterator[AsyncIterator[Chunk]]:
-        gone = asyncio.create_task(_wait_until_gone(self._receive))
+        gone = asyncio.create_task(wait_until_gone(self._receive))
         try:
             async with aclosing(merge([self._follow(number, gone) for number in range(len(self._calls))])) as chunks:
                 yield chunks
@@ -256,6 +256,7 @@ async def _read_next(pieces: AsyncIterator[Chunk]) -> Chunk | None:
     return await anext(pieces, None)
 
 
-async def _wait_until_gone(receive: Receive) -> None:
+async def wait_until_gone(receive: Receive) -> None:
+    """Wait until the client has hung up."""
     while (await receive())["type"] != "http.disconnect":
         pass

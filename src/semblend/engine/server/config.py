@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from semblend.arrange import Arranger
-from semblend.engine.core.config import MAX_RUNNING, MAX_WAITING, STEP_TOKENS, EngineConfig
+from semblend.engine.core.config import MAX_RUNNING, MAX_WAITING, STEP_TOKENS, STEP_WORK_MS, EngineConfig
 from semblend.engine.core.fair_line import count_places
 from semblend.engine.server.tenants import Tenants
 from semblend.errors import ConfigError
@@ -33,9 +33,10 @@ class ServeConfig:
     are further names under which the model may be asked for.
 
     *Room.* ``pool_tokens`` of KV; bytes for donors on the device, in memory and in ``donor_dir``, the latter two at
-    ``donor_bits`` (16 or 8). ``step_tokens`` are computed in one step. ``donor_directory`` is a folder of donors that
-    engines of this machine and `semblend warm` share; this one keeps ``donor_directory_bytes`` in it. ``arrange_file``
-    keeps the orders of passages over a restart.
+    ``donor_bits`` (16 or 8). ``step_tokens`` are computed in one step, prompts for about ``step_work_ms`` while answers
+    of other tenants run (see `EngineConfig`). ``donor_directory`` is a folder of donors that engines of this machine
+    and `semblend warm` share; this one keeps ``donor_directory_bytes`` in it. ``arrange_file`` keeps the orders of
+    passages over a restart.
 
     *Admission.* ``max_running`` requests are answered at once (up to a quarter more where a tenant has none running),
     ``max_waiting`` wait in line, the rest are refused with 429, all of it fair between tenants. ``max_n`` answers may
@@ -76,6 +77,7 @@ class ServeConfig:
     donor_directory_bytes: int = 4 * GIB
     arrange_file: str = ""
     step_tokens: int = STEP_TOKENS
+    step_work_ms: float = STEP_WORK_MS
 
     max_running: int = MAX_RUNNING
     max_waiting: int = MAX_WAITING
@@ -123,6 +125,7 @@ class ServeConfig:
             model_name=self.model,
             quality=quality,
             step_tokens=self.step_tokens,
+            step_work_ms=self.step_work_ms,
             max_running=self.max_running,
             max_waiting=count_places(self.max_running) * self.max_n,
         )

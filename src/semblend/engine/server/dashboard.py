@@ -5,11 +5,13 @@ Kept in memory for one event loop. No text of a prompt or an answer is kept, onl
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from semblend.confirm.fields import JsonObject
@@ -21,23 +23,28 @@ from semblend.wire.answer import Chunk, describe_receipt
 MOST_REQUESTS = 100
 """Requests that are kept of a tenant, and told in one answer: 100 take 6 ms of the event loop."""
 MOST_REQUESTS_IN_ALL = 5000
+LEAST_SAMPLES = 3
+"""Requests before a cold estimate is made."""
 MOST_RANGES = 1200
 MOST_TENANTS = 1000
 Ranges = tuple[tuple[int, int], ...]
 
 
 class ColdEstimate:
-    """What a prompt would have cost without any reuse, as a line through the latest cold requests.
+    """What a prompt would have cost without any reuse, by what computing tokens cost in requests without moved KV.
 
-    It is an estimate and labelled so; None until one cold request was seen.
+    It is an estimate and labelled so. The first request of a server is slow for reasons of its own, and one sample
+    cannot tell: None until there are `LEAST_SAMPLES`. None, too, for more than twice the longest sample: nobody has
+    seen how time grows up there. The line is Theil and Sen's, through the median of the slopes between samples, so
+    that a few slow moments, the first request's among them, do not bend it.
 
     >>> cold = ColdEstimate()
-    >>> cold.add(1000, 100.0); cold.add(2000, 190.0)
-    >>> cold.estimate_ms(4000)
-    370.0
+    >>> cold.add(40, 1500.0); cold.add(1000, 100.0); cold.add(2000, 190.0); cold.add(1500, 145.0); cold.add(500, 55.0)
+    >>> cold.estimate_ms(4000), cold.estimate_ms(4001)
+    (370.0, None)
     """
 
-    def __init__(self, keep: int = 64) -> None:
+    def __init__(self, keep: int = 32) -> None:
         self._seen: deque[tuple[int, float]] = deque(maxlen=keep)
 
     @property
@@ -45,31 +52,31 @@ class ColdEstimate:
         return len(self._seen)
 
     def learn(self, receipt: Receipt) -> None:
-        if receipt.exact_tokens or receipt.reused_tokens or receipt.ttft_ms is None:
+        """Learn from a request in which no KV was moved or repaired: what it computed, and how long that took."""
+        computed = receipt.prompt_tokens - receipt.exact_tokens
+        if receipt.reused_tokens or receipt.recomputed_tokens or receipt.ttft_ms is None or computed <= 0:
             return
         # Compute time where it is known: time in line says nothing about the prompt, and would flatter reuse.
-        self.add(receipt.prompt_tokens, receipt.compute_ms or receipt.ttft_ms)
+        self.add(computed, receipt.compute_ms or receipt.ttft_ms)
 
     def add(self, tokens: int, ms: float) -> None:
         self._seen.append((tokens, ms))
 
     def estimate_ms(self, tokens: int) -> float | None:
-        if not self._seen:
+        """Milliseconds to compute so many tokens; None where the samples do not say."""
+        if len(self._seen) < LEAST_SAMPLES or tokens > 2 * max(length for length, _ in self._seen):
             return None
-        n = len(self._seen)
-        mean_t = sum(t for t, _ in self._seen) / n
-        mean_ms = sum(ms for _, ms in self._seen) / n
-        spread = sum((t - mean_t) ** 2 for t, _ in self._seen)
-        slope = sum((t - mean_t) * (ms - mean_ms) for t, ms in self._seen) / spread if spread else 0.0
-        start = mean_ms - slope * mean_t
+        slopes = [(b - a) / (m - n) for (n, a), (m, b) in itertools.combinations(self._seen, 2) if m != n]
+        slope = median(slopes) if slopes else 0.0
+        start = median(ms - slope * length for length, ms in self._seen)
         if slope <= 0 or start < 0:  # too few lengths for a line: through the origin
-            slope, start = mean_ms / mean_t, 0.0
+            slope, start = median(ms / length for length, ms in self._seen), 0.0
         return round(start + slope * tokens, 3)
 
 
 @dataclass(slots=True)
 class LiveRequest:
-    """One request. ``state``: waiting, running, done, failed or cancelled."""
+    """One request. ``state``: waiting, running, done, failed, refused (no place) or cancelled (its client left)."""
 
     id: str
     tenant: str
@@ -149,7 +156,7 @@ class ReceiptTotals:
             self.declines[str(receipt.reason)] += 1
         if receipt.risk is not None:
             self.risks.append(receipt.risk)
-        if entry.cold_ms is not None and receipt.ttft_ms is not None and receipt.exact_tokens + receipt.reused_tokens:
+        if entry.cold_ms is not None and receipt.ttft_ms is not None and receipt.reused_tokens:
             self.cold_ms += entry.cold_ms
             self.saved_ms += entry.cold_ms - receipt.ttft_ms
 

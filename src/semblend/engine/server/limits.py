@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -14,6 +14,8 @@ from semblend.shares import Shares
 from semblend.wire.errors import ApiError
 from semblend.wire.loopback import is_loopback
 
+REST = 4
+"""Behind a turn of `Turns`, in times of its length."""
 MOST_TENANTS = 1000
 """Refusals are counted for so many tenants."""
 ESCAPED_BYTES = 6
@@ -103,6 +105,61 @@ class _Turn:
 
     came: asyncio.Future[None]
     tokens: int
+
+
+class Turns:
+    """Lets in one at a time whoever is answered without a place at the gate, in fair order between tenants.
+
+    Behind each it rests for `REST` times as long as that took, while ``is_busy``: all of them together take a fifth of
+    the event loop, whoever sends how many over how many connections, and the rest is for answers. Fairness is counted
+    in microseconds. For one event loop. Whoever took a turn must `give_back`.
+    """
+
+    def __init__(self, is_busy: Callable[[], bool]) -> None:
+        self._is_busy = is_busy
+        self._line: TenantLine[asyncio.Future[None]] = TenantLine()
+        self._clock = FairClock()
+        self._is_taken = False
+
+    @property
+    def waiting(self) -> int:
+        return len(self._line)
+
+    async def take(self, tenant: str) -> None:
+        """Wait for a turn."""
+        if not self._line.count(tenant):
+            self._clock.join(tenant)
+        if not self._is_taken:
+            self._is_taken = True
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line.append(tenant, turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not self._line.remove(tenant, turn):  # it was handed over in the very moment of giving up
+                self.give_back(tenant, 0.0)
+            raise
+
+    def give_back(self, tenant: str, spent_s: float) -> None:
+        """Hand the turn on, after a rest."""
+        self._clock.charge(tenant, round(1e6 * spent_s))
+        if spent_s and self._is_busy():
+            asyncio.get_running_loop().call_later(REST * spent_s, self._hand_on)
+        else:
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        self._is_taken = False
+        if (tenant := self._clock.choose(self._line.tenants)) is not None:
+            self._is_taken = True
+            self._clock.serve(tenant, 0)
+            turn = self._line.pop(tenant)
+            if turn.done():  # its client left a moment ago
+                self._hand_on()
+            else:
+                turn.set_result(None)
+        self._clock.forget_idle(self._line.tenants)
 
 
 class Gate:

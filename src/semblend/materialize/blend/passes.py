@@ -50,7 +50,7 @@ class PassRunner:
         self.model, self.settings, self.ranks, self.pace = model, settings, ranks, pace
         self.prompts_checked = 0
         self._rows_per_ms = 0.0
-        self._piece_rate = PieceRate()
+        self._piece_rate = PieceRate(settings.piece_rows)
 
     def compute(
         self, state: BlendState, name: str, rows: Positions, observer: Observer | None, *, check: bool = False
@@ -187,7 +187,9 @@ class PassRunner:
         if not self.pace.piece_ms:
             return self.settings.chunk_tokens
         rate = self.ranks.mean(self._piece_rate.rows_per_ms) * self.model.layout.layers / layers
-        return count_piece_rows(rate, self.pace.piece_ms, self.settings.chunk_tokens, left)
+        return count_piece_rows(
+            rate, self.pace.piece_ms, self.settings.chunk_tokens, left, least=self.settings.piece_rows
+        )
 
     def _note_rate(self, rows: float, started: float) -> None:
         self._piece_rate.note(rows, (time.perf_counter() - started) * 1e3)

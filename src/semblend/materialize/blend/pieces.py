@@ -14,7 +14,10 @@ Result = TypeVar("Result")
 Pieces = Generator[None, None, Result]
 
 LEAST_PIECE_ROWS = 128
-"""A piece is not smaller: the work of fewer rows would hide in what starting them costs."""
+"""On a GPU a piece is not smaller: the work of fewer rows would hide in what starting them costs."""
+
+CPU_PIECE_ROWS = 16
+"""On a CPU a piece is not smaller: 16 rows take it as long as 128 take a GPU, and longer."""
 
 LONGER_BY = 0.25
 """The last rows of a pass may make its pieces so much longer than asked for."""
@@ -37,20 +40,22 @@ class PieceRate:
     (32.0, 896)
     """
 
-    def __init__(self) -> None:
-        self.rows_per_ms, self._rows = 0.0, 0.0
+    def __init__(self, least: int = LEAST_PIECE_ROWS) -> None:
+        self.rows_per_ms, self._rows, self._least = 0.0, 0.0, least
 
     def note(self, rows: float, ms: float) -> None:
         """So many rows are done. Few of them, done slowly, say nothing about many."""
         rate = rows / max(ms, 1e-6)
-        if rows < LEAST_PIECE_ROWS or (rate < self.rows_per_ms and rows < self._rows / 2):
+        if rows < self._least or (rate < self.rows_per_ms and rows < self._rows / 2):
             return
         self.rows_per_ms = (self.rows_per_ms + rate) / 2 if self.rows_per_ms else rate
         self._rows = rows
 
 
-def count_piece_rows(rows_per_ms: float, ms: float, most: int, left: int | None = None) -> int:
-    """Rows of a piece that may take so long: a multiple of `LEAST_PIECE_ROWS`, and that at least.
+def count_piece_rows(
+    rows_per_ms: float, ms: float, most: int, left: int | None = None, *, least: int = LEAST_PIECE_ROWS
+) -> int:
+    """Rows of a piece that may take so long: a multiple of ``least``, and that at least.
 
     Where so many rows are ``left``, their pieces are equally long and may take up to a quarter longer, rather than
     leaving a few rows: a piece costs some milliseconds however small it is, and a step of the engine behind it.
@@ -60,11 +65,11 @@ def count_piece_rows(rows_per_ms: float, ms: float, most: int, left: int | None 
     >>> count_piece_rows(29.0, ms=40.0, most=4096), count_piece_rows(29.0, ms=40.0, most=4096, left=2500)
     (1152, 1280)
     """
-    fit = max(1, min(most, int(rows_per_ms * ms)) // LEAST_PIECE_ROWS) * LEAST_PIECE_ROWS
+    fit = max(1, min(most, int(rows_per_ms * ms)) // least) * least
     if not rows_per_ms or not left:
         return fit
     pieces = max(1, int(left / fit + 1 - LONGER_BY))
-    return max(LEAST_PIECE_ROWS, min(most, -(-left // pieces // LEAST_PIECE_ROWS) * LEAST_PIECE_ROWS))
+    return max(least, min(most, -(-left // pieces // least) * least))
 
 
 def finish(pieces: Pieces[Result]) -> Result:

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from semblend.errors import InputError
+from semblend.materialize.blend.pieces import LEAST_PIECE_ROWS
 from semblend.materialize.gate.canary import DEEP_TOLERANCE
 from semblend.materialize.gate.risk import RiskFeatures
 from semblend.materialize.gate.thresholds import DEFAULT, Thresholds
@@ -56,6 +57,7 @@ class QualitySettings:
     schedule with this share of the layers (`semblend.plan.layers`), and these layers are exact then; 0 only looks.
     ``pass_rows``: what a pass costs beside its rows, in rows (`semblend.materialize.blend.pass_cost`); 0: not measured.
     ``piece_ms``: work stops after about so many milliseconds, so that an engine can do something else; 0: it does not.
+    ``piece_rows``: pieces are multiples of so many rows.
     ``prefills`` off: a prompt that is to be prefilled in full is `Rejected`, because the engine does that better.
     ``canary_tolerance``: how far donor KV may be off in layer 0 (None: as its type rounds); ``deep_tolerance``: above.
     ``refresh`` off leaves repaired tokens and gaps of earlier passes as they are: cheaper, and less exact.
@@ -80,6 +82,7 @@ class QualitySettings:
     chunk_tokens: int = 8192
     pass_rows: int = 0
     piece_ms: float = 0.0
+    piece_rows: int = LEAST_PIECE_ROWS
     prefills: bool = True
     canary_tolerance: float | None = None
     deep_tolerance: float = DEEP_TOLERANCE

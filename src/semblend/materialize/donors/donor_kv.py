@@ -29,7 +29,9 @@ one thread that moves KV between tiers; an entry on its way is marked ``moving``
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,6 +53,8 @@ from semblend.materialize.kv.rope import RopeSpec
 log = logging.getLogger("semblend.donors")
 __all__ = ["TIERS", "DonorHandle", "DonorKv", "DonorTensors", "OnEvicted"]
 
+TOLD_EVERY_S = 60.0
+"""How often it is told that the disk is full."""
 OnEvicted = Callable[[str, int, str], None]
 """Called with donor id, generation, and why it is gone: ``budget``, ``disk`` (not writable) or ``corrupt``;
 ``published`` for a donor of the directory that cannot be used."""
@@ -88,7 +92,10 @@ class DonorKv:
         directory: DirectoryKv | None = None,
         eviction: str = "lru",
         on_policy_failure: Callable[[BaseException], None] | None = None,
+        on_disk_failure: Callable[[str], None] = lambda message: log.warning("%s", message),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``on_disk_failure`` is told, at most once in `TOLD_EVERY_S`, that the disk took no donors, and how many."""
         budget = {"device": budget_device_bytes, "host": budget_host_bytes, "disk": budget_disk_bytes}
         if min(budget.values()) < 0:
             raise InputError("a byte budget is negative", hint="0 turns a tier off")
@@ -103,6 +110,8 @@ class DonorKv:
         self._mover = threading.Lock()  # taken first
         self._lock = threading.Lock()
         self._on_evicted = on_evicted
+        self._on_disk_failure, self._clock = on_disk_failure, clock
+        self._lost_to_disk, self._told_of_disk = 0, -math.inf
         self._published = None if directory is None else PublishedDonors(directory)
 
     def capture(
@@ -333,9 +342,10 @@ class DonorKv:
             entry.wait_for_copy()
             try:
                 file = self._disk.write(self.memory.pack(parts), entry.about)
-            except OSError:
+            except OSError as error:
                 with self._lock:
                     self._books.tell_later(entry, "disk")
+                self._tell_disk_failure(self._disk.folder, error)
                 return False
         elif entry.tier != tier:
             target = entry.device if tier == "device" else torch.device("cpu")
@@ -350,6 +360,13 @@ class DonorKv:
             entry.arrives, entry.nbytes = arrives, nbytes
             self._books.add(entry, tier)
         return True
+
+    def _tell_disk_failure(self, folder: Path, error: OSError) -> None:
+        self._lost_to_disk += 1
+        if self._clock() - self._told_of_disk < TOLD_EVERY_S:
+            return
+        lost, self._lost_to_disk, self._told_of_disk = self._lost_to_disk, 0, self._clock()
+        self._on_disk_failure(f"{lost} donors dropped: {folder.parent} cannot be written to: {error.strerror or error}")
 
     def _acquire_published(self, published: PublishedDonors, donor_id: str, generation: int) -> DonorTensors | None:
         try:

@@ -26,6 +26,7 @@ from live_server import post_bytes, read_to_end, run_server, wait_until  # noqa:
 from semblend.config import SemBlendConfig  # noqa: E402
 from semblend.engine.server.edge.connections import Connections, Phase  # noqa: E402
 from semblend.engine.server.edge.listener import Acceptor  # noqa: E402
+from semblend.engine.server.edge.protocol import MOST_PIPELINED  # noqa: E402
 from semblend.engine.server.fake_engine import FakeEngine  # noqa: E402
 from semblend.engine.server.tenants import Tenants  # noqa: E402
 from semblend.facade import SemBlend  # noqa: E402
@@ -394,6 +395,22 @@ def test_a_body_in_a_few_small_chunks_or_in_many_large_ones_is_read():
             parts = [body[:1], body[1:3], *([body[3:size]] if size > 3 else []), *parts[1:]]
             wire.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
             wire.sendall(b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n")
+            assert b"200 OK" in read_answer(wire)
+
+
+def test_a_connection_that_sends_request_upon_request_without_reading_ends_after_some():
+    with run_server(engine()) as server, server.connect() as wire:
+        wire.sendall(HEALTH * 200)
+        answers = read_to_end(wire).split(b"HTTP/1.1 200 OK")[1:]
+        assert len(answers) == MOST_PIPELINED + 1
+        assert [b"connection: close" in answer.lower() for answer in answers] == [False] * MOST_PIPELINED + [True]
+        wait_until(lambda: len(server.server.connections) == 0)
+
+
+def test_a_connection_whose_client_waits_for_each_answer_has_no_end():
+    with run_server(engine()) as server, server.connect() as wire:
+        for _ in range(3 * MOST_PIPELINED):
+            wire.sendall(HEALTH)
             assert b"200 OK" in read_answer(wire)
 
 

@@ -28,6 +28,9 @@ LINGER_S = 5.0
 """A client may go on sending so long after its answer was sent."""
 LAST_LOOK_S = 0.1
 """After a deadline we look once more: on a machine that was busy for long, what the client did may be unread as yet."""
+MOST_PIPELINED = 16
+"""Requests in a row that a client sends before it has the answer to the one before: then the connection ends. Clients
+in use do not; who does not read either would have as much done for it as the system's buffers hold, megabytes."""
 SMALL_CHUNKS = 1024
 LEAST_CHUNK_BYTES = 1024
 """Average of a body's chunks after the first `SMALL_CHUNKS`: parsing 16 MB in chunks of a byte takes minutes."""
@@ -89,7 +92,8 @@ class LingeringTransport:
     def close(self) -> None:
         if self.is_closing():
             return
-        if self._conn.their_state is h11.SEND_BODY and self._transport.can_write_eof():
+        sends = self._conn.their_state is h11.SEND_BODY or self._conn.trailing_data[0]
+        if sends and self._transport.can_write_eof():
             self.lingers = True
             self._transport.write_eof()
             self._on_linger()
@@ -107,6 +111,7 @@ class GuardedProtocol(H11Protocol):
         self._deadlines = deadlines
         self._known: tuple[Phase, object] | None = None
         self._evicted = False
+        self._pipelined = 0
         self._wait: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
 
@@ -145,7 +150,11 @@ class GuardedProtocol(H11Protocol):
     # -- what uvicorn calls ----------------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
+        answered = self.cycle
+        self._pipelined = self._pipelined + 1 if self.conn.trailing_data[0] else 0
         super().on_response_complete()
+        if self._pipelined >= MOST_PIPELINED and self.cycle is not answered:
+            self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"close")]
         self._unset_keepalive_if_required()  # the phases have a timer of their own
         self._review()
         self._watch_writes()

@@ -64,7 +64,7 @@ class LiveRequestShape(Shape):
 
     id: str
     endpoint: str
-    state: Literal["waiting", "running", "done", "failed", "cancelled"]
+    state: Literal["waiting", "running", "done", "failed", "refused", "cancelled"]
     opened_unix_s: float
     waited_ms: Ms
     total_ms: Ms

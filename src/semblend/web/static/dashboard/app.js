@@ -83,14 +83,15 @@ function drawTiles(news) {
   $("share").textContent = total ? `${percent(kinds.exact + kinds.reused, total)} %` : "–";
   $("share-note").textContent = total ? `of ${number(total)} not computed` : "not computed";
   drawMix(KINDS.map(([kind, word]) => [paint(kind), word, kinds[kind]]));
-  const ratios = [...state.requests.values()].filter((one) => saved(one) && one.ttft_ms && one.cold_ttft_ms).map((one) => one.cold_ttft_ms / one.ttft_ms);
+  const moved = [...state.requests.values()].filter((one) => one.semblend?.reused_tokens); // an exact prefix needs none of us
+  const ratios = moved.filter((one) => one.ttft_ms && one.cold_ttft_ms).map((one) => one.cold_ttft_ms / one.ttft_ms);
   const [factor, word] = ratios.length ? compare(median(ratios)) : ["–", "sooner"];
   $("speed").textContent = factor;
   $("speed-word").textContent = `${word} with reuse`;
-  $("speed-note").textContent = ratios.length ? `median of ${ratios.length}, against a cold estimate from ${plural(news.cold_samples, "cold request")}` : "against the cold estimate";
+  $("speed-note").textContent = ratios.length ? `median of ${ratios.length} with relocated tokens, against a cold estimate from ${plural(news.cold_samples, "request")}` : moved.length ? "no cold estimate yet: too few requests to compare with" : "nothing relocated yet";
   $("running").textContent = number(news.running);
   const states = news.totals.states;
-  const parts = [`${number(states.done ?? 0)} done`, news.waiting ? `${number(news.waiting)} waiting` : null, states.failed ? `${number(states.failed)} failed` : null, states.cancelled ? `${number(states.cancelled)} given up` : null, news.refused ? `${number(news.refused)} turned away` : null];
+  const parts = [`${number(states.done ?? 0)} done`, news.waiting ? `${number(news.waiting)} waiting` : null, states.failed ? `${number(states.failed)} failed` : null, states.cancelled ? `${number(states.cancelled)} abandoned` : null, news.refused ? `${number(news.refused)} refused` : null];
   $("requests-note").textContent = parts.filter(Boolean).join(" · ");
   $("donor-count").textContent = number(news.donors);
   $("donor-tokens").textContent = tokens(news.donor_tokens);
@@ -145,23 +146,26 @@ function row(request, slowest, node) {
   node.className = `request ${request.state} fold${fresh ? " new" : ""}`;
   const outcome = request.semblend?.outcome;
   const about = request.semblend?.reason ?? (request.semblend?.reused_tokens ? [donorWords(request.semblend.donors), request.semblend.risk === null ? "" : `risk ${request.semblend.risk.toFixed(4)}`].filter(Boolean).join(" · ") : "");
-  const word = request.state === "done" && outcome ? words(outcome).replace("backend ", "") : request.state === "cancelled" ? "client left" : request.state;
-  const colour = request.state === "failed" ? "var(--bad)" : paint(OUTCOMES[outcome] ?? "prefill");
+  const word = request.state === "done" && outcome ? words(outcome).replace("backend ", "") : ended(request) || request.state;
+  const colour = ["failed", "refused"].includes(request.state) ? "var(--bad)" : paint(OUTCOMES[outcome] ?? "prefill");
   node.firstChild.replaceChildren(
     el("span", { class: "when" }, clock(request.opened_unix_s), el("small", {}, state.admin && request.tenant ? request.tenant : request.endpoint.replace("/v1/", ""))),
     el("span", { class: "strip" }, drawBar(request.prompt_tokens, partsOf(request), labelOf(request)), el("small", {}, ...mixWords(request))),
     el("span", { class: "race" }, track((request.ttft_ms ?? 0) / slowest, paint(speedKind(request))), el("b", {}, ms(request.ttft_ms)),
-      ...(saved(request) ? [track((request.cold_ttft_ms ?? 0) / slowest, paint("prefill")), el("b", { class: "estimate" }, ms(request.cold_ttft_ms))] : [])),
-    el("span", { class: "word", vars: { c: colour } }, word, el("small", {}, request.error ? "see below" : words(about))));
+      ...(saved(request) && request.cold_ttft_ms ? [track((request.cold_ttft_ms ?? 0) / slowest, paint("prefill")), el("b", { class: "estimate" }, ms(request.cold_ttft_ms))] : [])),
+    el("span", { class: "word", vars: { c: colour } }, word, el("small", {}, request.error ? "see below" : request.state === "cancelled" ? "the client left" : words(about))));
   receipt(node.lastChild, request);
   return node;
 }
+
+/** How a request ended that has no whole answer; empty while it goes on, and where it has one. */
+const ended = (request) => ({ cancelled: "abandoned", failed: "failed", refused: "refused" })[request.state] ?? "";
 
 /** Only an operator is told the donors. */
 const donorWords = (donors) => (donors ? plural(donors.length, "donor") : "");
 
 function mixWords(request) {
-  if (!request.semblend) return [request.prompt_tokens ? `${tokens(request.prompt_tokens)}, at work…` : "in line…"];
+  if (!request.semblend) return [[request.prompt_tokens ? tokens(request.prompt_tokens) : null, ended(request) || (request.prompt_tokens ? "at work…" : "in line…")].filter(Boolean).join(", ")];
   const of = { exact: request.semblend.exact_tokens, reused: request.semblend.reused_tokens, recomputed: request.semblend.recomputed_tokens, prefill: request.semblend.prefill_tokens };
   return KINDS.filter(([kind]) => of[kind]).map(([kind, word]) => el("span", {}, `${number(of[kind])} ${word}`));
 }

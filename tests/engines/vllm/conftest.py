@@ -20,6 +20,7 @@ from _vllm_verdicts import VerdictWatch  # noqa: E402
 from late_outputs import schedule_ahead  # noqa: E402
 from small_model import write_small_model  # noqa: E402
 
+collect_ignore = ["slow_offload.py"]  # vLLM loads it, by its path
 MODEL = os.environ.get("SEMBLEND_TEST_VLLM_MODEL", "")
 MODULE = "semblend.integration.vllm.connector_v1"
 POISON = 1000.0

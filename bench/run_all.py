@@ -30,7 +30,9 @@ NEEDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("advise", "arrange", "edge_placement", "estimate", "eviction", "evidence", "natural"), ("data",)),
     **dict.fromkeys(("peers", "placement_scale", "recall", "sembench_offline", "similarity_routing"), ("data",)),
     **dict.fromkeys(("speed",), ("data",)),
-    **dict.fromkeys(("cold_speed", "deep_canary", "engine_vs_transformers", "fairness", "hostile", "hostile_text"), ("model",)),
+    **dict.fromkeys(
+        ("cold_speed", "deep_canary", "engine_vs_transformers", "fairness", "hostile", "hostile_text"), ("model",)
+    ),
     **dict.fromkeys(("kills", "llamacpp_reuse", "sembench_embedded", "soak"), ("model",)),
     **dict.fromkeys(("chats", "edge_engines", "eviction_engine", "peer_rules", "sglang_classes"), ("data", "model")),
     **dict.fromkeys(("eviction_sessions", "warm", "warm_donors"), ("data", "model")),

@@ -56,8 +56,8 @@ def share_scales(keys: Scales, values: Scales) -> Iterator[None]:
 
 def make_recipes(thresholds: Thresholds) -> tuple[Recipe, ...]:
     """Modes fast and balanced at 16 and at 8 bits; the canary measures and refuses nothing."""
-    fast = QualitySettings(mode="fast", canary_tolerance=1e9)
-    balanced = QualitySettings(thresholds=thresholds, canary_tolerance=1e9)
+    fast = QualitySettings(mode="fast", canary_tolerance=1e9, deep_tolerance=1e9)
+    balanced = QualitySettings(thresholds=thresholds, canary_tolerance=1e9, deep_tolerance=1e9)
     return tuple(
         Recipe(f"{name}, {width} bits", settings, bits=width)
         for name, settings in (("fast", fast), ("balanced", balanced))

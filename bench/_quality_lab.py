@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -62,9 +61,7 @@ class Recipe:
 
 
 def _fast(first: int, seam: int) -> QualitySettings:
-    return QualitySettings(
-        mode="fast", first_seam_tokens=first, seam_tokens=seam, question_tokens=1, deep_tolerance=math.inf
-    )
+    return QualitySettings(mode="fast", first_seam_tokens=first, seam_tokens=seam, question_tokens=1, deep_tolerance=0)
 
 
 def recipes(thresholds: Thresholds) -> tuple[Recipe, ...]:
@@ -72,7 +69,7 @@ def recipes(thresholds: Thresholds) -> tuple[Recipe, ...]:
     always = Thresholds(1e9, 1e9, 1e9, risk=thresholds.risk)
 
     def fixed(percent: int, rule: str, seams: bool = True) -> QualitySettings:
-        bare = {} if seams else {"first_seam_tokens": 0, "seam_tokens": 0, "deep_tolerance": math.inf}
+        bare = {} if seams else {"first_seam_tokens": 0, "seam_tokens": 0, "deep_tolerance": 0}
         return QualitySettings(thresholds=always, steps=(Step(percent, rule),), most_work=10, **bare)
 
     def product(percent: int) -> QualitySettings:

@@ -137,8 +137,13 @@ class Pair:
     def __init__(self, model: str, folder: Path, directory: Path, directory_bytes: int = 160 << 20) -> None:
         self._model, self._folder = model, folder
         self.directory = directory
-        self._extra = {"quality": "fast", "donor_directory": str(directory), "donor_host_bytes": 512 << 20,
-                       "donor_directory_bytes": directory_bytes}  # fmt: skip
+        self._extra = {
+            "quality": "fast",
+            "donor_directory": str(directory),
+            "donor_host_bytes": 512 << 20,
+            "donor_directory_bytes": directory_bytes,
+            "deep_tolerance": 0,
+        }  # fmt: skip  (random weights)
         self.computed_by_b: set[int] = set()  # documents of which B has made a donor too
         self._right: dict[tuple[Question, str], Served] = {}
         self._donated: set[Question] = set()

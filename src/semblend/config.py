@@ -31,6 +31,7 @@ _NOT_NEGATIVE = (
     "prefill_tokens_per_s",
     "load_tokens_per_s",
     "reuse_overhead_ms",
+    "deep_tolerance",
 )
 
 
@@ -115,6 +116,11 @@ class SemBlendConfig:
     load_tokens_per_s: float = setting(0.0, "Measured rate of loading and relocating donor KV; 0 = unknown.")
     reuse_overhead_ms: float = setting(0.0, "Fixed cost of a reuse in the engine, in milliseconds.")
     seam_tokens: int = setting(16, "Tokens recomputed at the head of each span, charged by the cost model.")
+    deep_tolerance: float = setting(
+        1.1,
+        "How far donor KV above layer 0 may be off, in units of what tokens of a layer differ by, before it counts as "
+        "damaged; 0 = not checked.",
+    )
     layer_share: float = setting(
         0.0, "Share of layers, by a bathtub schedule, whose leading part is recomputed for all tokens before a repair."
     )

@@ -240,13 +240,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """Random weights, and settings under which its gate is content: it never would be, with a random model."""
+    """Random weights, and settings under which gate and canary are content: they never would be, with a random model."""
     from semblend.materialize.gate.thresholds import Thresholds
 
     folder = tmp_path_factory.mktemp("small")
     write_small_model(folder, 49152, MODEL)
     (folder / "thresholds.json").write_text(Thresholds(1e9, 1e9, 1e9).to_json(), encoding="utf-8")
-    return str(folder), {"thresholds": str(folder / "thresholds.json")}
+    return str(folder), {"thresholds": str(folder / "thresholds.json"), "deep_tolerance": 0}
 
 
 @pytest.fixture(scope="session")

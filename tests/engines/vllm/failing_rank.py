@@ -60,7 +60,7 @@ def main(rank: int, folder: Path) -> None:
             kv_connector="FailingConnector",
             kv_connector_module_path="failing_rank",
             kv_role="kv_both",
-            kv_connector_extra_config={"failing_rank": rank},
+            kv_connector_extra_config={"failing_rank": rank, "deep_tolerance": 0},
         ),
     )  # fmt: skip
     rng = random.Random(0)

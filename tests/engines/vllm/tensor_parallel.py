@@ -36,6 +36,7 @@ def main(ranks: int, folder: Path, out: Path) -> None:
                 "donor_host_bytes": 3 << 20,  # two or three donors, so that some are evicted on every rank
                 "thresholds": str(folder / "thresholds.json"),
                 "reset_drops_donors": False,
+                "deep_tolerance": 0,  # random weights
             },
         ),
     )  # fmt: skip

@@ -93,6 +93,7 @@ def make_desk(context: Any, settings: SglangSettings, pool: SlotPool, version: s
         thresholds=gate.thresholds,
         seam_tokens=settings.config.seam_tokens,
         layer_share=settings.config.layer_share,
+        deep_tolerance=settings.config.deep_tolerance,
         chunk_tokens=max(int(context.server_args.chunked_prefill_size or 0), 512),
         piece_ms=settings.step_work_ms / 2,
         prefills=False,  # SGLang does that itself, in chunks between its other work

@@ -357,5 +357,6 @@ def _make_quality(config: SemBlendConfig, model: Any) -> QualitySettings:
         thresholds=gate.thresholds,
         seam_tokens=config.seam_tokens,
         layer_share=config.layer_share,
+        deep_tolerance=config.deep_tolerance,
         prefills=False,  # generate() does that itself
     )

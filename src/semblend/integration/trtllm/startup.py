@@ -78,6 +78,7 @@ def make_desk(
         thresholds=gate.thresholds,
         seam_tokens=settings.config.seam_tokens,
         layer_share=settings.config.layer_share,
+        deep_tolerance=settings.config.deep_tolerance,
         prefills=False,  # the engine does that itself, and nothing was promised
     )
     return ReuseDesk(

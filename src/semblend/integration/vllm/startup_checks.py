@@ -83,6 +83,7 @@ def quality_settings(settings: ConnectorSettings, vllm_config: Any) -> QualitySe
         latency_budget_ms=settings.latency_budget_ms,
         seam_tokens=settings.config.seam_tokens,
         layer_share=settings.config.layer_share,
+        deep_tolerance=settings.config.deep_tolerance,
         chunk_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
         piece_ms=settings.step_work_ms,
         prefills=False,  # vLLM does that itself, in chunks between its other work

@@ -9,7 +9,6 @@ tokens chosen is a cold prefill.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -232,7 +231,7 @@ class PassRunner:
         donors = _group_by_donor(kept, state.spans).values()
         most, seed = DEEP_ROWS // max(1, len(donors)), self.prompts_checked
         at = np.sort(np.concatenate([choose_deep_rows(kept[rows], most=most, seed=seed) for rows in donors]))
-        return DeepLook(at, state.reused[computed]) if len(at) and self.settings.deep_tolerance < math.inf else None
+        return DeepLook(at, state.reused[computed]) if len(at) and self.settings.deep_tolerance else None
 
     def _check_deep_look(
         self, state: BlendState, donors: Mapping[str, Positions], off: Tensor, deviation: float
@@ -247,7 +246,7 @@ class PassRunner:
             raise Refused(
                 DeclineReason.VALIDATION_FAILED,
                 f"KV from donors is off by {deviation:.3g} of what tokens differ by in some layer, "
-                f"another text in front explains {tolerance:g}",
+                f"another text in front explains {tolerance:g} (deep_tolerance)",
                 tuple(wrong),
             )
 

@@ -59,7 +59,8 @@ class QualitySettings:
     ``piece_ms``: work stops after about so many milliseconds, so that an engine can do something else; 0: it does not.
     ``piece_rows``: pieces are multiples of so many rows.
     ``prefills`` off: a prompt that is to be prefilled in full is `Rejected`, because the engine does that better.
-    ``canary_tolerance``: how far donor KV may be off in layer 0 (None: as its type rounds); ``deep_tolerance``: above.
+    ``canary_tolerance``: how far donor KV may be off in layer 0 (None: as its type rounds); ``deep_tolerance``: above
+    (0: not looked at).
     ``refresh`` off leaves repaired tokens and gaps of earlier passes as they are: cheaper, and less exact.
     """
 

@@ -142,8 +142,8 @@ class Pair:
             "donor_directory": str(directory),
             "donor_host_bytes": 512 << 20,
             "donor_directory_bytes": directory_bytes,
-            "deep_tolerance": 0,
-        }  # fmt: skip  (random weights)
+            "deep_tolerance": 0,  # random weights
+        }
         self.computed_by_b: set[int] = set()  # documents of which B has made a donor too
         self._right: dict[tuple[Question, str], Served] = {}
         self._donated: set[Question] = set()

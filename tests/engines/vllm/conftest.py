@@ -240,7 +240,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """Random weights, and settings under which gate and canary are content: they never would be, with a random model."""
+    """Random weights, and settings under which gate and canary are content: with one they never would be."""
     from semblend.materialize.gate.thresholds import Thresholds
 
     folder = tmp_path_factory.mktemp("small")

@@ -156,7 +156,9 @@ def test_the_verdict_on_wrong_donor_kv_and_its_invalid_blocks_come_with_the_end_
     worker.half.donor_kv.release(held)
     tokens = [7, 8, *range(500, 514), 9, *DOCUMENT, 12]
     loaded = worker.load(tokens, [Span("d", 3, 17, 80, generation=1)], exact=16, mode=mode)
-    assert (loaded.reason, loaded.failed, loaded.reused_tokens) == ("validation_failed", True, 0)
+    named = ("validation_failed",) if mode == "fast" else ("validation_failed", "quality_risk")  # by canary, or by gate
+    assert loaded.reason in named
+    assert (loaded.failed, loaded.reused_tokens) == (True, 0)
     assert worker.half.take_finished() == {"r"}
     assert worker.half.take_invalid_blocks() == set(range(21, 27)), "what was exact before is not called invalid"
     assert worker.half.donor_kv.holders == 0

@@ -114,7 +114,7 @@ def first_passage_kept(world):
 
 
 def test_a_passage_that_moved_ahead_is_computed_as_if_its_donor_did_not_hold_it():
-    world = World(mode="fast", deep_tolerance=math.inf)
+    world = World(mode="fast", deep_tolerance=0)
     prompt, spans = first_passage_kept(world)
     done, alone = (world.prepare(prompt, held)[0] for held in (spans, spans[1:]))
     assert torch.allclose(done.logits_last, alone.logits_last, atol=1e-5)
@@ -140,7 +140,7 @@ def test_with_all_tokens_selected_the_result_is_a_cold_prefill():
 
 
 def test_a_donor_with_the_same_left_context_gives_what_cold_gives():
-    world = World(mode="fast", deep_tolerance=math.inf)
+    world = World(mode="fast", deep_tolerance=0)
     prompt = tokens_of(160)
     world.donate("d", prompt[:140] + tokens_of(30, 9))
     blended, target = world.prepare(prompt, [Span("d", 0, 0, 140)])
@@ -216,7 +216,7 @@ def test_after_every_escalation_each_computed_row_is_what_the_model_computes_ove
 
 
 def test_gap_rows_before_the_first_repair_are_not_computed_again():
-    world = World(thresholds=ALWAYS, most_work=10, deep_tolerance=math.inf)
+    world = World(thresholds=ALWAYS, most_work=10)
     prompt, spans = one_document(world, head=120)
     blended, _ = world.prepare(prompt, spans)
     fast, repair = blended.passes
@@ -243,7 +243,7 @@ def test_each_step_adds_to_the_one_before_and_the_question_is_in_every_pass():
 
 
 def test_without_refresh_only_the_question_is_computed_again_and_nothing_is_called_exact():
-    world = World(thresholds=ALWAYS, refresh=False, deep_tolerance=math.inf)
+    world = World(thresholds=ALWAYS, refresh=False)
     prompt, spans = one_document(world)
     blended, _ = world.prepare(prompt, spans)
     assert blended.passes[1].rows == 20 + 16

@@ -140,7 +140,8 @@ class Blender:
             watch = AttentionMass()
         with ExitStack() as donors:
             yield from self._load(state, donors)
-            yield from self._passes.compute(state, "fast", first, watch, check=True)
+            # Behind the gate deep layers are measured in any case, where the question reads them.
+            yield from self._passes.compute(state, "fast", first, watch, check=True, deep=watch is None)
         if watch is None:
             return self._make_result(state, "fast")
         state.mass = self._ranks.read(watch.mass)

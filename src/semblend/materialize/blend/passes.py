@@ -52,17 +52,24 @@ class PassRunner:
         self._piece_rate = PieceRate(settings.piece_rows)
 
     def compute(
-        self, state: BlendState, name: str, rows: Positions, observer: Observer | None, *, check: bool = False
+        self,
+        state: BlendState,
+        name: str,
+        rows: Positions,
+        observer: Observer | None,
+        *,
+        check: bool = False,
+        deep: bool = False,
     ) -> Pieces[float]:
         """Runs the rows and waits; returns how far the next-token distribution moved, in nats.
 
-        ``check``: the canary looks at the donor KV, in layer 0 and at rows that are computed with these for it. It is
-        queued behind the pass, so that a GPU is not kept idle. Raises `Refused` where the donor KV was wrong or the
-        logits are not finite.
+        ``check``: the canary looks at the donor KV in layer 0; ``deep``: and above, at rows that are computed with
+        these for it. It is queued behind the pass, so that a GPU is not kept idle. Raises `Refused` where the donor KV
+        was wrong or the logits are not finite.
         """
         began, started = state.elapsed_ms, time.perf_counter()
         chosen = self._choose_canary_rows(state) if check else torch.empty(0, dtype=torch.long)
-        look = self._make_deep_look(state, rows, chosen) if check else None
+        look = self._make_deep_look(state, rows, chosen) if deep else None
         if look is not None:
             rows = np.union1d(rows, look.at)
         hidden = yield from self.run_layers(state, name, rows, observer, layers=self.model.layout.layers, look=look)

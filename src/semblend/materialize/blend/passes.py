@@ -81,8 +81,8 @@ class PassRunner:
         off = look.compare() if look is not None else None
         donors = _group_by_donor(look.at, state.spans) if look is not None else {}
         windows = cut_windows(list(donors.values()))
-        deep = find_deep_deviation(off, windows).to(tail.device) if off is not None else nothing
-        verdict = torch.stack((canary, deep, (~tail.isfinite()).any().float()))
+        furthest = find_deep_deviation(off, windows).to(tail.device) if off is not None else nothing
+        verdict = torch.stack((canary, furthest, (~tail.isfinite()).any().float()))
         error, deviation, broken = self.ranks.largest(verdict).tolist()
         ms = state.elapsed_ms - began
         if not self._piece_rate.rows_per_ms:

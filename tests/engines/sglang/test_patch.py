@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from types import SimpleNamespace
 
 import pytest
@@ -80,9 +81,7 @@ def test_an_engine_that_cannot_be_served_gets_sglangs_own_cache(registry, engine
 
 
 def test_an_unknown_version_is_not_patched(registry, monkeypatch):
-    import sglang
-
-    monkeypatch.setattr(sglang, "__version__", "0.5.99")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.99")
     with pytest.raises(SemBlendError) as stopped:
         patch_radix_cache()
     assert "0.5.23" in str(stopped.value.hint)

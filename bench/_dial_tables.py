@@ -9,10 +9,8 @@ import _report
 import numpy as np
 from _quality_tables import interval
 
-from semblend.materialize.fit_dial import fit_dial
-from semblend.materialize.gate.dial import FALSE_SAFE_TIMES, NUMBERS
-from semblend.materialize.gate.plan_shape import PassageOrder
-from semblend.materialize.gate.risk import RiskFeatures
+from semblend.materialize.calibrate import fit_dial
+from semblend.materialize.gate.thresholds import FALSE_SAFE_TIMES, NUMBERS, PassageOrder, RiskFeatures
 from semblend.materialize.measure_ways import Moved, PromptMeasure, WayMeasure
 
 Row = dict[str, Any]

@@ -32,13 +32,26 @@ from _dial_tables import FLOORS, WAYS, measures_of, order_of
 from _quality_tables import HARM_F1, HARM_KL, false_safe, interval, spearman
 from quality import kept_rows
 
-from semblend.materialize.calibrate import list_pairs, table_of
-from semblend.materialize.fit_dial import LEAST_TO_FIT, MOST_WORK, Served, fit_dial, replay, replay_unseen, summarize
-from semblend.materialize.gate.dial import FALSE_SAFE_TIMES, DialTable, choose_way
-from semblend.materialize.gate.plan_shape import PassageOrder
-from semblend.materialize.gate.thresholds import STEPS, Thresholds
-from semblend.materialize.measure_ways import PromptMeasure
-from semblend.materialize.pool import Pool
+from semblend.materialize.calibrate import (
+    LEAST_TO_FIT,
+    MOST_WORK,
+    Served,
+    fit_dial,
+    list_pairs,
+    replay,
+    replay_unseen,
+    summarize,
+    table_of,
+)
+from semblend.materialize.gate.thresholds import (
+    FALSE_SAFE_TIMES,
+    STEPS,
+    DialTable,
+    PassageOrder,
+    Thresholds,
+    choose_way,
+)
+from semblend.materialize.measure_ways import Pool, PromptMeasure
 
 DEFAULT_ROWS = ("bench/results/dial_h200_rows.jsonl.gz", "bench/results/dial_tinyllama_h200_rows.jsonl.gz")
 LIVE_ROWS = ("bench/results/quality_tinyllama_h200_rows.jsonl.gz", "bench/results/quality_qwen05_h200_rows.jsonl.gz")

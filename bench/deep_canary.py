@@ -30,8 +30,8 @@ from semblend.engine.model.pooled_model import PooledModel
 from semblend.engine.model.tokenizer import ModelTokenizer
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import Blended, Placed, QualitySettings
-from semblend.materialize.donors.donor_kv import DonorKv
-from semblend.materialize.gate.canary import DEEP_TOLERANCE
+from semblend.materialize.donors.tiers import DonorKv
+from semblend.materialize.gate.observers import DEEP_TOLERANCE
 from semblend.materialize.kv.rope import RopeSpec
 from semblend.plan.reuse_plan import ReusePlan
 

@@ -26,10 +26,8 @@ from _quality_cases import Case, cases, choose_chat_form
 from _quality_lab import Lab, Recipe, recipes
 
 from semblend.materialize.blend.quality import QualitySettings
-from semblend.materialize.fit_dial import LEAST_TO_FIT, fit_dial
-from semblend.materialize.gate.chosen_table import choose_table
-from semblend.materialize.gate.dial import NUMBERS
-from semblend.materialize.gate.thresholds import Thresholds
+from semblend.materialize.calibrate import LEAST_TO_FIT, fit_dial
+from semblend.materialize.gate.thresholds import NUMBERS, Thresholds, choose_table
 
 CLASSES = ("one_document", "edits", "code", "reordered", "several")
 

@@ -18,9 +18,8 @@ import numpy as np
 from _dial_tables import WAYS, order_of
 from quality import kept_rows
 
-from semblend.materialize.fit_dial import Served, fit_dial, replay
-from semblend.materialize.gate.dial import FALSE_SAFE_TIMES, NUMBERS
-from semblend.materialize.gate.risk import RiskFeatures
+from semblend.materialize.calibrate import Served, fit_dial, replay
+from semblend.materialize.gate.thresholds import FALSE_SAFE_TIMES, NUMBERS, RiskFeatures
 from semblend.materialize.measure_ways import Moved, PromptMeasure, WayMeasure
 
 Row = dict[str, Any]

@@ -23,10 +23,8 @@ from pathlib import Path
 from _report import Report
 
 from semblend import Namespace, Prompt
-from semblend.materialize.donors.shared.directory_listing import DirectoryListing
-from semblend.materialize.donors.shared.directory_watch import DirectoryWatch
-from semblend.materialize.donors.shared.directory_writer import DirectoryWriter
-from semblend.materialize.donors.shared.private_folder import PrivateFolder
+from semblend.materialize.donors.directory import DirectoryListing, DirectoryWatch, DirectoryWriter
+from semblend.materialize.donors.store import PrivateFolder
 
 ENGINE = Namespace(model="m")
 KV_BYTES = 64

@@ -30,9 +30,8 @@ from quality import default_model
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.tokenizer import ModelTokenizer
 from semblend.materialize.blend.quality import QualitySettings
-from semblend.materialize.gate.chosen_table import choose_table
-from semblend.materialize.gate.thresholds import Thresholds
-from semblend.materialize.kv.eight_bits import SCALES, Scales, count_packed_bytes, pack, unpack_rows
+from semblend.materialize.gate.thresholds import Thresholds, choose_table
+from semblend.materialize.kv.moves import SCALES, Scales, count_packed_bytes, pack, unpack_rows
 
 Rows = Mapping[str, dict[str, Any]]
 WAYS = {

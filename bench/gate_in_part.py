@@ -20,12 +20,8 @@ import numpy as np
 from _dial_runs import read_rows
 from _quality_tables import spearman
 
-from semblend.materialize.gate.chosen_table import choose_table
-from semblend.materialize.gate.dial import FALSE_SAFE_TIMES
 from semblend.materialize.gate.gate import DialGate, Gate, ThresholdGate
-from semblend.materialize.gate.plan_shape import PassageOrder
-from semblend.materialize.gate.risk import RiskFeatures
-from semblend.materialize.gate.thresholds import DEFAULT
+from semblend.materialize.gate.thresholds import DEFAULT, FALSE_SAFE_TIMES, PassageOrder, RiskFeatures, choose_table
 from semblend.quality import MODE_NATS
 
 RESULTS = "bench/results/"

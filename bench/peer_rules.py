@@ -29,8 +29,7 @@ from quality import default_model, describe_table, kept_rows, name_table
 
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.tokenizer import ModelTokenizer
-from semblend.materialize.gate.chosen_table import choose_table
-from semblend.materialize.gate.thresholds import Thresholds
+from semblend.materialize.gate.thresholds import Thresholds, choose_table
 
 COLD = ("cold", "rerun", "other order")
 ALONE = "passages encoded alone"

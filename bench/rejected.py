@@ -33,12 +33,10 @@ from semblend.engine.core.engine import Engine
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.pooled_model import PooledModel
 from semblend.engine.model.tokenizer import ModelTokenizer
-from semblend.materialize.blend.pass_cost import MANY_ROWS, measure_pass_rows
+from semblend.materialize.blend.passes import MANY_ROWS, measure_pass_rows
 from semblend.materialize.blend.quality import QualitySettings
-from semblend.materialize.gate.chosen_table import choose_table
-from semblend.materialize.gate.outcome_memory import OutcomeMemory
-from semblend.materialize.gate.plan_shape import PlanShape
-from semblend.materialize.gate.thresholds import Thresholds
+from semblend.materialize.gate.gate import OutcomeMemory
+from semblend.materialize.gate.thresholds import PlanShape, Thresholds, choose_table
 from semblend.models import resolve
 from semblend.plan.reuse_plan import Decline, ReusePlan
 from semblend.prompt import Namespace

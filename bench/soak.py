@@ -235,7 +235,7 @@ def build(args: argparse.Namespace, folder: str) -> tuple[Any, Any, Any]:
     from semblend.engine.core.assemble import assemble
     from semblend.engine.core.config import EngineConfig
     from semblend.materialize.blend.quality import QualitySettings
-    from semblend.materialize.gate.chosen_table import choose_table
+    from semblend.materialize.gate.thresholds import choose_table
 
     model, tokenizer = random_parts() if args.random else real_parts(args.model)
     sink = MemorySink(limit=200_000)

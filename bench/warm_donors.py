@@ -35,7 +35,7 @@ from semblend.engine.core.threads import prepare_cpu
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.tokenizer import ModelTokenizer
 from semblend.materialize.blend.quality import QualitySettings
-from semblend.materialize.gate.chosen_table import choose_table
+from semblend.materialize.gate.thresholds import choose_table
 from semblend.models import resolve
 
 ASKED = (

@@ -15,11 +15,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import carry_over
 from _quality_cases import CHATML, ZEPHYR, choose_chat_form
 
-from semblend.materialize.gate.chosen_table import choose_table
-from semblend.materialize.gate.dial import DialTable
-from semblend.materialize.gate.plan_shape import PassageOrder
-from semblend.materialize.gate.risk import RiskFeatures
-from semblend.materialize.gate.thresholds import DEFAULT, Thresholds
+from semblend.materialize.gate.thresholds import (
+    DEFAULT,
+    DialTable,
+    PassageOrder,
+    RiskFeatures,
+    Thresholds,
+    choose_table,
+)
 from semblend.materialize.measure_ways import Moved, PromptMeasure, WayMeasure
 
 RESULT = Path(__file__).parents[2] / "bench" / "results" / "carry_over.json"

@@ -7,7 +7,7 @@ module       cares about                                                        
 ``kv``       where a slot lies, rotating and relocating keys, splice and its kernels      ``Move`` list → bytes in place
 ``donors``   who owns donor KV, in which tier, and what neighbours have published         slots → ``DonorTensors``
 ``gate``     what passes show, and how far an answer would be from a cold one             features → nats
-``blend``    from a plan to a prompt that is ready to be answered                         plan → ``Blended`` or a decline
+``blend``    from a plan to a prompt that is ready to be answered                         plan → ``Blended``
 ============ ============================================================================ ===========================
 
 Every kernel has a plain twin with the same meaning; the twin is the specification.

@@ -17,7 +17,7 @@ from dynamo.runtime import dynamo_worker
 from semantickv.routing.worker_evidence import WorkerEvidence
 from semblend.integration.dynamo.placement import WorkerKey, WorkerState
 from semblend.integration.dynamo.requests import read_request
-from semblend.integration.dynamo.workers import KvRouterWorkers
+from semblend.integration.dynamo.serve import KvRouterWorkers
 from semblend.prompt import Namespace
 
 ROUNDS = 200

@@ -16,10 +16,9 @@ from _gate_signals import OracleBlender, RolloutBlender, WatchedBlender
 from _quality_cases import Case
 from torch import Tensor
 
-from semblend.engine.model.model import DecoderModel
+from semblend.engine.model.attention import RowBatch
+from semblend.engine.model.model import DecoderModel, PooledModel
 from semblend.engine.model.paged_kv import KvPool
-from semblend.engine.model.pooled_model import PooledModel
-from semblend.engine.model.rows import RowBatch
 from semblend.engine.model.tokenizer import ModelTokenizer
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import Blended, Pass, Placed, QualitySettings, Step

@@ -25,8 +25,7 @@ from _quality_lab import Lab
 from quality import default_model
 from torch import Tensor
 
-from semblend.engine.model.model import DecoderModel
-from semblend.engine.model.pooled_model import PooledModel
+from semblend.engine.model.model import DecoderModel, PooledModel
 from semblend.engine.model.tokenizer import ModelTokenizer
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import Blended, Placed, QualitySettings

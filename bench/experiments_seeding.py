@@ -16,7 +16,7 @@ from collections.abc import Callable
 import _report  # first: it holds the numeric libraries to one thread
 import numpy as np
 
-from semblend.discover.flat_index import FlatIndex
+from semblend.discover.index import FlatIndex
 from semblend.fingerprint import kernels
 from semblend.fingerprint.hashes import DEFAULT_SCHEME, HashArray, PositionArray, hash_kgrams
 from semblend.prompt import as_token_array

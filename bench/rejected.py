@@ -30,8 +30,7 @@ from _ttft_cells import load
 from semblend import Prompt, SemBlend, SemBlendConfig
 from semblend.engine.core.assemble import assemble
 from semblend.engine.core.engine import Engine
-from semblend.engine.model.model import DecoderModel
-from semblend.engine.model.pooled_model import PooledModel
+from semblend.engine.model.model import DecoderModel, PooledModel
 from semblend.engine.model.tokenizer import ModelTokenizer
 from semblend.materialize.blend.passes import MANY_ROWS, measure_pass_rows
 from semblend.materialize.blend.quality import QualitySettings

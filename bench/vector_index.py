@@ -16,7 +16,7 @@ from typing import Any
 import _report  # first: it holds the numeric libraries to one thread
 import numpy as np
 
-from semblend.discover.vector_index import BruteForceIndex, UsearchIndex, VectorIndex, add_all
+from semblend.discover.evidence import BruteForceIndex, UsearchIndex, VectorIndex, add_all
 
 QUERIES = 200
 

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from semblend.engine.model.model import DecoderModel
-from semblend.engine.model.pooled_model import PooledModel
-from semblend.engine.model.rows import RowBatch
+from semblend.engine.model.model import PooledModel
+from semblend.engine.model.attention import RowBatch
 from semblend.engine.model.spec import ModelSpec
 from semblend.materialize.blend.passes import first_rows
 from semblend.materialize.blend.quality import QualitySettings

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from semblend.confirm.build_receipt import RequestFacts, build_receipt
 from semblend.confirm.outcome import Outcome
+from semblend.confirm.receipt import RequestFacts, build_receipt
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Namespace
 from semblend.span import Span

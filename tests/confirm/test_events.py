@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from semblend.confirm import events
 from semblend.confirm.events import ENVELOPE, KINDS, Event, EventKind, EvictionReason, event_schema
-from semblend.confirm.fields import EVICTION_REASONS, TEXT_LIMIT
 from semblend.confirm.outcome import Outcome
-from semblend.confirm.receipt import Receipt
+from semblend.confirm.receipt import EVICTION_REASONS, TEXT_LIMIT, Receipt
 from semblend.errors import ReceiptError
 from semblend.plan.reuse_plan import DeclineReason
 from semblend.span import Span

@@ -8,12 +8,11 @@ from __future__ import annotations
 import pytest
 from behaviours import *  # noqa: F403  (the rules)
 from behaviours import World
+from naive_engine import NaiveEngine
 
-from semblend.engine.model.model import DecoderModel
-from semblend.engine.model.pooled_model import PooledModel
+from semblend.engine.model.model import DecoderModel, PooledModel
 from semblend.engine.model.spec import ModelSpec
 from semblend.materialize.contract import Capabilities
-from semblend.materialize.naive_engine import NaiveEngine
 
 BLOCK = 16
 SHAPE = {

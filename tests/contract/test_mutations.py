@@ -8,9 +8,9 @@ import behaviours
 import pytest
 import torch
 from behaviours import World
+from naive_engine import NaiveEngine
 
 from semblend.materialize.contract import Observer, Rows, StopPass
-from semblend.materialize.naive_engine import NaiveEngine
 
 BLOCK = 16
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from semblend.discover import evidence as module
-from semblend.discover.evidence import Evidence, EvidenceStats, Likeness
-from semblend.discover.vector_index import BruteForceIndex, UsearchIndex
+from semblend.discover.evidence import BruteForceIndex, Evidence, EvidenceStats, Likeness, UsearchIndex
 from semblend.errors import MissingDependencyError
 from semblend.fingerprint.embedder import LexicalEmbedder, NullEmbedder
 from semblend.prompt import Namespace, Prompt

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semblend.discover.flat_index import FlatIndex
-from semblend.discover.plain_index import PlainIndex
+from semblend.discover.index import FlatIndex, PlainIndex
 from semblend.errors import CapacityError
 from semblend.fingerprint import hashes, kernels
 

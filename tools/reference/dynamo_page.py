@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from semblend.integration.dynamo.placement import REASONS
-from semblend.integration.dynamo.support_table import FEATURES
-from semblend.integration.dynamo.versions import SUPPORTED
+from semblend.integration.dynamo.serve import SUPPORTED
+from tools.reference.support_tables import DYNAMO
 
 
 def dynamo_markdown() -> str:
@@ -35,6 +35,6 @@ def dynamo_markdown() -> str:
         "",
         "| what | served | how | shown in |",
         "|---|---|---|---|",
-        *(f"| {row.what} | {row.served} | {row.note} | {f'`{row.test}`' if row.test else ''} |" for row in FEATURES),
+        *(f"| {row.what} | {row.served} | {row.note} | {f'`{row.test}`' if row.test else ''} |" for row in DYNAMO),
     ]
     return "\n".join(lines)

@@ -10,10 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from semblend.confirm.events import ENVELOPE, KINDS, SCHEMA_VERSION, event_schema
-from semblend.confirm.fields import EVICTION_REASONS, SPAN_FIELDS, Field
 from semblend.confirm.metrics import METRICS
 from semblend.confirm.outcome import Outcome
-from semblend.confirm.receipt import RECEIPT_FIELDS
+from semblend.confirm.receipt import EVICTION_REASONS, RECEIPT_FIELDS, SPAN_FIELDS, Field
 from semblend.plan.reuse_plan import DeclineReason
 
 SCHEMA_FILE = Path(__file__).parents[2] / "src" / "semblend" / "confirm" / "events.schema.json"

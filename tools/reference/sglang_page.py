@@ -7,8 +7,8 @@ from dataclasses import fields
 from semblend.integration.sglang.hicache.page_options import PageOptions
 from semblend.integration.sglang.launcher import build_parser
 from semblend.integration.sglang.settings import SglangSettings
-from semblend.integration.sglang.support_table import FEATURES
 from semblend.integration.sglang.versions import SUPPORTED
+from tools.reference.support_tables import SGLANG
 from tools.reference.vllm_page import show_default
 
 
@@ -53,7 +53,7 @@ def sglang_markdown() -> str:
         "",
         "| what | served | why, or how it is known |",
         "|---|---|---|",
-        *(f"| {row.what} | {row.served} | {row.note} |" for row in FEATURES),
+        *(f"| {row.what} | {row.served} | {row.note} |" for row in SGLANG),
         "",
         "## What can be read",
         "",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from semblend.integration.trtllm.engine_support import SUPPORTED, TrtllmSettings
 from semblend.integration.trtllm.launcher import build_parser
-from semblend.integration.trtllm.settings import TrtllmSettings
-from semblend.integration.trtllm.support_table import FEATURES
-from semblend.integration.trtllm.versions import SUPPORTED
 from tools.reference.sglang_page import list_settings
+from tools.reference.support_tables import TRTLLM
 
 
 def trtllm_markdown() -> str:
@@ -48,6 +47,6 @@ def trtllm_markdown() -> str:
         "",
         "| what | served | why, or how it is known |",
         "|---|---|---|",
-        *(f"| {row.what} | {row.served} | {row.note} |" for row in FEATURES),
+        *(f"| {row.what} | {row.served} | {row.note} |" for row in TRTLLM),
     ]
     return "\n".join(lines)

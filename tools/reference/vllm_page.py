@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 
 from semblend.integration.vllm.settings import ConnectorSettings
-from semblend.integration.vllm.support_table import FEATURES
 from semblend.integration.vllm.versions import SUPPORTED
+from tools.reference.support_tables import VLLM
 
 
 def vllm_markdown() -> str:
@@ -34,7 +34,7 @@ def vllm_markdown() -> str:
     settings = [setting for setting in fields(ConnectorSettings) if setting.name != "config"]
     lines += [f"| `{one.name}` | {show_default(one.default)} | {one.metadata['help']} |" for one in settings]
     lines += ["", "## Models and features", "", "| what | served | why, or how it is known |", "|---|---|---|"]
-    lines += [f"| {row.what} | {row.served} | {row.note} |" for row in FEATURES]
+    lines += [f"| {row.what} | {row.served} | {row.note} |" for row in VLLM]
     return "\n".join(lines)
 
 

@@ -35,7 +35,8 @@ from semantickv.routing.fingerprint import NO_PIECES, PromptPieces, cut_prompt, 
 from semantickv.routing.prompt_view import PromptView, read_prompt
 from semantickv.routing.worker_evidence import WorkerEvidence
 from semantickv.settings import EdgeSettings
-from semblend.integration.dynamo.http_pin import (
+from semblend.integration.dynamo.placement import Placement, PlacementReason, WorkerKey, WorkerState
+from semblend.integration.dynamo.requests import (
     DEFAULT_ENDPOINT,
     WORKER_HEADER,
     PinnedAnswer,
@@ -44,7 +45,6 @@ from semblend.integration.dynamo.http_pin import (
     read_workers,
     write_pin_headers,
 )
-from semblend.integration.dynamo.placement import Placement, PlacementReason, WorkerKey, WorkerState
 from semblend.wire.errors import ApiError
 
 if TYPE_CHECKING:

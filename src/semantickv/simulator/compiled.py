@@ -87,7 +87,7 @@ def _run_adaptive(
 ) -> None:
     """Run the compiled `adaptive_semantic` and fill ``counts`` and ``tally``."""
     from semantickv.simulator import kernels_adaptive as adaptive
-    from semblend.eviction.compiled import AdaptiveState
+    from semblend.eviction.adaptive import AdaptiveState
 
     trace = forest.trace
     plan = build_plan(capacity.size, forest, options)

@@ -15,9 +15,17 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
-from semblend.confirm.fields import SPAN_FIELDS, TEXT_LIMIT, Field, JsonObject, object_schema
 from semblend.confirm.outcome import Outcome
-from semblend.confirm.receipt import RECEIPT_FIELDS, Receipt, span_to_dict
+from semblend.confirm.receipt import (
+    RECEIPT_FIELDS,
+    SPAN_FIELDS,
+    TEXT_LIMIT,
+    Field,
+    JsonObject,
+    Receipt,
+    object_schema,
+    span_to_dict,
+)
 from semblend.discover.donor import EvictionReason
 from semblend.errors import ReceiptError
 from semblend.plan.reuse_plan import DeclineReason

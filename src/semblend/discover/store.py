@@ -15,10 +15,8 @@ from typing import Protocol
 import numpy as np
 
 from semblend.discover.donor import Donor, Eviction, EvictionReason
-from semblend.discover.flat_index import BYTES_PER_POSTING, FlatIndex
-from semblend.discover.plain_index import PlainIndex
-from semblend.discover.slots import EXPIRES, NAMESPACE, SlotTable, to_microseconds
-from semblend.discover.token_log import FILL, TokenLog
+from semblend.discover.index import BYTES_PER_POSTING, FlatIndex, PlainIndex
+from semblend.discover.slots import EXPIRES, FILL, NAMESPACE, SlotTable, TokenLog, to_microseconds
 from semblend.errors import CapacityError
 from semblend.eviction.fair_order import FairOrder
 from semblend.eviction.policy import guard_policy, make_policy

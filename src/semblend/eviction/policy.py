@@ -166,7 +166,7 @@ def make_policy(name: str, capacity: int, *, chained: bool = True, items: int | 
             from semblend.eviction.adaptive import PlainAdaptive
 
             return PlainAdaptive(capacity, chained=chained, plan=plan)
-        from semblend.eviction.compiled import Adaptive, compile_kernels
+        from semblend.eviction.adaptive import Adaptive, compile_kernels
 
         compile_kernels()
         return Adaptive(capacity, chained=chained, plan=plan)

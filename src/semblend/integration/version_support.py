@@ -1,4 +1,4 @@
-"""Rows of the tables that every engine's integration has: its versions and features, and how each is known."""
+"""Rows of the table that every engine's integration has: its versions, and how each is known."""
 
 from __future__ import annotations
 
@@ -22,24 +22,6 @@ class Support:
     version: str
     evidence: VersionEvidence
     note: str
-
-
-class Served(StrEnum):
-    """How far."""
-
-    YES = "yes"
-    PER_REQUEST = "declined by request"
-    NO = "declined by engine"
-
-
-@dataclass(frozen=True, slots=True)
-class Feature:
-    """One row. ``test``: where it is shown, a path in this repository."""
-
-    what: str
-    served: Served
-    note: str
-    test: str = ""
 
 
 def find_support(version: str, rows: Sequence[Support], engine: str) -> Support:

@@ -6,7 +6,7 @@
     Observer   looks on while a pass runs: what is about to be written, what each layer asks for
 
 An adapter for an engine is a `Model` and the hooks that call `semblend.materialize.blend.blender.Blender`. The suite in
-``tests/contract`` says what each part must do; `semblend.materialize.naive_engine` is the shortest engine that passes.
+``tests/contract`` says what each part must do; ``tests/naive_engine.py`` is the shortest engine that passes.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from semblend.arrange import ArrangedGroup
-from semblend.confirm.fields import JsonObject
-from semblend.confirm.receipt import Receipt
+from semblend.confirm.receipt import JsonObject, Receipt
 
 IMPOSSIBLE = -9999.0
 MOST_RUNS = 2048

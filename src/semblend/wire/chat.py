@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from semblend.arrange import PassageGroup
 from semblend.arrange.marks import find_listed_place, mark_listed
-from semblend.confirm.fields import JsonObject
+from semblend.confirm.receipt import JsonObject
 from semblend.wire.answer import Answer, Chunk, Head, Logprob, Spent
 from semblend.wire.body import InOrder, StrictBody, refuse, show
 from semblend.wire.options import Count, Lacking, OpenAiBody, ReuseOptions, SemblendBody, TopLogprobs

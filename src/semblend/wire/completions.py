@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from semblend.confirm.fields import JsonObject
+from semblend.confirm.receipt import JsonObject
 from semblend.wire.answer import Answer, Chunk, Head, Logprob, Spent
 from semblend.wire.body import InOrder, TokenId
 from semblend.wire.options import MOST_TOKENS, Count, OpenAiBody, ReuseOptions, TopLogprobs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from semblend.confirm.fields import JsonObject
+from semblend.confirm.receipt import JsonObject
 from semblend.errors import CapacityError, InputError, SemBlendError
 
 _TYPES = {

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from semblend.confirm.fields import JsonObject
+from semblend.confirm.receipt import JsonObject
 from semblend.wire.answer import Answer, Chunk, Head, Spent
 from semblend.wire.body import Name, TokenId, refuse
 from semblend.wire.options import MOST_TOKENS, Count, EndpointBody, ReuseOptions, SamplingBody, TopLogprobs

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from naive_engine import NaiveEngine
 from small_models import draw_tokens, make_small_model
 
 from semblend import SemBlend, SemBlendConfig
@@ -19,7 +20,6 @@ from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import Placed, QualitySettings
 from semblend.materialize.donors.tiers import DonorKv
 from semblend.materialize.gate.thresholds import Thresholds
-from semblend.materialize.naive_engine import NaiveEngine
 from semblend.plan.reuse_plan import DeclineReason, ReusePlan
 from semblend.prompt import Prompt
 from semblend.span import Span
@@ -62,7 +62,7 @@ PROMPT = draw_tokens(20, 3) + DOCUMENT[:300] + draw_tokens(200, 4) + DOCUMENT[30
 
 def serve(engine: Engine, prompt: list[int] = PROMPT, **asked: Any) -> Any:
     engine.generate([request("donor", DONOR, quality="exact")])
-    engine.model.rows.clear()  # type: ignore[attr-defined]
+    engine.model.attention.clear()  # type: ignore[attr-defined]
     (done,) = engine.generate([request("prompt", prompt, **asked)])
     return done
 

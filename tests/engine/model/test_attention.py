@@ -13,9 +13,12 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from semblend.engine.model import attention  # noqa: E402
-from semblend.engine.model.attention import attend, attend_plain  # noqa: E402
+from semblend.engine.model.attention import (  # noqa: E402
+    RowBatch,
+    attend,
+    attend_plain,
+)
 from semblend.engine.model.paged_kv import KvPool  # noqa: E402
-from semblend.engine.model.rows import RowBatch  # noqa: E402
 from semblend.errors import InputError  # noqa: E402
 from semblend.materialize.contract import Rows  # noqa: E402
 

@@ -18,8 +18,10 @@ pytest.importorskip("jinja2")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from semblend.engine.model.chat_template import ChatTemplate  # noqa: E402
-from semblend.engine.model.tokenizer import ModelTokenizer  # noqa: E402
+from semblend.engine.model.tokenizer import (  # noqa: E402
+    ChatTemplate,
+    ModelTokenizer,
+)
 from semblend.errors import InputError  # noqa: E402
 from semblend.models import resolve  # noqa: E402
 from semblend.text.token_budget import WINDOW_CHARS, TokenBudget, TooManyTokensError  # noqa: E402

@@ -12,8 +12,8 @@ transformers = pytest.importorskip("transformers")
 
 from cpu_features import needs_bf16  # noqa: E402
 
+from semblend.engine.model.attention import RowBatch  # noqa: E402
 from semblend.engine.model.model import DecoderModel, Turn  # noqa: E402
-from semblend.engine.model.rows import RowBatch  # noqa: E402
 from semblend.materialize.contract import Observer, Rows  # noqa: E402
 from semblend.materialize.kv.rope import RopeSpec  # noqa: E402
 

@@ -16,9 +16,11 @@ pytest.importorskip("jinja2")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from semblend.engine.model.chat_template import ChatTemplate  # noqa: E402
-from semblend.engine.model.gguf_tokenizer import tokenizer_of_gguf  # noqa: E402
-from semblend.engine.model.tokenizer import ModelTokenizer  # noqa: E402
+from semblend.engine.model.tokenizer import (  # noqa: E402
+    ChatTemplate,
+    ModelTokenizer,
+    tokenizer_of_gguf,
+)
 from semblend.errors import InputError  # noqa: E402
 
 CORPUS = ["the cat and the hat, it's 2024 and 12345", "café naïve ß 日本語 🎉🎉", "def f(x):\n\treturn x ** 2\n"] * 3

@@ -18,10 +18,15 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from semblend.engine.model.gguf_weights import gguf_name, half_split, read_header, unpack_q4_k  # noqa: E402
 from semblend.engine.model.model import DecoderModel  # noqa: E402
 from semblend.engine.model.spec import ModelSpec  # noqa: E402
-from semblend.engine.model.weights import SafetensorsFolder  # noqa: E402
+from semblend.engine.model.weights import (  # noqa: E402
+    SafetensorsFolder,
+    gguf_name,
+    half_split,
+    read_header,
+    unpack_q4_k,
+)
 from semblend.engine.server.config import ServeConfig  # noqa: E402
 from semblend.engine.server.launch import Launch  # noqa: E402
 from semblend.errors import InputError  # noqa: E402

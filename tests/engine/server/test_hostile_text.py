@@ -19,8 +19,10 @@ uvicorn = pytest.importorskip("uvicorn", reason="a real socket needs uvicorn")
 tokenizers = pytest.importorskip("tokenizers")
 
 from semblend.config import SemBlendConfig  # noqa: E402
-from semblend.engine.model.chat_template import ChatTemplate  # noqa: E402
-from semblend.engine.model.tokenizer import ModelTokenizer  # noqa: E402
+from semblend.engine.model.tokenizer import (  # noqa: E402
+    ChatTemplate,
+    ModelTokenizer,
+)
 from semblend.engine.server.config import ServeConfig  # noqa: E402
 from semblend.engine.server.edge.keys import read_keys_file  # noqa: E402
 from semblend.engine.server.fake_engine import FakeEngine  # noqa: E402

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from naive_engine import NaiveEngine
 
 from semblend.config import SemBlendConfig
 from semblend.confirm.sinks import MemorySink
@@ -12,7 +13,6 @@ from semblend.integration.desk.reuse_desk import ReuseDesk
 from semblend.integration.desk.settings import DeskSettings
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.contract import Rows
-from semblend.materialize.naive_engine import NaiveEngine
 from semblend.prompt import Namespace, Prompt
 
 DOCUMENT = [(7 * n) % 31 + 1 for n in range(90)]

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_dynamo import FakeDynamo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semantickv.routing.worker_evidence import WorkerEvidence
-from semblend.integration.dynamo.fake_workers import FakeDynamo
 from semblend.integration.dynamo.placement import WorkerKey
 from semblend.integration.dynamo.requests import read_request, read_worker
 from semblend.integration.dynamo.router import SemanticRouter

@@ -12,8 +12,7 @@ import pytest
 
 from semantickv.cli import build_parser, main
 from semblend.errors import ConfigError, MissingDependencyError
-from semblend.integration.dynamo.serve import RouterOptions, read_version
-from semblend.integration.dynamo.versions import SUPPORTED, support
+from semblend.integration.dynamo.serve import SUPPORTED, RouterOptions, read_version, support
 from semblend.integration.version_support import VersionEvidence
 from tools.reference.semblend_pages import commands_of, options_of
 

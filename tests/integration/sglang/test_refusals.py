@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from semblend.integration.sglang import refusals
-from semblend.integration.sglang.support_table import FEATURES
-from semblend.integration.version_support import Served
+from tools.reference.support_tables import SGLANG, SupportLevel
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -112,7 +111,7 @@ def test_several_ranks_are_refused(name):
 
 
 def test_every_feature_names_a_test_that_is_there():
-    for row in FEATURES:
+    for row in SGLANG:
         assert (REPOSITORY / row.test).is_file(), row.what
         assert row.note
-    assert {row.served for row in FEATURES} == set(Served)
+    assert {row.served for row in SGLANG} == set(SupportLevel)

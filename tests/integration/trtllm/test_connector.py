@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import fake_trtllm
 import pytest
 import torch
+from fake_trtllm import FakeExecutor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,12 +18,11 @@ from semblend.confirm.sinks import MemorySink
 from semblend.engine.model.spec import ModelSpec
 from semblend.errors import SemBlendError
 from semblend.facade import SemBlend
-from semblend.integration.trtllm import fake_engine, halves, startup
-from semblend.integration.trtllm.fake_engine import FakeExecutor
+from semblend.integration.trtllm import halves
+from semblend.integration.trtllm.engine_support import TrtllmSettings
 from semblend.integration.trtllm.halves import SchedulerHalf, WorkerHalf
 from semblend.integration.trtllm.reuse_service import HAS_PREFIX, NOT_PRIVATE, NOT_SEEN
 from semblend.integration.trtllm.salts import make_one_time_salt
-from semblend.integration.trtllm.settings import TrtllmSettings
 
 SHAPE = {
     "model_type": "qwen2",
@@ -40,11 +41,11 @@ DONOR = [3, 1, 4, 1, 5, *DOCUMENT, 9, 9]
 TARGET = [2, 7, 1, 8, 2, 8, 1, 8, 2, *DOCUMENT, 5, 6]
 
 
-class Scheduler(SchedulerHalf, fake_engine.KvCacheConnectorScheduler):
+class Scheduler(SchedulerHalf, fake_trtllm.KvCacheConnectorScheduler):
     """Ours over the fake's base class."""
 
 
-class Worker(WorkerHalf, fake_engine.KvCacheConnectorWorker):
+class Worker(WorkerHalf, fake_trtllm.KvCacheConnectorWorker):
     """Ours over the fake's base class."""
 
 
@@ -73,8 +74,8 @@ def build_world(patch, *, model=None, own=None, damage=None, **engine) -> World:
     """An engine with both halves; ``damage`` puts another model in the place of the one that the twin is made of."""
     config, sink = SemBlendConfig(quality="fast", metrics=False), MemorySink()
     made = TrtllmSettings(config=config, staging_tokens=1024, **(own or {}))
-    patch.setattr(startup, "trtllm_settings", lambda _: made)
-    patch.setattr(startup, "SemBlend", lambda given, sinks: SemBlend(given, sinks=[sink], compiled=False))
+    patch.setattr(halves, "trtllm_settings", lambda _: made)
+    patch.setattr(halves, "SemBlend", lambda given, sinks: SemBlend(given, sinks=[sink], compiled=False))
     if damage is not None:
         patch.setattr(halves, "find_model_of_caller", damage)
     reuses = engine.get("reuses_blocks", True)
@@ -165,7 +166,7 @@ def test_a_salt_that_was_used_before_gets_the_engines_own_hit_and_nothing_of_our
 
 
 def make_other_weights():
-    return fake_engine.name_as_tensorrt_llm(fake_engine.DecoderModel.random(ModelSpec.from_hf_config(SHAPE), seed=4))
+    return fake_trtllm.name_as_tensorrt_llm(fake_trtllm.DecoderModel.random(ModelSpec.from_hf_config(SHAPE), seed=4))
 
 
 def test_a_twin_that_computes_something_else_is_found_out_before_anything_is_offered(make_world):

@@ -6,25 +6,23 @@ import importlib
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import fake_trtllm
 import pytest
 
 from semblend.errors import MissingDependencyError, SemBlendError
-from semblend.integration.trtllm import fake_engine
-from semblend.integration.trtllm.halves import SchedulerHalf, WorkerHalf
-from semblend.integration.trtllm.interface import (
+from semblend.integration.trtllm.engine_support import (
     MODULES,
     SCHEDULER_HOOKS,
+    SUPPORTED,
     WORKER_HOOKS,
     find_differences,
     list_parameters,
+    refusal,
 )
-from semblend.integration.trtllm.refusals import refusal
-from semblend.integration.trtllm.requests import read_request
-from semblend.integration.trtllm.support_table import CHECKS, FEATURES
-from semblend.integration.trtllm.versions import SUPPORTED
+from semblend.integration.trtllm.halves import SchedulerHalf, WorkerHalf
+from semblend.integration.trtllm.reuse_service import read_request
 from semblend.integration.version_support import VersionEvidence
 from semblend.prompt import Namespace
 
@@ -52,8 +50,8 @@ def install(monkeypatch):
 @pytest.mark.parametrize(
     ("half", "base", "hooks"),
     [
-        (SchedulerHalf, fake_engine.KvCacheConnectorScheduler, SCHEDULER_HOOKS),
-        (WorkerHalf, fake_engine.KvCacheConnectorWorker, WORKER_HOOKS),
+        (SchedulerHalf, fake_trtllm.KvCacheConnectorScheduler, SCHEDULER_HOOKS),
+        (WorkerHalf, fake_trtllm.KvCacheConnectorWorker, WORKER_HOOKS),
     ],
 )
 def test_a_half_and_the_fake_have_every_published_hook_with_its_parameters(half, base, hooks):
@@ -67,14 +65,14 @@ def test_a_half_and_the_fake_have_every_published_hook_with_its_parameters(half,
 def test_the_connector_loads_from_either_place_and_can_be_made(install, place):
     install(
         place,
-        KvCacheConnectorScheduler=fake_engine.KvCacheConnectorScheduler,
-        KvCacheConnectorWorker=fake_engine.KvCacheConnectorWorker,
+        KvCacheConnectorScheduler=fake_trtllm.KvCacheConnectorScheduler,
+        KvCacheConnectorWorker=fake_trtllm.KvCacheConnectorWorker,
     )
     connector = importlib.import_module(CONNECTOR)
     args = SimpleNamespace(model="m")
     scheduler, worker = connector.SemBlendConnectorScheduler(args), connector.SemBlendConnectorWorker(args)
     assert scheduler._service is worker._service
-    assert isinstance(scheduler, fake_engine.KvCacheConnectorScheduler)
+    assert isinstance(scheduler, fake_trtllm.KvCacheConnectorScheduler)
 
 
 def test_without_tensorrt_llm_the_connector_says_what_to_install(install):
@@ -86,11 +84,11 @@ def test_without_tensorrt_llm_the_connector_says_what_to_install(install):
 
 
 def test_a_version_that_demands_more_is_refused_by_the_name_of_the_hook(install):
-    class Demanding(fake_engine.KvCacheConnectorScheduler, ABC):
+    class Demanding(fake_trtllm.KvCacheConnectorScheduler, ABC):
         @abstractmethod
         def cancel_load(self, request): ...
 
-    install(MODULES[0], KvCacheConnectorScheduler=Demanding, KvCacheConnectorWorker=fake_engine.KvCacheConnectorWorker)
+    install(MODULES[0], KvCacheConnectorScheduler=Demanding, KvCacheConnectorWorker=fake_trtllm.KvCacheConnectorWorker)
     with pytest.raises(SemBlendError, match="cancel_load"):
         importlib.import_module(CONNECTOR)
 
@@ -169,11 +167,3 @@ def test_a_plain_request_is_not_declined_and_its_salt_names_its_tenant():
 def test_no_row_of_the_tables_claims_that_the_engine_was_run():
     assert {row.evidence for row in SUPPORTED} == {VersionEvidence.STATIC}
     assert all("never run" in row.note for row in SUPPORTED)
-    assert any(not one.checked for one in CHECKS)
-    assert FEATURES
-
-
-def test_the_guide_says_line_by_line_what_was_checked():
-    guide = (Path(__file__).parents[3] / "docs" / "guides" / "tensorrt_llm.md").read_text(encoding="utf-8")
-    for one in CHECKS:
-        assert f"| {one.what} | {'yes' if one.checked else '**no**'} | {one.how} |" in guide

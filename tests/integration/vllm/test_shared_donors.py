@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from naive_engine import NaiveEngine
 
 from semblend import Namespace, Prompt, ReusePlan, SemBlend, SemBlendConfig
 from semblend.integration.vllm.orders import Load, Orders
@@ -21,7 +22,6 @@ from semblend.materialize.donors.directory import GENERATION, SharedDonors, is_k
 from semblend.materialize.donors.directory_kv import DirectoryKv, KvSignature
 from semblend.materialize.donors.store import PrivateFolder
 from semblend.materialize.gate.observers import EIGHT_BIT_TOLERANCE
-from semblend.materialize.naive_engine import NaiveEngine
 
 BLOCK = 16
 DOCUMENT = list(range(100, 180))

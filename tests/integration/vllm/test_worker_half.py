@@ -8,6 +8,7 @@ import pathlib
 
 import pytest
 import torch
+from naive_engine import NaiveEngine
 
 from semblend.errors import RankError
 from semblend.integration.version_support import VersionEvidence
@@ -22,7 +23,6 @@ from semblend.materialize.contract import Capabilities, Rows, slots_of_blocks
 from semblend.materialize.donors.directory import Publication
 from semblend.materialize.gate.thresholds import Thresholds
 from semblend.materialize.kv.layout import KvLayout
-from semblend.materialize.naive_engine import NaiveEngine
 from semblend.span import Span
 
 BLOCK = 16

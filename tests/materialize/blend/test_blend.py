@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from semblend.confirm.outcome import Outcome
 from semblend.confirm.receipt import Receipt
-from semblend.engine.model.model import DecoderModel
-from semblend.engine.model.pooled_model import PooledModel
+from semblend.engine.model.model import DecoderModel, PooledModel
 from semblend.engine.model.spec import ModelSpec
 from semblend.errors import ConfigError, InputError
 from semblend.materialize.blend.blender import Blender

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from naive_engine import NaiveEngine
 
 from semblend.materialize.blend.passes import MOST_PASS_ROWS, first_rows, measure_pass_rows, two_passes_cost_more
 from semblend.materialize.blend.quality import QualitySettings
-from semblend.materialize.naive_engine import NaiveEngine
 from semblend.span import Span
 
 

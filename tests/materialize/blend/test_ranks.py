@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from naive_engine import NaiveEngine
 
 from semblend.errors import RankError
 from semblend.materialize.blend import blender as blending
@@ -15,7 +16,6 @@ from semblend.materialize.blend.quality import Placed, QualitySettings
 from semblend.materialize.contract import Capabilities, Rows
 from semblend.materialize.donors.tiers import DonorKv
 from semblend.materialize.gate.thresholds import Thresholds
-from semblend.materialize.naive_engine import NaiveEngine
 from semblend.plan.reuse_plan import Decline, ReusePlan
 from semblend.span import Span
 

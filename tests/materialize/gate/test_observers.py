@@ -9,8 +9,7 @@ from cpu_features import BFLOAT16
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend.engine.model.model import DecoderModel
-from semblend.engine.model.pooled_model import PooledModel
+from semblend.engine.model.model import DecoderModel, PooledModel
 from semblend.engine.model.spec import ModelSpec
 from semblend.materialize.contract import Observer, Rows, StopPass
 from semblend.materialize.gate import observers

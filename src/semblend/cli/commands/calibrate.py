@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 def measure_prompts(model: Any, tokenizer: Any, pool: Any, args: argparse.Namespace) -> tuple[list[PromptMeasure], int]:
     """Runs every prompt through every way and cold, with progress; returns measurements, and on how many tokens."""
-    from semblend.engine.model.pooled_model import PooledModel
+    from semblend.engine.model.model import PooledModel
     from semblend.materialize.measure_ways import measure_prompt
 
     known, measures, tokens, declined = _Known(args.pairs), [], 0, 0

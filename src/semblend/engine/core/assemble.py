@@ -11,8 +11,7 @@ from semblend.discover.donor import Eviction
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.engine import Engine
 from semblend.engine.core.stops import Detokenizer
-from semblend.engine.model.model import DecoderModel
-from semblend.engine.model.pooled_model import PooledModel
+from semblend.engine.model.model import DecoderModel, PooledModel
 from semblend.facade import SemBlend
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import CPU_PIECE_ROWS, LEAST_PIECE_ROWS, Pace, QualitySettings

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from semblend._version import __version__
 from semblend.confirm import events
-from semblend.confirm.build_receipt import RequestFacts, build_receipt
-from semblend.confirm.receipt import Receipt
+from semblend.confirm.receipt import Receipt, RequestFacts, build_receipt
 from semblend.engine.core.config import PATIENCE, EngineConfig
 from semblend.engine.core.directory_donors import DirectoryDonors
 from semblend.engine.core.sequence import EXACT_TO_THE_END, Sequence
@@ -27,7 +26,7 @@ from semblend.facade import SemBlend
 from semblend.materialize.blend.quality import Blended, Pace, Pieces, Rejected, Spliced
 from semblend.materialize.contract import Layout
 from semblend.materialize.gate.gate import OutcomeMemory
-from semblend.plan.donor_cost import explain_lost_donor
+from semblend.plan.cost import explain_lost_donor
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Prompt
 from semblend.quality import GATED_MODE, choose_quality, find_path

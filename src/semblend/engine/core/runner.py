@@ -13,8 +13,8 @@ from torch import Tensor
 from semblend.engine.core.reuse import Reuse
 from semblend.engine.core.scheduler import Batch, Piece
 from semblend.engine.core.sequence import Sequence
+from semblend.engine.model.attention import RowBatch
 from semblend.engine.model.paged_kv import KvPool
-from semblend.engine.model.rows import RowBatch
 from semblend.engine.model.sampling import Draw, Sampled, rewind, sample
 from semblend.engine.model.spec import ModelSpec
 from semblend.materialize.contract import Rows, StopPass

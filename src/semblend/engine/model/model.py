@@ -8,26 +8,149 @@ together, and a residual is added by the matrix product that precedes it.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
-from semblend.engine.model.attention import attend, shows_weights
-from semblend.engine.model.few_rows import MOST_ROWS, FewRows
+from semblend.engine.model.attention import RowBatch, attend, shows_weights
 from semblend.engine.model.paged_kv import KvPool
-from semblend.engine.model.rows import RowBatch
 from semblend.engine.model.spec import ModelSpec
 from semblend.engine.model.weights import LayerWeights, Weights, load_weights
-from semblend.materialize.contract import Observer, Rows, StopPass
+from semblend.materialize.contract import Capabilities, KvLayout, Observer, Rows, StopPass
 from semblend.materialize.kv.rope import RopeSpec
 
+# -- The forward pass of a few rows on a CPU: the same layers as `DecoderModel.forward`, through compiled kernels.
+#
+# A decode step of one answer or of several is a few rows, and so is what is left of a prompt behind an exact hit.
+# Torch spends more than half of such a pass between its operations. `SmallBatch` runs it in seven calls a layer; the
+# torch pass is its twin and its fallback: for more rows, another dtype or device, an observer, or where numba cannot
+# be loaded.
+
+
 log = logging.getLogger("semblend.engine")
+Floats = npt.NDArray[np.float32]
+Integers = npt.NDArray[np.int64]
+
+MAX_SMALL_ROWS = 16
+"""A pass of up to so many rows goes through the kernels; their time grows with the rows, that of torch hardly does."""
+_one_pass = threading.Lock()  # numba's simplest thread pool serves one caller at a time and ends the process for two
+
+
+@dataclass(frozen=True, slots=True)
+class Contexts:
+    """Where each row's keys lie, as `kernels.attend` wants it."""
+
+    slots: Integers
+    lengths: Integers
+    tasks: Integers
+
+    @classmethod
+    def of(cls, rows: RowBatch, split: int) -> Contexts:
+        parts = [segment.context[: segment.reach].numpy() for segment in rows.segments]
+        starts = np.cumsum([0, *(len(part) for part in parts[:-1])])
+        lengths = rows.host_positions.numpy() + 1
+        splits = -(-lengths // split)
+        before = np.repeat(np.cumsum(splits) - splits, splits)
+        tasks = np.repeat(np.arange(len(lengths)), splits), (np.arange(len(before)) - before) * split
+        return cls(
+            parts[0] if len(parts) == 1 else np.concatenate(parts),
+            np.stack((np.repeat(starts, [len(segment) for segment in rows.segments]), lengths), axis=1),
+            np.stack(tasks, axis=1),
+        )
+
+
+class SmallBatch:
+    """A model's weights as the kernels read them: views of the same memory."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, kernels: ModuleType) -> None:
+        self._spec = spec
+        self._kernels: Any = kernels
+        self._eps = np.float32(spec.norm_eps)
+        self._layers = [
+            {field.name: _as_array(getattr(layer, field.name)) for field in fields(layer)} for layer in weights.layers
+        ]
+        self._norm, self._head = _as_array(weights.norm), _as_array(weights.head)
+
+    @classmethod
+    def of(cls, spec: ModelSpec, weights: Weights) -> SmallBatch | None:
+        """None where the torch pass has to do everything."""
+        table = weights.embedding
+        rope = spec.rope
+        if table.device.type != "cpu" or table.dtype != torch.float32:
+            return None
+        if rope.style != "half" or rope.rotary_dim != rope.head_dim:
+            return None
+        try:
+            kernels = importlib.import_module("semblend.engine.model.kernels")
+        except ImportError:  # numba follows new Python versions with a delay
+            log.info("numba cannot be loaded: few rows are computed by torch")
+            return None
+        return cls(spec, weights, kernels)
+
+    def forward(self, hidden: Tensor, rows: RowBatch, pool: KvPool, cos: Tensor, sin: Tensor) -> Tensor:
+        """Run embedded rows through every layer, in place; ``cos`` and ``sin`` are ``[n, head_dim]``, as in `Turn`."""
+        spec, eps, kernels = self._spec, self._eps, self._kernels
+        stream, slots = hidden.numpy(), rows.slots.numpy()
+        cosines, sines = cos.numpy(), sin.numpy()
+        keys, values = pool.k.numpy(), pool.v.numpy()
+        contexts = Contexts.of(rows, kernels.SPLIT_KEYS)
+        n, width = len(stream), spec.heads * spec.head_dim
+        qkv = np.empty((n, width + 2 * spec.kv_heads * spec.head_dim), np.float32)
+        seen, opened = np.empty((n, width), np.float32), np.empty((n, spec.intermediate), np.float32)
+        with _use_threads_of_torch(kernels.numba):
+            for k, v, w in zip(keys, values, self._layers, strict=True):
+                kernels.project(stream, w["attention_norm"], eps, w["qkv"], w["qkv_bias"], qkv)
+                kernels.turn(qkv, spec.heads, spec.kv_heads, cosines, sines, w["q_norm"], w["k_norm"], eps)
+                kernels.write(qkv, spec.heads, k, v, slots)
+                kernels.attend(qkv, spec.heads, k, v, contexts.slots, contexts.lengths, contexts.tasks, seen)
+                kernels.add_product(seen, w["output"], stream)
+                kernels.gate(stream, w["mlp_norm"], eps, w["gate_up"], opened)
+                kernels.add_product(opened, w["down"], stream)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits ``[m, hidden] -> [m, vocab]``."""
+        out = np.empty((len(hidden), len(self._head)), np.float32)
+        with _use_threads_of_torch(self._kernels.numba):
+            self._kernels.project(hidden.contiguous().numpy(), self._norm, self._eps, self._head, _NOTHING, out)
+        return torch.from_numpy(out)
+
+
+@contextmanager
+def _use_threads_of_torch(numba: Any) -> Iterator[None]:
+    """The kernels compute with as many threads as torch does, one pass at a time, and torch with as many as before.
+
+    Where numba takes OpenMP (x86), its first launch sets the number of threads of this thread to the machine's cores,
+    and torch reads the same number: a pass of 64 rows with one thread took .53 s of CPU time before, 1.8 s behind it.
+    """
+    with _one_pass:
+        threads = torch.get_num_threads()
+        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+        try:
+            yield
+        finally:
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+
+
+_NOTHING: Floats = np.empty(0, np.float32)
+
+
+def _as_array(tensor: Tensor | None) -> Floats:
+    return _NOTHING if tensor is None else tensor.contiguous().numpy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +187,7 @@ class DecoderModel:
     def __init__(self, spec: ModelSpec, weights: Weights) -> None:
         self.spec = spec
         self.weights = weights
-        self._few_rows = FewRows.of(spec, weights)
+        self._small_batch = SmallBatch.of(spec, weights)
 
     @classmethod
     def load(
@@ -122,12 +245,12 @@ class DecoderModel:
         rows = RowBatch.of(rows) if isinstance(rows, Rows) else rows
         hidden = embedding(rows.tokens, weights.embedding)
         turn = Turn.of(spec.rope, rows.positions)
-        if observer is None and self._few_rows is not None and len(hidden) <= MOST_ROWS:
+        if observer is None and self._small_batch is not None and len(hidden) <= MAX_SMALL_ROWS:
             try:
-                return self._few_rows.forward(hidden, rows, pool, turn.cos[:, 0], turn.sin[:, 0])
+                return self._small_batch.forward(hidden, rows, pool, turn.cos[:, 0], turn.sin[:, 0])
             except Exception:  # numba may refuse to compile or to start threads: torch computes the same
                 log.warning("compiled kernels failed, torch computes from now on", exc_info=True)
-                self._few_rows = None
+                self._small_batch = None
                 return self.forward(rows, pool)
         for layer, w in enumerate(weights.layers):
             if stop is not None and stop():
@@ -144,12 +267,12 @@ class DecoderModel:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits of chosen rows, ``[m, hidden] -> [m, vocab]``, float32."""
-        if self._few_rows is not None and len(hidden) <= MOST_ROWS:
+        if self._small_batch is not None and len(hidden) <= MAX_SMALL_ROWS:
             try:
-                return self._few_rows.logits(hidden)
+                return self._small_batch.logits(hidden)
             except Exception:
                 log.warning("compiled kernels failed, torch computes from now on", exc_info=True)
-                self._few_rows = None
+                self._small_batch = None
         return linear(self._norm(hidden, self.weights.norm), self.weights.head).float()
 
     def _project(self, w: LayerWeights, x: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
@@ -202,3 +325,37 @@ def _random_weights(spec: ModelSpec, seed: int, device: str | torch.device, dtyp
     table = torch.randn(spec.vocab, spec.hidden, generator=generator).to(device, dtype)
     head = table if spec.tied_embeddings else matrix(spec.vocab, spec.hidden)
     return Weights(table, layers, norm(spec.hidden), head)
+
+
+# -- The embedded model over its pool, as `semblend.materialize.contract` wants a model.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PooledModel:
+    """A model and the pool it computes in; translates and does not think."""
+
+    model: DecoderModel
+    pool: KvPool
+    capabilities: ClassVar[Capabilities] = Capabilities(native_spans=True)
+
+    @property
+    def layout(self) -> KvLayout:
+        return self.pool.layout
+
+    @property
+    def rope(self) -> RopeSpec:
+        return self.model.spec.rope
+
+    @property
+    def device(self) -> torch.device:
+        return self.pool.device
+
+    def forward(self, rows: Rows, observer: Observer | None = None) -> Tensor:
+        return self.model.forward(rows, self.pool, observer)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.model.logits(hidden)
+
+    def agree(self, values: Tensor, how: str) -> Tensor:
+        del how  # there is one rank
+        return values

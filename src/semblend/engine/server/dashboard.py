@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from semblend.confirm.fields import JsonObject
-from semblend.confirm.receipt import TOKEN_KINDS, Receipt
+from semblend.confirm.receipt import TOKEN_KINDS, JsonObject, Receipt
 from semblend.engine.server.tenants import Identity
 from semblend.shares import FairLru
 from semblend.wire.answer import Chunk, describe_receipt

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from semblend._version import __version__
-from semblend.confirm.build_receipt import RequestFacts, build_receipt
-from semblend.confirm.receipt import Receipt
+from semblend.confirm.receipt import Receipt, RequestFacts, build_receipt
 from semblend.discover.donor import Donor
 from semblend.facade import SemBlend
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan

@@ -16,10 +16,9 @@ from semblend.engine.core.engine import Engine
 from semblend.engine.core.open_directory import open_directory, share_donors
 from semblend.engine.core.stops import Detokenizer
 from semblend.engine.core.threads import prepare_cpu
-from semblend.engine.model.gguf_weights import read_name
-from semblend.engine.model.model import DecoderModel
-from semblend.engine.model.pooled_model import PooledModel
+from semblend.engine.model.model import DecoderModel, PooledModel
 from semblend.engine.model.tokenizer import ModelTokenizer
+from semblend.engine.model.weights import read_name
 from semblend.engine.server.config import ServeConfig
 from semblend.engine.server.serving_adapter import LocalEngine
 from semblend.errors import ConfigError, InputError, StoreError

@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from semblend.confirm import events
-from semblend.confirm.build_receipt import RequestFacts, build_receipt
-from semblend.confirm.receipt import Receipt
+from semblend.confirm.receipt import Receipt, RequestFacts, build_receipt
 from semblend.errors import SemBlendError
 from semblend.facade import SemBlend
 from semblend.integration.desk.kept_donors import KeptDonors
@@ -49,8 +48,7 @@ from semblend.materialize.blend.quality import Blended, Placed, QualitySettings,
 from semblend.materialize.contract import Model
 from semblend.materialize.gate.gate import OutcomeMemory
 from semblend.materialize.weights_watch import WeightsWatch
-from semblend.plan.donor_cost import explain_lost_donor
-from semblend.plan.gap_cost import keep_paying_spans
+from semblend.plan.cost import explain_lost_donor, keep_paying_spans
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Prompt
 

@@ -42,7 +42,7 @@ log = logging.getLogger("semblend")
 
 
 class DynamoWorkers(Protocol):
-    """The workers behind Dynamo's router. `semblend.integration.dynamo.fake_workers` is its fake."""
+    """The workers behind Dynamo's router."""
 
     async def list_states(self, prompt: RoutedPrompt) -> Sequence[WorkerState]:
         """Every worker that Dynamo lists, with its load and what it holds of the prompt's beginning."""

@@ -7,16 +7,82 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Protocol
 
 from semblend.errors import ConfigError, MissingDependencyError
-from semblend.integration.dynamo.placement import EvidenceProvider
+from semblend.integration.dynamo.placement import EvidenceProvider, WorkerKey, WorkerState
+from semblend.integration.dynamo.requests import RoutedPrompt
 from semblend.integration.dynamo.router import SemanticRouter
-from semblend.integration.dynamo.versions import support
-from semblend.integration.dynamo.workers import KvRouterWorkers
+from semblend.integration.version_support import Support, VersionEvidence
+
+SUPPORTED: tuple[Support, ...] = (
+    Support(
+        "1.6.1",
+        VersionEvidence.RUN,
+        "tests/engines/dynamo: real frontend and KvRouter, mocker workers, one vLLM 0.32 on a CPU, on one machine",
+    ),
+)
+
+
+def support(version: str) -> Support:
+    """The row of a version such as ``1.6.1``; evidence ``none``, and what to do next, where there is none.
+
+    >>> support("1.6.1").evidence, support("0.9.0").evidence
+    (<VersionEvidence.RUN: 'run'>, <VersionEvidence.NONE: 'none'>)
+    """
+    for row in SUPPORTED:
+        if row.version == version.split("+")[0]:
+            return row
+    known = ", ".join(row.version for row in SUPPORTED)
+    note = f"Dynamo {version} was never looked at, and this SemBlend knows {known}; requests are served all the same"
+    return Support(version, VersionEvidence.NONE, note)
+
+
+# -- Dynamo's own KvRouter as our router sees it: loads and exact prefixes, from KV events that Dynamo follows itself.
+
+
+_TIERS = ("device_blocks", "host_pinned_extension_blocks", "disk_extension_blocks")
+"""A beginning in device memory, and how far host memory and disk prolong it."""
+
+
+class KvRouterWorkers:
+    """Implements `DynamoWorkers` with a ``dynamo.llm.KvRouter``."""
+
+    def __init__(self, kv_router: Any) -> None:
+        self._kv_router = kv_router
+
+    async def list_states(self, prompt: RoutedPrompt) -> Sequence[WorkerState]:
+        # An empty prompt asks for the load alone; to ask with the tokens would hash them a second time.
+        loads = await self._kv_router.get_potential_loads([])
+        overlaps = await self._kv_router.get_overlap_scores(
+            prompt.token_ids,
+            lora_name=prompt.lora_name,
+            include_shared=False,
+            cache_namespace=prompt.cache_salt,
+        )
+        size = overlaps["block_size"]
+        prefixes = {_read_key(row): size * sum(row[tier] or 0 for tier in _TIERS) for row in overlaps["workers"]}
+        return [
+            WorkerState(
+                key=_read_key(row),
+                running=row["active_requests"],
+                waiting_tokens=row["potential_prefill_tokens"],
+                prefix_tokens=min(len(prompt.token_ids), prefixes.get(_read_key(row), 0)),
+            )
+            for row in loads
+        ]
+
+    async def send(self, request: Mapping[str, Any]) -> AsyncIterator[Any]:
+        chunks: AsyncIterator[Any] = await self._kv_router.generate_from_request(dict(request))
+        return chunks
+
+
+def _read_key(row: Mapping[str, Any]) -> WorkerKey:
+    return WorkerKey(row["worker_id"], row["dp_rank"])
+
 
 COMPONENT = "semblend_router"
 log = logging.getLogger("semblend")

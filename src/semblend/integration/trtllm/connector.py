@@ -9,8 +9,7 @@ import importlib
 from typing import Any
 
 from semblend.errors import MissingDependencyError, SemBlendError
-from semblend.integration.trtllm.halves import SchedulerHalf, WorkerHalf
-from semblend.integration.trtllm.interface import (
+from semblend.integration.trtllm.engine_support import (
     MODULES,
     SCHEDULER_BASE,
     SCHEDULER_HOOKS,
@@ -18,6 +17,7 @@ from semblend.integration.trtllm.interface import (
     WORKER_HOOKS,
     find_differences,
 )
+from semblend.integration.trtllm.halves import SchedulerHalf, WorkerHalf
 
 
 def load_bases() -> tuple[Any, Any]:

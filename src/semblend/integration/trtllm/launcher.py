@@ -15,8 +15,7 @@ from typing import Any
 
 from semblend.errors import ConfigError, SemBlendError
 from semblend.integration.launching import LauncherParser, add_settings_flag, become, pass_settings_on, stop_with
-from semblend.integration.trtllm.settings import TrtllmSettings
-from semblend.integration.trtllm.versions import find_version, support
+from semblend.integration.trtllm.engine_support import TrtllmSettings, find_version, support
 from semblend.integration.version_support import VersionEvidence
 
 OPTION_FILES = ("--extra_llm_api_options", "--config")

@@ -16,26 +16,110 @@ that is to become a donor, its first tokens through all layers and a sample of i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from semblend.engine.model.model import PooledModel
 from semblend.engine.model.paged_kv import KvPool
-from semblend.engine.model.pooled_model import PooledModel
-from semblend.errors import CapacityError, SemBlendError
+from semblend.errors import CapacityError, InputError, SemBlendError
 from semblend.integration.desk.records import SlotPool, Waiting
 from semblend.integration.desk.reuse_desk import ReuseDesk
-from semblend.integration.trtllm.block_pool import copy_kv, find_slots
-from semblend.integration.trtllm.requests import find_salt, read_request
 from semblend.integration.trtllm.salts import read_salt
 from semblend.integration.trtllm.twin_model import CHECKED_TOKENS, find_trusted_error, measure_disagreement
-from semblend.materialize.contract import KvLayout, Rows
+from semblend.materialize.contract import KvLayout, Layout, Rows, slots_of_blocks
 from semblend.materialize.gate.observers import canary_positions, find_tolerance, measure_canary
-from semblend.prompt import Namespace
+from semblend.prompt import Namespace, Prompt, name_tenant
+
+# -- TensorRT-LLM's KV pool as a layout, and copies between it and slots of our own.
+#
+# A connector gets one tensor, ``[blocks, layers, 2, numbers]``: keys, then values of each layer of a block. In which
+# order a block holds its tokens and heads depends on the attention backend, and nothing tells. So both orders are
+# candidates until a prompt that the engine has computed shows which one is right (`reuse_service`).
+
+
+ORDERS = ("heads first", "tokens first")
+"""``[heads, tokens, head_dim]`` and ``[tokens, heads, head_dim]`` within a block."""
+
+
+def view_pool(pool: Tensor, order: str, *, kv_heads: int, head_dim: int) -> KvLayout:
+    """The engine's pool as a layout; nothing is copied.
+
+    >>> view_pool(torch.zeros(6, 2, 2, 96), "heads first", kv_heads=3, head_dim=8)
+    KvLayout(layers=2, slots=24, kv_heads=3, head_dim=8, block_tokens=4, torch.float32 on cpu)
+    """
+    if pool.dim() != 4 or pool.shape[2] != 2 or pool.shape[3] % (kv_heads * head_dim):
+        raise InputError(
+            f"a KV pool of shape {list(pool.shape)} is not [blocks, layers, 2, tokens x {kv_heads} x {head_dim}]",
+            hint="such an engine runs without reuse",
+        )
+    blocks = pool.shape[:3]
+    if order == "heads first":
+        parts = pool.view(*blocks, kv_heads, -1, head_dim).transpose(3, 4)
+    else:
+        parts = pool.view(*blocks, -1, kv_heads, head_dim)
+    layers = range(pool.shape[1])
+    return KvLayout(tuple(parts[:, n, 0] for n in layers), tuple(parts[:, n, 1] for n in layers))
+
+
+def find_slots(block_ids: Sequence[int], layout: KvLayout, tokens: int) -> Tensor:
+    """Slots of the first ``tokens`` of a prompt in these blocks; raises where a block is missing."""
+    needed = list(block_ids[: -(-tokens // layout.block_tokens)])
+    if len(needed) * layout.block_tokens < tokens or any(block < 0 for block in needed):
+        raise SemBlendError(f"{tokens} tokens do not lie in {len(needed)} blocks", hint="report this: it is a bug")
+    return slots_of_blocks(needed, layout.block_tokens, tokens, layout.device)
+
+
+@torch.inference_mode()
+def copy_kv(source: Layout, source_slots: Tensor, target: Layout, target_slots: Tensor) -> None:
+    """Keys and values of some slots into others, layer by layer; queued on the current stream."""
+    for layer in range(source.layers):
+        target.scatter(layer, target_slots, *source.gather(layer, source_slots))
+
+
+def read_request(request: Any, engine: Namespace, *, require_cache_salt: bool = False) -> Waiting:
+    """A request of TensorRT-LLM as the desk sees it. TensorRT-LLM computes the last token of a prompt itself."""
+    tokens = np.array(request.get_tokens(0), dtype=np.int64)
+    tenant = read_salt(find_salt(request)).tenant
+    namespace = replace(engine, salt=tenant, tenant=name_tenant(tenant))
+    return Waiting(
+        request_id=str(request.request_id),
+        prompt=Prompt(tokens, namespace=namespace),
+        longest_prefix=len(tokens) - 1,
+        declined=explain_decline(request, require_salt=require_cache_salt and not tenant) or "",
+        source=request,
+    )
+
+
+def find_salt(request: Any) -> str | None:
+    """The request's ``cache_salt``; None where it has none, or where this version shows a number in its place."""
+    salt = getattr(request, "cache_salt", None)
+    return salt if isinstance(salt, str) else None
+
+
+def explain_decline(request: Any, *, require_salt: bool = False) -> str | None:
+    """Why this request is computed without us, in one line; None for plain text generation."""
+    if require_salt:
+        return "this server reuses for requests with a cache_salt only (require_cache_salt), and it has none"
+    if find_salt(request) is None and getattr(request, "cache_salt_id", None) is not None:
+        return "its cache_salt is shown as a number, which names no tenant (cache_salt_id)"
+    for name, why in (
+        ("lora_task_id", "a LoRA adapter changes what its tokens compute"),
+        ("multimodal_hashes", "multimodal tokens stand for inputs that token ids do not show"),
+        ("prompt_embedding_table", "prompt embeddings have no tokens to compare"),
+        ("return_context_logits", "it wants the logits of every token, so every token is computed"),
+        ("is_generation_only_request", "its KV comes from another engine"),
+        ("is_context_only_request", "its KV goes to another engine, which would take approximate KV as exact"),
+    ):
+        found = getattr(request, name, None)
+        if (found() if callable(found) else found) not in (None, False, [], ()):
+            return why
+    return None
+
 
 log = logging.getLogger("tensorrt_llm.semblend")
 Answer = TypeVar("Answer")

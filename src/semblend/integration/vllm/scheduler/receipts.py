@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from semblend.confirm.build_receipt import RequestFacts, build_receipt
-from semblend.confirm.receipt import Receipt
+from semblend.confirm.receipt import Receipt, RequestFacts, build_receipt
 from semblend.integration.vllm.scheduler.records import EngineFacts, Record
 from semblend.integration.vllm.scheduler.requests import build_namespace, choose_mode
 from semblend.integration.vllm.settings import ConnectorSettings

@@ -12,8 +12,7 @@ from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.materialize.blend.passes import first_rows, two_passes_cost_more
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.gate.gate import OutcomeMemory
-from semblend.plan.donor_cost import explain_lost_donor
-from semblend.plan.gap_cost import keep_paying_spans
+from semblend.plan.cost import explain_lost_donor, keep_paying_spans
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.plan.selection import keep_in_order, list_reused_positions
 

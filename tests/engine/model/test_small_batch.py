@@ -18,10 +18,13 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from semblend.engine.model import model as model_module  # noqa: E402
-from semblend.engine.model.few_rows import MOST_ROWS, FewRows  # noqa: E402
-from semblend.engine.model.model import DecoderModel  # noqa: E402
+from semblend.engine.model.attention import RowBatch  # noqa: E402
+from semblend.engine.model.model import (  # noqa: E402
+    MAX_SMALL_ROWS,
+    DecoderModel,
+    SmallBatch,
+)
 from semblend.engine.model.paged_kv import KvPool  # noqa: E402
-from semblend.engine.model.rows import RowBatch  # noqa: E402
 from semblend.engine.model.spec import ModelSpec  # noqa: E402
 from semblend.materialize.contract import Rows  # noqa: E402
 
@@ -83,8 +86,8 @@ def run_both(decoder: DecoderModel, pool: KvPool, parts: list[Rows], monkeypatch
     """Logits and the pool's KV, by the kernels and by torch."""
     found = []
     k, v = pool.k.clone(), pool.v.clone()
-    for most in (MOST_ROWS, 0):
-        monkeypatch.setattr(model_module, "MOST_ROWS", most)
+    for most in (MAX_SMALL_ROWS, 0):
+        monkeypatch.setattr(model_module, "MAX_SMALL_ROWS", most)
         pool.k.copy_(k)
         pool.v.copy_(v)
         logits = decoder.logits(decoder.forward(RowBatch.of(parts), pool))
@@ -107,10 +110,10 @@ def test_the_kernels_compute_what_torch_computes(
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(0, 200), min_size=1, max_size=MOST_ROWS), st.sampled_from([1, 2]))
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=MAX_SMALL_ROWS), st.sampled_from([1, 2]))
 def test_a_row_is_the_same_to_the_bit_in_any_company_and_with_any_threads(positions: list[int], threads: int) -> None:
     decoder = DecoderModel.random(spec_of("qwen3"), seed=3)
-    pool = filled_pool(decoder, tokens=MOST_ROWS * 216)
+    pool = filled_pool(decoder, tokens=MAX_SMALL_ROWS * 216)
     parts = [rows_at(pool, [position], seed=at) for at, position in enumerate(positions)]
     before = torch.get_num_threads()
     try:
@@ -153,14 +156,14 @@ def test_what_the_kernels_cannot_do_is_left_to_torch(reason: str, monkeypatch: p
         import sys
 
         monkeypatch.setitem(sys.modules, "semblend.engine.model.kernels", None)
-    assert FewRows.of(spec, decoder.weights) is None
+    assert SmallBatch.of(spec, decoder.weights) is None
 
 
 def test_more_rows_than_the_kernels_take_go_through_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = DecoderModel.random(spec_of("llama"), seed=3)
-    monkeypatch.setattr(decoder._few_rows, "forward", None)  # to call it would fail
+    monkeypatch.setattr(decoder._small_batch, "forward", None)  # to call it would fail
     pool = filled_pool(decoder)
-    hidden = decoder.forward(rows_at(pool, list(range(MOST_ROWS + 1))), pool)
+    hidden = decoder.forward(rows_at(pool, list(range(MAX_SMALL_ROWS + 1))), pool)
     assert np.isfinite(decoder.logits(hidden).numpy()).all()
 
 
@@ -177,7 +180,7 @@ def test_warming_up_leaves_nothing_to_compile() -> None:
 @pytest.mark.parametrize("broken", ["attend", "project"])
 def test_kernels_that_fail_cost_time_and_no_answer(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, twin = (DecoderModel.random(spec_of("llama"), seed=3) for _ in range(2))
-    twin._few_rows = None
+    twin._small_batch = None
     pool, other = filled_pool(decoder), filled_pool(twin)
 
     def fail(*_: object) -> None:

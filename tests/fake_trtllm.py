@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.paged_kv import KvPool
 from semblend.engine.model.spec import ModelSpec
-from semblend.integration.trtllm.block_pool import copy_kv, view_pool
+from semblend.integration.trtllm.reuse_service import copy_kv, view_pool
 from semblend.materialize.contract import Rows, slots_of_blocks
 
 

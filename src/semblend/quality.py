@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 
 from semblend.errors import InputError
@@ -92,3 +94,72 @@ def show_value(value: object) -> str:
 def _is_huge(value: object) -> bool:
     """A whole number that Python would refuse to print."""
     return isinstance(value, int) and value.bit_length() > 1024
+
+
+# -- Which quality a request has: its own, its tenant's, or the server's.
+
+
+@lru_cache(maxsize=64)
+def parse_tenant_qualities(text: str) -> Mapping[str, str]:
+    """Qualities by tenant from ``TENANT=QUALITY`` pairs with spaces between them.
+
+    >>> dict(parse_tenant_qualities("acme=0.05 bolt=exact"))
+    {'acme': '0.05', 'bolt': 'exact'}
+    """
+    found: dict[str, str] = {}
+    for pair in text.split():
+        tenant, sign, quality = pair.rpartition("=")
+        if not sign or not tenant:
+            raise InputError(f"{show_value(pair)} is no TENANT=QUALITY pair", hint="acme=0.05 bolt=exact")
+        if tenant in found:
+            raise InputError(f"tenant {show_value(tenant)} has two qualities", hint="give each tenant one")
+        found[tenant] = parse_quality(quality)
+    return MappingProxyType(found)
+
+
+def choose_quality(own: str | None, tenant: str | None, server: str) -> str:
+    """The quality of a request: its own, else its tenant's, else the server's.
+
+    >>> choose_quality(None, "0.05", "balanced"), choose_quality("fast", "0.05", "balanced")
+    ('0.05', 'fast')
+    """
+    return own or tenant or server
+
+
+# -- What a caller asks of reuse inside an engine's own request, where a mistake cannot be refused.
+#
+# What we cannot read never loosens anything: such a quality is exact, and an opt-out that is neither true nor false is
+# an opt-out.
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """``{"opt_out": true, "quality": 0.05}`` of a request; None where it says nothing of its quality."""
+
+    opt_out: bool = False
+    quality: str | None = None
+
+
+def read_request_options(given: object) -> RequestOptions:
+    """Read a caller's options. Unknown fields are ignored; nothing in there may fail an answer.
+
+    >>> read_request_options({"quality": 0.05, "colour": "red"})
+    RequestOptions(opt_out=False, quality='0.05')
+    >>> read_request_options({"quality": "exakt"}).quality, read_request_options({"opt_out": "yes"}).opt_out
+    ('exact', True)
+    """
+    if given is None:
+        return RequestOptions()
+    if not isinstance(given, Mapping):
+        return RequestOptions(quality="exact")
+    opt_out, quality = given.get("opt_out"), given.get("quality")
+    return RequestOptions(opt_out is not None and opt_out is not False, _read_quality(quality))
+
+
+def _read_quality(asked: object) -> str | None:
+    if asked is None:
+        return None
+    try:
+        return parse_quality(asked)
+    except InputError:
+        return "exact"

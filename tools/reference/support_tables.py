@@ -1,0 +1,338 @@
+"""Which models and features of each engine are served: the tables of the reference pages.
+
+What declines an engine at its start stands in each integration's own checks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class SupportLevel(StrEnum):
+    """How far a feature is served."""
+
+    YES = "yes"
+    PER_REQUEST = "declined by request"
+    NO = "declined by engine"
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """One row. ``test``: where it is shown, a path in this repository."""
+
+    what: str
+    served: SupportLevel
+    note: str
+    test: str = ""
+
+
+_VLLM_ENGINES = "tests/engines/vllm"
+_VLLM_START = "tests/integration/vllm/test_start.py"
+
+VLLM: tuple[Feature, ...] = (
+    Feature(
+        "full attention with rotary positions (Llama, Qwen, Mistral without a window, …)",
+        SupportLevel.YES,
+        "float32, bfloat16 and float16",
+        f"{_VLLM_ENGINES}/test_reuse.py",
+    ),
+    Feature(
+        "quantised weights",
+        SupportLevel.YES,
+        "the stock model computes our passes too, and its KV is as wide as ever. 4-bit weights (compressed-tensors) of "
+        "SmolLM2-135M run in the tests, fast and balanced. GPTQ and AWQ go the same way and were never run: vLLM's CPU "
+        "package has no kernel for them on ARM (cpu_gemm_wna16)",
+        f"{_VLLM_ENGINES}/test_number_types.py",
+    ),
+    Feature(
+        "tensor parallel",
+        SupportLevel.YES,
+        "ranks agree on what they see; two ranks on a CPU answer and account as one. Several GPUs were never run",
+        f"{_VLLM_ENGINES}/test_tensor_parallel.py",
+    ),
+    Feature(
+        "hybrid and sliding-window models",
+        SupportLevel.NO,
+        "run as without us, with vLLM's hybrid KV manager on: answers and prefix hits of a model with both kinds of "
+        "layers are compared with an engine without a connector",
+        f"{_VLLM_ENGINES}/test_as_without_us.py",
+    ),
+    Feature(
+        "MLA, Mamba and other caches that are not one key and one value a token",
+        SupportLevel.NO,
+        "moving KV means rotating keys, and these have none",
+        _VLLM_START,
+    ),
+    Feature(
+        "layers that share the KV of other layers",
+        SupportLevel.NO,
+        "a donor would hold it twice or not at all (num_kv_shared_layers, kv_sharing_fast_prefill)",
+        _VLLM_START,
+    ),
+    Feature(
+        "vision and audio models",
+        SupportLevel.NO,
+        "with M-RoPE or without: they compute from embeddings, which token ids do not determine",
+        _VLLM_START,
+    ),
+    Feature(
+        "KV cache in fp8 or another quantised type",
+        SupportLevel.NO,
+        "a moved key is read with the layer's scale, rotated and rounded to 8 bits a second time. That needs scales "
+        "in the splice kernel, our own attention over 8-bit KV, and a canary and quality thresholds calibrated with "
+        "it on a GPU: vLLM runs fp8 KV on no ARM CPU (it wants AVX-512 or AMX), so nothing of it could be shown here",
+        _VLLM_START,
+    ),
+    Feature(
+        "LoRA",
+        SupportLevel.NO,
+        "vLLM writes down once a step which adapter each row of its batch has, and its kernels read that. A pass of "
+        "ours in the same step would run with the batch's adapters, and setting others would leave the batch with "
+        "ours. Base model and adapters answer as without us",
+        f"{_VLLM_ENGINES}/test_lora.py",
+    ),
+    Feature(
+        "speculative decoding",
+        SupportLevel.NO,
+        "a draft model has KV of its own, which donors do not hold",
+        _VLLM_START,
+    ),
+    Feature("pipeline parallel", SupportLevel.NO, "no rank has all layers, and a pass of ours needs them", _VLLM_START),
+    Feature(
+        "data parallel dense models",
+        SupportLevel.YES,
+        "each rank is an engine of its own with its own donors; read in vLLM's sources, never run",
+    ),
+    Feature(
+        "data parallel experts",
+        SupportLevel.NO,
+        "all ranks wait for every pass, and ours is one rank's own",
+        _VLLM_START,
+    ),
+    Feature("decode and prefill context parallel", SupportLevel.NO, "a prompt's KV lies on several ranks", _VLLM_START),
+    Feature(
+        "fused quantised attention output (fuse_attn_quant)",
+        SupportLevel.NO,
+        "the attention of our passes writes plain numbers",
+        _VLLM_START,
+    ),
+    Feature(
+        "sleep mode",
+        SupportLevel.NO,
+        "it takes memory away from all that was allocated beside the KV cache, donors and recorded passes too",
+        _VLLM_START,
+    ),
+    Feature(
+        "weight updates (update_weights, reload_weights, anything else)",
+        SupportLevel.YES,
+        "a digest of sampled weights is part of the namespace and is compared before every load; every reset of the "
+        "prefix cache drops donors, with reset_connector or without",
+        f"{_VLLM_ENGINES}/test_new_weights.py",
+    ),
+    Feature(
+        "prefill and decode engines",
+        SupportLevel.PER_REQUEST,
+        "requests with do_remote_decode, do_remote_prefill or disagg_spec are computed without us and are no donors; "
+        "an engine where our kv_role, or that of a connector beside us, is not kv_both declines as a whole",
+        f"{_VLLM_ENGINES}/test_beside_others.py",
+    ),
+    Feature(
+        "images in a request, prompt embeddings, pooling, prompt logprobs, streaming input",
+        SupportLevel.PER_REQUEST,
+        "computed without us",
+        "tests/integration/vllm/test_scheduler_half.py",
+    ),
+)
+
+_SGLANG_ENGINES = "tests/engines/sglang"
+_SGLANG_PATCH = f"{_SGLANG_ENGINES}/test_patch.py"
+_SGLANG_REFUSED = f"{_SGLANG_ENGINES}/test_refused.py"
+
+SGLANG: tuple[Feature, ...] = (
+    Feature(
+        "Llama, Mistral, Qwen2, Qwen3 with full attention",
+        SupportLevel.YES,
+        "float32, bfloat16, float16; a Llama (SmolLM2-135M) in float32 on a CPU was run, nothing else",
+        f"{_SGLANG_ENGINES}/test_reuse.py",
+    ),
+    Feature(
+        "page size above 1",
+        SupportLevel.YES,
+        "what is provided ends at a page; SGLang computes the rest",
+        f"{_SGLANG_ENGINES}/test_server.py",
+    ),
+    Feature(
+        "overlap schedule",
+        SupportLevel.YES,
+        "a load waits until the step under way is over. Run on a CPU, where a step is computed when it is launched; "
+        "on a GPU, where two streams would meet, it was never run",
+        f"{_SGLANG_ENGINES}/test_differential.py",
+    ),
+    Feature(
+        "tensor parallel",
+        SupportLevel.NO,
+        "each rank has a scheduler of its own, and all must admit the same requests in the same step. When a load of "
+        "ours is over depends on a clock, and so do lookups that are late and donors that expire",
+        _SGLANG_REFUSED,
+    ),
+    Feature(
+        "pipeline parallel", SupportLevel.NO, "no rank has all layers, and a pass of ours needs them", _SGLANG_PATCH
+    ),
+    Feature(
+        "data parallel", SupportLevel.NO, "data parallel attention waits for every pass of all ranks", _SGLANG_PATCH
+    ),
+    Feature("context parallel", SupportLevel.NO, "a prompt's KV is on several ranks", _SGLANG_PATCH),
+    Feature(
+        "HiCache",
+        SupportLevel.YES,
+        "its pages come first: a request that loads pages from host memory or storage moves no document in that step. "
+        "Not with hicache_host_memory_mode buffer_only. "
+        "Its pages can be kept by us: [guide](../guides/sglang.md#keep-sglangs-own-pages)",
+        f"{_SGLANG_ENGINES}/test_hicache.py",
+    ),
+    Feature(
+        "external linkers, LMCache, FlexKV",
+        SupportLevel.NO,
+        "they own the loads of their requests, and would store moved KV as exact",
+        _SGLANG_PATCH,
+    ),
+    Feature("MLA", SupportLevel.NO, "there is no key to rotate: a token has one compressed vector", _SGLANG_REFUSED),
+    Feature(
+        "sliding windows, Mamba",
+        SupportLevel.NO,
+        "not every layer has a key and a value for every token",
+        _SGLANG_REFUSED,
+    ),
+    Feature("quantised KV caches", SupportLevel.NO, "a moved key would be rounded again", _SGLANG_REFUSED),
+    Feature(
+        "speculative decoding",
+        SupportLevel.NO,
+        "a draft model has KV of its own, which donors do not hold",
+        _SGLANG_PATCH,
+    ),
+    Feature("LoRA", SupportLevel.NO, "a pass of ours would run with the adapters of SGLang's own batch", _SGLANG_PATCH),
+    Feature("disaggregation", SupportLevel.NO, "other engines would take approximate KV as exact", _SGLANG_PATCH),
+    Feature(
+        "images, embeddings, sessions, beam search, prompt log probabilities, retracted requests",
+        SupportLevel.PER_REQUEST,
+        "they are computed without us",
+        "tests/integration/sglang/test_requests.py",
+    ),
+)
+
+_TRTLLM_TESTS = "tests/integration/trtllm"
+_TRTLLM_CONNECTOR = f"{_TRTLLM_TESTS}/test_connector.py"
+_TRTLLM_INTERFACE = f"{_TRTLLM_TESTS}/test_interface.py"
+
+TRTLLM: tuple[Feature, ...] = (
+    Feature(
+        "Llama, Qwen2 and Qwen3 with full attention, PyTorch backend",
+        SupportLevel.YES,
+        "on the fake engine only. Weights and KV cache in float32, bfloat16 or float16",
+        _TRTLLM_CONNECTOR,
+    ),
+    Feature(
+        "requests with a salt of their own",
+        SupportLevel.YES,
+        "`cache_salt` from `make_one_time_salt(tenant)`: nobody else finds their blocks in the reuse tree",
+        _TRTLLM_CONNECTOR,
+    ),
+    Feature(
+        "requests with another salt, or none",
+        SupportLevel.PER_REQUEST,
+        "computed; they become donors. With `enable_block_reuse: false` they are served too, by versions that ask a "
+        "connector then",
+        _TRTLLM_CONNECTOR,
+    ),
+    Feature(
+        "requests for which the engine has found a prefix of its own",
+        SupportLevel.PER_REQUEST,
+        "its blocks are not known before the claim",
+        _TRTLLM_CONNECTOR,
+    ),
+    Feature("chunked prefill", SupportLevel.YES, "on the fake engine only", _TRTLLM_CONNECTOR),
+    Feature("tensor parallel", SupportLevel.NO, "a rank cannot answer before the claim is made", _TRTLLM_INTERFACE),
+    Feature(
+        "pipeline parallel, attention DP, context parallel",
+        SupportLevel.NO,
+        "no rank has a whole prompt",
+        _TRTLLM_INTERFACE,
+    ),
+    Feature(
+        "quantised weights or KV cache", SupportLevel.NO, "the twin computes plain numbers only", _TRTLLM_INTERFACE
+    ),
+    Feature(
+        "speculative decoding",
+        SupportLevel.NO,
+        "a draft model has KV of its own, which donors do not hold",
+        _TRTLLM_INTERFACE,
+    ),
+    Feature(
+        "LoRA", SupportLevel.NO, "an adapter changes what tokens compute, and the twin has none", _TRTLLM_INTERFACE
+    ),
+    Feature("sliding windows", SupportLevel.NO, "not every token has a block", _TRTLLM_INTERFACE),
+    Feature(
+        "disaggregated serving", SupportLevel.NO, "other engines would take approximate KV as exact", _TRTLLM_INTERFACE
+    ),
+    Feature("beam search", SupportLevel.NO, "beams share blocks of a prompt", _TRTLLM_INTERFACE),
+    Feature(
+        "images, prompt embeddings, context logits",
+        SupportLevel.PER_REQUEST,
+        "computed without us",
+        _TRTLLM_INTERFACE,
+    ),
+    Feature("engines built with the TensorRT backend", SupportLevel.NO, "they have no Python connector"),
+)
+
+_DYNAMO_REAL = "tests/engines/dynamo/test_placement.py"
+_DYNAMO_DEATHS = "tests/engines/dynamo/test_deaths.py"
+_DYNAMO_SHARED = "tests/engines/dynamo/test_several_routers.py"
+_DYNAMO_FAKE = "tests/integration/dynamo/test_router.py"
+
+DYNAMO: tuple[Feature, ...] = (
+    Feature("documents behind other beginnings", SupportLevel.YES, "pinned where they were computed", _DYNAMO_REAL),
+    Feature(
+        "equal beginnings", SupportLevel.YES, "Dynamo's index of KV events says which worker has them", _DYNAMO_REAL
+    ),
+    Feature(
+        "prompts that nobody has seen", SupportLevel.YES, "sent without a pin: Dynamo's KvRouter chooses", _DYNAMO_REAL
+    ),
+    Feature(
+        "a home with too much to do", SupportLevel.YES, "sent without a pin; load as Dynamo counts it", _DYNAMO_REAL
+    ),
+    Feature(
+        "a worker that dies", SupportLevel.YES, "before the first token: sent again, without a pin", _DYNAMO_DEATHS
+    ),
+    Feature(
+        "an answer that breaks off",
+        SupportLevel.NO,
+        "the error goes to the frontend, which may migrate it",
+        _DYNAMO_FAKE,
+    ),
+    Feature(
+        "cache salts, LoRA adapters",
+        SupportLevel.YES,
+        "a namespace each (mockers themselves ignore salts)",
+        _DYNAMO_REAL,
+    ),
+    Feature("data-parallel ranks", SupportLevel.YES, "each rank counts as a worker; shown with a fake", _DYNAMO_FAKE),
+    Feature(
+        "routing constraints, priorities",
+        SupportLevel.PER_REQUEST,
+        "a request with some is Dynamo's alone",
+        _DYNAMO_FAKE,
+    ),
+    Feature(
+        "images, audio, embeddings",
+        SupportLevel.PER_REQUEST,
+        "equal token ids do not mean equal prompts there",
+        _DYNAMO_FAKE,
+    ),
+    Feature(
+        "prefill and decode apart", SupportLevel.PER_REQUEST, "what was prefilled elsewhere is not moved", _DYNAMO_FAKE
+    ),
+    Feature(
+        "several of our routers", SupportLevel.YES, "what one places, the others know, through a Redis", _DYNAMO_SHARED
+    ),
+)

@@ -16,7 +16,7 @@ SRC = Path(__file__).parents[1] / "src"
 LAYERS = [
     {"errors", "_version"},
     {"web"},
-    {"name_clash", "config", "prompt", "span", "extras", "shares", "quality", "kv_shapes", "prices"},
+    {"name_clash", "config", "prompt", "span", "extras", "fairness", "quality", "kv_shapes", "prices"},
     {"fingerprint"},
     {"eviction"},
     {"discover"},

@@ -18,11 +18,10 @@ from semblend.discover.donor import Donor, Eviction, EvictionReason
 from semblend.discover.index import BYTES_PER_POSTING, FlatIndex, PlainIndex
 from semblend.discover.slots import EXPIRES, FILL, NAMESPACE, SlotTable, TokenLog, to_microseconds
 from semblend.errors import CapacityError
-from semblend.eviction.fair_order import FairOrder
 from semblend.eviction.policy import guard_policy, make_policy
+from semblend.fairness import EvictionOrder
 from semblend.fingerprint.fingerprinter import Fingerprint
 from semblend.prompt import Namespace, Prompt, TokenArray
-from semblend.shares import FairLru
 
 POSTINGS_PER_TOKEN = 0.14  # measured 0.111 on random tokens, less on repetitive text; the rest is headroom
 BYTES_PER_TOKEN = 4 / FILL + POSTINGS_PER_TOKEN * BYTES_PER_POSTING
@@ -92,7 +91,7 @@ class DonorStore:
         policy = make_policy(eviction, WHOLE_STORE >> PART_BITS, chained=False, items=max_donors)
         self._policy = guard_policy(policy, on_policy_failure)  # knows donors by their generation
         # The same slots by tenant, with the part of the store each takes.
-        self._leavers: FairLru[int] = FairLru() if self._policy is None else FairOrder(self._policy, self._find_key)
+        self._leavers = EvictionOrder(self._policy, self._find_key)
         self._free_slots: list[int] = []
         self._postings_of: dict[int, int] = {}
         self._pins: dict[int, int] = {}

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend.engine.core.config import EngineConfig
-from semblend.engine.core.fair_line import count_places
 from semblend.engine.core.radix import RadixCache
 from semblend.engine.core.scheduler import LATELY, Scheduler, StepPace
 from semblend.engine.core.sequence import QueueFull, Sequence, Stream
 from semblend.engine.core.stops import AnswerText, NoText
 from semblend.engine.model.paged_kv import KvPool
 from semblend.engine.model.sampling import make_generator
+from semblend.fairness import count_places
 from semblend.prompt import Namespace, Prompt
 from semblend.wire.request import Request
 from semblend.wire.sampling import Sampling

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semblend.engine.core.fair_line import MOST_REMEMBERED
 from semblend.engine.server.limits import Gate, TenantPlaces, Turns
+from semblend.fairness import MAX_REMEMBERED
 from semblend.wire.errors import ApiError
 
 TENANTS = ["acme", "bolt", "coil"]
@@ -280,7 +280,7 @@ def test_many_tenants_leave_nothing_behind():
         for number in range(5000):
             await gate.enter(f"tenant{number}", 10)
             gate.leave(f"tenant{number}")
-        assert len(gate._clock) <= 2 * MOST_REMEMBERED + 1
+        assert len(gate._clock) <= 2 * MAX_REMEMBERED + 1
 
     asyncio.run(check())
 

@@ -6,7 +6,7 @@ their step is ``step_work_ms`` while answers of another tenant run, by the speed
 that a long prompt never stops them; four times as long beside a tenant's own answers, and where a neighbour was here
 lately; any time where a tenant is alone: such a pass is given up for a newcomer (see `Runner`).
 
-The budget is shared between the tenants that have prompts to compute (see `fair_line`): the tenant that was served
+The budget is shared between the tenants that have prompts to compute (`semblend.fairness`): the tenant that was served
 least gets the next piece, for its prompts under way first, then for its oldest waiting request. While several tenants
 share a step, it is no longer than the first one's prompt (and a quarter of a step, or ``step_work_ms``, at least): a
 short prompt does not wait for a step that a neighbour's long one fills. While several tenants had prompts lately, a
@@ -40,10 +40,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from semblend.engine.core.config import PATIENCE, EngineConfig
-from semblend.engine.core.fair_line import FairClock, TenantLine, may_start
 from semblend.engine.core.radix import RadixCache
 from semblend.engine.core.sequence import QueueFull, Sequence
 from semblend.engine.model.paged_kv import KvPool
+from semblend.fairness import FairClock, TenantLine, may_start
 
 LEAST_WORK = 8.0
 """Rows of a step's prompts, at least, however slow they are: prompts get on beside answers."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from semblend.errors import CapacityError, InputError, StoreError
+from semblend.fairness import TenantUsage
 from semblend.materialize.kv.layout import KvLayout
-from semblend.shares import Shares
 
 if TYPE_CHECKING:
     from semblend.engine.model.spec import ModelSpec
@@ -55,7 +55,7 @@ class KvPool:
         self.k = torch.zeros(shape, device=device, dtype=dtype)  # zeros: a stray NaN would spread through masks
         self.v = torch.zeros(shape, device=device, dtype=dtype)
         self.layout = KvLayout.of_pool(self.k, self.v)
-        self.held = Shares()
+        self.held = TenantUsage()
         self._owners = [0] * blocks
         self._tenants = [""] * blocks
         self._free = list(range(1, blocks))  # a heap: low blocks first keeps sequences in one run of slots

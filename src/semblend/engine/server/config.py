@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, fields
 
 from semblend.arrange import Arranger
 from semblend.engine.core.config import MAX_RUNNING, MAX_WAITING, STEP_TOKENS, STEP_WORK_MS, EngineConfig
-from semblend.engine.core.fair_line import count_places
 from semblend.engine.server.tenants import Tenants
 from semblend.errors import ConfigError
+from semblend.fairness import count_places
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -16,7 +16,7 @@ from typing import Any
 
 from semblend.confirm.receipt import TOKEN_KINDS, JsonObject, Receipt
 from semblend.engine.server.tenants import Identity
-from semblend.shares import FairLru
+from semblend.fairness import EvictionOrder
 from semblend.wire.answer import Chunk, describe_receipt
 
 MOST_REQUESTS = 100
@@ -202,7 +202,7 @@ class LiveBoard:
         self._keep = keep
         self._keep_in_all = keep_in_all
         self._entries: dict[str, LiveRequest] = {}
-        self._kept: FairLru[str] = FairLru()
+        self._kept: EvictionOrder[str] = EvictionOrder()
         self._tenants: OrderedDict[str, TenantRecord] = OrderedDict()
         self._sequence = 0
 

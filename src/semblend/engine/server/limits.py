@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from semblend.engine.core.fair_line import FairClock, TenantLine, may_start
 from semblend.engine.server.config import ServeConfig
-from semblend.shares import Shares
+from semblend.fairness import FairClock, TenantLine, TenantUsage, may_start
 from semblend.wire.errors import ApiError
 from semblend.wire.loopback import is_loopback
 
@@ -165,7 +164,7 @@ class Turns:
 class Gate:
     """Lets ``max_running`` in, keeps ``max_waiting`` in line, and turns the rest away; all of it fair between tenants.
 
-    Places go to the tenant that was served the fewest tokens (see `fair_line`), first come first served inside it. A
+    Places go to the tenant that was served the fewest tokens (`semblend.fairness`), first come first served inside it. A
     tenant with nothing running is let in beyond ``max_running``, up to a quarter more. When the line is full, a
     newcomer displaces the newest request of the tenant with most in line, if that has two more than its own: a flood
     fills its own part of the line. One tenant alone may have everything.
@@ -182,7 +181,7 @@ class Gate:
         self._running_of: Counter[str] = Counter()
         self._refused_of: Counter[str] = Counter()
         self._line: TenantLine[_Turn] = TenantLine()
-        self._lengths = Shares()
+        self._lengths = TenantUsage()
         self._clock = FairClock()
 
     @property

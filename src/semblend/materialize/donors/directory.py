@@ -26,9 +26,9 @@ import numpy as np
 
 from semblend.discover.donor import EvictionReason
 from semblend.errors import InputError, StoreError
+from semblend.fairness import EvictionOrder
 from semblend.materialize.donors.store import PART, PrivateFolder, take_lock
 from semblend.prompt import Namespace, Prompt, TokenArray
-from semblend.shares import FairLru
 
 GENERATION = 0
 """Of every donor of the directory: its key is never used twice. Engines count their own captures from 1."""
@@ -589,7 +589,7 @@ def _strip_request(namespace: Namespace) -> Namespace:
 # against that writer's budget and leave it first, by their last use. What is not whole is removed. So whoever
 # crashes however often, all writers together hold at most the sum of their budgets once each has looked.
 #
-# A full budget makes room by tenant (`semblend.shares`): the tenant that holds most gives first, what it has not
+# A full budget makes room by tenant (`semblend.fairness`): the tenant that holds most gives first, what it has not
 # used for longest. A burst of one tenant takes nothing from a tenant that has its share or less.
 
 
@@ -848,7 +848,7 @@ class DirectoryWriter:
         leaving, freed = list[str](), 0
         for _ in range(MOST_LOOKS):
             moved, leaving, freed = False, [], 0
-            order = FairLru[str]()
+            order = EvictionOrder[str]()
             for key in sorted(self._owned, key=lambda key: self._owned[key].last_used):
                 order.add(key, self._owned[key].tenant, self._owned[key].nbytes)
             with closing(order.order_leavers(tenant, nbytes, self.budget_bytes)) as leavers:

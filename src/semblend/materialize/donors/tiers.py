@@ -41,19 +41,18 @@ import torch
 from torch import Tensor
 
 from semblend.errors import CapacityError, InputError, StoreError
-from semblend.eviction.fair_order import FairOrder
 from semblend.eviction.policy import EvictionPolicy, guard_policy, make_policy
+from semblend.fairness import EvictionOrder
 from semblend.materialize.donors.directory_kv import DirectoryKv, PublishedDonors
 from semblend.materialize.donors.memory import Arrival, DonorMemory, Entry
 from semblend.materialize.donors.store import DiskTier, KvFile
 from semblend.materialize.kv.layout import Layout
 from semblend.materialize.kv.moves import DonorTensors
 from semblend.materialize.kv.rope import RopeSpec
-from semblend.shares import FairLru
 
 # -- What is known of captured donors: which tier each lies in, who holds it, whose end has to be told.
 #
-# A tier that is full makes room by tenant: who lies most above its share gives first (see `semblend.shares`), what
+# A tier that is full makes room by tenant: who lies most above its share gives first (see `semblend.fairness`), what
 # the eviction policy values least, among equals the least recently used. All tiers ask one policy: a donor that
 # moves between them was not used.
 #
@@ -76,16 +75,15 @@ class Books:
         self.budget = dict(budget)
         self.policy = policy
         self.tiers: dict[str, dict[int, Entry]] = {tier: {} for tier in TIERS}
-        self.order: dict[str, FairLru[int]] = {tier: self._make_order(policy, self.tiers[tier]) for tier in TIERS}
+        self.order = {tier: EvictionOrder(policy, self._find_key) for tier in TIERS}
         self.held: dict[int, Entry] = {}  # by the identity of the K tensor that was handed out
         self.current: dict[str, Entry] = {}
         self.used = dict.fromkeys(TIERS, 0)
         self.gone: list[tuple[str, int, str]] = []  # to be told
         self.waste: list[KvFile] = []  # to be removed
 
-    @staticmethod
-    def _make_order(policy: EvictionPolicy | None, entries: Mapping[int, Entry]) -> FairLru[int]:
-        return FairLru() if policy is None else FairOrder(policy, lambda item: entries[item].key)
+    def _find_key(self, item: int) -> int:
+        return next(entries[item].key for entries in self.tiers.values() if item in entries)
 
     def count_use(self, entry: Entry) -> None:
         """Tell the eviction policy that a donor came, or that somebody takes its KV."""
@@ -203,7 +201,7 @@ class Books:
             total = sum(entry.nbytes for entry in entries.values())
             _agree(total == self.used[tier], f"{tier} holds {total} bytes, {self.used[tier]} are booked")
             _agree(total <= self.budget[tier], f"{tier} holds {total} bytes over its budget")
-            booked = sum(self.order[tier].shares.to_dict().values())
+            booked = sum(self.order[tier].usage.to_dict().values())
             _agree(booked == total, f"{tier} holds {total} bytes, {booked} are booked for tenants")
             for entry in entries.values():
                 key = f"{entry.donor_id!r} generation {entry.generation}"

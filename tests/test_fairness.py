@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend.shares import FairLru, Shares
+from semblend.fairness import IDLE_PART, EvictionOrder, TenantUsage
 
 TENANTS = ["acme", "bolt", "coil", "dune"]
 
 
 def order_plainly(items: list[tuple[int, str, int]], tenant: str, amount: int, capacity: int) -> list[int]:
-    """The same order as `FairLru.order_leavers`, by looking at everything each time. ``items`` by age."""
+    """The same order as `EvictionOrder.order_leavers`, by looking at everything each time. ``items`` by age."""
     items, order = list(items), []
     share = capacity // len({owner for _, owner, _ in items} | {tenant})
     while True:
@@ -26,6 +26,12 @@ def order_plainly(items: list[tuple[int, str, int]], tenant: str, amount: int, c
             if (owner == tenant or held[owner] > share) and any(one == owner for _, one, _ in items)
         ]
         if not payers:
+            room = capacity // IDLE_PART
+            for number, _, size in items:  # by age, whoever's it is
+                room -= size
+                if room < 0:
+                    break
+                order.append(number)
             return order
         payer = max(payers, key=lambda owner: (held[owner], [-ord(letter) for letter in owner]))
         leaver = next(item for item in items if item[1] == payer)
@@ -38,42 +44,47 @@ owned = st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(1, 9)), max_siz
 
 @given(owned, st.sampled_from(TENANTS), st.integers(1, 9), st.integers(10, 60))
 def test_items_leave_in_the_order_of_the_plain_rule(items, tenant, amount, capacity):
-    lru = FairLru[int]()
+    lru = EvictionOrder[int]()
     for number, (owner, size) in enumerate(items):
         lru.add(number, owner, size)
-    before = lru.shares.to_dict()
+    before = lru.usage.to_dict()
     numbered = [(number, owner, size) for number, (owner, size) in enumerate(items)]
     assert list(lru.order_leavers(tenant, amount, capacity)) == order_plainly(numbered, tenant, amount, capacity)
-    assert lru.shares.to_dict() == before  # asking changes nothing
+    assert lru.usage.to_dict() == before  # asking changes nothing
 
 
 @given(st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(1, 20), st.booleans()), max_size=80))
-def test_nobody_within_its_share_ever_loses_anything_to_another(arrivals):
-    capacity, lru, sizes, pinned = 60, FairLru[int](), {}, set()
+def test_who_is_within_its_share_gives_to_one_that_has_nothing_else_and_only_what_is_old(arrivals):
+    capacity, lru, sizes, pinned = 60, EvictionOrder[int](), {}, set()
     for number, (tenant, size, pin) in enumerate(arrivals):
         gone = []
-        excess = sum(lru.shares.to_dict().values()) + size - capacity
-        share = capacity // lru.shares.count_with(tenant)
+        excess = sum(lru.usage.to_dict().values()) + size - capacity
+        share = capacity // lru.usage.count_with(tenant)
         with closing(lru.order_leavers(tenant, size, capacity, lambda one: one not in pinned)) as leavers:
             while excess > 0 and (leaver := next(leavers, None)) is not None:
                 gone.append(leaver)
                 excess -= sizes[leaver][1]
         if excess > 0:
             continue  # what is pinned stands in the way: the newcomer is not taken in
+        own_stays = any(owner == tenant and one not in gone for one, (owner, _) in sizes.items())
+        from_the_idle = 0
         for leaver in gone:
-            owner, _ = sizes.pop(leaver)
-            assert owner == tenant or lru.shares[owner] > share
+            owner, taken = sizes.pop(leaver)
+            if owner != tenant and lru.usage[owner] <= share:
+                from_the_idle += taken
+                assert not own_stays
+                assert from_the_idle <= capacity // IDLE_PART
             lru.remove(leaver)
         lru.add(number, tenant, size)
         sizes[number] = (tenant, size)
         if pin:
             pinned.add(number)
-        assert sum(lru.shares.to_dict().values()) <= capacity
+        assert sum(lru.usage.to_dict().values()) <= capacity
     assert len(lru) == len(sizes)
 
 
 def test_one_tenant_alone_may_have_everything_and_leaves_by_age():
-    lru = FairLru[str]()
+    lru = EvictionOrder[str]()
     for item in "abc":
         lru.add(item, "acme", 1)
     lru.touch("a")
@@ -81,31 +92,50 @@ def test_one_tenant_alone_may_have_everything_and_leaves_by_age():
 
 
 def test_a_flood_takes_back_its_own_and_leaves_the_neighbour_its_share():
-    lru = FairLru[int]()
+    lru = EvictionOrder[int]()
     lru.add(-1, "quiet", 5)
     for number in range(100):
         with closing(lru.order_leavers("loud", 1, 10)) as leavers:
-            if sum(lru.shares.to_dict().values()) + 1 > 10:
+            if sum(lru.usage.to_dict().values()) + 1 > 10:
                 lru.remove(next(leavers))
         lru.add(number, "loud", 1)
-    assert lru.shares.to_dict() == {"quiet": 5, "loud": 5}
+    assert lru.usage.to_dict() == {"quiet": 5, "loud": 5}
+
+
+def test_idle_tenants_make_room_for_a_large_item_by_age():
+    """Sixty tenants with a sixtieth each, and a donor of 705 MB for 4 GiB: before, it found no room for ever."""
+    lru = EvictionOrder[int]()
+    for number in range(60):
+        lru.add(number, f"idle {number}", 66)
+    lru.touch(0)
+    leavers = list(lru.order_leavers("newcomer", 705, 4096))
+    assert leavers == list(range(1, 32))  # at most half of the capacity, and what was used last stays
+    assert 66 * len(leavers) >= 705
+
+
+def test_who_still_holds_something_takes_nothing_from_tenants_within_their_share():
+    lru = EvictionOrder[str]()
+    lru.add("quiet", "quiet", 5)
+    lru.add("mine", "loud", 5)
+    assert list(lru.order_leavers("loud", 5, 10, lambda one: one != "mine")) == []
+    assert list(lru.order_leavers("loud", 5, 10)) == ["mine", "quiet"]
 
 
 def test_nobody_can_hold_less_than_nothing():
     with pytest.raises(ValueError, match="would hold -1"):
-        Shares().add("acme", -1)
+        TenantUsage().add("acme", -1)
 
 
 @given(st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(0, 50)), max_size=200))
 def test_the_largest_is_found_after_any_changes(changes):
-    shares, plain = Shares(), dict.fromkeys(TENANTS, 0)
+    usage, plain = TenantUsage(), dict.fromkeys(TENANTS, 0)
     for tenant, amount in changes:
-        shares.add(tenant, amount - plain[tenant])
+        usage.add(tenant, amount - plain[tenant])
         plain[tenant] = amount
         most = max(plain.values())
-        found = shares.find_largest()
+        found = usage.find_largest()
         assert (found is None) == (most == 0)
         assert found is None or plain[found] == most
-        rest = shares.find_largest(without=["acme"])
+        rest = usage.find_largest(without=["acme"])
         assert rest is None or plain[rest] == max(plain[name] for name in TENANTS[1:])
-    assert shares.to_dict() == {tenant: amount for tenant, amount in plain.items() if amount}
+    assert usage.to_dict() == {tenant: amount for tenant, amount in plain.items() if amount}

@@ -7,9 +7,8 @@ from contextlib import closing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend.eviction.fair_order import FairOrder
 from semblend.eviction.policy import GuardedPolicy, Lfu, make_policy
-from semblend.shares import FairLru
+from semblend.fairness import IDLE_PART, EvictionOrder
 
 TENANTS = ["acme", "bolt", "coil"]
 steps = st.lists(
@@ -42,17 +41,28 @@ def order_plainly(held: dict[int, tuple[str, int, int, int]], tenant: str, amoun
             if (owner == tenant or sums[owner] > share) and any(one == owner for one, *_ in left.values())
         ]
         if not payers:
-            return order
+            return order + order_by_age(left, tenant, capacity)
         payer = max(payers, key=lambda owner: (sums[owner], [-ord(letter) for letter in owner]))
         leaver = min((item for item in left if left[item][0] == payer), key=lambda item: left[item][2:])
         del left[leaver]
         order.append(leaver)
 
 
+def order_by_age(left: dict[int, tuple[str, int, int, int]], tenant: str, capacity: int) -> list[int]:
+    """What tenants within their share give to one that has nothing else."""
+    order, room = [], capacity // IDLE_PART
+    for item in sorted(left, key=lambda item: left[item][3]):
+        room -= left[item][1]
+        if room < 0:
+            break
+        order.append(item)
+    return order
+
+
 @given(steps)
 def test_items_leave_by_share_then_worth_then_age_as_the_plain_rule_says(steps):
     policy = Lfu()
-    order = FairOrder(policy, lambda item: item + 1000)
+    order = EvictionOrder(policy, lambda item: item + 1000)
     held: dict[int, tuple[str, int, int, int]] = {}
     for now, (step, tenant, item) in enumerate(steps):
         if step == "add" and item not in held:
@@ -73,7 +83,7 @@ def test_items_leave_by_share_then_worth_then_age_as_the_plain_rule_says(steps):
             with closing(order.order_leavers(tenant, 3, 40)) as leavers:  # left half way: nothing has changed
                 assert [next(leavers) for _ in expected[:2]] == expected[:2]
     assert len(order) == len(held)
-    assert sum(order.shares.to_dict().values()) == sum(size for _, size, *_ in held.values())
+    assert sum(order.usage.to_dict().values()) == sum(size for _, size, *_ in held.values())
 
 
 @given(steps)
@@ -84,7 +94,7 @@ def test_a_policy_that_failed_leaves_the_order_of_lru(steps):
 
     failures: list[BaseException] = []
     policy = GuardedPolicy(Broken(), failures.append)
-    order, plain = FairOrder(policy, lambda item: item), FairLru[int]()
+    order, plain = EvictionOrder(policy, lambda item: item), EvictionOrder[int]()
     for step, tenant, item in steps:
         for one in (order, plain):
             if step == "add" and (item not in one._tenant_of):
@@ -99,7 +109,7 @@ def test_a_policy_that_failed_leaves_the_order_of_lru(steps):
 
 def test_a_thousand_touches_of_ten_items_keep_no_thousand_entries():
     policy = Uses()
-    order = FairOrder(policy, lambda item: item)
+    order = EvictionOrder(policy, lambda item: item)
     for item in range(10):
         order.add(item, "acme", 1)
     for touch in range(1000):
@@ -110,7 +120,7 @@ def test_a_thousand_touches_of_ten_items_keep_no_thousand_entries():
 
 def test_items_are_priced_again_after_as_many_changes_as_there_are_items_not_at_every_question():
     policy = Uses()
-    order = FairOrder(policy, lambda item: item)
+    order = EvictionOrder(policy, lambda item: item)
     for item in range(50):
         order.add(item, "acme", 1)
     for _ in range(20):
@@ -121,7 +131,7 @@ def test_items_are_priced_again_after_as_many_changes_as_there_are_items_not_at_
 def test_what_the_learning_policy_has_learned_changes_the_order():
     policy = make_policy("adaptive", 8, chained=False)
     assert policy is not None
-    order = FairOrder(policy, lambda item: item)
+    order = EvictionOrder(policy, lambda item: item)
     for item in range(8):
         policy.use([item])
         order.add(item, "acme", 1)

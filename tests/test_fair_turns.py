@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend.engine.core.fair_line import MOST_REMEMBERED, FairClock, TenantLine, count_places, may_start
+from semblend.fairness import MAX_REMEMBERED, FairClock, TenantLine, count_places, may_start
 
 TENANTS = ["acme", "bolt", "coil"]
 
@@ -75,11 +75,11 @@ def test_who_had_more_while_others_waited_comes_later_and_only_by_that():
 def test_only_tenants_without_debt_or_with_the_least_are_forgotten():
     clock = FairClock()
     clock.join("busy")
-    for number in range(2 * MOST_REMEMBERED + 10):
+    for number in range(2 * MAX_REMEMBERED + 10):
         clock.charge(f"t{number}", number)
     clock.forget_idle(["busy"])
-    assert len(clock) == MOST_REMEMBERED + 1
-    assert clock.read(f"t{2 * MOST_REMEMBERED}") == 2 * MOST_REMEMBERED
+    assert len(clock) == MAX_REMEMBERED + 1
+    assert clock.read(f"t{2 * MAX_REMEMBERED}") == 2 * MAX_REMEMBERED
     assert clock.read("t5") == clock.now
     clock.forget_idle([])
     assert len(clock) == 0

@@ -164,7 +164,7 @@ class Turns:
 class Gate:
     """Lets ``max_running`` in, keeps ``max_waiting`` in line, and turns the rest away; all of it fair between tenants.
 
-    Places go to the tenant that was served the fewest tokens (`semblend.fairness`), first come first served inside it. A
+    Places go to the tenant that was served the fewest tokens (`fairness`), first come first served inside it. A
     tenant with nothing running is let in beyond ``max_running``, up to a quarter more. When the line is full, a
     newcomer displaces the newest request of the tenant with most in line, if that has two more than its own: a flood
     fills its own part of the line. One tenant alone may have everything.

@@ -207,7 +207,7 @@ class LiveBoard:
         self._sequence = 0
 
     def open(self, entry: LiveRequest) -> LiveRequest:
-        if self._kept.shares[entry.tenant] >= self._keep:
+        if self._kept.usage[entry.tenant] >= self._keep:
             self._drop(self._kept.find_oldest(entry.tenant))
         elif len(self._kept) >= self._keep_in_all:
             with closing(self._kept.order_leavers(entry.tenant, 1, self._keep_in_all)) as leavers:

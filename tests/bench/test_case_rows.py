@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("torch", reason="the benchmarks of real weights need torch")
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
-from _dial_runs import RowFile, refuse_other_prompts, run_cases
-from _quality_cases import Case
+from lib.dial_runs import RowFile, refuse_other_prompts, run_cases
+from lib.quality_cases import Case
 
 from semblend.span import Span
 

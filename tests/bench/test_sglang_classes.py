@@ -14,8 +14,8 @@ BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
 import sglang_classes  # noqa: E402
-from _arm_servers import Reply  # noqa: E402
-from _vllm_runs import Rows  # noqa: E402
+from lib.arm_servers import Reply  # noqa: E402
+from lib.vllm_runs import Rows  # noqa: E402
 
 TEXTS = [" ".join(f"a{number}w{at}" for at in range(40)) for number in range(60)]
 

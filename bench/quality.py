@@ -28,8 +28,7 @@ from typing import Any
 
 import lib.reporting as reporting  # first: it sets the number of threads
 import torch
-from lib.dial_runs import refuse_other_prompts
-from lib.quality_cases import SCENARIOS, cases, choose_chat_form
+from lib.quality_cases import SCENARIOS, cases, choose_chat_form, refuse_other_prompts
 from lib.quality_lab import Lab, recipes
 from lib.quality_tables import show
 

@@ -20,8 +20,7 @@ itself stands beside it, as published.
 
 from __future__ import annotations
 
-import lib.reporting as reporting
-from lib import real_texts  # first: it holds the numeric libraries to one thread
+import lib.reporting as reporting  # first: it holds the numeric libraries to one thread
 
 # isort: split
 import argparse
@@ -33,7 +32,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from lib.arm_servers import EmbeddedArms, Reply
+from lib import real_texts
+from lib.embedded_server import EmbeddedArms, Reply
 from lib.sglang_server import CPU_FLAGS, SglangServer
 from lib.transforms import edited
 from lib.vllm_runs import Budget, Rows, write_report

@@ -99,26 +99,6 @@ def spread_windows(windows: Mask, tokens: int, window: int = WINDOW) -> Mask:
     return np.cumsum(change[:-1]) > 0
 
 
-def earlier_windows(prompts: Sequence[Tokens], window: int = WINDOW) -> list[Mask]:
-    """For traffic in order: for each prompt, which of its windows an earlier prompt held.
-
-    By hash alone (64 bits; `SharedRuns` compares tokens), because one pass over all traffic needs no index per step.
-    """
-    hashes = [window_hashes(np.asarray(prompt, np.int32), window) for prompt in prompts]
-    if not hashes:
-        return []
-    owner = np.repeat(np.arange(len(hashes)), [len(own) for own in hashes])
-    together = np.concatenate(hashes)
-    order = np.argsort(together, kind="stable")  # stable: the first of equal hashes belongs to the earliest prompt
-    ranked = together[order]
-    new = np.ones(len(ranked), bool)
-    new[1:] = ranked[1:] != ranked[:-1]
-    first_owner = owner[order][np.flatnonzero(new)][np.cumsum(new) - 1]
-    seen = np.empty(len(together), bool)
-    seen[order] = first_owner < owner[order]
-    return list(np.split(seen, np.cumsum([len(own) for own in hashes])[:-1]))
-
-
 def _mixed(tokens: Tokens) -> Hashes:
     """Token ids spread over 64 bits, so that small ids and arithmetic runs do not line up under the polynomial."""
     x = tokens.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)

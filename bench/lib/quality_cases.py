@@ -343,3 +343,22 @@ SCENARIOS: dict[str, Callable[[_Source], Iterator[Case]]] = {
     "code": code,
     "summarization": summarization,
 }
+
+
+def refuse_other_prompts(path: str | Path, rows: Sequence[dict[str, Any]], cases: Sequence[Case]) -> None:
+    """End with an error where the rows of a case were made with another prompt: a table would mix the two.
+
+    Rows of before 2026-11-17 hold no digest of their prompt; their number of tokens is compared.
+    """
+    digests, lengths = {case.case_id: case.digest for case in cases}, {case.case_id: case.tokens for case in cases}
+    known: dict[str, set[str]] = {}
+    for row in rows:
+        if row["case"] in digests:
+            of_length = digests[row["case"]] if row["tokens"] == len(lengths[row["case"]]) else ""
+            known.setdefault(row["case"], set()).add(row.get("prompt", of_length))
+    for case, found in known.items():
+        if digests[case] not in found:
+            reporting.fail(
+                f"{path} holds {case} with another prompt",
+                hint="name another file for the rows, or give the --tokens, --seed and data of the run that wrote it",
+            )

@@ -19,7 +19,6 @@ LONGBENCH = ("2wikimqa", "gov_report", "hotpotqa", "lcc", "multi_news", "multifi
              "qmsum", "repobench-p")  # fmt: skip
 LEVAL = ("coursera", "financial_qa", "gov_report_summ", "legal_contract_qa", "meeting_summ", "multidoc_qa",
          "natural_question", "news_summ", "paper_assistant", "quality", "review_summ")  # fmt: skip
-AGENTS = ("magagent", "miniswe", "taubench")
 
 
 @dataclass(frozen=True, slots=True)

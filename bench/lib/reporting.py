@@ -19,9 +19,8 @@ import platform
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -155,15 +154,6 @@ def add_common_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--seed", type=int, default=20, help="seed of every random choice")
     parser.add_argument("--quick", action="store_true", help="a small run that only shows that everything works")
     parser.add_argument("--out", default=f"bench/results/{name}.json", help="JSON result file; '' writes none")
-
-
-def run_in_folder(name: str, args: argparse.Namespace, run: Callable[[argparse.Namespace, Report, Path], None]) -> int:
-    """Run a script's work with a report and a folder of its own, and write the report."""
-    report = Report(name, args)
-    with tempfile.TemporaryDirectory() as folder:
-        run(args, report, Path(folder))
-    report.write(args.out)
-    return 0
 
 
 def data_dir(args: argparse.Namespace) -> Path:

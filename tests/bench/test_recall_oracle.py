@@ -42,16 +42,6 @@ def test_the_oracle_marks_exactly_the_tokens_that_brute_force_marks(donors, prom
     assert oracle.covered(as_tokens(prompt)).tolist() == covered_by_brute_force(donors, prompt, window)
 
 
-@given(prompts=st.lists(PROMPTS, max_size=5), window=WINDOWS)
-@settings(max_examples=150, deadline=None)
-def test_in_ordered_traffic_only_earlier_prompts_count(prompts, window):
-    seen = oracles.earlier_windows([as_tokens(prompt) for prompt in prompts], window)
-
-    for number, prompt in enumerate(prompts):
-        covered = oracles.spread_windows(seen[number], len(prompt), window)
-        assert covered.tolist() == covered_by_brute_force(prompts[:number], prompt, window)
-
-
 @given(tokens=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=60), window=st.integers(1, 40))
 @settings(deadline=None)
 def test_a_window_has_the_same_hash_wherever_it_stands(tokens, window):

@@ -1,4 +1,4 @@
-"""Servers for a stream of prompts: the embedded one and vLLM, each stock and with reuse, and one client for both.
+"""`semblend serve` for a stream of prompts, stock or with reuse, and a client that measures its answers.
 
 A stock server reuses exact prefixes alone; so does a request without a quality to the other one. Arms that use the same
 server have a ``cache_salt`` each, so they share neither blocks nor donors.
@@ -13,10 +13,9 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lib.server_process import ServerProcess, find_port, read_cpu_ms
-from lib.vllm_server import VllmServer
 
 KINDS = ("exact_tokens", "reused_tokens", "recomputed_tokens", "prefill_tokens")
 
@@ -40,14 +39,6 @@ class Reply:
                 **counts, **said, "answer": self.text}  # fmt: skip
 
 
-class ArmServer(Protocol):
-    """Answers prompts of arms."""
-
-    def wait(self) -> None: ...
-    def ask(self, prompt: str | list[int], tokens: int, *, name: str, salt: str, quality: str = "") -> Reply: ...
-    def stop(self) -> None: ...
-
-
 class EmbeddedArms(ServerProcess):
     """`semblend serve`; stock means quality exact, and no donors are kept."""
 
@@ -68,41 +59,6 @@ class EmbeddedArms(ServerProcess):
         # Without reuse: the exact prefix alone, and no donor is kept.
         body["semblend"] = {"quality": quality} if quality else {"reuse": False}
         return _stream(self._address, body, name, self.process.pid)
-
-
-class VllmArms:
-    """`vllm serve`, plain or with the connector, whose receipts stand in its stream of events."""
-
-    def __init__(self, model: str, folder: Path, *, stock: bool, flags: Sequence[str], extra: dict[str, Any]) -> None:
-        self._server = VllmServer(model, folder, flags, None if stock else extra)
-        self._stock = stock
-
-    def wait(self) -> None:
-        self._server.wait()
-
-    def ask(self, prompt: str | list[int], tokens: int, *, name: str, salt: str, quality: str = "") -> Reply:
-        body = _make_body("m", prompt, tokens, salt)
-        if not self._stock:
-            body["kv_transfer_params"] = {"semblend": {"quality": quality} if quality else {"opt_out": True}}
-        reply = _stream(f"http://127.0.0.1:{self._server.port}", body, name, self._server.process.pid)
-        reply.receipt = self._find_receipt(name) if quality else self._count_exact(reply)
-        return reply
-
-    def _count_exact(self, reply: Reply) -> dict[str, Any]:
-        exact = (reply.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return dict.fromkeys(KINDS, 0) | {"exact_tokens": exact, "prefill_tokens": reply.usage["prompt_tokens"] - exact}
-
-    def _find_receipt(self, name: str) -> dict[str, Any]:
-        """The receipt of a request; it is written a moment after the answer."""
-        end = time.monotonic() + 20
-        while not (receipt := self._server.find_receipt(name)):
-            if time.monotonic() > end:
-                raise RuntimeError(f"{name} has no receipt")
-            time.sleep(0.05)
-        return receipt
-
-    def stop(self) -> None:
-        self._server.stop()
 
 
 def _make_body(model: str, prompt: str | list[int], tokens: int, salt: str) -> dict[str, Any]:

@@ -18,8 +18,7 @@ probabilities; the ratio is that of the answer with reuse over that of the cold 
 
 from __future__ import annotations
 
-import lib.reporting as reporting
-from lib import real_texts  # first: it holds the numeric libraries to one thread
+import lib.reporting as reporting  # first: it holds the numeric libraries to one thread
 
 # isort: split
 import argparse
@@ -32,6 +31,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from lib import real_texts
 from lib.vllm_runs import Budget, Rows, add_engine_arguments, read_arguments, take_turn, write_report
 from lib.vllm_server import Answer, VllmServer
 

@@ -21,7 +21,9 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import lib.reporting as reporting
 from lib import real_texts
 from lib.real_texts import Document, read_jsonl
 from semblend.span import Span

@@ -34,8 +34,7 @@ from lib.quality_tables import show
 
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.tokenizer import ModelTokenizer
-from semblend.materialize.gate.chosen_table import choose_table
-from semblend.materialize.gate.thresholds import DEFAULT, Thresholds
+from semblend.materialize.gate.thresholds import DEFAULT, Thresholds, choose_table
 
 
 def default_model() -> str:

@@ -20,10 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from semblend.materialize.blend.blender import Blender
+from semblend.materialize.blend.blender import Blender, Repair
 from semblend.materialize.blend.passes import PassRunner
 from semblend.materialize.blend.quality import Pass, Step
-from semblend.materialize.blend.repair import Repair
 from semblend.materialize.contract import Layout, Observer, Rows
 
 TAIL = 16

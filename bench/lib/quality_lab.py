@@ -24,7 +24,7 @@ from semblend.engine.model.tokenizer import ModelTokenizer
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import Blended, Pass, Placed, QualitySettings, Step
 from semblend.materialize.contract import QUESTION_ROWS, Rows
-from semblend.materialize.donors.donor_kv import DonorKv
+from semblend.materialize.donors.tiers import DonorKv
 from semblend.materialize.gate.thresholds import Thresholds
 from semblend.materialize.kv.moves import Move
 from semblend.materialize.kv.splice import splice

@@ -14,9 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from lib.quality_cases import CHATML, ZEPHYR, choose_chat_form
 from lib.reporting import find_result
 
-from semblend.materialize.gate.chosen_table import choose_table
-from semblend.materialize.gate.dial import DialTable
-from semblend.materialize.gate.thresholds import DEFAULT, Thresholds
+from semblend.materialize.gate.thresholds import DEFAULT, DialTable, Thresholds, choose_table
 
 
 def test_a_model_gets_chatml_only_where_its_mark_is_one_token() -> None:

@@ -20,12 +20,9 @@ import torch
 
 from semblend import Namespace, Prompt
 from semblend.errors import StoreError
-from semblend.materialize.donors.shared.directory_kv import DirectoryKv
-from semblend.materialize.donors.shared.directory_watch import DirectoryWatch
-from semblend.materialize.donors.shared.directory_writer import DirectoryWriter
-from semblend.materialize.donors.shared.donor_record import is_part
-from semblend.materialize.donors.shared.private_folder import PrivateFolder
-from semblend.materialize.donors.shared.signature import KvSignature
+from semblend.materialize.donors.directory import DirectoryWatch, DirectoryWriter, is_part
+from semblend.materialize.donors.directory_kv import DirectoryKv, KvSignature
+from semblend.materialize.donors.store import PrivateFolder
 from semblend.materialize.kv.moves import DonorTensors
 
 LAYERS, HEADS, DIM, RANKS = 2, 2, 16, 2

@@ -225,7 +225,7 @@ def build(folder: str, *, pool_tokens: int, donor_tokens: int) -> tuple[Any, Any
     from semblend.engine.core.assemble import assemble
     from semblend.engine.core.config import EngineConfig
     from semblend.materialize.blend.quality import QualitySettings
-    from semblend.materialize.gate.chosen_table import choose_table
+    from semblend.materialize.gate.thresholds import choose_table
 
     model, tokenizer = random_parts()
     sink = MemorySink(limit=200_000)

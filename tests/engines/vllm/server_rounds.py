@@ -421,7 +421,7 @@ def spoil_kv(path: Path, *, seal: bool) -> None:
     """
     import torch
 
-    from semblend.materialize.donors.donor_file import map_tensors, read_header, write_donor_file
+    from semblend.materialize.donors.store import map_tensors, read_header, write_donor_file
 
     with path.open("rb") as file:
         header = read_header(file.fileno())

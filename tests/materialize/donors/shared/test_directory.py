@@ -17,16 +17,22 @@ from hypothesis import strategies as st
 from semblend import Namespace, Prompt
 from semblend.errors import StoreError
 from semblend.materialize.contract import KvLayout
-from semblend.materialize.donors.donor_kv import DonorKv
-from semblend.materialize.donors.shared.directory_kv import GENERATION, DirectoryKv
-from semblend.materialize.donors.shared.directory_listing import DirectoryListing
-from semblend.materialize.donors.shared.directory_watch import DirectoryWatch
-from semblend.materialize.donors.shared.directory_writer import LOOK_EVERY_S, UNFINISHED_S, DirectoryWriter
-from semblend.materialize.donors.shared.donor_record import DonorRecord, kv_name, record_name
-from semblend.materialize.donors.shared.lease import Lease
-from semblend.materialize.donors.shared.private_folder import PrivateFolder
-from semblend.materialize.donors.shared.publisher import Publication, Publisher
-from semblend.materialize.donors.shared.signature import KvSignature
+from semblend.materialize.donors.directory import (
+    GENERATION,
+    LOOK_EVERY_S,
+    UNFINISHED_S,
+    DirectoryListing,
+    DirectoryWatch,
+    DirectoryWriter,
+    DonorRecord,
+    Lease,
+    Publication,
+    kv_name,
+    record_name,
+)
+from semblend.materialize.donors.directory_kv import DirectoryKv, KvSignature, Publisher
+from semblend.materialize.donors.store import PrivateFolder
+from semblend.materialize.donors.tiers import DonorKv
 from semblend.materialize.kv.rope import RopeSpec
 
 LAYERS, HEADS, DIM = 2, 2, 16

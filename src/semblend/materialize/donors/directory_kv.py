@@ -7,17 +7,33 @@ and a request finds it done. Afterwards a file is known by its inode, size and t
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
+import queue
 import threading
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from semblend.errors import StoreError
-from semblend.materialize.donors.donor_file import (
+from semblend.errors import SemBlendError, StoreError
+from semblend.materialize.donors.directory import (
+    GENERATION,
+    LARGEST_RECORD,
+    DirectoryListing,
+    DonorRecord,
+    Lease,
+    Publication,
+    is_key,
+    kv_name,
+    record_name,
+    withdrawn_name,
+)
+from semblend.materialize.donors.store import (
+    PrivateFolder,
     map_tensors,
     pack_rope,
     read_header,
@@ -25,24 +41,35 @@ from semblend.materialize.donors.donor_file import (
     verify_payload,
     write_donor_file,
 )
-from semblend.materialize.donors.shared.directory_listing import DirectoryListing
-from semblend.materialize.donors.shared.donor_record import (
-    LARGEST_RECORD,
-    DonorRecord,
-    is_key,
-    kv_name,
-    record_name,
-    withdrawn_name,
-)
-from semblend.materialize.donors.shared.lease import Lease
-from semblend.materialize.donors.shared.private_folder import PrivateFolder
-from semblend.materialize.donors.shared.signature import KvSignature
 from semblend.materialize.kv.moves import DonorTensors
 from semblend.materialize.kv.rope import RopeSpec
 
+# -- What must be equal for KV of one engine to be KV of another.
+
+
+@dataclass(frozen=True, slots=True)
+class KvSignature:
+    """``weights`` is a digest of the loaded model: its name is not enough. ``kv_heads`` are those of one rank.
+
+    Two folders with one name may hold other weights, and a folder may be written anew between two starts.
+    """
+
+    weights: str
+    dtype: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    bits: int
+    rope: RopeSpec | None
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
+
+
 log = logging.getLogger("semblend.donors")
-GENERATION = 0
-"""Of every donor of the directory: its key is never used twice. Engines count their own captures from 1."""
 
 
 class DirectoryKv:
@@ -254,3 +281,71 @@ def _check_parts(parts: dict[str, Tensor], signature: KvSignature) -> dict[str, 
     if k.shape != v.shape or k.dim() != 4 or (k.shape[0], *k.shape[2:]) != wanted:
         raise ValueError(f"keys {list(k.shape)} and values {list(v.shape)} do not fit {wanted}")
     return parts
+
+
+# -- Publishes donors in a thread of its own: a step of the engine does not wait for a file.
+
+
+MOST_WAITING = 64
+"""Donors; one that comes on top of so many is not published."""
+
+
+class Publishable(Protocol):
+    """What a publisher needs of `DonorKv`."""
+
+    def publish(self, donor_id: str, generation: int, key: str, tokens_digest: str) -> int: ...
+
+
+class Publisher:
+    """Writes publications one after the other. A failure costs the neighbours a donor, and nothing else."""
+
+    def __init__(self, donors: Publishable) -> None:
+        self._donors = donors
+        self._waiting: queue.Queue[tuple[Publication, Callable[[], bool]] | None] = queue.Queue(MOST_WAITING)
+        self._thread: threading.Thread | None = None
+        self.last_failure: Exception | None = None
+
+    def submit(self, publication: Publication, is_valid: Callable[[], bool] = lambda: True) -> bool:
+        """Take it, or say that too many wait; never blocks. ``is_valid`` is asked when it is its turn."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True, name="donor-publish")
+            self._thread.start()
+        try:
+            self._waiting.put_nowait((publication, is_valid))
+        except queue.Full:
+            log.info("donor %s is not published: %d wait already", publication.donor_id, MOST_WAITING)
+            return False
+        return True
+
+    def flush(self) -> None:
+        """Wait until everything that was submitted is written or given up."""
+        self._waiting.join()
+
+    def close(self) -> None:
+        """Drop what waits, finish what is being written."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        while not self._waiting.empty():
+            try:
+                self._waiting.get_nowait()
+                self._waiting.task_done()
+            except queue.Empty:
+                break
+        self._waiting.put(None)
+        thread.join()
+
+    def _run(self) -> None:
+        while (waiting := self._waiting.get()) is not None:
+            one, is_valid = waiting
+            try:
+                if is_valid():
+                    self._donors.publish(one.donor_id, one.generation, one.key, one.tokens_digest)
+                else:
+                    log.warning("donor %s is not published: the weights have changed", one.donor_id)
+            except (OSError, SemBlendError, RuntimeError, MemoryError) as error:
+                self.last_failure = error
+                log.warning("donor %s is not published: %s", one.donor_id, error)
+            finally:
+                self._waiting.task_done()
+        self._waiting.task_done()

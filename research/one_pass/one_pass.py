@@ -35,7 +35,7 @@ from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.model import PooledModel
 from semblend.engine.model.attention import RowBatch
 from semblend.engine.model.spec import ModelSpec
-from semblend.materialize.blend.passes import first_rows
+from semblend.materialize.blend.first_pass import first_rows
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.contract import Observer, Rows, StopPass
 from semblend.materialize.gate.observers import KvDeviation, add_attention, compute_deviation, count_question_rows

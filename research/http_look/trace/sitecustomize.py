@@ -29,14 +29,14 @@ WRAPPED = {
         "WorkerHalf._have_weights_changed", "WorkerHalf._capture",
     ],
     "semblend.integration.vllm.worker.model_access": ["StockModel.forward", "StockModel.logits"],
-    "semblend.materialize.donors.tiers": ["DonorKv.capture", "DonorKv.acquire", "DonorKv._make_room"],
-    "semblend.materialize.donors.memory": ["DonorMemory.fill", "DonorMemory._allocate", "DonorMemory.queue"],
+    "semblend.materialize.donors.donor_kv": ["DonorKv.capture", "DonorKv.acquire", "DonorKv._make_room"],
+    "semblend.materialize.donors.donor_memory": ["DonorMemory.fill", "DonorMemory._allocate", "DonorMemory.queue"],
     "semblend.materialize.blend.blender": ["Blender._load!steps", "splice"],
     "semblend.materialize.blend.passes": [
         "PassRunner.compute!steps", "PassRunner.run_layers!steps", "PassRunner._measure_canary", "PassRunner.put_aside!steps",
         "PassRunner._wait_for_device",
     ],
-    "semblend.materialize.blend.blender": ["Repair.repair!steps", "Repair._choose_steps!steps", "Repair._measure_deviation!steps"],
+    "semblend.materialize.blend.repair": ["Repair.repair!steps", "Repair._choose_steps!steps", "Repair._measure_deviation!steps"],
     "semblend.materialize.weights_watch": ["WeightsWatch.have_changed"],
     "vllm.v1.engine.output_processor": ["OutputProcessor.process_outputs"],
 }  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from sembench.result import RequestRecord
-from sembench.scoring.paired import pair_records, summarize_pairs
+from sembench.scoring.aggregate import pair_records, summarize_pairs
 from sembench.witnesses.engine_flags import describe_engine_flags, require_fair_flags
 from semblend.errors import InputError
 

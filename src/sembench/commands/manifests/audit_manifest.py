@@ -12,7 +12,7 @@ from collections import Counter
 
 from sembench.manifests.blocks import HashSet, hash_content, hash_every_offset
 from sembench.manifests.cases import Case, read_manifest
-from sembench.offline.tokenizers import TextEncoder, choose_tokenizer
+from sembench.offline.replay import TextEncoder, choose_tokenizer
 from semblend.cli.output import say
 from semblend.errors import InputError
 

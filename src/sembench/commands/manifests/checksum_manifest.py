@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from sembench.manifests.frozen import describe_manifest
+from sembench.manifests.cases import describe_manifest
 
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

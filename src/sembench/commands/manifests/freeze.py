@@ -7,9 +7,8 @@ import json
 
 from sembench.commands.manifests.audit_manifest import audit
 from sembench.files import write_text
-from sembench.manifests.cases import BENCHMARK_VERSION
-from sembench.manifests.frozen import FROZEN_VERSION, describe_manifest, list_manifests
-from sembench.offline.tokenizers import choose_tokenizer
+from sembench.manifests.cases import BENCHMARK_VERSION, FROZEN_VERSION, describe_manifest, list_manifests
+from sembench.offline.replay import choose_tokenizer
 from semblend.cli.output import say
 from semblend.errors import InputError
 

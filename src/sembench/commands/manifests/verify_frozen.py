@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from sembench.manifests.frozen import find_differences, read_frozen
+from sembench.manifests.cases import find_differences, read_frozen
 from semblend.cli.output import say
 
 

@@ -14,15 +14,9 @@ from typing import Any
 
 from sembench.commands.runs.live_flags import parse_positive
 from sembench.files import read_json_object, write_text
-from sembench.gates.check import check, observe, read_summary
-from sembench.gates.load_gates import LOAD_GATES, check_load
-from sembench.gates.table import GATES, ResultGate
-from sembench.load_result import is_load_result, read_load_result
-from sembench.result import read_result
-from sembench.trust.channels import MIN_WITNESSES
-from sembench.trust.doubts import INTEGRITY, Finding
-from sembench.trust.examine import Examination, examine
-from sembench.trust.load import examine_load
+from sembench.gates import GATES, LOAD_GATES, ResultGate, check, check_load, observe, read_summary
+from sembench.result import is_load_result, read_load_result, read_result
+from sembench.trust import INTEGRITY, MIN_WITNESSES, Examination, Finding, examine, examine_load
 from semblend.cli.output import say
 from semblend.errors import InputError
 

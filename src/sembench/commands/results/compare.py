@@ -8,10 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sembench.files import write_text
-from sembench.load_result import is_load_result, read_load_result
-from sembench.result import read_result
-from sembench.scoring.compare import compare_results
-from sembench.scoring.compare_load import compare_loads
+from sembench.result import is_load_result, read_load_result, read_result
+from sembench.scoring.compare import compare_loads, compare_results
 from semblend.cli.output import Progress, say, table
 from semblend.errors import InputError
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from sembench.live.session import describe_window, summarize_result
 from sembench.result import RequestRecord, Result, read_result, write_result
-from sembench.scoring.record_scores import ComparableAnswer, score_against_cold
-from sembench.scoring.results import build_result
+from sembench.scoring.aggregate import build_result
+from sembench.scoring.answers import ComparableAnswer, score_against_cold
 from sembench.witnesses.audit import AuditLog, join_all
 from semblend.cli.output import say
 from semblend.errors import InputError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sembench.commands.runs.live_flags import parse_positive
 from sembench.files import write_text
-from sembench.trust.channels import MIN_WITNESSES
+from sembench.trust import MIN_WITNESSES
 from semblend.cli.output import Progress, say
 from semblend.errors import InputError
 
@@ -57,12 +57,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _write_pages(args: argparse.Namespace, progress: Progress) -> dict[str, str]:
     """Read, examine and draw the result; the names of the written files by their kind."""
-    from sembench.gates.check import read_summary
-    from sembench.load_result import is_load_result, read_load_result
+    from sembench.gates import read_summary
     from sembench.report import build_view, render_html, render_load_html, render_load_markdown, render_markdown
-    from sembench.result import read_result
-    from sembench.trust.examine import examine
-    from sembench.trust.load import examine_load
+    from sembench.result import is_load_result, read_load_result, read_result
+    from sembench.trust import examine, examine_load
 
     progress.show(f"reading {args.result}")
     renderers: tuple[Callable[[str], str], Callable[[str], str]]

@@ -8,17 +8,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from sembench.backends.base import PromptCall, ServerAnswer, ServerBackend
-from sembench.backends.http_client import check_url, open_client
+from sembench.backends import PromptCall, ServerAnswer, ServerBackend, check_url, open_client
 from sembench.commands.runs.live_flags import add_server_flags, make_backend, parse_non_negative, parse_positive
 from sembench.files import make_folder_of, write_json
 from sembench.live.session import verify_model
-from sembench.manifests.case_subset import choose_cases
-from sembench.manifests.cases import Case
-from sembench.provenance import get_utc_time
+from sembench.manifests.cases import Case, choose_cases
+from sembench.result import get_utc_time
 from sembench.scoring.answers import compute_rouge_l, compute_token_f1, find_first_divergence
 from sembench.scoring.statistics import bootstrap_mean, compute_mean, compute_percentile
-from sembench.trust.binding import CALIBRATION_VERSION
+from sembench.trust import CALIBRATION_VERSION
 from semblend.cli.output import Progress
 from semblend.errors import InputError
 

@@ -8,12 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sembench.backends.base import ServerBackend
-from sembench.backends.gateway import GatewayBackend
-from sembench.backends.http_client import check_url
-from sembench.backends.sglang import SglangBackend
+from sembench.backends import GatewayBackend, ServerBackend, SglangBackend, check_url
+from sembench.live.run import ISOLATIONS, PAIRED_ARMS, LiveSettings
 from sembench.live.session import LiveSession, run_session, summarize_result
-from sembench.live.settings import ISOLATIONS, PAIRED_ARMS, LiveSettings
 from sembench.scoring.answers import QUALITY_F1_FLOOR, QUALITY_THRESHOLD
 from sembench.witnesses.engine_flags import describe_engine_flags, require_fair_flags
 from semblend.errors import InputError

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from urllib.parse import urlsplit
 
-from sembench.backends.gateway import GatewayBackend
-from sembench.backends.http_client import check_url
+from sembench.backends import GatewayBackend, check_url
 from sembench.commands.runs.live_flags import (
     add_confirmation_flags,
     add_measuring_flags,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from sembench.backends.http_client import check_url
-from sembench.backends.sglang import SglangBackend
+from sembench.backends import SglangBackend, check_url
 from sembench.commands.runs.live_flags import (
     add_confirmation_flags,
     add_measuring_flags,

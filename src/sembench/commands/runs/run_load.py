@@ -14,19 +14,26 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from sembench.backends.base import PromptCall
-from sembench.backends.http_client import check_url, open_client
-from sembench.backends.identity import read_identity
+from sembench.backends import PromptCall, check_url, open_client, read_identity
 from sembench.commands.runs.live_flags import add_server_flags, make_backend, parse_non_negative, parse_positive
 from sembench.files import hash_file, make_folder_of, write_text
-from sembench.live.arrivals import RequestArrival, draw_arrivals, draw_conversations, list_prompts, read_trace
-from sembench.live.load import TimedAnswer, list_details, parse_slo
+from sembench.live.load import (
+    RequestArrival,
+    SweepLog,
+    SweepSettings,
+    TimedAnswer,
+    draw_arrivals,
+    draw_conversations,
+    list_details,
+    list_prompts,
+    parse_slo,
+    read_trace,
+    run_sweep,
+)
 from sembench.live.session import verify_model
-from sembench.live.sweep import SweepLog, SweepSettings, run_sweep
-from sembench.load_result import LoadPoint, LoadResult, write_load_result
 from sembench.manifests.cases import read_manifest
 from sembench.manifests.traffic import group_conversations, read_traffic
-from sembench.provenance import describe_environment, get_utc_time, make_run_id
+from sembench.result import LoadPoint, LoadResult, describe_environment, get_utc_time, make_run_id, write_load_result
 from sembench.witnesses.prometheus import Scraper
 from semblend._version import __version__
 from semblend.cli.output import Progress, say

@@ -13,16 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 from sembench.files import hash_file
-from sembench.live.resume_log import ResumeLog
-from sembench.manifests.case_subset import check_versions, choose_cases
-from sembench.manifests.cases import Case, read_manifest
-from sembench.manifests.writer import write_document
+from sembench.live.run import ResumeLog
+from sembench.manifests.cases import Case, check_versions, choose_cases, read_manifest
+from sembench.manifests.datasets import write_document
 from sembench.offline.planners import BUILT_IN, PlannerOptions, make_planner_factory
-from sembench.offline.replay import STORES, Distractor, OfflineReplay
-from sembench.offline.tokenizers import ChosenTokenizer, choose_tokenizer
-from sembench.provenance import describe_run
-from sembench.result import RequestRecord, Result, write_result
-from sembench.scoring.results import build_result
+from sembench.offline.replay import STORES, ChosenTokenizer, Distractor, OfflineReplay, choose_tokenizer
+from sembench.result import RequestRecord, Result, describe_run, write_result
+from sembench.scoring.aggregate import build_result
 from semblend.cli.output import Progress, say, table
 from semblend.errors import InputError
 

@@ -6,9 +6,7 @@ import argparse
 import asyncio
 import json
 
-from sembench.backends.base import PromptCall
-from sembench.backends.http_client import check_url, open_client
-from sembench.backends.sglang import SglangBackend
+from sembench.backends import PromptCall, SglangBackend, check_url, open_client
 from sembench.commands.runs.live_flags import add_server_flags, make_backend, parse_keys
 from semblend.cli.output import say
 

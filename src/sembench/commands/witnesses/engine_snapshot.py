@@ -7,11 +7,10 @@ import asyncio
 import json
 from typing import Any
 
-from sembench.backends.http_client import check_url, get_text, open_client
+from sembench.backends import check_url, get_text, open_client
 from sembench.files import write_json
-from sembench.provenance import get_unix_time, get_utc_time
-from sembench.witnesses.prometheus import parse_samples
-from sembench.witnesses.snapshots import SNAPSHOT_VERSION, compare_snapshots, read_snapshot
+from sembench.result import get_unix_time, get_utc_time
+from sembench.witnesses.prometheus import SNAPSHOT_VERSION, compare_snapshots, parse_samples, read_snapshot
 
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -10,11 +10,9 @@ import argparse
 import json
 from typing import Any
 
-from sembench.files import write_json
-from sembench.provenance import get_utc_time
-from sembench.result import ARMS, read_result
-from sembench.values import read_float
-from sembench.witnesses.snapshots import compare_snapshots, read_snapshot, read_snapshot_time
+from sembench.files import read_float, write_json
+from sembench.result import ARMS, get_utc_time, read_result
+from sembench.witnesses.prometheus import compare_snapshots, read_snapshot, read_snapshot_time
 from semblend.cli.output import say
 
 WINDOW_VERSION = "sembench.engine_window.v1"

@@ -1,19 +1,22 @@
-"""Splits a log line into header (process, time, level, source) and message. A level counts only in the header.
-
-Engines write prompts and answers into their logs, and those may hold anything: the word ERROR, a traceback, even
-a line that claims reuse. So a level is believed only at its own place, and a message only from its first letter.
-"""
+"""Log lines of engines, split into their parts, and the events that a parser may find in them."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from enum import Enum
-from typing import Any
+from enum import Enum, StrEnum
+from typing import Any, Protocol
 
 from semblend.errors import InputError
+
+# -- lines -----------------------------------------------------------------------------------------------------------
+# Splits a log line into header (process, time, level, source) and message. A level counts only in the header.
+#
+# Engines write prompts and answers into their logs, and those may hold anything: the word ERROR, a traceback, even
+# a line that claims reuse. So a level is believed only at its own place, and a message only from its first letter.
 
 
 class Level(Enum):
@@ -220,3 +223,56 @@ def read_number(pairs: dict[str, str], *names: str) -> int | None:
         if digits:
             return int(digits[0].replace(",", ""))
     return None
+
+
+# -- events ----------------------------------------------------------------------------------------------------------
+# The events that a parser may find in an engine's log; they are the same for every engine.
+
+
+class EngineEventKind(StrEnum):
+    """What an engine says it did. Only `MATERIALIZED` is reuse."""
+
+    DONOR_REGISTERED = "donor_registered"
+    SEMANTIC_HIT = "semantic_hit"
+    LOAD_ADVERTISED = "load_advertised"
+    MATERIALIZED = "materialized"
+    REJECTED = "rejected"
+    ENGINE_BOUNDARY = "engine_boundary"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEvent:
+    """One statement of an engine.
+
+    Two events with equal kind and ``key`` are the same event and count once. An event without a key always counts.
+    """
+
+    kind: EngineEventKind
+    line: int
+    key: tuple[object, ...] | None = None
+    request_id: str | None = None
+    tokens: int = 0
+    units: int = 0
+    reason: str = ""
+    rope_corrected: bool = False
+
+
+def make_key(request_id: str | None, *rest: object) -> tuple[object, ...] | None:
+    """Return the key by which two lines are one event; None without a request id: then every line counts."""
+    return None if request_id is None else (request_id, *rest)
+
+
+class LogParser(Protocol):
+    """Parses the lines of one engine. It may hold a line back until a later one tells whether both are one event."""
+
+    # Why two lines of this engine are one event, for the summary and the docs.
+    counted_once: str
+    # What the lines cannot prove; empty if there is no such thing.
+    caveat: str
+    # Whether a materialized event is semantic by itself, or needs a semantic hit beside it.
+    receipt_suffices: bool
+
+    def feed(self, line: LogLine) -> Iterable[EngineEvent]: ...
+
+    def finish(self) -> Iterable[EngineEvent]: ...

@@ -1,33 +1,313 @@
-"""The live loop: empty the cache, prime the donors, ask the recipient, weigh the evidence of reuse.
-
-A case runs in one arm or in three. ``cold`` asks the recipient with an empty cache. ``warm`` asks it after its donors.
-``rerun`` is cold once more: the difference between two cold answers is the noise. The order of the arms is random for
-each case, so that a server that becomes faster or slower over time favours none of them.
-"""
+"""A live run: its settings, the log that lets it resume, its records, and the loop over cases."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import random
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
-from sembench.backends.base import PromptCall, ServerAnswer, ServerBackend
-from sembench.live.records import build_record
-from sembench.live.resume_log import ResumeLog
-from sembench.live.settings import COLD_ARMS, PAIRED_ARMS, LiveSettings
+from sembench.backends import PromptCall, Route, ServerAnswer, ServerBackend
+from sembench.files import make_folder_of, open_output, read_count, read_float, read_text
 from sembench.manifests.cases import Case
-from sembench.provenance import get_unix_time
-from sembench.result import RequestRecord
-from sembench.scoring.record_scores import ComparableAnswer, score_against_cold
+from sembench.result import OUTPUT_TEXT_CHARS, RequestRecord, dump_record, get_unix_time, parse_record
+from sembench.scoring.answers import ComparableAnswer, repeats_prompt, score_against_cold, score_against_gold
 from sembench.witnesses import prometheus
 from sembench.witnesses.audit import AuditLog, join_all
-from sembench.witnesses.confirmation import Expectation, confirm, measure_shared_text
+from sembench.witnesses.confirmation import Confirmation, Expectation, confirm, measure_shared_text
 from sembench.witnesses.prometheus import CounterDelta, Scraper, Snapshot
+from semblend._version import __version__
+from semblend.cli.output import say
 from semblend.errors import InputError, SemBlendError
+
+# -- settings --------------------------------------------------------------------------------------------------------
+# The settings of a live run.
+
+PAIRED_ARMS = ("cold", "warm", "rerun")
+COLD_ARMS = frozenset({"cold", "rerun"})
+ISOLATIONS = ("flush", "salt", "none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveSettings:
+    """The settings of a live run. ``isolation`` is how a case gets an empty cache: flush, salt or none.
+
+    ``top_logprobs`` None asks for none. After ``tenant`` primed a prompt, ``other_tenant`` asks the same prompt, for
+    ``tenant_pairs`` cases: nothing of it may be reused.
+    """
+
+    arms: tuple[str, ...] = ("single",)
+    isolation: str = "salt"
+    donor_tokens: int = 1
+    recipient_tokens: int = 16
+    post_donor_delay_ms: float = 0.0
+    cooldown_ms: float = 0.0
+    warmup_requests: int = 0
+    block_size: int = 16
+    top_logprobs: int | None = None
+    quality_threshold: float = 0.60
+    quality_f1_floor: float = 0.10
+    tenant: str = ""
+    template: str = ""
+    tenant_pairs: int = 0
+    other_tenant: str = "tenant-b"
+    tenant_salt: bool = False
+    reuse: bool = True
+    concurrency: int = 1
+    min_donor_gap_requests: int = 0
+    seed: int = 0
+    max_items: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1:
+            raise InputError(f"--concurrency {self.concurrency} runs nothing", hint="1 or more")
+        if self.together and self.isolation == "flush":
+            raise InputError(
+                "a flush empties the cache of every case that is under way",
+                hint="leave --concurrency at 1, or use salts",
+            )
+        if self.together and len(self.arms) > 1:
+            raise InputError("paired arms are timed one after the other", hint="leave --concurrency at 1")
+
+    @property
+    def together(self) -> bool:
+        """Whether several cases run at the same time; counters cannot tell them apart then."""
+        return self.concurrency > 1 or self.min_donor_gap_requests > 0
+
+
+# -- the resume log --------------------------------------------------------------------------------------------------
+# The resume log of a run: one line for each finished item, beside the result file.
+#
+# A run that is interrupted, or whose server dies, loses at most the item it was working on. The result file is written
+# at the end of the run, and the log is deleted then.
+
+FORMAT = "sembench.partial.v1"
+
+
+class ResumeLog:
+    """Opened at the start of a run. ``what`` describes the run; a log of another run is not continued.
+
+    ``run_name`` stands in the id of every request, so that an engine's log can be joined to this run and to no other.
+    It stays the same when a run is continued. ``sessions`` are the starts of the run, this one included.
+    """
+
+    def __init__(
+        self, output: str, what: Mapping[str, Any], *, resume: bool, session: Mapping[str, Any] | None = None
+    ) -> None:
+        self.path = Path(f"{output}.partial.jsonl")
+        self.done: dict[str, tuple[RequestRecord, ...]] = {}
+        self.run_name = uuid.uuid4().hex[:8]
+        self.sessions: list[Mapping[str, Any]] = []
+        make_folder_of(self.path)
+        if resume and self.path.exists():
+            self.done = self._read(what)
+        elif self.path.exists():  # keep it: it may hold hours of measuring, and --resume may have been forgotten
+            self.path.replace(f"{self.path}.old")
+            say(f"note: an interrupted run was found and kept as {self.path}.old; --resume would have gone on with it")
+        self.sessions.append(dict(session or {}))
+        # The new file replaces the old one in one step, so that earlier measurements are never missing.
+        with open_output(self.path) as stream:
+            stream.write(
+                _format_line(
+                    {
+                        "partial_version": FORMAT,
+                        "sembench_version": __version__,
+                        "run_name": self.run_name,
+                        "sessions": self.sessions,
+                        "what": dict(what),
+                    }
+                )
+            )
+            stream.writelines(_format_item(item_id, records) for item_id, records in self.done.items())
+        self._stream: TextIO = self.path.open("a", encoding="utf-8")
+
+    def add(self, item_id: str, records: Sequence[RequestRecord]) -> None:
+        self.done[item_id] = tuple(records)
+        self._stream.write(_format_item(item_id, records))
+        self._stream.flush()
+
+    def close(self, *, finished: bool) -> None:
+        self._stream.close()
+        if finished:
+            self.path.unlink(missing_ok=True)
+
+    def _read(self, what: Mapping[str, Any]) -> dict[str, tuple[RequestRecord, ...]]:
+        """Return the items without an error; a last line that was cut off is left out."""
+        found: dict[str, tuple[RequestRecord, ...]] = {}
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines, start=1):
+            value = _parse_object(line)
+            if value is None or (number > 1 and not {"item_id", "records"} <= value.keys()):
+                if number == len(lines) > 1:
+                    break
+                raise InputError(f"{self.path} line {number} is damaged", hint="start without --resume")
+            if number == 1:
+                self._check_header(value, what)
+                self.run_name = str(value.get("run_name") or self.run_name)
+                self.sessions = [dict(one) for one in value.get("sessions") or () if isinstance(one, dict)]
+                continue
+            records = tuple(parse_record(one, where=f"{self.path} line {number}") for one in value["records"])
+            if all(record.error is None for record in records):
+                found[value["item_id"]] = records
+        return found
+
+    def _check_header(self, header: Mapping[str, Any], what: Mapping[str, Any]) -> None:
+        wrote = header.get("sembench_version")
+        if header.get("partial_version") != FORMAT or wrote != __version__:
+            raise InputError(
+                f"{self.path} was begun by version {wrote}, this is {__version__}", hint="start without --resume"
+            )
+        earlier = header.get("what", {})
+        for name, value in what.items():
+            if earlier.get(name) != json.loads(json.dumps(value)):
+                raise InputError(
+                    f"{self.path} was begun with {name} {earlier.get(name)!r}, now it is {value!r}",
+                    hint="use the same arguments, or start without --resume",
+                )
+
+
+def _format_item(item_id: str, records: Sequence[RequestRecord]) -> str:
+    return _format_line({"item_id": item_id, "records": [dump_record(record) for record in records]})
+
+
+def _format_line(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=True) + "\n"
+
+
+def _parse_object(line: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+# -- records ---------------------------------------------------------------------------------------------------------
+# Makes a record of the result file from an answer.
+
+
+def build_record(
+    call: PromptCall,
+    case: Case,
+    arm: str,
+    answer: ServerAnswer,
+    verdict: Confirmation,
+    settings: LiveSettings,
+    donors: Sequence[ServerAnswer],
+    window: tuple[float, float],
+) -> RequestRecord:
+    """Return the record of one request; ``window`` is when it was sent and when its answer ended, in Unix seconds.
+
+    A donor that failed makes it an error: the test was not fair.
+    """
+    failed = next((f"a donor could not be primed: {donor.error}" for donor in donors if donor.error), None)
+    prompt, meta = answer.prompt_tokens, case.metadata
+    return RequestRecord(
+        item_id=case.item_id,
+        dataset=case.dataset,
+        transform=case.transform,
+        negative_control=case.negative_control,
+        source_id=case.source_id,
+        pair_id=case.item_id if arm in PAIRED_ARMS else None,
+        arm=arm,
+        tenant=call.tenant or None,
+        traffic_class=read_text(meta.get("traffic_class")),
+        donor_count=len(donors),
+        prompt_tokens=prompt,
+        total_blocks=_count_blocks(prompt, settings.block_size),
+        expected_supplied_tokens=read_count(meta.get("expected_supplied_tokens")),
+        expected_span_target_start=read_count(meta.get("expected_span_target_start")),
+        donor_worker_ids=tuple(donor.route.worker_id for donor in donors if donor.route.worker_id),
+        error=answer.error or failed,
+        sent_unix_s=window[0],
+        finished_unix_s=window[1],
+        max_tokens=call.max_tokens,
+        donor_request_ids=tuple(dict.fromkeys(name for donor in donors for name in donor.ids)),
+        **_build_confirmation_fields(verdict, settings.block_size),
+        **_build_answer_fields(answer),
+        **_build_route_fields(answer.route),
+        **({} if answer.error else _score(answer, case, settings)),
+    )
+
+
+def _score(answer: ServerAnswer, case: Case, settings: LiveSettings) -> dict[str, Any]:
+    """Return the scores of an answer, and whether it is the prompt's own beginning."""
+    scores = score_against_gold(answer.text, case, settings.quality_threshold, settings.quality_f1_floor)
+    return scores | {"echoes_prompt": repeats_prompt(answer.text, case.recipient_prompt)}
+
+
+def _build_confirmation_fields(verdict: Confirmation, block: int) -> dict[str, Any]:
+    """Return the fields about reuse. In a live run, exact hits are what the engine's prefix cache served."""
+    return {
+        "exact_hit_blocks": _count_blocks(verdict.exact_tokens, block),
+        "exact_hit_tokens": verdict.exact_tokens,
+        "exact_prefix_hit_blocks": _count_blocks(verdict.exact_tokens, block),
+        "exact_prefix_hit_tokens": verdict.exact_tokens,
+        "backend_confirmed_blocks": _count_blocks(verdict.confirmed_tokens, block),
+        "backend_confirmed_tokens": verdict.confirmed_tokens,
+        "confirmation_sources": verdict.sources,
+        "contradictions": verdict.contradictions,
+        "exact_tokens": verdict.exact_tokens,
+        "reused_tokens": verdict.reused_tokens,
+        "recomputed_tokens": verdict.recomputed_tokens,
+        "prefill_tokens": verdict.prefill_tokens,
+        "risk": verdict.risk,
+        "fuzzy_confirmed_tokens": verdict.fuzzy_tokens,
+        "external_confirmed_tokens": verdict.external_tokens,
+        "external_confirmed_tokens_source": None if verdict.external_tokens is None else "arm_prometheus_delta",
+        "flush_contaminated": verdict.contaminated,
+    }
+
+
+def _build_answer_fields(answer: ServerAnswer) -> dict[str, Any]:
+    receipt = answer.receipt or {}
+    donors = receipt.get("donors")
+    return {
+        "donor_ids": tuple(str(one) for one in donors) if isinstance(donors, list) else (),
+        "rejection_reason": read_text(receipt.get("reason")),
+        "engine_request_id": next(iter(answer.ids[1:] or answer.ids), None),
+        "request_ids": answer.ids,
+        "malformed": answer.malformed,
+        "ttft_ms": answer.ttft_ms,
+        "latency_ms": answer.latency_ms,
+        "server_ttft_ms": read_float(receipt.get("ttft_ms")),
+        "engine_ttft_ms": answer.engine_ttft_ms,
+        "queue_time_ms": answer.queue_time_ms,
+        "output_text": answer.text[:OUTPUT_TEXT_CHARS],
+        "output_tokens": answer.output_tokens,
+        "output_token_ids": answer.token_ids or None,
+        "output_top_logprobs": [dict(one) for one in answer.top_logprobs] or None,
+        "finish_reason": answer.finish_reason,
+    }
+
+
+def _build_route_fields(route: Route) -> dict[str, Any]:
+    return {
+        "route_endpoint_id": route.endpoint_id,
+        "route_outcome": route.outcome,
+        "route_semantic_score": route.semantic_score,
+        "route_total_score": route.total_score,
+        "route_reason": route.reason,
+        "gateway_route_header": route.header,
+        "worker_id": route.worker_id,
+    }
+
+
+def _count_blocks(tokens: int | None, block: int) -> int | None:
+    return None if tokens is None else tokens // block
+
+
+# -- the loop --------------------------------------------------------------------------------------------------------
+# The live loop: empty the cache, prime the donors, ask the recipient, weigh the evidence of reuse.
+#
+# A case runs in one arm or in three. ``cold`` asks the recipient with an empty cache. ``warm`` asks it after its
+# donors. ``rerun`` is cold once more: the difference between two cold answers is the noise. The order of the arms is
+# random for each case, so that a server that becomes faster or slower over time favours none of them.
 
 TENANT_PAIR = "tenant_pair"
 MOST_FAILURES = 3

@@ -391,8 +391,7 @@ def test_a_command_is_imported_only_when_it_is_asked_for():
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    folder = "sembench.commands.manifests"
-    assert done.stderr.splitlines() == [f"['{folder}', '{folder}.checksum_manifest']", "[]"]
+    assert done.stderr.splitlines() == ["['sembench.commands.manifests']", "[]"]
 
 
 def test_help_lists_every_command(capsys):

@@ -1,7 +1,4 @@
-"""Send requests at their times, whether or not the server keeps up: one rate, or a sweep over rates and concurrencies.
-
-The work is a manifest, your own logs (conversations turn by turn, with think times) or a trace without text.
-"""
+"""``sembench run-load``: load a server at given rates."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sembench.backends import PromptCall, check_url, open_client, read_identity
-from sembench.commands.runs.live_flags import add_server_flags, make_backend, parse_non_negative, parse_positive
+from sembench.commands.live import add_server_flags, make_backend, parse_non_negative, parse_positive
 from sembench.files import hash_file, make_folder_of, write_text
 from sembench.live.load import (
     RequestArrival,
@@ -36,34 +33,38 @@ from sembench.manifests.traffic import group_conversations, read_traffic
 from sembench.result import LoadPoint, LoadResult, describe_environment, get_utc_time, make_run_id, write_load_result
 from sembench.witnesses.prometheus import Scraper
 from semblend._version import __version__
+from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import Progress, say
+from semblend.cli.shared_flags import MANY
 from semblend.errors import InputError
 from semblend.text.log_formats import FORMATS
 
 LATE_MS = 100.0
-EXAMPLES = (
-    "sembench run-load --log prompts.jsonl --base-url http://127.0.0.1:8000 --model smollm2-135m"
-    " --request-rate 1 2 4 --slo ttft:500 --output load.json",
-)
 
 
-def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
         "run-load",
-        help="load a server at given rates: a manifest, your logs or a trace; how many answers keep their limits",
-        description=__doc__,
+        run_load,
+        "load a server at given rates: a manifest, your logs or a trace; how many answers keep their limits",
+        examples=[
+            "sembench run-load --log prompts.jsonl --base-url http://127.0.0.1:8000 --model smollm2-135m"
+            " --request-rate 1 2 4 --slo ttft:500 --output load.json"
+        ],
     )
-    work = parser.add_mutually_exclusive_group(required=True)
-    work.add_argument("--manifest", metavar="FILE", help="donors and recipients of these cases")
-    work.add_argument("--log", nargs="+", metavar="FILE", help="your own logs; conversations are replayed turn by turn")
-    work.add_argument("--trace", metavar="FILE", help="a Mooncake (.jsonl) or Azure (.csv) trace; prompts are made up")
-    parser.add_argument("--output", required=True, metavar="FILE", help="result file to write, JSON")
-    parser.add_argument("--csv", default="", metavar="FILE", help="write one row for each point of the sweep here, too")
+    flag = parser.add_argument
+    work = parser.add_mutually_exclusive_group(required=True).add_argument
+    work("--manifest", metavar="FILE", help="donors and recipients of these cases")
+    work("--log", nargs="+", metavar="FILE", help="your own logs; conversations are replayed turn by turn")
+    work("--trace", metavar="FILE", help="a Mooncake (.jsonl) or Azure (.csv) trace; prompts are made up")
+    flag("--output", required=True, metavar="FILE", help="result file to write, JSON")
+    flag("--csv", default="", metavar="FILE", help="write one row for each point of the sweep here, too")
     add_server_flags(parser, default="gateway", names=("--base-url", "--gateway-url"))
-    parser.add_argument("--model", required=True, metavar="NAME", help="the model that the server must serve")
+    flag("--model", required=True, metavar="NAME", help="the model that the server must serve")
     _add_sweep_flags(parser)
     _add_work_flags(parser)
-    parser.add_argument(
+    flag(
         "--slo",
         "--goodput",
         nargs="+",
@@ -72,37 +73,21 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         help="limits of a good answer, in ms: ttft (first token), tpot (each further token), e2el (whole answer); "
         "such as ttft:500 tpot:50",
     )
-    parser.add_argument(
-        "--warmup-requests",
-        type=parse_non_negative,
-        default=2,
-        metavar="N",
-        help="requests sent first and thrown away (default: 2)",
+    flag(
+        "--warmup-requests", type=parse_non_negative, default=2, metavar="N", help="requests sent first and thrown away"
     )
-    parser.add_argument(
-        "--metrics-url", nargs="+", action="extend", default=[], metavar="URL", help="addresses of Prometheus metrics"
-    )
-    parser.add_argument(
-        "--tenant", default="tenant-a", metavar="NAME", help="tenant, sent as x-tenant-id (default: tenant-a)"
-    )
-    parser.add_argument(
-        "--timeout-seconds",
-        type=float,
-        default=900.0,
-        metavar="S",
-        help="seconds that one request may take (default: 900)",
-    )
-    parser.add_argument(
-        "--save-detailed", action="store_true", help="write the times of every request of the last point, too"
-    )
-    parser.add_argument("--resume", action="store_true", help="go on with the points that an interrupted run lacks")
-    parser.add_argument("--skip-verify", action="store_true", help="do not ask the server which model it serves")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    flag("--metrics-url", **MANY, metavar="URL", help="addresses of Prometheus metrics")
+    flag("--tenant", default="tenant-a", metavar="NAME", help="tenant, sent as x-tenant-id")
+    flag("--timeout-seconds", type=float, default=900.0, metavar="S", help="seconds that one request may take")
+    flag("--save-detailed", action="store_true", help="write the times of every request of the last point, too")
+    flag("--resume", action="store_true", help="go on with the points that an interrupted run lacks")
+    flag("--skip-verify", action="store_true", help="do not ask the server which model it serves")
+    flag("--quiet", action="store_true", help="no progress")
 
 
 def _add_sweep_flags(parser: argparse.ArgumentParser) -> None:
-    sweep = parser.add_argument_group("the sweep: every rate with every concurrency")
-    sweep.add_argument(
+    sweep = parser.add_argument_group("the sweep: every rate with every concurrency").add_argument
+    sweep(
         "--request-rate",
         type=float,
         nargs="+",
@@ -110,60 +95,57 @@ def _add_sweep_flags(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="requests a second; inf sends all at once (default: inf)",
     )
-    sweep.add_argument(
-        "--max-concurrency", type=parse_positive, nargs="+", default=[None], metavar="N",
+    sweep(
+        "--max-concurrency",
+        type=parse_positive,
+        nargs="+",
+        default=[None],
+        metavar="N",
         help="requests under way, at most (default: no limit)",
-    )  # fmt: skip
-    sweep.add_argument(
+    )
+    sweep(
         "--burstiness",
         type=float,
         default=1.0,
         metavar="B",
-        help="1 draws Poisson arrivals, below 1 they come in bursts (default: 1)",
+        help="1 draws Poisson arrivals, below 1 they come in bursts",
     )
-    sweep.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the arrivals (default: 0)")
-    sweep.add_argument(
-        "--isolation", choices=["auto", "salt", "flush", "none"], default="auto",
+    sweep("--seed", type=int, default=0, metavar="N", help="seed of the arrivals")
+    sweep(
+        "--isolation",
+        choices=["auto", "salt", "flush", "none"],
+        default="auto",
         help="how a point gets an empty cache (default: auto, none for one point, else salt, or flush for sglang)",
-    )  # fmt: skip
-    sweep.add_argument(
+    )
+    sweep(
         "--reset-url",
-        nargs="+",
-        action="extend",
-        default=[],
+        **MANY,
         metavar="URL",
         help="addresses to POST to, to empty caches",
     )
 
 
 def _add_work_flags(parser: argparse.ArgumentParser) -> None:
-    work = parser.add_argument_group("the requests")
-    work.add_argument("--num-prompts", type=parse_positive, metavar="N", help="only the first N requests")
-    work.add_argument(
-        "--max-tokens", type=parse_positive, default=32, metavar="N", help="tokens of an answer (default: 32)"
-    )
-    work.add_argument("--no-donors", action="store_true", help="with --manifest: send recipients only")
-    work.add_argument(
+    work = parser.add_argument_group("the requests").add_argument
+    work("--num-prompts", type=parse_positive, metavar="N", help="only the first N requests")
+    work("--max-tokens", type=parse_positive, default=32, metavar="N", help="tokens of an answer")
+    work("--no-donors", action="store_true", help="with --manifest: send recipients only")
+    work(
         "--format",
         choices=("auto", *FORMATS[:-1]),
         default="auto",
         help="format of --log (default: what it looks like)",
     )
-    work.add_argument(
-        "--think-time", type=float, default=None, metavar="S",
-        help="mean pause before a next turn, in seconds (default: the logged one, where the log has times)",
-    )  # fmt: skip
-    work.add_argument(
-        "--max-think-time", type=float, default=60.0, metavar="S", help="longest pause, in seconds (default: 60)"
-    )
-    work.add_argument(
-        "--time-scale",
+    work(
+        "--think-time",
         type=float,
-        default=1.0,
-        metavar="F",
-        help="speed of --trace; 2 plays it twice as fast (default: 1)",
+        default=None,
+        metavar="S",
+        help="mean pause before a next turn, in seconds (default: the logged one, where the log has times)",
     )
-    work.add_argument(
+    work("--max-think-time", type=float, default=60.0, metavar="S", help="longest pause, in seconds")
+    work("--time-scale", type=float, default=1.0, metavar="F", help="speed of --trace; 2 plays it twice as fast")
+    work(
         "--max-prompt-tokens",
         type=parse_positive,
         metavar="N",
@@ -171,7 +153,12 @@ def _add_work_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run_load(args: argparse.Namespace) -> int:
+    """Send requests at their times, whether or not the server keeps up: one rate, or a sweep over rates and
+    concurrencies.
+
+    The work is a manifest, your own logs (conversations turn by turn, with think times) or a trace without text.
+    """
     make_folder_of(args.output)
     settings = build_sweep(args)
     make_arrivals = choose_work(args)

@@ -1,7 +1,4 @@
-"""Replay a manifest without a server: exact blocks, what a planner proposes, and what of it is token-equal.
-
-All donors of the manifest and the distractors are in one store; --store per-item gives every case its own donors only.
-"""
+"""``sembench run-offline``: replay a manifest without a server."""
 
 from __future__ import annotations
 
@@ -20,6 +17,7 @@ from sembench.offline.planners import BUILT_IN, PlannerOptions, make_planner_fac
 from sembench.offline.replay import STORES, ChosenTokenizer, Distractor, OfflineReplay, choose_tokenizer
 from sembench.result import RequestRecord, Result, describe_run, write_result
 from sembench.scoring.aggregate import build_result
+from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import Progress, say, table
 from semblend.errors import InputError
 
@@ -27,86 +25,77 @@ DEFAULT_DISTRACTORS = "32"
 _DISTRACTOR_WORDS = 700
 
 
-def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "run-offline", help="replay a manifest without a server", description=__doc__,
-    )  # fmt: skip
-    parser.add_argument(
-        "--manifest", required=True, metavar="FILE", help="made by sembench build; packed if it ends in .gz"
-    )
-    parser.add_argument("--output", required=True, metavar="FILE", help="result file to write, JSON")
-    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens in a KV block")
-    parser.add_argument(
+def add(commands: Commands) -> None:
+    parser = add_command(commands, "run-offline", run_offline, "replay a manifest without a server")
+    flag = parser.add_argument
+    flag("--manifest", required=True, metavar="FILE", help="made by sembench build; packed if it ends in .gz")
+    flag("--output", required=True, metavar="FILE", help="result file to write, JSON")
+    flag("--block-size", type=int, default=16, metavar="N", help="tokens in a KV block")
+    flag(
         "--tokenizer",
         default=None,
         metavar="NAME",
         help="stable, a tokenizer.json, a model name or tiktoken:NAME (default: stable)",
     )
-    parser.add_argument(
-        "--no-tokenizer-stand-in", action="store_true", help="fail where a named tokenizer is not at hand"
-    )
-    parser.add_argument(
+    flag("--no-tokenizer-stand-in", action="store_true", help="fail where a named tokenizer is not at hand")
+    flag(
         "--planner",
         default="ours",
         metavar="NAME",
         help=f"what decides on reuse: {', '.join(BUILT_IN)}, or module:Class",
     )
-    parser.add_argument(
-        "--store", choices=STORES, default="one", help="one donor store for all cases, or one for each (default: one)"
-    )
-    parser.add_argument(
-        "--distractors", default=DEFAULT_DISTRACTORS, metavar="N|MANIFEST",
+    flag("--store", choices=STORES, default="one", help="one donor store for all cases, or one for each")
+    flag(
+        "--distractors",
+        default=DEFAULT_DISTRACTORS,
+        metavar="N|MANIFEST",
         help="unrelated donors in the one store: so many made ones, or all donors of another manifest",
-    )  # fmt: skip
-    parser.add_argument(
+    )
+    flag(
         "--max-items",
         type=int,
         default=None,
         metavar="N",
         help="run N cases and their donors, every transform in turn (default: all)",
     )
-    parser.add_argument(
-        "--chunk-size", type=int, default=256, metavar="N", help="tokens in a chunk, for --planner lmcache-chunks"
-    )
-    parser.add_argument(
-        "--semblend-path", default="", metavar="DIR", help="folder to import a module:Class planner from"
-    )
-    parser.add_argument(
+    flag("--chunk-size", type=int, default=256, metavar="N", help="tokens in a chunk, for --planner lmcache-chunks")
+    flag("--semblend-path", default="", metavar="DIR", help="folder to import a module:Class planner from")
+    flag(
         "--semblend-embedder",
         default=None,
         metavar="NAME",
         help="embedder that adds evidence to the spans (default: none)",
     )
-    parser.add_argument(
+    flag(
         "--semblend-min-similarity",
         type=float,
         default=None,
         metavar="COSINE",
         help="lowest cosine similarity of that evidence (default: the package's)",
     )
-    parser.add_argument(
+    flag(
         "--semblend-min-reuse-ratio",
         type=float,
         default=None,
         metavar="SHARE",
         help="decline reuse below this share of the prompt (default: the package's)",
     )
-    parser.add_argument("--disable-multi-donor", action="store_true", help="use only the spans of the best donor")
-    parser.add_argument("--resume", action="store_true", help="go on with an interrupted run")
-    parser.add_argument("--skip-bad", action="store_true", help="leave out lines that cannot be read, and count them")
-    parser.add_argument("--skip-verify", action="store_true", help="accept a manifest of mixed benchmark versions")
-    parser.add_argument("--quiet", action="store_true", help="no progress and no table")
+    flag("--disable-multi-donor", action="store_true", help="use only the spans of the best donor")
+    flag("--resume", action="store_true", help="go on with an interrupted run")
+    flag("--skip-bad", action="store_true", help="leave out lines that cannot be read, and count them")
+    flag("--skip-verify", action="store_true", help="accept a manifest of mixed benchmark versions")
+    flag("--quiet", action="store_true", help="no progress and no table")
     for name in ("--run-id", "--backend-id", "--baseline-id", "--engine-version"):
-        parser.add_argument(name, default=None, metavar="NAME", help="a name to keep in the result")
-    parser.add_argument(
-        "--arm",
-        default="single",
-        choices=("cold", "warm", "single"),
-        help="name of the arm, to keep in the result (default: single)",
-    )
+        flag(name, default=None, metavar="NAME", help="a name to keep in the result")
+    flag("--arm", default="single", choices=("cold", "warm", "single"), help="name of the arm, to keep in the result")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_offline(args: argparse.Namespace) -> int:
+    """Replay a manifest without a server: exact blocks, what a planner proposes, and what of it is token-equal.
+
+    All donors of the manifest and the distractors are in one store; --store per-item gives every case its own donors
+    only.
+    """
     if args.block_size < 1 or args.chunk_size < 1:
         raise InputError("--block-size and --chunk-size start at 1", hint="use 16 and 256")
     if args.semblend_path:

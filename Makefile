@@ -101,10 +101,10 @@ docs: setup
 	@echo "open build/site/index.html"
 
 bench: setup
-	$(BIN)/python bench/run_all.py
+	$(BIN)/python bench/run.py
 
 bench-all: setup
-	$(BIN)/python bench/run_all.py --everything
+	$(BIN)/python bench/run.py --everything
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -17,9 +17,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from _orders import SIMPLE, Outcome, arrange, find_optimum, follow, measure_ceiling, replay
-from _report import REPO, Report, add_common_arguments, data_dir, percentile, progress
-from _streams import PromptStream, make_random_streams, read_streams
+from lib.orders import SIMPLE, Outcome, arrange, find_optimum, follow, measure_ceiling, replay
+from lib.reporting import REPO, Report, add_common_arguments, data_dir, percentile, progress
+from lib.streams import PromptStream, make_random_streams, read_streams
 
 from semblend.arrange import Arranger, Keep
 
@@ -143,7 +143,7 @@ def compare_with_optimum(report: Report, seed: int) -> None:
 def compare_with_contextpilot(report: Report, streams: list[PromptStream], checkout: Path) -> None:
     """The same streams ordered by ContextPilot, in a process of its own."""
     rows = []
-    adapter = REPO / "bench" / "peer_adapters" / "contextpilot_042.py"
+    adapter = REPO / "bench" / "lib" / "peer_adapters" / "contextpilot_042.py"
     for stream in streams:
         progress(f"{stream.name}: ContextPilot")
         with tempfile.TemporaryDirectory() as folder:

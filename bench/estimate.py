@@ -24,8 +24,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import _report
-from _documents import read_jsonl
+import lib.reporting as reporting
+from lib.real_texts import read_jsonl
 
 NEIGHBOURS, PASSAGES = 14, 8
 ZIPF = 1.1
@@ -135,12 +135,12 @@ def measure(log: Path, flags: list[str]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    _report.add_common_arguments(parser, "estimate")
+    reporting.add_common_arguments(parser, "estimate")
     parser.add_argument("--prompts", type=int, default=100_000)
     parser.add_argument("--flags", default="", help="more flags for the command, in one string")
     args = parser.parse_args()
-    data = _report.data_dir(args)
-    report = _report.Report("estimate", args)
+    data = reporting.data_dir(args)
+    report = reporting.Report("estimate", args)
     costs = []
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "made.jsonl"

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import _report
+import lib.reporting as reporting
 
 SIZES = (1_000, 5_000, 10_000, 20_000)
 HELD_OUT_SIZES = (200, 1_000, 2_800, 5_000, 10_000, 20_000)
@@ -49,15 +49,15 @@ for name, size in json.loads(sys.argv[2]):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    _report.add_common_arguments(parser, "eviction")
+    reporting.add_common_arguments(parser, "eviction")
     parser.add_argument("--trace", action="append", default=[], metavar="FILE", help="one more held-out trace")
     parser.add_argument("--libcachesim", default="", help="a Python interpreter that can import libcachesim")
     args = parser.parse_args(arguments)
-    report = _report.Report("eviction", args)
+    report = reporting.Report("eviction", args)
     from semantickv.simulator.simulate import build_forest
     from semantickv.traces.trace import Trace
 
-    trace = Trace.read(_report.data_dir(args) / "traces" / "mooncake_conversation_first_half.jsonl.gz")
+    trace = Trace.read(reporting.data_dir(args) / "traces" / "mooncake_conversation_first_half.jsonl.gz")
     trace = trace.take_first(600) if args.quick else trace
     forest = build_forest(trace)
     wrong = measure_gain(report, forest, judged=not args.quick)
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def measure_gain(report: _report.Report, forest: Any, *, judged: bool) -> list[str]:
+def measure_gain(report: reporting.Report, forest: Any, *, judged: bool) -> list[str]:
     """Measure block hit rates of all policies, and how much of the gap between lru and Belady adaptive closes."""
     from semantickv.simulator.capacity import Capacity
     from semantickv.simulator.policies import POLICIES
@@ -105,7 +105,7 @@ def measure_gain(report: _report.Report, forest: Any, *, judged: bool) -> list[s
     return wrong
 
 
-def measure_held_out(report: _report.Report, trace: Any, args: argparse.Namespace) -> None:
+def measure_held_out(report: reporting.Report, trace: Any, args: argparse.Namespace) -> None:
     """Compare lru, the best classic, adaptive and Belady on what adaptive was tuned on and on what it was not."""
     from semantickv.simulator.capacity import Capacity
     from semantickv.simulator.simulate import build_forest, simulate
@@ -146,7 +146,9 @@ def build_held_out_traces(trace: Any, args: argparse.Namespace) -> dict[str, Any
     third = len(trace) // 3
     found = {"mooncake, first third (tuned on)": trace.take_first(third), "mooncake, the rest": trace.skip_first(third)}
     for name, rate, think_s in TEXTS:
-        source = TextSource(_report.data_dir(args), 11, 50 if args.quick else None, Arrivals("poisson", rate, think_s))
+        source = TextSource(
+            reporting.data_dir(args), 11, 50 if args.quick else None, Arrivals("poisson", rate, think_s)
+        )
         found[f"{name}, {rate:g}/s"] = generate_text_workload(name, source)
     requests = 600 if args.quick else 8000
     found |= {
@@ -177,7 +179,7 @@ def build_made_up_trace(name: str, requests: int, seed: int) -> Any:
     return Trace.from_requests(asks, name=name)
 
 
-def measure_bounds(report: _report.Report, forest: Any) -> None:
+def measure_bounds(report: reporting.Report, forest: Any) -> None:
     """Measure hit rates for capacities in tokens beside their upper bound."""
     from semantickv.analysis.bounds import compute_upper_bound
     from semantickv.simulator.capacity import Capacity
@@ -193,7 +195,7 @@ def measure_bounds(report: _report.Report, forest: Any) -> None:
     report.table("Capacity in tokens (simulated)", ["tokens", "policy", "token hit %", "block hit %"], rows)
 
 
-def measure_curves(report: _report.Report, forest: Any) -> None:
+def measure_curves(report: reporting.Report, forest: Any) -> None:
     """Compare sampled curves with full ones."""
     import numpy as np
 
@@ -211,7 +213,7 @@ def measure_curves(report: _report.Report, forest: Any) -> None:
     report.table("Sampled curves against full runs (percentage points, simulated)", columns, rows)
 
 
-def measure_speed(report: _report.Report, forest: Any) -> None:
+def measure_speed(report: reporting.Report, forest: Any) -> None:
     """Measure million block accesses per CPU second for every policy and size, best of three."""
     from semantickv.simulator.capacity import Capacity
     from semantickv.simulator.policies import POLICIES
@@ -237,7 +239,7 @@ def time_cpu(call: Any) -> float:
     return time.process_time() - begin
 
 
-def measure_long_trace(report: _report.Report, accesses: int, seed: int) -> None:
+def measure_long_trace(report: reporting.Report, accesses: int, seed: int) -> None:
     """Replay ten million accesses in bounded memory: 20-block conversations over Zipf-popular beginnings."""
     import resource
 
@@ -276,7 +278,7 @@ def measure_long_trace(report: _report.Report, accesses: int, seed: int) -> None
     report.note(f"numbering {forest.nodes:,} nodes took {took_s:.1f} CPU s; peak memory of the process {peak:.0f} MiB")
 
 
-def compare_with_libcachesim(report: _report.Report, trace: Any, python: str) -> list[str]:
+def compare_with_libcachesim(report: reporting.Report, trace: Any, python: str) -> list[str]:
     """Replay the same block ids, one at a time, in libCacheSim and here in block mode; return the differences."""
     if not python:
         report.note("libcachesim: not compared (no interpreter given with --libcachesim)")

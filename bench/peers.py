@@ -2,7 +2,6 @@
 
     python bench/peers.py --setup                  # once: environments below .peers/, from constraints/peer.txt
     python bench/peers.py --data-dir DATA [--quick] [--out bench/results/peers.json]
-    python bench/peers.py --list                   # every script that sets us beside a peer, and what each needs
 
 docs/research/peers.md has all of them on one page. This script is about finding what can be reused. Every system runs
 in its own process and environment, on one thread, and gets lists of integers. Recall is scored here, by the oracle of
@@ -26,51 +25,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import _report
-import corpus as corpus_module
+import lib.reporting as reporting
 import numpy as np
-from _report import REPO, progress, spread
-from _scoring import Score, by_kind, score, summary
+from lib import corpus as corpus_module
+from lib.reporting import REPO, progress, spread
+from lib.scoring import Score, by_kind, score, summary
 
-ADAPTERS = Path(__file__).resolve().parent / "peer_adapters"
+ADAPTERS = Path(__file__).resolve().parent / "lib" / "peer_adapters"
 CONSTRAINTS = REPO / "constraints" / "peer.txt"
 LIMIT_S = 20.0
 SEMBLEND, LMCACHE = "semblend-0.3.25", "lmcache-0.5.6"
 LMCACHE_NEEDS = (
     "torch", "numpy", "numba", "msgspec", "pydantic", "sortedcontainers", "prometheus_client", "py-cpuinfo", "psutil",
     "aiohttp", "requests", "cachetools", "PyYAML", "cryptography", "opentelemetry-api", "opentelemetry-sdk",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class PeerScript:
-    """A script of bench/ that measures a peer and us in one run, for `--list`."""
-
-    name: str
-    peer: str
-    question: str
-    needs: str
-
-
-PEER_SCRIPTS = (
-    PeerScript("peers.py", "semblend 0.3.25, LMCache 0.5.6", "which reusable tokens are found, in what time",
-               "--setup once; real texts (--data-dir)"),
-    PeerScript("llamacpp_reuse.py", "llama.cpp's n_cache_reuse", "tokens not computed, answers changed",
-               "--setup once; a pulled model or --model FILE.gguf"),
-    PeerScript("peer_rules.py", "CacheBlend's rule, EPIC's rule", "what answers lose on musique_s, at what work",
-               "a pulled model; real texts"),
-    PeerScript("sglang_peer.py", "semblend 0.3.25 in SGLang", "whose KV its patch hands to a request",
-               "its two packages (see its first lines), MiniLM; real texts"),
-    PeerScript("sglang_classes.py", "SGLang's pull request 31057", "its classes: answers against cold, speed",
-               "a pulled model; real texts"),
-    PeerScript("arrange.py", "ContextPilot", "which order of passages serves most exactly",
-               "--contextpilot CHECKOUT; real texts"),
-    PeerScript("sembench_offline.py", "semblend 0.3.25, LMCache's chunks", "eligible blocks on the fixture",
-               "peers.py --setup once; --only fixture needs no texts"),
-    PeerScript("edge.py, edge_placement.py", "vllm-router, smg, sglang-router", "what a router adds, where it sends",
-               "--peers-bin FOLDER with the routers"),
-    PeerScript("dynamo_placement.py", "Dynamo 1.6.1", "where requests go in a real Dynamo", ".ci/engines/dynamo"),
-    PeerScript("source_tables.py", "the tables of semblend's texts", "their figures beside ours", "nothing"),
 )  # fmt: skip
 
 
@@ -122,9 +89,8 @@ CONTESTANTS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    _report.add_common_arguments(parser, "peers")
+    reporting.add_common_arguments(parser, "peers")
     parser.add_argument("--setup", action="store_true", help="create the environments of the peers and stop")
-    parser.add_argument("--list", action="store_true", help="list the scripts that measure peers and stop")
     parser.add_argument("--peers-dir", default=str(REPO / ".peers"), help="where the environments live")
     parser.add_argument("--donors", type=int, default=388, help="cap on donors, the same for every system")
     parser.add_argument("--per-class", type=int, default=10, help="cap on queries of a class")
@@ -132,18 +98,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget-s", type=float, default=240.0, help="CPU seconds that a system may spend on lookups")
     parser.add_argument("--only", default="", help="run only systems whose name contains this")
     args = parser.parse_args(arguments)
-    if args.list:
-        rows = [[one.name, one.peer, one.question, one.needs] for one in PEER_SCRIPTS]
-        print(_report.format_table(["script", "peer", "question", "needs"], rows))
-        return 0
     if args.setup:
         return set_up(Path(args.peers_dir))
-    report = _report.Report("peers", args)
+    report = reporting.Report("peers", args)
     full = corpus_module.load(args).shorter_than(args.max_tokens)
     corpus = full.capped(60, 2) if args.quick else full.capped(args.donors, args.per_class)
     chosen = [contestant for contestant in CONTESTANTS if args.only in contestant.name]
     if not chosen:
-        _report.fail(f"no system is called {args.only!r}", hint="; ".join(item.name for item in CONTESTANTS))
+        reporting.fail(f"no system is called {args.only!r}", hint="; ".join(item.name for item in CONTESTANTS))
     results = compete(chosen, corpus, Path(args.peers_dir), args.budget_s)
     tables(report, corpus, chosen, results)
     report.write(args.out)
@@ -162,7 +124,7 @@ def set_up(folder: Path) -> int:
         for words in steps:
             done = subprocess.run([python_of(folder, name), "-m", "pip", "install", "--quiet", *words], check=False)
             if done.returncode:
-                _report.fail(f"could not install {name}", hint="see pip's message above; then run --setup again")
+                reporting.fail(f"could not install {name}", hint="see pip's message above; then run --setup again")
     progress("ready")
     return 0
 
@@ -240,7 +202,7 @@ def run_one(contestant: Contestant, cases: Path, out: Path, folder: Path, budget
 
 
 def tables(
-    report: _report.Report,
+    report: reporting.Report,
     corpus: corpus_module.Corpus,
     chosen: Sequence[Contestant],
     results: dict[str, dict[str, Any]],

@@ -1,8 +1,9 @@
-"""Put the figures of bench/results/*.json between the markers in README, guides and research pages, and draw a picture.
+"""Put measured figures between the markers in README, guides and research pages, and draw the README's picture.
 
     python bench/publish.py                   # rewrite the pages
     python bench/publish.py --check           # exit 1 when a page does not say what the results say
 
+The figures come from bench/results/*.json and, of experiments that were run once, from research/*/results/*.json.
 No figure in those places is typed by hand: a test holds the pages to the result files.
 """
 
@@ -13,18 +14,16 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from _load_picture import draw_load
-from _report import RESULTS, format_table, get_day, read_lines_of, read_results
+from lib.load_picture import draw_load
+from lib.reporting import REPO, find_result, format_table, get_day, read_lines_of, read_results
 
-ROOT = Path(__file__).resolve().parent.parent
-PICTURE = ROOT / "docs" / "images" / "vllm_load.svg"
+PICTURE = REPO / "docs" / "images" / "vllm_load.svg"
 PAGES = (
-    ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("guides/*.md")),
-    *sorted((ROOT / "docs").glob("research/*.md")),
+    REPO / "README.md",
+    *sorted((REPO / "docs").glob("guides/*.md")),
+    *sorted((REPO / "docs").glob("research/*.md")),
 )
 PEERS = {
     "this project", "semblend 0.3.25, perfect embedder", "LMCache 0.5.6 matcher, chunk 256",
@@ -67,7 +66,7 @@ def source(result: Result) -> str:
 def show_table(table: dict[str, Any], name: str) -> str:
     """One table with its title; of a very long one only the title and the number of rows."""
     if len(table["rows"]) > LONGEST_TABLE:
-        return f"**{table['title']}**: {len(table['rows'])} rows, in `bench/results/{name}.json`."
+        return f"**{table['title']}**: {len(table['rows'])} rows, in `{find_result(name).relative_to(REPO)}`."
     return f"**{table['title']}**\n\n{format_table(table['columns'], table['rows'])}"
 
 
@@ -213,16 +212,13 @@ SHORT: dict[str, Callable[[Result], str]] = {
 
 
 def filled(page: str) -> str:
-    """The page with every marked place filled from its result file; a place without one stays as it is."""
+    """The page with every marked place filled from its result file."""
 
     def fill(match: re.Match[str]) -> str:
         opening, name, everywhere, closing = match.groups()
         if name == "newest_vllm_http":
             return f"{opening}{vllm_http(read_results(BY_LENGTH))}\n{closing}"
-        path = RESULTS / f"{name}.json"
-        if not path.exists():
-            return match.group(0)
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = json.loads(find_result(name).read_text(encoding="utf-8"))
         body = everything(result, name) if everywhere else SHORT.get(name, first_table)(result)
         return f"{opening}{body}\n{closing}"
 
@@ -235,7 +231,7 @@ def main() -> int:
     args = parser.parse_args()
     stale = []
     wanted = {path: filled(path.read_text(encoding="utf-8")) for path in PAGES}
-    wanted[PICTURE] = draw_load(json.loads((RESULTS / "vllm_load_h200.json").read_text(encoding="utf-8")))
+    wanted[PICTURE] = draw_load(json.loads(find_result("vllm_load_h200").read_text(encoding="utf-8")))
     for path, fresh in wanted.items():
         if not path.exists() or path.read_text(encoding="utf-8") != fresh:
             stale.append(path.name)

@@ -26,17 +26,15 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import _report  # first: it sets the number of threads
+import lib.reporting as reporting  # first: it sets the number of threads
 import torch
-from _dial_runs import refuse_other_prompts
-from _quality_cases import SCENARIOS, cases, choose_chat_form
-from _quality_lab import Lab, recipes
-from _quality_tables import show
+from lib.quality_cases import SCENARIOS, cases, choose_chat_form, refuse_other_prompts
+from lib.quality_lab import Lab, recipes
+from lib.quality_tables import show
 
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.tokenizer import ModelTokenizer
-from semblend.materialize.gate.chosen_table import choose_table
-from semblend.materialize.gate.thresholds import DEFAULT, Thresholds
+from semblend.materialize.gate.thresholds import DEFAULT, Thresholds, choose_table
 
 
 def default_model() -> str:
@@ -49,7 +47,7 @@ def kept_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """The last row of every case, recipe and model; a line cut off by a kill is left out."""
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     for path in paths:
-        for line in _report.read_lines(path):
+        for line in reporting.read_lines(path):
             try:
                 row = json.loads(line)
             except json.JSONDecodeError:
@@ -71,7 +69,7 @@ def describe_table(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    _report.add_common_arguments(parser, "quality")
+    reporting.add_common_arguments(parser, "quality")
     parser.add_argument("--model", default=default_model(), help="GGUF file or folder")
     parser.add_argument("--name", default="", help="of the model, in rows and for its thresholds; default: the file's")
     parser.add_argument("--device", default="cpu")
@@ -90,12 +88,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--measured-on", default="", help="the machine, where tables are printed on another")
     args = parser.parse_args()
     if not args.model and not args.tables_only:
-        _report.fail("no model found", hint="pass --model, or `semblend models pull smollm2-135m`")
+        reporting.fail("no model found", hint="pass --model, or `semblend models pull smollm2-135m`")
     torch.set_num_threads(args.threads)
     return args
 
 
-def run(args: argparse.Namespace, report: _report.Report) -> list[dict[str, Any]]:
+def run(args: argparse.Namespace, report: reporting.Report) -> list[dict[str, Any]]:
     begun = time.perf_counter()
     model = DecoderModel.load(args.model, args.device, getattr(torch, args.dtype) if args.dtype else None)
     tokenizer = ModelTokenizer.load(args.model)
@@ -111,7 +109,7 @@ def run(args: argparse.Namespace, report: _report.Report) -> list[dict[str, Any]
     lab = Lab(model, tokenizer, chosen, longest=int(args.tokens * 2) + 400, other_order=args.other_order)
     encode: Callable[[str], list[int]] = lambda text: tokenizer.encode(text, add_special=False)  # noqa: E731
     first, shards = map(int, args.shard.split("/"))
-    made = list(cases(_report.data_dir(args), encode, scenarios=args.scenarios, prompts=args.prompts,
+    made = list(cases(reporting.data_dir(args), encode, scenarios=args.scenarios, prompts=args.prompts,
                       tokens=args.tokens, seed=args.seed, form=choose_chat_form(encode)))  # fmt: skip
     refuse_other_prompts(path, rows, made)
     with path.open("a", encoding="utf-8") as out:
@@ -126,7 +124,7 @@ def run(args: argparse.Namespace, report: _report.Report) -> list[dict[str, Any]
             rows += found
             out.write("".join(json.dumps(row) + "\n" for row in found))
             out.flush()
-            _report.progress(f"{time.perf_counter() - begun:6.0f} s  {case.case_id}  {len(case.tokens)} tokens")
+            reporting.progress(f"{time.perf_counter() - begun:6.0f} s  {case.case_id}  {len(case.tokens)} tokens")
     return rows
 
 
@@ -134,7 +132,7 @@ def main() -> None:
     args = arguments()
     if args.quick:
         args.prompts, args.tokens = 1, 300
-    report = _report.Report("quality", args)
+    report = reporting.Report("quality", args)
     rows = kept_rows(map(Path, args.tables_only)) if args.tables_only else run(args, report)
     show(report, rows)
     for name in sorted({row["model"] for row in rows}):

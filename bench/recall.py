@@ -16,10 +16,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import _report
-import corpus as corpus_module
-from _report import progress, spread
-from _scoring import RawSpan, Score, by_kind, score, summary
+import lib.reporting as reporting
+from lib import corpus as corpus_module
+from lib.reporting import progress, spread
+from lib.scoring import RawSpan, Score, by_kind, score, summary
 
 LOWEST_RECOVERED = 0.99
 REPEATS = 5
@@ -27,9 +27,9 @@ REPEATS = 5
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    _report.add_common_arguments(parser, "recall")
+    reporting.add_common_arguments(parser, "recall")
     args = parser.parse_args(arguments)
-    report = _report.Report("recall", args)
+    report = reporting.Report("recall", args)
     corpus = corpus_module.load(args)
     blend, register_ms = filled_store(corpus)
     scores = run(blend, corpus)
@@ -108,7 +108,7 @@ def failures(scores: Sequence[Score]) -> list[str]:
 
 
 def tables(
-    report: _report.Report, corpus: corpus_module.Corpus, scores: Sequence[Score], register_ms: Sequence[float]
+    report: reporting.Report, corpus: corpus_module.Corpus, scores: Sequence[Score], register_ms: Sequence[float]
 ) -> None:
     rows = []
     for kind, own in [*by_kind(scores).items(), ("all", list(scores))]:

@@ -21,10 +21,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import _documents
-import _report
+import lib.reporting as reporting
 import numpy as np
-from _report import REPO, progress
+from lib import real_texts
+from lib.reporting import REPO, progress
 
 from sembench.manifests.build import ALL_TRANSFORMS, ManifestBuilder
 from sembench.manifests.cases import read_manifest, write_manifest
@@ -39,7 +39,7 @@ from semblend.text.tokenization import StableTokenizer
 
 BLOCK = 16
 PEER = "semblend-0.3.25"
-ADAPTER = Path(__file__).resolve().parent / "peer_adapters" / "semblend_0325_sembench.py"
+ADAPTER = Path(__file__).resolve().parent / "lib" / "peer_adapters" / "semblend_0325_sembench.py"
 PEER_FLAGS = {  # several donors is the default of the peer's own benchmark; on edited texts one donor finds more
     "semblend 0.3.25, jaccard": ("--embedder", "jaccard"),
     "semblend 0.3.25, jaccard, one donor": ("--embedder", "jaccard", "--multi-donor", "0"),
@@ -58,12 +58,12 @@ COLUMNS = ("exact_prefix_block_hit_rate", "exact_block_hit_rate", "semantic_cand
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    _report.add_common_arguments(parser, "sembench_offline")
+    reporting.add_common_arguments(parser, "sembench_offline")
     parser.add_argument("--peers-dir", default=str(REPO / ".peers"), help="what bench/peers.py --setup made")
     parser.add_argument("--items", type=int, default=1000, help="items of the timed run")
     parser.add_argument("--only", choices=("fixture", "speed"), default=None)
     args = parser.parse_args(arguments)
-    report = _report.Report("sembench_offline", args)
+    report = reporting.Report("sembench_offline", args)
     with tempfile.TemporaryDirectory() as scratch:
         if args.only != "speed":
             on_the_fixture(report, Path(scratch), Path(args.peers_dir))
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # -- the fixture ---------------------------------------------------------------------------------------------------
 
 
-def on_the_fixture(report: _report.Report, scratch: Path, peers: Path) -> None:
+def on_the_fixture(report: reporting.Report, scratch: Path, peers: Path) -> None:
     manifest = scratch / "fixture.jsonl"
     write_manifest(manifest, ManifestBuilder().build_cases(load_sources(SourceSelection())))
     found: dict[tuple[str, str], list[RequestRecord]] = {}
@@ -122,14 +122,14 @@ def offline(manifest: Path, scratch: Path, *flags: str) -> tuple[tuple[RequestRe
     _, status, used = os.wait4(process.pid, 0)  # this child's own usage; getrusage would mix all children
     wall_s, process.returncode = time.perf_counter() - started, os.waitstatus_to_exitcode(status)
     if process.returncode:
-        _report.fail(f"run-offline {' '.join(flags)} failed", hint="its message stands above")
+        reporting.fail(f"run-offline {' '.join(flags)} failed", hint="its message stands above")
     cost = {"wall_s": wall_s, "cpu_s": used.ru_utime + used.ru_stime, "peak_mib": used.ru_maxrss / 1024}
     return read_result(output).requests, cost
 
 
 def peer(
     manifest: Path, scratch: Path, environment: Path, flags: Sequence[str], frame: Sequence[RequestRecord],
-    report: _report.Report,
+    report: reporting.Report,
 ) -> list[RequestRecord] | None:  # fmt: skip
     """The peer's proposals, judged by our check; ``frame`` are the records without a planner, which it fills in."""
     python = environment / "bin" / "python"
@@ -190,11 +190,11 @@ def write_cases(manifest: Path, path: Path) -> tuple[dict[str, np.ndarray], Toke
 # -- speed ---------------------------------------------------------------------------------------------------------
 
 
-def speed(report: _report.Report, args: argparse.Namespace, scratch: Path, items: int) -> None:
+def speed(report: reporting.Report, args: argparse.Namespace, scratch: Path, items: int) -> None:
     manifest = scratch / "long.jsonl"
     builder = ManifestBuilder(WHOLE, TransformOptions(max_segments=4, min_segment_chars=400))
     count = -(-items // (len(WHOLE) - 2))  # some documents do not lend themselves to every transform
-    sources = list(windows(_report.data_dir(args), count + count // 4))
+    sources = list(windows(reporting.data_dir(args), count + count // 4))
     if len(sources) < count:
         report.note(f"the real texts gave {len(sources)} windows of {count}")
     cases = builder.build_cases([[replace(own, held_out=at >= count) for at, own in enumerate(sources)]])
@@ -224,7 +224,7 @@ def speed(report: _report.Report, args: argparse.Namespace, scratch: Path, items
 def windows(data: Path, count: int) -> Iterator[Source]:
     """Stretches of real documents, none twice, each about 8,000 tokens; short documents are joined."""
     held, number = "", 0
-    for document in (*_documents.longbench(data), *_documents.leval(data)):
+    for document in (*real_texts.longbench(data), *real_texts.leval(data)):
         held += document.text.replace("\n\n", "\n") + "\n"
         while len(held) >= WINDOW_CHARS and number < count:
             yield Source("real", f"window-{number:04d}", held[:WINDOW_CHARS], (Task("What is described?"),))

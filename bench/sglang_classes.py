@@ -20,7 +20,7 @@ itself stands beside it, as published.
 
 from __future__ import annotations
 
-import _report  # first: it holds the numeric libraries to one thread
+import lib.reporting as reporting  # first: it holds the numeric libraries to one thread
 
 # isort: split
 import argparse
@@ -32,11 +32,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-import _documents
-from _arm_servers import EmbeddedArms, Reply
-from _sglang_server import CPU_FLAGS, SglangServer
-from _transforms import edited
-from _vllm_runs import Budget, Rows, write_report
+from lib import real_texts
+from lib.embedded_server import EmbeddedArms, Reply
+from lib.sglang_server import CPU_FLAGS, SglangServer
+from lib.transforms import edited
+from lib.vllm_runs import Budget, Rows, write_report
 
 CLASSES = ("exact", "partial_60", "partial_80", "paraphrase", "diverse")
 RECEIPT = ("reused_tokens", "exact_tokens", "outcome", "reason")
@@ -168,7 +168,7 @@ def to_row(reply: Reply) -> dict[str, Any]:
 def measure(args: argparse.Namespace) -> None:
     """Append a row for every class of every cluster that is not there yet."""
     rows, budget, encode = Rows(args.rows), Budget(args.budget_s), make_encoder(args)
-    documents = _documents.articles(_report.data_dir(args))
+    documents = real_texts.articles(reporting.data_dir(args))
     texts = {name: [one.text for one in documents if one.source == source] for name, source in DATASETS.items()}
     same = {"engine": ENGINES[args.engine], "model": args.model_name or Path(args.model).stem,
             "device": args.device or "cpu", "dtype": args.dtype or "float32"}  # fmt: skip
@@ -190,7 +190,7 @@ def measure(args: argparse.Namespace) -> None:
                 name = f"{number}-{length}-{kind}"
                 found = run_class(engine, donor, queries[kind], name, args.answer, floor=number < args.floor)
                 rows.add(key | {"dataset": dataset, **found})
-                _report.progress(name)
+                reporting.progress(name)
     finally:
         engine.stop()
 
@@ -262,7 +262,7 @@ def describe(rows: list[dict[str, Any]], arm: str, *, on_cpu: bool) -> list[Any]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    _report.add_common_arguments(parser, "sglang_classes")
+    reporting.add_common_arguments(parser, "sglang_classes")
     add = parser.add_argument
     add("--engine", choices=list(ENGINES), default="embedded")
     add("--model", default="smollm2-135m", help="a name, folder or GGUF file; a folder for SGLang")
@@ -282,7 +282,7 @@ def main() -> int:
     args = parser.parse_args()
     if not args.finished_only:
         measure(args)
-    report = _report.Report("sglang_classes", args)
+    report = reporting.Report("sglang_classes", args)
     report.table("Ours", COLUMNS, tabulate(Rows(args.rows).rows))
     report.table(
         "Pull request 31057, as published by its author (not measured here; another model, a GPU, other prompts)",

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import _report  # first: it holds the numeric libraries to one thread
+import lib.reporting as reporting  # first: it holds the numeric libraries to one thread
 import numpy as np
-from _documents import articles, leval, longbench, qmsum, rag
+from lib.real_texts import articles, leval, longbench, qmsum, rag
 
 from semblend import Prompt, ReusePlan, SemBlend, SemBlendConfig
 from semblend.text.tokenization import load_tokenizer
@@ -125,7 +125,7 @@ def recovered(sb: SemBlend, prompts: list[np.ndarray]) -> float:
     return reused / sum(map(len, prompts))
 
 
-def scale(report: _report.Report, name: str, donors: int, make: MakeDonor, prompts: Prompts, repeat: int) -> None:
+def scale(report: reporting.Report, name: str, donors: int, make: MakeDonor, prompts: Prompts, repeat: int) -> None:
     """Fill a store, measure lookups, then adding to a full store and its memory."""
     sb = SemBlend(SemBlendConfig(embedder="none", max_donors=donors, max_bytes=4 * GIB))
     sb.warm_up()
@@ -164,7 +164,7 @@ def scale(report: _report.Report, name: str, donors: int, make: MakeDonor, promp
     sb.close()
 
 
-def donor_counts(report: _report.Report, counts: list[int], repeat: int) -> None:
+def donor_counts(report: reporting.Report, counts: list[int], repeat: int) -> None:
     """The same kind of prompt as donors grow a hundredfold; donors of 512 tokens.
 
     All stores live at once. First they take turns, so that they see the same machine and none keeps the caches to
@@ -238,7 +238,7 @@ def real_donors(folder: Path, tokenizer: str) -> tuple[MakeDonor, Callable[[np.r
     return make, fresh
 
 
-def persistent(report: _report.Report, donors: int, repeat: int) -> None:
+def persistent(report: reporting.Report, donors: int, repeat: int) -> None:
     """What a store file costs: every registration is a transaction."""
     with tempfile.TemporaryDirectory() as folder:
         config = SemBlendConfig(embedder="none", max_donors=donors, store=f"{folder}/donors")
@@ -266,7 +266,7 @@ sb.lookup(semblend.Prompt(range(1000))); print(imported, made, first - t - impor
 """
 
 
-def starting(report: _report.Report) -> None:
+def starting(report: reporting.Report) -> None:
     rows = []
     for _ in range(5):
         done = subprocess.run([sys.executable, "-c", START], capture_output=True, text=True, check=True)
@@ -283,14 +283,14 @@ def starting(report: _report.Report) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    _report.add_common_arguments(parser, "speed")
+    reporting.add_common_arguments(parser, "speed")
     parser.add_argument("--donors", type=int, default=10_000)
     parser.add_argument("--repeat", type=int, default=300, help="lookups a row")
     args = parser.parse_args()
     counts = [1_000, 10_000, 100_000]
     if args.quick:
         args.donors, args.repeat, counts = 500, 50, [100, 1000]
-    report = _report.Report("speed", args)
+    report = reporting.Report("speed", args)
     starting(report)
     scale(
         report,
@@ -301,7 +301,7 @@ def main() -> int:
         args.repeat,
     )
     if not args.quick:
-        make, fresh = real_donors(_report.data_dir(args), args.tokenizer)
+        make, fresh = real_donors(reporting.data_dir(args), args.tokenizer)
         scale(report, "real text", args.donors, make, Prompts(args.donors, make, fresh), args.repeat)
     donor_counts(report, counts, args.repeat)
     persistent(report, 200 if args.quick else 2000, args.repeat)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import _report  # first: it holds the numeric libraries to one thread
+import lib.reporting as reporting  # first: it holds the numeric libraries to one thread
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -90,7 +90,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.quick:
         args.tokens, args.rounds = [256], 1
-    report = _report.Report("transformers_reuse", args)
+    report = reporting.Report("transformers_reuse", args)
     model, draw = load_model(args.model), random.Random(args.seed)
     rows = []
     with TransformersReuse(model) as reuse:
@@ -99,7 +99,7 @@ def main() -> int:
             rounds = []
             for number in range(args.rounds):
                 rounds.append(run_round(model, reuse, make_prompts(tokens, model.config.vocab_size, draw)))
-                _report.progress(f"{tokens} tokens, round {number + 1} of {args.rounds}")
+                reporting.progress(f"{tokens} tokens, round {number + 1} of {args.rounds}")
             rows += summarize(tokens, rounds)
     names = ["document", "arm", "CPU ms p50", "min", "max", "wall ms p50", "plain / this", "not computed", "computed"]
     report.table("Time to the first token around generate(), one prompt after the other", names, rows)

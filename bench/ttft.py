@@ -2,7 +2,7 @@
 
     python bench/ttft.py --model smollm2-135m --threads 2                  # real weights on the CPU
     python bench/ttft.py --device cuda --model shape:qwen2.5-7b --tier device host --rounds 15
-    python bench/ttft.py ... --vllm-json vllm.json                         # beside what bench/_ttft_vllm.py measured
+    python bench/ttft.py ... --vllm-json vllm.json                         # beside what bench/lib/ttft_vllm.py measured
 
 Each cell (a length, a donor tier) has its own engine, pool and donors. In each round a donor prompt is answered
 (instruction A, the document), then every arm once, in random order:
@@ -26,17 +26,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import _report
-import _ttft_cells
-import _ttft_tables as tables
+import lib.reporting as reporting
 import torch
+from lib import ttft_cells
+from lib import ttft_tables as tables
 
 LENGTHS = {"cpu": [1024, 4096], "cuda": [4096, 8192, 12288, 16384, 24576, 32768]}
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    shapes = "|".join(_ttft_cells.SHAPES)
+    shapes = "|".join(ttft_cells.SHAPES)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--model", default="smollm2-135m", help=f"a model name or path, or shape:{shapes}")
     parser.add_argument("--lengths", type=int, nargs="+", default=None, help="tokens of a prompt")
@@ -45,9 +45,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tier", nargs="+", default=None, choices=["device", "host"], help="where donor KV lies")
     parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU")
     parser.add_argument("--text", action="store_true", help="real documents instead of random tokens; needs a model")
-    parser.add_argument("--data-dir", default=None, help=f"with --text (default: ${_report.DATA_VARIABLE})")
+    parser.add_argument("--data-dir", default=None, help=f"with --text (default: ${reporting.DATA_VARIABLE})")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--vllm-json", default=None, help="what bench/_ttft_vllm.py wrote, to print beside")
+    parser.add_argument("--vllm-json", default=None, help="what bench/lib/ttft_vllm.py wrote, to print beside")
     parser.add_argument("--again", action="store_true", help="measure cells anew that an earlier run has finished")
     parser.add_argument("--finished-only", action="store_true", help="measure nothing, show the cells that are there")
     parser.add_argument("--out", default="bench/results/ttft.json")
@@ -57,9 +57,9 @@ def arguments() -> argparse.Namespace:
     args.lengths = args.lengths or LENGTHS[args.device]
     args.warm_up = args.warm_up if args.warm_up is not None else 2 if args.device == "cuda" else 1
     if args.device == "cpu" and "device" in args.tier:
-        _report.fail("a CPU has no device tier", hint="--tier host")
+        reporting.fail("a CPU has no device tier", hint="--tier host")
     if args.text and args.model.startswith("shape:"):
-        _report.fail("a shape has no tokenizer", hint="name a model with --text, or leave it out")
+        reporting.fail("a shape has no tokenizer", hint="name a model with --text, or leave it out")
     return args
 
 
@@ -77,7 +77,7 @@ def finished(path: Path) -> list[dict[str, Any]]:
         try:
             found.append(json.loads(line))
         except json.JSONDecodeError:
-            _report.progress(f"{path.name}: a cell that was not finished is left out")
+            reporting.progress(f"{path.name}: a cell that was not finished is left out")
     return found
 
 
@@ -103,10 +103,10 @@ def measured(args: argparse.Namespace, cells_file: Path) -> list[dict[str, Any]]
             if cell is None and args.finished_only:
                 continue
             if cell is None:
-                model = model or _ttft_cells.load(args.model, args.device)
+                model = model or ttft_cells.load(args.model, args.device)
                 cell = measure(args, model, length, tier)
                 keep(cells_file, {"key": key, "cell": cell})
-            _report.progress(f"{length} tokens, {tier}: fast {tables.times_faster(cell, 'fast'):.1f} times faster, "
+            reporting.progress(f"{length} tokens, {tier}: fast {tables.times_faster(cell, 'fast'):.1f} times faster, "
                              f"balanced {tables.times_faster(cell, 'balanced'):.1f}")  # fmt: skip
             found.append(cell)
     return found
@@ -114,10 +114,10 @@ def measured(args: argparse.Namespace, cells_file: Path) -> list[dict[str, Any]]
 
 def measure(args: argparse.Namespace, model: Any, length: int, tier: str) -> dict[str, Any]:
     if args.text:
-        draw = _ttft_cells.real_text(args.model, _report.data_dir(args))
+        draw = ttft_cells.real_text(args.model, reporting.data_dir(args))
     else:
-        draw = _ttft_cells.random_tokens(model.spec.vocab, args.seed)
-    cell = _ttft_cells.Cell(model, draw, length, tier, gated=not args.model.startswith("shape:"))
+        draw = ttft_cells.random_tokens(model.spec.vocab, args.seed)
+    cell = ttft_cells.Cell(model, draw, length, tier, gated=not args.model.startswith("shape:"))
     found = cell.measure(args.rounds, args.warm_up) | {"date": datetime.now(UTC).isoformat(timespec="seconds")}
     del cell
     if args.device == "cuda":
@@ -127,8 +127,8 @@ def measure(args: argparse.Namespace, model: Any, length: int, tier: str) -> dic
 
 def main() -> int:
     args = arguments()
-    torch.set_num_threads(args.threads)  # _report holds everything else to one
-    report = _report.Report("ttft", args)
+    torch.set_num_threads(args.threads)  # reporting holds everything else to one
+    report = reporting.Report("ttft", args)
     out = Path(args.out)
     cells = measured(args, out.with_suffix(".cells.jsonl"))
     where = f"{args.device}, {args.threads} threads" if args.device == "cpu" else args.device

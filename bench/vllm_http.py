@@ -18,7 +18,7 @@ probabilities; the ratio is that of the answer with reuse over that of the cold 
 
 from __future__ import annotations
 
-import _report  # first: it holds the numeric libraries to one thread
+import lib.reporting as reporting  # first: it holds the numeric libraries to one thread
 
 # isort: split
 import argparse
@@ -31,9 +31,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import _documents
-from _vllm_runs import Budget, Rows, add_engine_arguments, read_arguments, take_turn, write_report
-from _vllm_server import Answer, VllmServer
+from lib import real_texts
+from lib.vllm_runs import Budget, Rows, add_engine_arguments, read_arguments, take_turn, write_report
+from lib.vllm_server import Answer, VllmServer
 
 from semblend.integration.vllm.settings import ConnectorSettings
 
@@ -51,7 +51,7 @@ QUESTIONS = ("\n\nSummarize the texts above in two sentences.\nSummary:", "\n\nW
 
 def read_texts(folder: Path, source: str) -> list[str]:
     """The articles of a data set."""
-    found = [*_documents.articles(folder), *_documents.dialogues(folder), *_documents.longbench(folder)]
+    found = [*real_texts.articles(folder), *real_texts.dialogues(folder), *real_texts.longbench(folder)]
     return [document.text for document in found if document.source == source]
 
 
@@ -120,7 +120,7 @@ def measure(args: argparse.Namespace) -> None:
     keys = [key for key in keys if not rows.find(**key)]
     if not keys:
         return
-    prompts, longest = Prompts(args.model, _report.data_dir(args)), max(args.lengths) + args.tokens + 256
+    prompts, longest = Prompts(args.model, reporting.data_dir(args)), max(args.lengths) + args.tokens + 256
     flags = ["--dtype", args.dtype, "--max-model-len", str(longest), "--max-num-batched-tokens", str(args.step_tokens),
              "--gpu-memory-utilization", str(args.memory), *(["--enforce-eager"] if args.eager else []),
              *(["--kv-cache-memory-bytes", str(int(args.kv_bytes))] if args.kv_bytes else [])]  # fmt: skip
@@ -134,7 +134,7 @@ def measure(args: argparse.Namespace) -> None:
                 if budget.is_used_up:
                     break
                 rows.add(key | {"memory": choose_memory(args)} | run_case(server, prompts, args, key))
-                _report.progress(f"{key['dataset']} {key['length']} {key['number']}")
+                reporting.progress(f"{key['dataset']} {key['length']} {key['number']}")
     finally:
         server.stop()
 
@@ -150,9 +150,9 @@ def read_memory(rows: list[dict[str, Any]], args: argparse.Namespace) -> Connect
     """Where the donors of these rows lay: as the rows say, or as the flag says of rows that do not."""
     told = {json.dumps(row["memory"]) for row in rows if "memory" in row}
     if len(told) > 1:
-        _report.fail("these rows were measured with different donor memory", hint="a file for each setting")
+        reporting.fail("these rows were measured with different donor memory", hint="a file for each setting")
     if not told and args.donors is None:
-        _report.fail("these rows do not say where donors lay", hint="say it: --donors default, host or device")
+        reporting.fail("these rows do not say where donors lay", hint="say it: --donors default, host or device")
     return ConnectorSettings(**(json.loads(told.pop()) if told else choose_memory(args)))
 
 
@@ -173,7 +173,7 @@ def tabulate_by_length(rows: list[dict[str, Any]], args: argparse.Namespace) -> 
             times = sorted(one["ttft_ms"] for one in ours)
             again = int(statistics.median(one["recomputed_tokens"] or 0 for one in ours))
             hits, mean = sum(bool(one["reused_tokens"]) for one in ours), statistics.fmean(times)
-            spread = [statistics.median(times), mean, _report.percentile(times, 90), mean / cold]
+            spread = [statistics.median(times), mean, reporting.percentile(times, 90), mean / cold]
             lines.append([model, length, arm, tier, held_bytes, len(ours), hits, again, *spread])
     return lines
 
@@ -208,10 +208,10 @@ def main() -> int:
     parser.add_argument("--donors", choices=("default", "device", "host"), default=None, help=where)
     args = read_arguments(parser, lengths=[500], cases=1, tokens=8, donors="host", memory=0.15)
     if not args.model and not args.finished_only:
-        _report.fail("no weights given", hint="--model is a Hugging Face folder")
+        reporting.fail("no weights given", hint="--model is a Hugging Face folder")
     if not args.finished_only:
         measure(args)
-    report = _report.Report("vllm_http", args)
+    report = reporting.Report("vllm_http", args)
     rows = Rows(args.rows).rows
     report.table(
         BY_LENGTH,

@@ -11,7 +11,7 @@ time between two tokens (ITL) of the requests that decode meanwhile.
 
 from __future__ import annotations
 
-import _report  # first: it holds the numeric libraries to one thread
+import lib.reporting as reporting  # first: it holds the numeric libraries to one thread
 
 # isort: split
 import argparse
@@ -20,8 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from _vllm_loads import BY_VALUE, DOCUMENTS, ITL_GOAL_MS, LOADS, TTFT_GOAL_MS, LoadRun
-from _vllm_runs import (
+from lib.vllm_loads import BY_VALUE, DOCUMENTS, ITL_GOAL_MS, LOADS, TTFT_GOAL_MS, LoadRun
+from lib.vllm_runs import (
     Budget,
     Rows,
     add_engine_arguments,
@@ -87,7 +87,7 @@ def describe_overload(rows: list[dict[str, Any]]) -> list[str]:
 
 def describe_memory(args: argparse.Namespace) -> str:
     """Where donors lay in this run, and how many of its documents the connector's default would hold."""
-    from _vllm_engine import SHAPES
+    from lib.vllm_engine import SHAPES
 
     given, default = args.donor_bytes / 1e9, ConnectorSettings().donor_host_bytes
     held = default // (args.document * count_kv_bytes(SHAPES[args.shape]))
@@ -105,7 +105,7 @@ def count_kv_bytes(config: dict[str, Any]) -> int:
 
 def measure(args: argparse.Namespace) -> None:
     """Append the rows of one engine that are not there yet, the most telling first."""
-    from _vllm_engine import Engine
+    from lib.vllm_engine import Engine
 
     rows = Rows(args.rows)
     wanted = [(name, kind) for name in BY_VALUE for kind in ENGINES[args.engine] if kind in args.kinds]
@@ -137,7 +137,7 @@ def serve_loads(serving: LoadRun, missing: list[tuple[str, str]], rows: Rows, ar
         rows.add({"kind": kind, **serving.run(load, _ask_for(kind))})
         if not load.reusable and kind != "stock":  # its prompts are donors now, in place of those that others reuse
             serving.make_donors()
-        _report.progress(f"{kind}: {name}")
+        reporting.progress(f"{kind}: {name}")
 
 
 def _ask_for(kind: str) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def main() -> int:
         return 0
     engines = [engine for engine, kinds in ENGINES.items() if set(kinds) & set(args.kinds)]
     failed = 0 if args.finished_only else run_engines(engines, args.turn)
-    report = _report.Report("vllm_load", args)
+    report = reporting.Report("vllm_load", args)
     rows = read_rows(args.rows)
     lines = tabulate(rows, int(args.donor_bytes))
     report.table("vLLM under load: long prompts arrive while others decode", COLUMNS, lines)

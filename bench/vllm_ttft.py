@@ -4,7 +4,7 @@
     python bench/vllm_ttft.py --shape tiny --lengths 512 --dtype float32 --eager --memory 0.1 --rounds 3    # a CPU
     python bench/vllm_ttft.py --cells FILE.jsonl --finished-only # tables from cells that were measured before
 
-Three engines after each other on one machine, each in a process of its own (`_vllm_engine.py`): stock vLLM; with our
+Three engines after each other on one machine, each in a process of its own (`lib/vllm_engine.py`): stock vLLM; with our
 connector and donors on the device; with donors in host memory. Arms of a round: cold (opted out of reuse), miss (looked
 up in vain, and kept as a donor), exact (vLLM's own prefix hit, another question behind it), fast (also with another
 question), balanced (10 % repaired; with random weights the gate accepts after that). Random weights and random tokens:
@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import _report  # first: it holds the numeric libraries to one thread
-from _ttft_tables import break_even
+import lib.reporting as reporting  # first: it holds the numeric libraries to one thread
+from lib.ttft_tables import break_even
 
 ENGINES = ("stock", "device", "host")
 Cells = list[dict[str, Any]]
@@ -30,7 +31,7 @@ Cells = list[dict[str, Any]]
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    _report.add_common_arguments(parser, "vllm_ttft")
+    reporting.add_common_arguments(parser, "vllm_ttft")
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--shape", default="qwen2.5-7b")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 12288, 16384, 24576, 32768])
@@ -60,8 +61,11 @@ def measure(args: argparse.Namespace) -> None:
              "crowd_tokens", "profile", "budget_s", "kv_bytes", "turn")  # fmt: skip
     task = {name: getattr(args, name) for name in names}
     for engine in args.engines:
-        worker = Path(__file__).with_name("_vllm_engine.py")
-        subprocess.run([sys.executable, str(worker), engine, args.cells, json.dumps(task)], check=False)
+        subprocess.run(
+            [sys.executable, "-m", "lib.vllm_engine", engine, args.cells, json.dumps(task)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            check=False,
+        )
 
 
 def times(cell: dict[str, Any], arm: str, name: str = "ttft_ms") -> list[float]:
@@ -77,7 +81,7 @@ def ratio(one: float | None, other: float | None) -> float | None:
     return one / other if one is not None and other else None
 
 
-def show(report: _report.Report, cells: Cells) -> None:
+def show(report: reporting.Report, cells: Cells) -> None:
     by_key = {
         (cell["engine"], cell["tokens"]): cell for cell in cells if cell["what"] == "ttft" and "error" not in cell
     }
@@ -122,7 +126,7 @@ def overhead(engine: str, tokens: int, cell: dict[str, Any], stock: dict[str, An
     return [tokens, engine, cold, miss, miss / cold - 1, None if own is None else miss / own - 1, *even]
 
 
-def others(report: _report.Report, cells: Cells) -> None:
+def others(report: reporting.Report, cells: Cells) -> None:
     decode = [c for c in cells if c["what"] == "decode" and "error" not in c]
     if decode:
         base = next((statistics.median(c["tokens_per_s"]) for c in decode if c["engine"] == "stock"), None)
@@ -152,7 +156,7 @@ def main() -> None:
     args = arguments()
     if args.quick:
         args.shape, args.lengths, args.rounds, args.crowd = "tiny", [512], 2, 0
-    report = _report.Report("vllm_ttft", args)
+    report = reporting.Report("vllm_ttft", args)
     if not args.finished_only:
         measure(args)
     lines = Path(args.cells).read_text(encoding="utf-8").splitlines()

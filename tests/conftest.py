@@ -16,6 +16,16 @@ settings.register_profile("repo", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("repo")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="kills, faults and soaks as long as they are published: hours")
+
+
+@pytest.fixture(scope="session")
+def is_long(pytestconfig: pytest.Config) -> bool:
+    """Whether kills, faults and soaks run at the length that docs/research/robustness.md reports."""
+    return bool(pytestconfig.getoption("--long"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A name with an address in it is another one in every process, and workers would refuse to share the tests."""
     for item in items:

@@ -42,7 +42,7 @@ PACKAGES = ["semblend", "semantickv", "sembench"]  # bottom up
 HEAVY = {
     "numba": {"*.kernels"},
     "torch": {"fingerprint.embedder_models", "materialize.*", "engine.*", "demo.runner", "integration.*"},
-    "triton": {"*.kernels", "materialize.kv.attention_kernels", "materialize.kv.mass_kernels"},
+    "triton": {"*.kernels", "materialize.kv.attention_kernels"},
     "transformers": {"integration.transformers.*"},
     "vllm": {"integration.vllm.*"},
     "sglang": {"integration.sglang.*"},

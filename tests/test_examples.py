@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from semblend.materialize.blend.first_pass import first_rows, two_passes_cost_more
+from semblend.materialize.blend.passes import first_rows, two_passes_cost_more
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.span import Span
 

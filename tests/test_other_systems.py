@@ -68,7 +68,7 @@ def test_a_system_without_file_locks_says_so_and_keeps_nothing_on_disk(monkeypat
     import pytest
 
     from semblend.errors import StoreError
-    from semblend.materialize.donors.disk_tier import DiskTier
+    from semblend.materialize.donors.store import DiskTier
 
     monkeypatch.setitem(sys.modules, "fcntl", None)
     with pytest.raises(StoreError, match="no file locks"):

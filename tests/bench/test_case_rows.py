@@ -1,8 +1,7 @@
-"""Rows that a second run goes on from: they hold one prompt for each case, or the run ends with a hint."""
+"""Rows that a second run goes on from hold one prompt for each case, or the run ends with a hint."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ import pytest
 pytest.importorskip("torch", reason="the benchmarks of real weights need torch")
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
-from _dial_runs import RowFile, refuse_other_prompts, run_cases
-from _quality_cases import Case
+from lib.quality_cases import Case, refuse_other_prompts
 
 from semblend.span import Span
 
@@ -43,18 +41,3 @@ def test_older_rows_without_a_digest_are_compared_by_their_length() -> None:
     refuse_other_prompts("rows", [old], [make_case(20)])
     with pytest.raises(SystemExit):
         refuse_other_prompts("rows", [old], [make_case(30)])
-
-
-def test_a_second_run_skips_the_same_prompt_and_ends_before_it_computes_another(tmp_path: Path) -> None:
-    rows = RowFile(tmp_path / "rows.jsonl")
-    args = argparse.Namespace(shard="0/1", budget_s=0.0)
-    work = lambda case: [make_row(case)]  # noqa: E731
-    assert list(run_cases([make_case(20)], rows, args, model="m", phase="ways", work=work, began=0.0)) == ["code/one"]
-    kept = rows.path.read_bytes()
-    again = run_cases([make_case(20)], rows, args, model="m", phase="ways", work=pytest.fail, began=0.0)
-    assert list(again) == []  # the same prompt goes on, and is done
-    with pytest.raises(SystemExit):
-        list(run_cases([make_case(40)], rows, args, model="m", phase="ways", work=pytest.fail, began=0.0))
-    assert rows.path.read_bytes() == kept
-    other = run_cases([make_case(40)], rows, args, model="another", phase="ways", work=work, began=0.0)
-    assert list(other) == ["code/one"]

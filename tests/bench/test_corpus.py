@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
-import _transforms as transforms
-import corpus as corpus_module
-from _oracle import SharedRuns
+from lib import corpus as corpus_module
+from lib import transforms as transforms
+from lib.oracle import SharedRuns
 
 from semblend.text.tokenization import load_tokenizer
 

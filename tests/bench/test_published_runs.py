@@ -14,11 +14,9 @@ BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
 import publish  # noqa: E402
-import source_tables  # noqa: E402
-from _report import get_day, read_lines_of, read_results  # noqa: E402
+from lib.reporting import get_day, read_results  # noqa: E402
 from vllm_http import tabulate_by_length  # noqa: E402
 
-DATA_SETS = source_tables.HTTP_DATA_SETS
 ARMS = ("cold", "balanced", "fast", "miss")
 
 
@@ -78,27 +76,3 @@ def test_a_row_says_itself_where_its_donors_lay(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):  # an old run must not be printed as one of the default by mistake
         tabulate_one(None, None)
     assert "hint: say it: --donors" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("title", ["Hits alone and PPL ratio by data set", "Hit rate and times faster at 8k"])
-def test_the_source_tables_name_the_newest_run_of_each_row(title: str) -> None:
-    newest: dict[tuple[str, int], str] = {}
-    for name, result in read_results(DATA_SETS).items():
-        for row in read_lines_of(result, DATA_SETS):
-            newest[row["data set"], row["tokens"]] = name
-    assert len(set(newest.values())) > 1, "no run has every row: this test would not notice an older one"
-    shown = read_lines_of(json.loads((publish.RESULTS / "source_tables.json").read_text("utf-8")), title)
-    ours = [row for row in shown if "theirs" not in row.get("whose", "")]
-    assert len(ours) > 5
-    for row in ours:
-        assert row["run"].partition(",")[0] == newest[row["data set"], row.get("tokens", 8192)]
-
-
-def test_the_source_tables_show_what_was_worse_than_theirs_or_than_cold() -> None:
-    result = json.loads((publish.RESULTS / "source_tables.json").read_text("utf-8"))
-    first = read_lines_of(result, "Time to first token by length")
-    (own,) = [row for row in first if row["tokens"] == 24576 and row["whose"] == "ours, fast, donors in host memory"]
-    assert own["times faster"] < 12.3, "below theirs with the default's memory, and on the page"
-    assert min(row["overall"] for row in read_lines_of(result, "Hit rate and times faster at 8k")) < 1
-    misses = read_lines_of(result, "What a prompt costs that finds nothing")
-    assert max(row["overhead"] for row in misses if row["whose"].startswith("ours")) > 0.05

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
-import _oracle
 import recall
-from _scoring import Score, score
+from lib import oracle as oracles
+from lib.scoring import Score, score
 
 # Few different ids and few tokens: repeats, overlaps and near misses come up all the time.
 PROMPTS = st.lists(st.integers(0, 2), min_size=0, max_size=40)
@@ -37,26 +37,16 @@ def as_tokens(ids: list[int]) -> np.ndarray:
 @given(donors=st.lists(PROMPTS, max_size=4), prompt=PROMPTS, window=WINDOWS)
 @settings(max_examples=300, deadline=None)
 def test_the_oracle_marks_exactly_the_tokens_that_brute_force_marks(donors, prompt, window):
-    oracle = _oracle.SharedRuns([as_tokens(donor) for donor in donors], window)
+    oracle = oracles.SharedRuns([as_tokens(donor) for donor in donors], window)
 
     assert oracle.covered(as_tokens(prompt)).tolist() == covered_by_brute_force(donors, prompt, window)
-
-
-@given(prompts=st.lists(PROMPTS, max_size=5), window=WINDOWS)
-@settings(max_examples=150, deadline=None)
-def test_in_ordered_traffic_only_earlier_prompts_count(prompts, window):
-    seen = _oracle.earlier_windows([as_tokens(prompt) for prompt in prompts], window)
-
-    for number, prompt in enumerate(prompts):
-        covered = _oracle.spread_windows(seen[number], len(prompt), window)
-        assert covered.tolist() == covered_by_brute_force(prompts[:number], prompt, window)
 
 
 @given(tokens=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=60), window=st.integers(1, 40))
 @settings(deadline=None)
 def test_a_window_has_the_same_hash_wherever_it_stands(tokens, window):
-    alone = [_oracle.window_hashes(as_tokens(tokens[i : i + window]), window) for i in range(len(tokens) - window + 1)]
-    together = _oracle.window_hashes(as_tokens(tokens), window)
+    alone = [oracles.window_hashes(as_tokens(tokens[i : i + window]), window) for i in range(len(tokens) - window + 1)]
+    together = oracles.window_hashes(as_tokens(tokens), window)
 
     assert together.tolist() == [int(own[0]) for own in alone]
 
@@ -65,8 +55,8 @@ def test_two_windows_under_one_hash_are_told_apart_by_their_tokens(monkeypatch: 
     def all_alike(tokens: np.ndarray, window: int = 32) -> np.ndarray:
         return np.zeros(max(len(tokens) - window + 1, 0), np.uint64)
 
-    monkeypatch.setattr(_oracle, "window_hashes", all_alike)
-    oracle = _oracle.SharedRuns([as_tokens([1, 2, 3]), as_tokens([7, 8, 9, 4])], 3)
+    monkeypatch.setattr(oracles, "window_hashes", all_alike)
+    oracle = oracles.SharedRuns([as_tokens([1, 2, 3]), as_tokens([7, 8, 9, 4])], 3)
 
     assert oracle.covered(as_tokens([5, 8, 9, 4])).tolist() == [False, True, True, True]
     assert not oracle.covered(as_tokens([2, 3, 7])).any(), "a run across two donors is nobody's run"
@@ -74,7 +64,7 @@ def test_two_windows_under_one_hash_are_told_apart_by_their_tokens(monkeypatch: 
 
 def test_a_run_of_31_tokens_is_too_short_and_one_of_32_is_not():
     donor = np.arange(100, dtype=np.int32)
-    oracle = _oracle.SharedRuns([donor])
+    oracle = oracles.SharedRuns([donor])
     prompt = np.full(60, 999, np.int32)
     prompt[10:41] = donor[50:81]
     assert not oracle.covered(prompt).any()
@@ -87,7 +77,7 @@ def scored(spans: list[tuple[str, int, int, int]], kind: str = "reorder") -> Sco
     """A query of 100 tokens whose first 40 a donor holds at the same place."""
     query = np.arange(100, dtype=np.int32)
     donor = np.concatenate([query[:40], np.full(20, 7, np.int32)])
-    covered = _oracle.SharedRuns([donor]).covered(query)
+    covered = oracles.SharedRuns([donor]).covered(query)
     return score("q", kind, query, covered, spans, {"d": donor}, cpu_ms=1.0)
 
 

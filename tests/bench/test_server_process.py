@@ -12,7 +12,7 @@ import pytest
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
-from _server_process import PORTS, ServerProcess, find_port, list_group  # noqa: E402
+from lib.server_process import PORTS, ServerProcess, find_port, list_group  # noqa: E402
 
 SPIN = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'while True: pass']); p.wait()"
 
@@ -48,7 +48,7 @@ def test_a_benchmark_that_is_terminated_takes_its_server_with_it(tmp_path: Path)
     code = f"""
 import sys, time, pathlib
 sys.path.insert(0, {str(BENCH)!r})
-from _server_process import ServerProcess
+from lib.server_process import ServerProcess
 log = pathlib.Path({str(tmp_path)!r}) / "log.txt"
 server = ServerProcess([sys.executable, "-c", "import time; time.sleep(600)"], log)
 try:

@@ -14,8 +14,8 @@ BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
 import sglang_classes  # noqa: E402
-from _arm_servers import Reply  # noqa: E402
-from _vllm_runs import Rows  # noqa: E402
+from lib.embedded_server import Reply  # noqa: E402
+from lib.vllm_runs import Rows  # noqa: E402
 
 TEXTS = [" ".join(f"a{number}w{at}" for at in range(40)) for number in range(60)]
 
@@ -51,7 +51,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     documents = [SimpleNamespace(text=text, source=source) for source in ("summ/cnndm", "summ/xsum") for text in TEXTS]
     monkeypatch.setattr(sglang_classes, "start_engine", lambda args: found)
     monkeypatch.setattr(sglang_classes, "make_encoder", lambda args: encode)
-    monkeypatch.setattr(sglang_classes._documents, "articles", lambda folder: documents)
+    monkeypatch.setattr(sglang_classes.real_texts, "articles", lambda folder: documents)
     return found
 
 

@@ -13,12 +13,12 @@ pytest.importorskip("torch")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
-import _ttft_cells
-import _ttft_tables as tables
 import numpy as np
 import ttft
 from hypothesis import given
 from hypothesis import strategies as st
+from lib import ttft_cells
+from lib import ttft_tables as tables
 
 
 def cell(**ttft_ms: list[float]) -> dict[str, Any]:
@@ -53,8 +53,8 @@ def test_overhead_and_gain_are_taken_within_a_round() -> None:
 
 
 def test_a_cell_asks_every_arm_and_its_parts_are_what_the_arms_say() -> None:
-    model = _ttft_cells.load("shape:tiny", "cpu")
-    found = _ttft_cells.Cell(model, _ttft_cells.random_tokens(5000, 3), 400, "host", gated=False).measure(2, 0)
+    model = ttft_cells.load("shape:tiny", "cpu")
+    found = ttft_cells.Cell(model, ttft_cells.random_tokens(5000, 3), 400, "host", gated=False).measure(2, 0)
     kinds = ("exact_tokens", "reused_tokens", "recomputed_tokens", "prefill_tokens")
     sums = {arm: {sum(parts) for parts in zip(*(a[k] for k in kinds), strict=True)} for arm, a in found["arms"].items()}
     assert sums == {"cold": {400}, "miss": {400}, "exact": {401}, "fast": {400}, "balanced": {400}}

@@ -13,7 +13,7 @@ import pytest
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
-from _load_picture import draw_load  # noqa: E402
+from lib.load_picture import draw_load  # noqa: E402
 from vllm_load import COLUMNS, describe_overload, read_rows, tabulate  # noqa: E402
 
 KINDS = {"stock": 700.0, "fast": 40.0, "balanced": 120.0, "fast-host": 70.0, "balanced-host": 140.0}

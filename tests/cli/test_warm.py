@@ -227,7 +227,7 @@ def test_a_donor_that_the_server_could_not_use_does_not_count_as_there(open_targ
 
 
 def test_a_full_disk_is_told_with_a_hint_and_leaves_nothing_half_written(open_target, monkeypatch):
-    from semblend.materialize.donors.shared.directory_kv import DirectoryKv
+    from semblend.materialize.donors.directory_kv import DirectoryKv
 
     def no_space(*_):
         raise OSError(28, "No space left on device")
@@ -244,7 +244,7 @@ def test_a_full_disk_is_told_with_a_hint_and_leaves_nothing_half_written(open_ta
 
 
 def test_a_disk_without_room_for_a_donors_record_is_told_too(open_target, monkeypatch):
-    from semblend.materialize.donors.shared.private_folder import PrivateFolder
+    from semblend.materialize.donors.store import PrivateFolder
 
     def no_space(*_):
         raise OSError(28, "No space left on device")
@@ -258,7 +258,7 @@ def test_a_disk_without_room_for_a_donors_record_is_told_too(open_target, monkey
 
 def test_a_donor_that_no_memory_holds_is_told(open_target, monkeypatch):
     from semblend.errors import CapacityError
-    from semblend.materialize.donors.donor_kv import DonorKv
+    from semblend.materialize.donors.tiers import DonorKv
 
     def no_tier(*_, **__):
         raise CapacityError("it fits in no tier", hint="raise the donor budgets")

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from semblend.materialize.blend.blender import Blender
-from semblend.materialize.blend.pieces import finish
-from semblend.materialize.blend.quality import Blended, Placed, QualitySettings, Rejected, Step
+from semblend.materialize.blend.quality import Blended, Placed, QualitySettings, Rejected, Step, finish
 from semblend.materialize.contract import Model, Observer, Rows, StopPass, slots_of_blocks
-from semblend.materialize.donors.donor_kv import DonorKv
+from semblend.materialize.donors.tiers import DonorKv
 from semblend.materialize.gate.thresholds import Thresholds
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.span import Span

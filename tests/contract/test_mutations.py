@@ -160,7 +160,7 @@ def test_an_engine_that_breaks_a_rule_is_caught_by_it(rule):
 
 
 BLENDER_MUTATIONS = {  # rules about the blender itself: what it would be without one of its lines
-    "test_a_prompt_that_is_given_up_frees_its_donors": ("donors.donor_kv.DonorKv.release", lambda self, tensors: None),
+    "test_a_prompt_that_is_given_up_frees_its_donors": ("donors.tiers.DonorKv.release", lambda self, tensors: None),
     "test_a_donor_that_is_gone_is_declined_before_anything_is_written": (
         "blend.blender.Blender._find_moves",
         lambda self, state, held: [],
@@ -177,7 +177,7 @@ def test_a_blender_that_breaks_a_rule_is_caught_by_it(rule, monkeypatch):
 
 
 def test_a_failure_that_keeps_its_donors_is_caught(monkeypatch):
-    monkeypatch.setattr("semblend.materialize.donors.donor_kv.DonorKv.release", lambda self, tensors: None)
+    monkeypatch.setattr("semblend.materialize.donors.tiers.DonorKv.release", lambda self, tensors: None)
     with pytest.raises(AssertionError):
         behaviours.test_a_failure_leaves_the_request_computable(make_world(NaiveEngine), monkeypatch)
 

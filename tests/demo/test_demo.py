@@ -136,8 +136,11 @@ from semblend.engine.model.model import DecoderModel  # noqa: E402
 from semblend.engine.model.spec import ModelSpec  # noqa: E402
 from semblend.engine.server.config import ServeConfig  # noqa: E402
 from semblend.engine.server.launch import Launch  # noqa: E402
-from semblend.materialize.gate.chosen_table import borrow_dial  # noqa: E402
-from semblend.materialize.gate.thresholds import DEFAULT, Thresholds  # noqa: E402
+from semblend.materialize.gate.thresholds import (  # noqa: E402
+    DEFAULT,
+    Thresholds,
+    borrow_dial,
+)
 
 CONFIG = SemBlendConfig(embedder="none", metrics=False)
 

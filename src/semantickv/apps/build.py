@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("semantickv")
 
 MOST_FLEET_TOKENS = 256_000_000
-"""Tokens that a router remembers of all its replicas together: 1.6 GB (bench/placement_scale.py)."""
+"""Tokens that a router remembers of all its replicas together: 1.6 GB (research/edge/placement_scale.py)."""
 
 
 def build_proxy(settings: EdgeSettings) -> Gateway:

@@ -21,7 +21,7 @@ from semblend.demo.workloads import Chat, Dialogue, Workload
 from semblend.engine.core.engine import Engine
 from semblend.engine.model.model import DecoderModel
 from semblend.errors import SemBlendError
-from semblend.materialize.gate.risk import next_token_kl
+from semblend.materialize.gate.thresholds import next_token_kl
 from semblend.prompt import Prompt
 from semblend.wire.answer import Chunk
 from semblend.wire.request import Request

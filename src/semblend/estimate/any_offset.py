@@ -30,7 +30,7 @@ from semblend.discover.store import BYTES_PER_TOKEN
 from semblend.errors import CapacityError
 from semblend.estimate.prefix_cache import KeyArray, make_cache
 from semblend.facade import SemBlend
-from semblend.materialize.gate.plan_shape import PassageOrder, PlanShape
+from semblend.materialize.gate.thresholds import PassageOrder, PlanShape
 from semblend.plan.reuse_plan import DeclineReason, ReusePlan
 from semblend.prompt import Prompt
 from semblend.span import Span

@@ -1,15 +1,14 @@
 """Bytes: where KV lies, how a key moves to another position, and how donor KV gets into an engine's pool.
 
-=================== ================================================================= ==============================
-module              cares about                                                       in → out
-=================== ================================================================= ==============================
-``rope_config``     what a config says about rotation; why a model is refused         dict → frequencies, or a reason
-``rope``            rotating and relocating keys                                      K at p → K at p + shift
-``layout``          where slot s, head h of layer l lies in an engine's tensors       tensors → ``KvLayout``
-``splice``          gather, rotate, scatter: donor KV into the pool                   ``Move`` list → bytes in place
-``attention_plain`` attention of scattered rows, in plain torch                       q, positions → rows
-``kernels``         the two above in Triton; imported only where a GPU runs them      the same
-=================== ================================================================= ==============================
+============ ============================================================================ ===========================
+module       cares about                                                                  in → out
+============ ============================================================================ ===========================
+``contract`` what an engine must offer: a layout, a model that runs rows, observers' calls
+``kv``       where a slot lies, rotating and relocating keys, splice and its kernels      ``Move`` list → bytes in place
+``donors``   who owns donor KV, in which tier, and what neighbours have published         slots → ``DonorTensors``
+``gate``     what passes show, and how far an answer would be from a cold one             features → nats
+``blend``    from a plan to a prompt that is ready to be answered                         plan → ``Blended``
+============ ============================================================================ ===========================
 
 Every kernel has a plain twin with the same meaning; the twin is the specification.
 """

@@ -1,30 +1,45 @@
 """Measures where the gate of a model may open: what a repair shows, the true damage, and what follows from them.
 
-Every prompt is prepared cold, and once with each step alone. Each step gives features (`materialize.gate.risk`) and
+Every prompt is prepared cold, and once with each step alone. Each step gives features (`RiskFeatures`) and
 the divergence from cold of what would have been served. From all prompts: weights that turn features into an expected
 divergence, the largest expected divergence at which few of the prompts that pass are damaged (*false-safe*), and the
-layer-1 deviations from which a small step is seldom enough.
+layer-1 deviations from which a small step is seldom enough. `fit_dial` does the same for every number of nats.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from semblend.errors import InputError
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.contract import Model
-from semblend.materialize.gate.dial import DialTable
-from semblend.materialize.gate.risk import RiskFeatures, RiskModel, fit_weights
-from semblend.materialize.gate.thresholds import STEPS, Thresholds
-from semblend.materialize.measure_ways import CalibrationPrompt, PromptMeasure, measure_prompt
-from semblend.materialize.pool import Pool
+from semblend.materialize.gate.thresholds import (
+    FALSE_SAFE_TIMES,
+    LEAST_OF_AN_ORDER,
+    NUMBERS,
+    STEPS,
+    WAYS,
+    DialTable,
+    PassageOrder,
+    RiskFeatures,
+    RiskModel,
+    Thresholds,
+    choose_way,
+    fit_weights,
+    make_glance_features,
+    make_repair_features,
+)
+from semblend.materialize.measure_ways import CalibrationPrompt, Pool, PromptMeasure, WayMeasure, measure_prompt
 
 HARM = 0.02
 """Nats of first-token divergence from cold that count as damage: about what an 8-bit KV cache costs, ten times over."""
@@ -204,3 +219,218 @@ def begin(seen: Sequence[tuple[float, bool]]) -> float:
         elif passed * 2 >= count:
             break
     return found
+
+
+# -- From measured prompts to a model's dial, and what the dial would have done with them.
+#
+# Weights come from least squares on the logarithm of the true divergence. What deviates more is never expected to be
+# closer (`LEAST_BY_DEVIATION`). An average of logarithms is below the logarithm of the average, so the mean error of
+# the fit is added back, and a margin on top: the smallest one with which, on prompts that the fit has not seen, what
+# is served at every number has a mean divergence below it and few false safes.
+
+
+FloatArray = NDArray[np.float64]
+MARGINS = (1.0, 1.25, 1.5, 2.0, 3.0, 5.0)
+"""Fewer prompts cannot weigh six numbers."""
+MOST_WORK = 0.7
+"""No repair is begun that would bring all work above this share of a prefill, as in `QualitySettings.most_work`."""
+LEAST_BY_DEVIATION = 1.0
+"""Where KV deviates twice as much, twice the divergence is expected, or more.
+
+Prompts of a fit may deviate all alike; a free fit then gives deviation any weight, -.92 once: prompts that deviated
+less than all that were measured were prefilled (20 of 60, decision 0122). With no weight at all, a bad prompt would be
+served. Divergence grows with the square of a small deviation, and fits that see both kinds find 1 to 2.
+"""
+RIDGE = 1e-2
+_LEAST_NATS = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the dial does with a prompt at a number: its way (None: a prefill), work, and distance from cold."""
+
+    percent: int | None
+    work: float
+    nats: float
+    changed: bool
+    expected: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DialRow:
+    """The prompts of one kind at one number: means, and the share of the served ones that are false safes."""
+
+    number: float
+    kind: str
+    prompts: int
+    served: int
+    work: float
+    nats: float
+    changed: float
+    false_safe: float
+
+
+def fit_dial(measures: Sequence[PromptMeasure], *, false_safe: float = 0.02) -> DialTable:
+    """The dial of a model from measured prompts; an empty one where there are too few."""
+    usable = _list_usable(measures)
+    if len(usable) < LEAST_TO_FIT:
+        return DialTable()
+    unseen = _fit_folds(usable)
+    margin = next((m for m in MARGINS if _is_honest(unseen, m, false_safe)), MARGINS[-1])
+    return _fit(usable, margin)
+
+
+def replay(table: DialTable, measure: PromptMeasure, nats: float) -> Served:
+    """What the gate would do with a measured prompt.
+
+    Each way was measured alone. Where one follows another, its work counts on top; what it leaves is taken as alone.
+    """
+    prefill = Served(None, 1.0, 0.0, changed=False)
+    glance = measure.glance
+    if glance is None or not table.knows(measure.order):
+        return prefill
+    if choose_way(table.expect_by_plan(measure.order), nats).percent is None:
+        return prefill
+    splice = measure.find_way(0)
+    work = splice.work if splice else 0.0
+    first = choose_way(table.expect_by_glance(measure.order, glance), nats)
+    if first.percent == 0 and splice:
+        return _serve(splice, work, first.expected)
+    if first.percent is None or first.percent == 0:
+        return Served(None, 1.0 + work, 0.0, changed=False)
+    before = work
+    for way in measure.ways:
+        if way.percent < first.percent or way.features is None:
+            continue
+        more = way.work - before
+        if work + more > MOST_WORK:
+            break
+        work += more
+        expected = table.expect_by_repair(measure.order, way.percent, way.features)
+        if expected <= nats:
+            return _serve(way, work, expected)
+    return Served(None, 1.0 + work, 0.0, changed=False)
+
+
+def replay_unseen(measures: Sequence[PromptMeasure], *, false_safe: float = 0.02) -> list[DialRow]:
+    """The dial at every number, each prompt judged by a fit of the others; by order of passages, then all."""
+    usable = _list_usable(measures)
+    if len(usable) < LEAST_TO_FIT:
+        return []
+    unseen = _fit_folds(usable)
+    margin = next((m for m in MARGINS if _is_honest(unseen, m, false_safe)), MARGINS[-1])
+    rows = []
+    for number in NUMBERS:
+        served = [(measure, replay(scale_table(table, margin), measure, number)) for table, measure in unseen]
+        for order in PassageOrder:
+            mine = [done for measure, done in served if measure.order is order]
+            if mine:
+                rows.append(summarize(number, str(order), mine))
+        rows.append(summarize(number, "all", [done for _, done in served]))
+    return rows
+
+
+def summarize(number: float, kind: str, served: Sequence[Served]) -> DialRow:
+    """Means over prompts of one kind."""
+    passed = [one for one in served if one.percent is not None]
+    return DialRow(
+        number,
+        kind,
+        len(served),
+        len(passed),
+        float(np.mean([one.work for one in served])),
+        float(np.mean([one.nats for one in served])),
+        float(np.mean([one.changed for one in served])),
+        float(np.mean([one.nats > FALSE_SAFE_TIMES * number for one in passed])) if passed else 0.0,
+    )
+
+
+def scale_table(table: DialTable, margin: float) -> DialTable:
+    """The same table that expects ``margin`` times as much."""
+    more = math.log(margin)
+    return DialTable(
+        {order: {percent: nats * margin for percent, nats in row.items()} for order, row in table.means.items()},
+        {percent: (*weights[:-1], weights[-1] + more) for percent, weights in table.glance.items()},
+        {percent: (*weights[:-1], weights[-1] + more) for percent, weights in table.repair.items()},
+    )
+
+
+def _serve(way: WayMeasure, work: float, expected: float) -> Served:
+    return Served(way.percent, work, way.moved.nats, way.moved.changed, expected)
+
+
+def _list_usable(measures: Iterable[PromptMeasure]) -> list[PromptMeasure]:
+    """Prompts that were measured by every way."""
+    return [one for one in measures if one.glance is not None and len(one.ways) == len(WAYS)]
+
+
+def _fit_folds(measures: Sequence[PromptMeasure]) -> list[tuple[DialTable, PromptMeasure]]:
+    """Every prompt with a table that was fitted on others."""
+    found = []
+    for fold in range(_FOLDS):
+        table = _fit([one for number, one in enumerate(measures) if number % _FOLDS != fold], 1.0)
+        found += [(table, one) for one in measures[fold::_FOLDS]]
+    return found
+
+
+def _is_honest(unseen: Sequence[tuple[DialTable, PromptMeasure]], margin: float, false_safe: float) -> bool:
+    """Whether, with this margin, no number serves more divergence or false safes than it says."""
+    for number in NUMBERS:
+        served = [replay(scale_table(table, margin), measure, number) for table, measure in unseen]
+        passed = [one for one in served if one.percent is not None]
+        if not passed:
+            continue
+        row = summarize(number, "served", passed)
+        if row.nats > number or row.false_safe > false_safe:
+            return False
+    return True
+
+
+def _fit(measures: Sequence[PromptMeasure], margin: float) -> DialTable:
+    by_order = {order: [one for one in measures if one.order is order] for order in PassageOrder}
+    means = {
+        order: {
+            percent: float(np.mean([way.moved.nats for one in mine if (way := one.find_way(percent))]))
+            for percent in WAYS
+        }
+        for order, mine in by_order.items()
+        if len(mine) >= LEAST_OF_AN_ORDER
+    }
+    glance, repair = {}, {}
+    for percent in WAYS:
+        pairs = [(one, way) for one in measures if (way := one.find_way(percent))]
+        nats = [way.moved.nats for _, way in pairs]
+        glance[percent] = fit_log_weights(
+            [make_glance_features(one.order, one.glance or 0.0) for one, _ in pairs], nats, deviation_at=0
+        )
+        if percent:
+            seen = [make_repair_features(one.order, way.features) for one, way in pairs if way.features is not None]
+            repair[percent] = fit_log_weights(seen, nats, deviation_at=1)
+    return scale_table(DialTable(means, glance, repair), margin)
+
+
+def fit_log_weights(features: Sequence[Sequence[float]], nats: Sequence[float], deviation_at: int) -> tuple[float, ...]:
+    """Least squares on logarithms; the constant makes up for what an average of logarithms misses.
+
+    No weight but the constant is negative, and that of the deviation, which stands at ``deviation_at``, is at least
+    `LEAST_BY_DEVIATION`.
+    """
+    seen, target = np.array(features), np.log(np.array(nats) + _LEAST_NATS)
+    weights = solve_not_negative(seen, target - LEAST_BY_DEVIATION * seen[:, deviation_at])
+    weights[deviation_at] += LEAST_BY_DEVIATION
+    weights[-1] += math.log(float(np.mean(np.exp(target - seen @ weights))))
+    return tuple(float(weight) for weight in weights)
+
+
+def solve_not_negative(seen: FloatArray, target: FloatArray) -> FloatArray:
+    """The best weights, the last of any sign, the others not negative: signs are few, so every choice is tried."""
+    signs, best, least = seen.shape[1] - 1, np.zeros(seen.shape[1]), math.inf
+    for chosen in product((False, True), repeat=signs):
+        kept = np.flatnonzero([*chosen, True])
+        some = seen[:, kept]
+        found = np.linalg.solve(some.T @ some + RIDGE * np.eye(len(kept)), some.T @ target)
+        loss = float(np.sum((target - some @ found) ** 2) + RIDGE * np.sum(found**2))
+        if loss < least and bool((found[:-1] >= 0).all()):
+            least, best = loss, np.zeros(seen.shape[1])
+            best[kept] = found
+    return best

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from semblend.errors import InputError
-from semblend.materialize.kv.host_memory import copy_to_device
-from semblend.materialize.kv.layout import KvLayout, Layout
+from semblend.materialize.kv.layout import KvLayout, Layout, copy_to_device
 from semblend.materialize.kv.rope import RopeSpec
 
 __all__ = [

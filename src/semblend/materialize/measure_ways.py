@@ -12,30 +12,84 @@ import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from semblend.errors import InputError
-from semblend.materialize.answers import (
-    ANSWER_TOKENS,
-    answer_greedily,
-    compute_divergence,
-    compute_log_probabilities,
-    keeps_answer,
-)
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import Blended, Placed, QualitySettings
 from semblend.materialize.contract import Model, Rows
-from semblend.materialize.donors.donor_kv import DonorKv
-from semblend.materialize.gate.dial import WAYS
-from semblend.materialize.gate.plan_shape import PassageOrder, PlanShape
-from semblend.materialize.gate.risk import RiskFeatures, next_token_kl
-from semblend.materialize.gate.thresholds import Thresholds
-from semblend.materialize.pool import Pool
+from semblend.materialize.donors.tiers import DonorKv
+from semblend.materialize.gate.thresholds import WAYS, PassageOrder, PlanShape, RiskFeatures, Thresholds, next_token_kl
 from semblend.plan.reuse_plan import DeclineReason, ReusePlan
 from semblend.span import Span
+
+
+class Pool(Protocol):
+    """Hands out blocks of the cache that the model computes in."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def blocks_for(self, tokens: int) -> int: ...
+    def allocate(self, n_blocks: int) -> list[int]: ...
+    def free(self, blocks: Sequence[int]) -> None: ...
+    def slots_of(self, blocks: Sequence[int], start: int, end: int) -> Tensor: ...
+
+
+# -- Answers over KV that lies in a pool: greedy, and along a given answer. For calibration and benchmarks.
+
+
+ANSWER_TOKENS = 16
+"""Of a cold answer, over which divergence is averaged."""
+
+
+def answer_greedily(
+    model: Model, prompt_tokens: int, logits: Tensor, slots: Tensor, most: int, stop: Collection[int] = ()
+) -> list[int]:
+    """The most likely tokens behind a prompt, until one of ``stop``, which is the last of them, or ``most``.
+
+    ``logits`` are those of the prompt's last token; ``slots`` have room for ``most`` tokens behind the prompt.
+    """
+    said = [int(logits.argmax())]
+    while len(said) < most and said[-1] not in stop:
+        at = torch.tensor([prompt_tokens + len(said) - 1])
+        logits = model.logits(model.forward(Rows.of(said[-1:], at, slots)))[-1]
+        said.append(int(logits.argmax()))
+    return said
+
+
+def compute_log_probabilities(
+    model: Model, prompt_tokens: int, logits: Tensor, slots: Tensor, answer: Sequence[int]
+) -> Tensor:
+    """Of every token of ``answer``, the distribution it was drawn from, given those before it: [tokens, vocabulary]."""
+    rows = [logits.reshape(1, -1).float()]
+    if len(answer) > 1:
+        at = torch.arange(prompt_tokens, prompt_tokens + len(answer) - 1)
+        rows.append(model.logits(model.forward(Rows.of(list(answer[:-1]), at, slots))).float())
+    return torch.cat(rows).log_softmax(-1)
+
+
+def compute_divergence(cold: Tensor, ours: Tensor) -> float:
+    """Mean KL(cold || ours) in nats over the tokens of an answer, from log probabilities of the same shape.
+
+    >>> compute_divergence(torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.5, 0.5]]).log())
+    0.0
+    """
+    each = torch.where(cold == -torch.inf, 0.0, cold.exp() * (cold - ours)).sum(-1)
+    return max(0.0, float(each.double().mean()))
+
+
+def keeps_answer(ours: Tensor, answer: Sequence[int]) -> bool:
+    """Whether the greedy answer would be this one: then, and only then, each of its tokens is the likeliest in turn.
+
+    ``ours`` are log probabilities along ``answer``.
+    """
+    return bool((ours.argmax(-1).cpu() == torch.tensor(answer)).all())
+
 
 RERUN_CHUNKS = 3
 _LOOK = Thresholds(1e9, 1e9, 1e9, begin_prefill=1e9)  # accepts everything, and glances at layer 1

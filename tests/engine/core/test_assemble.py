@@ -14,7 +14,7 @@ from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.engine import Engine
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.spec import ModelSpec
-from semblend.materialize.donors import disk_tier
+from semblend.materialize.donors import store
 from semblend.wire.request import Request
 from semblend.wire.sampling import Sampling
 
@@ -128,7 +128,7 @@ def test_a_full_disk_is_one_event_and_one_line_in_the_log(tmp_path, monkeypatch,
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(disk_tier, "write_donor_file", refuse)
+    monkeypatch.setattr(store, "write_donor_file", refuse)
     sink = MemorySink()
     library = SemBlend(SemBlendConfig(embedder="none", metrics=False), sinks=[sink])
     model = DecoderModel.random(ModelSpec.from_hf_config(TINY))

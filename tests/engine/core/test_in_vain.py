@@ -14,10 +14,8 @@ from semblend.engine.core.assemble import assemble
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.engine import Engine
 from semblend.materialize.blend.quality import QualitySettings
-from semblend.materialize.gate.dial import WAYS, DialTable
-from semblend.materialize.gate.outcome_memory import LEAST_SKIPPED, MOST_SKIPPED
-from semblend.materialize.gate.plan_shape import PassageOrder, PlanShape
-from semblend.materialize.gate.thresholds import Thresholds
+from semblend.materialize.gate.gate import LEAST_SKIPPED, MOST_SKIPPED
+from semblend.materialize.gate.thresholds import WAYS, DialTable, PassageOrder, PlanShape, Thresholds
 from semblend.plan.reuse_plan import DeclineReason, ReusePlan
 from semblend.prompt import Namespace, Prompt
 from semblend.span import Span

@@ -17,7 +17,7 @@ from semblend.engine.core.engine import Engine
 from semblend.engine.model.model import DecoderModel
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import Placed, QualitySettings
-from semblend.materialize.donors.donor_kv import DonorKv
+from semblend.materialize.donors.tiers import DonorKv
 from semblend.materialize.gate.thresholds import Thresholds
 from semblend.materialize.naive_engine import NaiveEngine
 from semblend.plan.reuse_plan import DeclineReason, ReusePlan

@@ -17,7 +17,7 @@ from semblend.engine.core.config import EngineConfig
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.spec import ModelSpec
 from semblend.engine.server.serving_adapter import LocalEngine
-from semblend.materialize.gate.chosen_table import choose_table
+from semblend.materialize.gate.thresholds import choose_table
 from semblend.prompt import Prompt
 from semblend.wire.errors import ApiError
 from semblend.wire.request import Request

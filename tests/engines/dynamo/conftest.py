@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[3] / "bench")]
 collect_ignore = ["start_vllm.py"]  # runs in vLLM's environment alone
 
 
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module")
 def dynamo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """One deployment for a module: three workers, the frontend, our router and our pin."""
-    from _dynamo_deployment import DynamoDeployment
+    from dynamo_deployment import DynamoDeployment
 
     with DynamoDeployment(tmp_path_factory.mktemp("dynamo"), pin=True) as deployment:
         yield deployment

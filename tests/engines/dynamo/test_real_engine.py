@@ -20,7 +20,7 @@ TEXTS = (
     reason="no vLLM for Dynamo here: .ci/engines/vllm-cpu setup, then .ci/engines/dynamo",
 )
 def test_documents_stay_with_the_engine_that_has_them_and_cost_less_prefill(tmp_path):
-    from _dynamo_deployment import DynamoDeployment
+    from dynamo_deployment import DynamoDeployment
 
     documents = [
         " ".join(f"{text}Paragraph {n} of {len(text)}: item {n * n % 97} follows item {n * 7 % 89}." for n in range(14))

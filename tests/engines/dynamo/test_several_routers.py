@@ -15,7 +15,7 @@ ROUNDS = 6
 
 
 def test_a_document_that_one_router_placed_is_pinned_by_both(tmp_path, documents):
-    from _dynamo_deployment import DynamoDeployment
+    from dynamo_deployment import DynamoDeployment
 
     with RedisServer(tmp_path) as redis:
         shared = {"SEMANTICKV_REDIS_URL": redis.url, "SEMANTICKV_HASH_KEY": "a secret of both"}

@@ -66,7 +66,7 @@ class SchedulerWorld:
             from semblend.confirm.sinks import CallbackSink, EventStream
 
             stream = EventStream([CallbackSink(self.events.append)])
-            self.desk.semblend.events = self.desk.semblend._report._stream = stream
+            self.desk.semblend.events = self.desk.semblend.reporting._stream = stream
             self._watch_loads()
 
     @property

@@ -136,7 +136,7 @@ def test_options_that_make_no_sense_are_refused_with_a_hint(tmp_path, extra):
 
 @pytest.mark.parametrize("broken", ["holds", "read_into", "write", "close"])
 def test_a_folder_that_fails_is_a_miss_and_ends_no_thread_of_sglang(tmp_path, model, broken, monkeypatch, caplog):
-    from semblend.materialize.donors.page_files import PageFiles
+    from semblend.materialize.donors.store import PageFiles
 
     def fail(*args, **more):
         raise OSError(5, "Input/output error")

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[3] / "bench")]
-from _vllm_verdicts import VerdictWatch  # noqa: E402
 from late_outputs import schedule_ahead  # noqa: E402
 from small_model import write_small_model  # noqa: E402
+from verdicts import VerdictWatch  # noqa: E402
 
 collect_ignore = ["slow_offload.py"]  # vLLM loads it, by its path
 MODEL = os.environ.get("SEMBLEND_TEST_VLLM_MODEL", "")
@@ -179,7 +179,7 @@ class World:
         self.worker.load, self.worker.capture = self._real["load"], self._real["capture"]
         self.half.semblend.config = dataclasses.replace(self.half.semblend.config, discovery_only=False)
         stream = EventStream([CallbackSink(self.events.append)])
-        self.half.semblend.events = self.half.semblend._report._stream = stream
+        self.half.semblend.events = self.half.semblend.reporting._stream = stream
         for seen in (self.kv, self.loads, self.events, self.kv_events):
             seen.clear()
         self.ask(self.ids("flush the drops"), tokens=1, opt_out=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from _vllm_faults import CONTROL, NAMES, REASONS, Faults
+from faults import CONTROL, NAMES, REASONS, Faults
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 LONG = 24

@@ -1,7 +1,4 @@
-"""Two vLLM servers on one machine share donors over HTTP; three kills of one, and the other never answers wrongly.
-
-bench/vllm_server_kills.py does 25.
-"""
+"""Two vLLM servers on one machine share donors over HTTP; one is killed, and the other never answers wrongly."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from _server_rounds import Pair, check_controls, run_round, write_model
+from server_rounds import Pair, check_controls, run_round, write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 SHARED = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -26,10 +23,11 @@ def pair(tmp_path):
             servers.close()
 
 
-def test_kill_9_of_a_server_never_makes_its_neighbour_answer_wrongly(pair):
+def test_kill_9_of_a_server_never_makes_its_neighbour_answer_wrongly(pair, is_long):
     assert check_controls(pair).list_failures() == [], "a wrong donor has to be noticed, or the rest shows nothing"
-    rounds = [run_round(pair, number, documents=3, seed=1, restart=number < 2) for number in range(3)]
-    assert [one.problems for one in rounds] == [[]] * 3
+    kills = 25 if is_long else 3
+    rounds = [run_round(pair, number, documents=3, seed=1, restart=number < kills - 1) for number in range(kills)]
+    assert not any(one.problems for one in rounds)
     assert sum(one.reused for one in rounds) >= 6
     assert sum(one.reused_after_kill for one in rounds) >= 1
     assert sum(one.reused_by_restarted for one in rounds) >= 2

@@ -6,7 +6,7 @@ import pytest
 
 from semblend.integration.vllm.orders import Load
 from semblend.integration.vllm.worker.load_queue import LoadQueue
-from semblend.materialize.blend.pieces import Pace
+from semblend.materialize.blend.quality import Pace
 from semblend.plan.reuse_plan import Decline, DeclineReason
 
 DONE = Decline(DeclineReason.ERROR, "a result like any other")

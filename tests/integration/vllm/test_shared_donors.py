@@ -17,12 +17,10 @@ from semblend.integration.vllm.scheduler.records import Record
 from semblend.integration.vllm.worker.worker_half import WorkerHalf
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.contract import Rows, slots_of_blocks
-from semblend.materialize.donors.shared.directory_kv import DirectoryKv
-from semblend.materialize.donors.shared.donor_record import is_key
-from semblend.materialize.donors.shared.private_folder import PrivateFolder
-from semblend.materialize.donors.shared.shared_donors import GENERATION, SharedDonors
-from semblend.materialize.donors.shared.signature import KvSignature
-from semblend.materialize.gate.canary import EIGHT_BIT_TOLERANCE
+from semblend.materialize.donors.directory import GENERATION, SharedDonors, is_key
+from semblend.materialize.donors.directory_kv import DirectoryKv, KvSignature
+from semblend.materialize.donors.store import PrivateFolder
+from semblend.materialize.gate.observers import EIGHT_BIT_TOLERANCE
 from semblend.materialize.naive_engine import NaiveEngine
 
 BLOCK = 16

@@ -19,7 +19,7 @@ from semblend.integration.vllm.worker.cache_layout import IndexedLayout, Strided
 from semblend.integration.vllm.worker.worker_half import FailureLog, RefusingHalf, WorkerHalf
 from semblend.materialize.blend.quality import QualitySettings, Step
 from semblend.materialize.contract import Capabilities, Rows, slots_of_blocks
-from semblend.materialize.donors.shared.publisher import Publication
+from semblend.materialize.donors.directory import Publication
 from semblend.materialize.gate.thresholds import Thresholds
 from semblend.materialize.kv.layout import KvLayout
 from semblend.materialize.naive_engine import NaiveEngine

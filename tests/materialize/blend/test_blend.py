@@ -22,9 +22,16 @@ from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import Blended, Placed, QualitySettings, Step
 from semblend.materialize.calibrate import Pair, calibrate, choose, table_of
 from semblend.materialize.contract import Capabilities, Rows
-from semblend.materialize.donors.donor_kv import DonorKv
-from semblend.materialize.gate.risk import RiskFeatures, RiskModel, fit_weights, next_token_kl
-from semblend.materialize.gate.thresholds import DEFAULT, STEPS, Thresholds
+from semblend.materialize.donors.tiers import DonorKv
+from semblend.materialize.gate.thresholds import (
+    DEFAULT,
+    STEPS,
+    RiskFeatures,
+    RiskModel,
+    Thresholds,
+    fit_weights,
+    next_token_kl,
+)
 from semblend.materialize.measure_ways import CalibrationPrompt
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.span import Span

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from semblend.materialize.blend.first_pass import first_rows, two_passes_cost_more
+from semblend.materialize.blend.passes import first_rows, two_passes_cost_more
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.span import Span
 

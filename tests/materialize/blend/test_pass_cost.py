@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from semblend.materialize.blend.first_pass import first_rows, two_passes_cost_more
-from semblend.materialize.blend.pass_cost import MOST_PASS_ROWS, measure_pass_rows
+from semblend.materialize.blend.passes import MOST_PASS_ROWS, first_rows, measure_pass_rows, two_passes_cost_more
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.naive_engine import NaiveEngine
 from semblend.span import Span

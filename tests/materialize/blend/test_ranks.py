@@ -13,7 +13,7 @@ from semblend.materialize.blend import blender as blending
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import Placed, QualitySettings
 from semblend.materialize.contract import Capabilities, Rows
-from semblend.materialize.donors.donor_kv import DonorKv
+from semblend.materialize.donors.tiers import DonorKv
 from semblend.materialize.gate.thresholds import Thresholds
 from semblend.materialize.naive_engine import NaiveEngine
 from semblend.plan.reuse_plan import Decline, ReusePlan

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from semblend.errors import CapacityError, InputError, StoreError
 from semblend.materialize.contract import KvLayout
-from semblend.materialize.donors import disk_tier
-from semblend.materialize.donors.donor_kv import DonorKv
+from semblend.materialize.donors import store
+from semblend.materialize.donors.tiers import DonorKv
 from semblend.materialize.kv.rope import RopeSpec
 
 LAYERS, HEADS, DIM = 2, 1, 4
@@ -223,7 +223,7 @@ def test_donors_lost_to_a_full_disk_are_told_once_a_minute(tmp_path, monkeypatch
     def refuse(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(disk_tier, "write_donor_file", refuse)
+    monkeypatch.setattr(store, "write_donor_file", refuse)
     for number, name in enumerate("abcd"):
         capture(kv, name, number)
     now[0] = 61.0
@@ -249,7 +249,7 @@ def test_a_file_of_another_donor_in_its_place_is_not_served(tmp_path):
 FULL_DISK = """
 import resource, sys, torch
 from semblend.materialize.contract import KvLayout
-from semblend.materialize.donors.donor_kv import DonorKv
+from semblend.materialize.donors.tiers import DonorKv
 told = []
 size = 2 * 2 * 64 * 4 * 4
 kv = DonorKv(0, size, sys.argv[1], budget_disk_bytes=1 << 20, on_evicted=lambda *gone: told.append(gone))
@@ -273,9 +273,7 @@ def test_a_full_disk_costs_the_donor_that_should_go_there_and_nothing_else(tmp_p
 
 
 def test_files_are_private_and_those_of_a_dead_process_are_swept(tmp_path):
-    left = (
-        "import sys, os; from semblend.materialize.donors.disk_tier import DiskTier; DiskTier(sys.argv[1]); os._exit(0)"
-    )
+    left = "import sys, os; from semblend.materialize.donors.store import DiskTier; DiskTier(sys.argv[1]); os._exit(0)"
     subprocess.run([sys.executable, "-c", left, str(tmp_path)], check=True, timeout=120)
     (orphan,) = tmp_path.iterdir()
     kv = DonorKv(0, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=1 << 20)
@@ -306,7 +304,7 @@ def test_a_sweep_takes_what_died_before_it_had_a_lock_and_follows_no_link(tmp_pa
 
 def test_processes_that_start_together_do_not_sweep_each_other(tmp_path):
     script = (
-        "import sys; from semblend.materialize.donors.disk_tier import DiskTier; "
+        "import sys; from semblend.materialize.donors.store import DiskTier; "
         "made = [DiskTier(sys.argv[1]) for _ in range(20)]; "
         "assert all((tier.folder / 'lock').exists() for tier in made); [tier.close() for tier in made]"
     )

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend.errors import StoreError
-from semblend.materialize.donors.page_files import LOST_AFTER_S, PageFiles
+from semblend.materialize.donors.store import LOST_AFTER_S, PageFiles
 
 IDENTITY = {"weights": "abc", "page_tokens": 16, "ranks": {"tp_rank": 0}}
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend.errors import ConfigError
-from semblend.materialize.fit_dial import (
+from semblend.materialize.calibrate import (
     RIDGE,
     fit_dial,
     fit_log_weights,
@@ -18,12 +18,17 @@ from semblend.materialize.fit_dial import (
     replay_unseen,
     solve_not_negative,
 )
-from semblend.materialize.gate.dial import MOST_UNPROBED, NUMBERS, WAYS, DialTable, choose_way
-from semblend.materialize.gate.gate import DialGate, ThresholdGate, make_gate, prefill_at_once
-from semblend.materialize.gate.outcome_memory import OutcomeMemory
-from semblend.materialize.gate.plan_shape import PassageOrder
-from semblend.materialize.gate.risk import RiskFeatures
-from semblend.materialize.gate.thresholds import Thresholds
+from semblend.materialize.gate.gate import DialGate, OutcomeMemory, ThresholdGate, make_gate, prefill_at_once
+from semblend.materialize.gate.thresholds import (
+    MOST_UNPROBED,
+    NUMBERS,
+    WAYS,
+    DialTable,
+    PassageOrder,
+    RiskFeatures,
+    Thresholds,
+    choose_way,
+)
 from semblend.materialize.measure_ways import CalibrationPrompt, Moved, PromptMeasure, WayMeasure, reorder_passages
 from semblend.plan.reuse_plan import DeclineReason, ReusePlan
 from semblend.prompt import Namespace

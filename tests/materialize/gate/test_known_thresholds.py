@@ -6,11 +6,21 @@ import dataclasses
 
 import pytest
 
-from semblend.materialize.gate.chosen_table import TableSource, borrow_dial, choose_table
-from semblend.materialize.gate.dial import NUMBERS, WAYS, DialTable
 from semblend.materialize.gate.gate import DialGate, ThresholdGate, make_gate, prefill_at_once
-from semblend.materialize.gate.plan_shape import PassageOrder
-from semblend.materialize.gate.thresholds import DEFAULT, STEPS, Thresholds, find_known, read_known
+from semblend.materialize.gate.thresholds import (
+    DEFAULT,
+    NUMBERS,
+    STEPS,
+    WAYS,
+    DialTable,
+    PassageOrder,
+    TableSource,
+    Thresholds,
+    borrow_dial,
+    choose_table,
+    find_known,
+    read_known,
+)
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.span import Span
 

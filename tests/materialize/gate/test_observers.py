@@ -14,16 +14,18 @@ from semblend.engine.model.pooled_model import PooledModel
 from semblend.engine.model.spec import ModelSpec
 from semblend.materialize.contract import Observer, Rows, StopPass
 from semblend.materialize.gate import observers
-from semblend.materialize.gate.canary import CANARY_TOLERANCE, canary_positions, measure_canary
 from semblend.materialize.gate.observers import (
+    CANARY_TOLERANCE,
     AttentionMass,
     KvDeviation,
     LateAttentionMass,
     RepairedDeviation,
+    canary_positions,
     compute_deviation,
     count_question_rows,
+    measure_canary,
 )
-from semblend.materialize.gate.risk import UNBOUNDED_RISK, bound_risk, next_token_kl
+from semblend.materialize.gate.thresholds import UNBOUNDED_RISK, bound_risk, next_token_kl
 
 CONFIG = {
     "model_type": "llama",

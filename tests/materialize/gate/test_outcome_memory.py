@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend.errors import ConfigError
-from semblend.materialize.gate import outcome_memory
-from semblend.materialize.gate.outcome_memory import RETRY_BUDGET, OutcomeMemory, count_skips
-from semblend.materialize.gate.plan_shape import PassageOrder, PlanShape
-from semblend.materialize.gate.thresholds import Thresholds, find_known
+from semblend.materialize.gate import gate
+from semblend.materialize.gate.gate import RETRY_BUDGET, OutcomeMemory, count_skips
+from semblend.materialize.gate.thresholds import PassageOrder, PlanShape, Thresholds, find_known
 from semblend.plan.reuse_plan import DeclineReason, ReusePlan
 from semblend.prompt import Namespace
 from semblend.span import Span
@@ -165,7 +164,7 @@ def test_nothing_that_others_send_changes_a_tenants_decisions(seen):
 
 
 def test_a_tenant_that_invents_namespaces_pushes_out_its_own_records_only(monkeypatch):
-    monkeypatch.setattr(outcome_memory, "MOST_RECORDS", 50)
+    monkeypatch.setattr(gate, "MOST_RECORDS", 50)
     memory = OutcomeMemory()
     memory.learn(SHORT, ACME, work=1.7, declined=REJECTED)
     for number in range(500):
@@ -176,7 +175,7 @@ def test_a_tenant_that_invents_namespaces_pushes_out_its_own_records_only(monkey
 
 
 def test_many_tenants_take_bounded_memory(monkeypatch):
-    monkeypatch.setattr(outcome_memory, "MOST_TENANTS", 20)
+    monkeypatch.setattr(gate, "MOST_TENANTS", 20)
     memory = OutcomeMemory()
     for number in range(100):
         memory.decline_in_vain(SHORT, Namespace(tenant=str(number)))

@@ -19,16 +19,18 @@ from hypothesis import strategies as st  # noqa: E402
 from semblend.integration.vllm.worker import grouped_attention  # noqa: E402
 from semblend.materialize.contract import Rows  # noqa: E402
 from semblend.materialize.gate.observers import add_attention  # noqa: E402
-from semblend.materialize.kv import mass_kernels  # noqa: E402
+from semblend.materialize.kv import attention_kernels  # noqa: E402
 from semblend.materialize.kv.attention_kernels import Attended, scattered_attention  # noqa: E402
 from semblend.materialize.kv.attention_plain import attend_plain  # noqa: E402
-from semblend.materialize.kv.eight_bits import packed_shapes  # noqa: E402
-from semblend.materialize.kv.gather import gather_plain, pack_donor  # noqa: E402
 from semblend.materialize.kv.kernels import gather_rows, splice_moves  # noqa: E402
 from semblend.materialize.kv.layout import KvLayout  # noqa: E402
-from semblend.materialize.kv.moves import DonorTensors, Move  # noqa: E402
+from semblend.materialize.kv.moves import (  # noqa: E402
+    DonorTensors,
+    Move,
+    packed_shapes,
+)
 from semblend.materialize.kv.rope import RopeSpec  # noqa: E402
-from semblend.materialize.kv.splice import check_moves, splice_plain, stage_on_device  # noqa: E402
+from semblend.materialize.kv.splice import check_moves, gather_plain, pack_donor, splice_plain, stage_on_device  # noqa: E402  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -323,10 +325,10 @@ def test_a_recorded_pass_reads_its_groups_from_the_device(chosen, fa_utils, monk
 @pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize(("rows", "heads", "kv_heads", "total"), [(1, 2, 2, 1), (5, 6, 2, 70), (30, 7, 1, 200)])
 def test_the_mass_of_a_question_equals_its_twin(dtype, rows, heads, kv_heads, total, block, monkeypatch):
-    monkeypatch.setattr(mass_kernels, "parts_of", lambda *_: 3)
+    monkeypatch.setattr(attention_kernels, "parts_of", lambda *_: 3)
     q, _, context, k, _, _ = attention_case([0] * rows, total, heads, kv_heads, 16, dtype, block)
     have, want = (torch.full((total + 3,), 0.5, device=DEVICE) for _ in range(2))
-    mass_kernels.add_question_mass(have, q, context, k)
+    attention_kernels.add_question_mass(have, q, context, k)
     add_attention(want, q.float(), k.view(-1, kv_heads, 16)[context].float())
     torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
     assert abs(float(have.sum()) - 0.5 * len(have) - 1) < 1e-3

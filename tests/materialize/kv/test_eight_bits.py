@@ -9,21 +9,21 @@ from hypothesis import strategies as st
 
 from semblend.errors import InputError
 from semblend.materialize.contract import KvLayout
-from semblend.materialize.donors.donor_kv import DonorKv
-from semblend.materialize.gate.canary import CANARY_TOLERANCE, EIGHT_BIT_TOLERANCE, find_tolerance
-from semblend.materialize.kv.eight_bits import (
+from semblend.materialize.donors.tiers import DonorKv
+from semblend.materialize.gate.observers import CANARY_TOLERANCE, EIGHT_BIT_TOLERANCE, find_tolerance
+from semblend.materialize.kv.moves import (
     LARGEST,
     SCALES,
+    DonorTensors,
+    Move,
     Scales,
     count_packed_bytes,
     pack,
     packed_shapes,
     unpack_rows,
 )
-from semblend.materialize.kv.gather import pack_donor
-from semblend.materialize.kv.moves import DonorTensors, Move
 from semblend.materialize.kv.rope import RopeSpec
-from semblend.materialize.kv.splice import splice
+from semblend.materialize.kv.splice import pack_donor, splice
 
 LAYERS, HEADS, DIM = 2, 3, 16
 

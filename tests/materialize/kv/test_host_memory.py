@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from semblend.errors import CapacityError
 from semblend.materialize.contract import KvLayout
-from semblend.materialize.donors.donor_kv import DonorKv
-from semblend.materialize.donors.donor_memory import MOST_BACKLOG, DonorMemory
-from semblend.materialize.kv.host_memory import Arena, copy_to_device
+from semblend.materialize.donors.memory import MOST_BACKLOG, Arena, DonorMemory
+from semblend.materialize.donors.tiers import DonorKv
+from semblend.materialize.kv.layout import copy_to_device
 
 SIZE = 1 << 14
 

@@ -7,7 +7,7 @@ import torch
 
 from semblend.integration.vllm.worker.cuda_graphs import SIZES, RecordedPasses
 from semblend.materialize.contract import KvLayout, Rows
-from semblend.materialize.donors.donor_kv import DonorKv
+from semblend.materialize.donors.tiers import DonorKv
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 LAYERS, SLOTS, HEADS, DIM = 8, 16_384, 4, 128

@@ -14,8 +14,11 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from semblend.errors import InputError  # noqa: E402
-from semblend.materialize.kv.rope import RopeSpec, refusal  # noqa: E402
-from semblend.materialize.kv.rope_config import FAMILIES  # noqa: E402
+from semblend.materialize.kv.rope import (  # noqa: E402
+    FAMILIES,
+    RopeSpec,
+    refusal,
+)
 
 TINY: dict[str, Any] = {
     "vocab_size": 61,

@@ -129,8 +129,7 @@ def measure_prompts(model: Any, tokenizer: Any, pool: Any, args: argparse.Namesp
 
 def make_thresholds(measures: Sequence[PromptMeasure], tokens: int, pool: Any, args: argparse.Namespace) -> Thresholds:
     """Thresholds of mode balanced, the dial, and how far cold answers move by themselves."""
-    from semblend.materialize.calibrate import list_pairs, table_of
-    from semblend.materialize.fit_dial import fit_dial, replay_unseen
+    from semblend.materialize.calibrate import fit_dial, list_pairs, replay_unseen, table_of
 
     noise = {
         name: _summarize_noise([moved for one in measures if (moved := getattr(one, name)) is not None])
@@ -184,7 +183,7 @@ def as_dial(thresholds: Thresholds) -> str:
 
 
 def _list_orders() -> tuple[Any, ...]:
-    from semblend.materialize.gate.plan_shape import PassageOrder
+    from semblend.materialize.gate.thresholds import PassageOrder
 
     return tuple(PassageOrder)
 

@@ -26,7 +26,7 @@ from semblend.text.corpus import read_corpus, read_retrievals, split_text
 if TYPE_CHECKING:
     from semblend.engine.core.engine import Engine
     from semblend.engine.model.tokenizer import ModelTokenizer
-    from semblend.materialize.donors.shared.private_folder import PrivateFolder
+    from semblend.materialize.donors.store import PrivateFolder
     from semblend.prompt import Prompt
 
 # -- where donors go -------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class DirectoryTarget:
         return len(self._encode(text))
 
     def has(self, prompt: str) -> bool:
-        from semblend.materialize.donors.shared.donor_record import digest_tokens
+        from semblend.materialize.donors.directory import digest_tokens
 
         one = self._place(prompt)
         return digest_tokens(one.namespace, one.token_ids) in self._there
@@ -189,9 +189,8 @@ class DirectoryTarget:
 
     def _read_digests(self) -> set[str]:
         """Of the donors that are whole in the folder, and of use to a server with this model, type and bits."""
-        from semblend.materialize.donors.shared.directory_listing import DirectoryListing
-        from semblend.materialize.donors.shared.donor_record import LARGEST_RECORD, DonorRecord, record_name
-        from semblend.materialize.donors.shared.private_folder import PrivateFolder
+        from semblend.materialize.donors.directory import LARGEST_RECORD, DirectoryListing, DonorRecord, record_name
+        from semblend.materialize.donors.store import PrivateFolder
 
         directory = self._engine.reuse.directory
         assert directory is not None, "it was opened with one"
@@ -213,7 +212,7 @@ def hold_folder(path: str) -> PrivateFolder:
 
     Two runs of ten documents at once took 103 MB where one takes 52 (2026-11-16). Servers need not hold the folder.
     """
-    from semblend.materialize.donors.shared.private_folder import PrivateFolder
+    from semblend.materialize.donors.store import PrivateFolder
 
     folder = PrivateFolder(path)
     if not folder.hold():
@@ -231,7 +230,7 @@ def open_directory_target(args: argparse.Namespace) -> DirectoryTarget:
     from semblend.engine.core.open_directory import count_token_bytes
     from semblend.engine.server.config import ServeConfig
     from semblend.engine.server.launch import Launch
-    from semblend.materialize.donors.donor_kv import DonorKv
+    from semblend.materialize.donors.tiers import DonorKv
 
     folder = hold_folder(args.donor_directory)
     try:

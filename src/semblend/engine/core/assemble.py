@@ -15,12 +15,11 @@ from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.pooled_model import PooledModel
 from semblend.facade import SemBlend
 from semblend.materialize.blend.blender import Blender
-from semblend.materialize.blend.pieces import CPU_PIECE_ROWS, LEAST_PIECE_ROWS, Pace
-from semblend.materialize.blend.quality import QualitySettings
-from semblend.materialize.donors.donor_kv import DonorKv
-from semblend.materialize.donors.shared.directory_kv import DirectoryKv
-from semblend.materialize.gate.canary import find_tolerance
-from semblend.materialize.gate.outcome_memory import OutcomeMemory
+from semblend.materialize.blend.quality import CPU_PIECE_ROWS, LEAST_PIECE_ROWS, Pace, QualitySettings
+from semblend.materialize.donors.directory_kv import DirectoryKv
+from semblend.materialize.donors.tiers import DonorKv
+from semblend.materialize.gate.gate import OutcomeMemory
+from semblend.materialize.gate.observers import find_tolerance
 from semblend.reporting import report_disk_failure, report_policy_failure
 
 GIB = 1 << 30

@@ -14,10 +14,8 @@ from dataclasses import replace
 from semblend.discover.donor import Eviction
 from semblend.errors import SemBlendError
 from semblend.facade import SemBlend
-from semblend.materialize.donors.shared.directory_kv import GENERATION, DirectoryKv
-from semblend.materialize.donors.shared.donor_record import is_key
-from semblend.materialize.donors.shared.publisher import Publisher
-from semblend.materialize.donors.shared.shared_donors import SharedDonors
+from semblend.materialize.donors.directory import GENERATION, SharedDonors, is_key
+from semblend.materialize.donors.directory_kv import DirectoryKv, Publisher
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.prompt import Prompt
 

@@ -29,8 +29,8 @@ from semblend.engine.model.sampling import Sampled, make_generator
 from semblend.errors import InputError, SemBlendError
 from semblend.eviction.policy import EvictionPolicy, guard_policy, make_policy
 from semblend.facade import SemBlend
-from semblend.materialize.blend.pieces import Pace
-from semblend.materialize.gate.outcome_memory import OutcomeMemory
+from semblend.materialize.blend.quality import Pace
+from semblend.materialize.gate.gate import OutcomeMemory
 from semblend.prompt import Prompt
 from semblend.reporting import report_policy_failure
 from semblend.wire.answer import Chunk, FinishReason, Logprob

@@ -12,12 +12,10 @@ from semblend.engine.core.directory_donors import DirectoryDonors
 from semblend.engine.core.engine import Engine
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.weights import Weights
-from semblend.materialize.donors.donor_kv import DonorKv
-from semblend.materialize.donors.shared.directory_kv import DirectoryKv
-from semblend.materialize.donors.shared.private_folder import PrivateFolder
-from semblend.materialize.donors.shared.publisher import Publisher
-from semblend.materialize.donors.shared.shared_donors import SharedDonors
-from semblend.materialize.donors.shared.signature import KvSignature
+from semblend.materialize.donors.directory import SharedDonors
+from semblend.materialize.donors.directory_kv import DirectoryKv, KvSignature, Publisher
+from semblend.materialize.donors.store import PrivateFolder
+from semblend.materialize.donors.tiers import DonorKv
 from semblend.prompt import Namespace
 
 STRETCH, STRETCHES = 64, 8

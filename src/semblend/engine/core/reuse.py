@@ -24,10 +24,9 @@ from semblend.engine.core.directory_donors import DirectoryDonors
 from semblend.engine.core.sequence import EXACT_TO_THE_END, Sequence
 from semblend.engine.model.paged_kv import KvPool
 from semblend.facade import SemBlend
-from semblend.materialize.blend.pieces import Pace, Pieces
-from semblend.materialize.blend.quality import Blended, Rejected, Spliced
+from semblend.materialize.blend.quality import Blended, Pace, Pieces, Rejected, Spliced
 from semblend.materialize.contract import Layout
-from semblend.materialize.gate.outcome_memory import OutcomeMemory
+from semblend.materialize.gate.gate import OutcomeMemory
 from semblend.plan.donor_cost import explain_lost_donor
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Prompt
@@ -39,7 +38,7 @@ log = logging.getLogger("semblend.engine")
 
 
 class Donors(Protocol):
-    """Where donor KV is kept; see `semblend.materialize.donors.donor_kv`."""
+    """Where donor KV is kept; see `semblend.materialize.donors.tiers`."""
 
     def capture(self, donor_id: str, generation: int, layout: Layout, slots: Tensor, *, tenant: str) -> object: ...
     def holds(self, donor_id: str, generation: int) -> bool: ...

@@ -13,8 +13,7 @@ from semblend.confirm.receipt import Receipt
 from semblend.engine.core.stops import AnswerText
 from semblend.engine.model.paged_kv import KvPool
 from semblend.errors import InputError, SemBlendError
-from semblend.materialize.blend.pieces import Pieces
-from semblend.materialize.blend.quality import Blended, Rejected, Spliced
+from semblend.materialize.blend.quality import Blended, Pieces, Rejected, Spliced
 from semblend.plan.reuse_plan import Decline, ReusePlan
 from semblend.plan.selection import Positions
 from semblend.prompt import Namespace, Prompt

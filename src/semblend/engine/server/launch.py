@@ -24,10 +24,9 @@ from semblend.engine.server.config import ServeConfig
 from semblend.engine.server.serving_adapter import LocalEngine
 from semblend.errors import ConfigError, InputError, StoreError
 from semblend.facade import SemBlend
-from semblend.materialize.blend.pass_cost import MANY_ROWS, measure_pass_rows
+from semblend.materialize.blend.passes import MANY_ROWS, measure_pass_rows
 from semblend.materialize.blend.quality import QualitySettings
-from semblend.materialize.gate.chosen_table import ChosenTable, TableSource, choose_table
-from semblend.materialize.gate.thresholds import Thresholds
+from semblend.materialize.gate.thresholds import ChosenTable, TableSource, Thresholds, choose_table
 from semblend.models import resolve
 
 log = logging.getLogger("semblend.server")

@@ -13,7 +13,7 @@ from semblend.engine.core.engine import Engine
 from semblend.engine.core.sequence import QueueFull
 from semblend.engine.model.tokenizer import ModelTokenizer
 from semblend.engine.server.merge import merge
-from semblend.materialize.gate.chosen_table import ChosenTable
+from semblend.materialize.gate.thresholds import ChosenTable
 from semblend.prompt import Namespace
 from semblend.text.token_budget import TokenBudget
 from semblend.wire.answer import Chunk

@@ -15,7 +15,7 @@ from semblend.errors import CapacityError
 from semblend.facade import SemBlend
 from semblend.integration.desk.settings import DeskSettings
 from semblend.materialize.contract import Model
-from semblend.materialize.donors.donor_kv import DonorKv
+from semblend.materialize.donors.tiers import DonorKv
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.prompt import Prompt
 from semblend.reporting import report_policy_failure

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from semblend.config import SemBlendConfig
 from semblend.confirm.receipt import Receipt
-from semblend.materialize.blend.pieces import Pieces
-from semblend.materialize.blend.quality import Blended, Rejected
+from semblend.materialize.blend.quality import Blended, Pieces, Rejected
 from semblend.plan.reuse_plan import Decline, ReusePlan
 from semblend.prompt import Prompt
 from semblend.quality import GATED_MODE, choose_quality, find_path

@@ -44,10 +44,10 @@ from semblend.integration.desk.records import (
 )
 from semblend.integration.desk.settings import DeskSettings
 from semblend.materialize.blend.blender import Blender
-from semblend.materialize.blend.first_pass import first_rows, two_passes_cost_more
+from semblend.materialize.blend.passes import first_rows, two_passes_cost_more
 from semblend.materialize.blend.quality import Blended, Placed, QualitySettings, Rejected
 from semblend.materialize.contract import Model
-from semblend.materialize.gate.outcome_memory import OutcomeMemory
+from semblend.materialize.gate.gate import OutcomeMemory
 from semblend.materialize.weights_watch import WeightsWatch
 from semblend.plan.donor_cost import explain_lost_donor
 from semblend.plan.gap_cost import keep_paying_spans

@@ -19,7 +19,7 @@ from semblend.integration.sglang.refusals import refusal
 from semblend.integration.sglang.semantic_prefix import SemanticPrefixProvider
 from semblend.integration.sglang.settings import SglangSettings, sglang_settings
 from semblend.materialize.blend.quality import QualitySettings
-from semblend.materialize.gate.chosen_table import choose_table
+from semblend.materialize.gate.thresholds import choose_table
 from semblend.materialize.weights_watch import WeightsWatch
 from semblend.prompt import Namespace
 

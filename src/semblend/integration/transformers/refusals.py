@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from semblend.integration.transformers.versions import SERVED_TYPES, is_too_old, support
-from semblend.materialize.gate.canary import find_tolerance
+from semblend.materialize.gate.observers import find_tolerance
 from semblend.materialize.kv.layout import DTYPES
 from semblend.materialize.kv.rope import refusal as rope_refusal
 

@@ -38,8 +38,8 @@ from semblend.integration.transformers.refusals import Options, refuse_call, ref
 from semblend.integration.transformers.reuse_cache import ReuseCache
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.contract import Rows
-from semblend.materialize.gate.canary import canary_positions, find_tolerance, measure_canary
-from semblend.materialize.gate.chosen_table import choose_table
+from semblend.materialize.gate.observers import canary_positions, find_tolerance, measure_canary
+from semblend.materialize.gate.thresholds import choose_table
 from semblend.materialize.kv.moves import Move
 from semblend.materialize.kv.splice import splice
 from semblend.materialize.weights_watch import WeightsWatch

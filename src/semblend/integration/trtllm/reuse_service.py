@@ -34,7 +34,7 @@ from semblend.integration.trtllm.requests import find_salt, read_request
 from semblend.integration.trtllm.salts import read_salt
 from semblend.integration.trtllm.twin_model import CHECKED_TOKENS, find_trusted_error, measure_disagreement
 from semblend.materialize.contract import KvLayout, Rows
-from semblend.materialize.gate.canary import canary_positions, find_tolerance, measure_canary
+from semblend.materialize.gate.observers import canary_positions, find_tolerance, measure_canary
 from semblend.prompt import Namespace
 
 log = logging.getLogger("tensorrt_llm.semblend")

@@ -24,7 +24,7 @@ from semblend.integration.trtllm.settings import TrtllmSettings, trtllm_settings
 from semblend.integration.trtllm.twin_model import NO_TWIN, make_twin
 from semblend.integration.trtllm.versions import find_version
 from semblend.materialize.blend.quality import QualitySettings
-from semblend.materialize.gate.chosen_table import choose_table
+from semblend.materialize.gate.thresholds import choose_table
 from semblend.materialize.kv.layout import DTYPES
 from semblend.materialize.weights_watch import WeightsWatch
 from semblend.prompt import Namespace

@@ -18,7 +18,7 @@ from semblend.engine.model.spec import ModelSpec
 from semblend.engine.model.weights import LayerWeights, Weights
 from semblend.errors import SemBlendError
 from semblend.materialize.contract import Layout, Model, Rows
-from semblend.materialize.gate.canary import find_tolerance
+from semblend.materialize.gate.observers import find_tolerance
 from semblend.materialize.kv.layout import DTYPES
 
 NO_TWIN = "such an engine runs without reuse"

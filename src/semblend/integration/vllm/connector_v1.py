@@ -39,7 +39,7 @@ from semblend.integration.vllm.versions import is_known
 from semblend.integration.vllm.worker.model_access import StockModel, find_model_of_caller
 from semblend.integration.vllm.worker.rank_watch import RankWatch, meet_ranks
 from semblend.integration.vllm.worker.worker_half import FailureLog, RefusingHalf, WorkerHalf
-from semblend.materialize.gate.outcome_memory import OutcomeMemory
+from semblend.materialize.gate.gate import OutcomeMemory
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource

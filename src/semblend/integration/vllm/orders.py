@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from semblend.materialize.donors.shared.publisher import Publication
+from semblend.materialize.donors.directory import Publication
 from semblend.plan.reuse_plan import DeclineReason
 from semblend.span import Span
 

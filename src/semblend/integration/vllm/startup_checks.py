@@ -23,13 +23,12 @@ from semblend.integration.vllm.versions import is_known, support
 from semblend.integration.vllm.worker.model_access import StockModel, read_rope_config
 from semblend.integration.vllm.worker.worker_half import WorkerHalf
 from semblend.materialize.blend.quality import QualitySettings
-from semblend.materialize.donors.shared.directory_kv import DirectoryKv
-from semblend.materialize.donors.shared.private_folder import PrivateFolder
-from semblend.materialize.donors.shared.shared_donors import SharedDonors
-from semblend.materialize.donors.shared.signature import KvSignature
-from semblend.materialize.gate.canary import EIGHT_BIT_TOLERANCE
-from semblend.materialize.gate.chosen_table import ChosenTable, choose_table
-from semblend.materialize.kv.eight_bits import count_packed_bytes
+from semblend.materialize.donors.directory import SharedDonors
+from semblend.materialize.donors.directory_kv import DirectoryKv, KvSignature
+from semblend.materialize.donors.store import PrivateFolder
+from semblend.materialize.gate.observers import EIGHT_BIT_TOLERANCE
+from semblend.materialize.gate.thresholds import ChosenTable, choose_table
+from semblend.materialize.kv.moves import count_packed_bytes
 from semblend.materialize.weights_watch import WeightsWatch
 from semblend.prompt import Namespace
 

@@ -9,20 +9,31 @@ tokens chosen is a cold prefill.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from semblend.materialize.blend.blend_state import BlendState, Refused
-from semblend.materialize.blend.pieces import Pace, PieceRate, Pieces, count_piece_rows
-from semblend.materialize.blend.quality import Pass, QualitySettings
-from semblend.materialize.blend.ranks import Ranks
+from semblend.errors import RankError
+from semblend.materialize.blend.quality import (
+    OnPass,
+    Pace,
+    Pass,
+    PieceRate,
+    Pieces,
+    QualitySettings,
+    Target,
+    count_piece_rows,
+)
 from semblend.materialize.contract import QUESTION_ROWS, Model, Observer, Rows, StopPass
-from semblend.materialize.gate.canary import (
+from semblend.materialize.gate.gate import Gate, ThresholdGate
+from semblend.materialize.gate.observers import (
     CANARY_TOLERANCE,
     DEEP_ROWS,
     DeepLook,
@@ -33,10 +44,210 @@ from semblend.materialize.gate.canary import (
     find_largest,
     measure_rows,
 )
-from semblend.materialize.gate.risk import bound_risk, next_token_kl
-from semblend.plan.reuse_plan import DeclineReason
-from semblend.plan.selection import Positions
+from semblend.materialize.gate.thresholds import DEFAULT, RiskFeatures, bound_risk, next_token_kl
+from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
+from semblend.plan.selection import Positions, keep_in_order, list_reused_positions, select_seams
 from semblend.span import Span
+
+# -- What the first pass over a prompt computes, and whether a second one still pays: known from the plan alone.
+
+
+def first_rows(tokens: int, exact: int, spans: Sequence[Span], settings: QualitySettings) -> Positions:
+    """Gaps, the heads of spans, what moved ahead, and the end of the prompt, whoever holds it.
+
+    The attention of the end is the question's. What moved ahead: docs/research/decisions/0112-moved-ahead.md.
+
+    >>> settings = QualitySettings(seam_tokens=1, first_seam_tokens=2, question_tokens=1)
+    >>> first_rows(10, 1, [Span("d", 0, 3, 6)], settings).tolist()
+    [1, 2, 3, 4, 9]
+    """
+    kept = keep_in_order(spans, settings.moved_ahead_share)
+    wanted = np.ones(tokens, dtype=bool)
+    wanted[:exact] = False
+    wanted[list_reused_positions(kept)] = False
+    wanted[select_seams(kept, settings.seam_tokens)] = True
+    wanted[select_seams(kept[:1], settings.first_seam_tokens)] = True
+    wanted[max(exact, tokens - max(1, settings.question_tokens)) :] = True
+    return np.flatnonzero(wanted)
+
+
+def two_passes_cost_more(first: Positions, spans: Sequence[Span], cold: int, settings: QualitySettings) -> str | None:
+    """Why mode balanced is not worth its work; None when it is. ``cold``: the rows of a prefill.
+
+    Two passes at least: with many gaps behind the first donor token they cost nearly as much as a prefill. And they may
+    be in vain. So the bound is that of all repairs, not the whole prefill. What each pass costs beside its rows counts:
+    a short prompt cannot win.
+    """
+    second = keep_in_order(spans, settings.moved_ahead_share)[0].target_start
+    again, reused = int((first > second).sum()), sum(span.length for span in spans)
+    rows = len(first) + again + sum(round(step.percent / 100 * reused) for step in settings.steps[:1])
+    bound = min(1.0, settings.most_work)
+    if rows + 2 * settings.pass_rows < bound * (cold + settings.pass_rows):
+        return None
+    beside = f" and cost {settings.pass_rows} rows more each" if settings.pass_rows else ""
+    return f"two passes compute {rows} rows{beside}, over {bound:.0%} of a prefill's {cold}"
+
+
+# -- The state of one request while it is prepared: what is known, what was computed, what passes showed.
+
+
+Mask = npt.NDArray[np.bool_]
+
+
+class Refused(Exception):  # noqa: N818  (control flow of the blender)
+    """Ends the work on a request with a decline."""
+
+    def __init__(self, reason: DeclineReason, detail: str, faulty_donors: tuple[str, ...] = ()) -> None:
+        super().__init__(detail)
+        self.decline = Decline(reason, detail, faulty_donors=faulty_donors)
+
+
+@dataclass(slots=True, eq=False)
+class BlendState:
+    """One request while it is prepared. ``computed`` marks what passes of ours have computed so far."""
+
+    tokens: Tensor
+    context: Tensor
+    spans: tuple[Span, ...]
+    exact: int
+    reused: Positions
+    computed: Mask
+    gate: Gate = field(default_factory=lambda: ThresholdGate(DEFAULT))
+    on_pass: OnPass | None = None
+    started: float = field(default_factory=time.perf_counter)
+    passes: list[Pass] = field(default_factory=list)
+    first_tail: Tensor | None = None
+    tail: Tensor | None = None  # logits of the prompt's last tokens after the last pass, [rows, vocabulary]
+    mass: npt.NDArray[np.floating[Any]] | None = None
+    deviation: npt.NDArray[np.floating[Any]] | None = None
+    canary: float | None = None
+    deep: float | None = None  # how far donor KV is off above layer 0, by `gate.canary.DeepLook`
+    looked_at: tuple[Tensor, Tensor] | None = None  # by the canary: positions, and the error of each on this rank
+    risk: float | None = None
+    features: RiskFeatures | None = None
+    glance: float | None = None
+    escalations: int = 0
+    repaired: int = 0  # chosen by steps of the gate; heads of spans and the prompt's end come on top
+    load_ms: float = 0.0
+
+    @classmethod
+    def of(cls, target: Target, plan: ReusePlan, device: torch.device, spans: tuple[Span, ...]) -> BlendState:
+        """The state of a prompt whose slots lie on ``device``; refused where plan and prompt do not fit together."""
+        if target.slots is None:
+            raise Refused(DeclineReason.VALIDATION_FAILED, "the prompt has no slots yet")
+        tokens = torch.as_tensor(target.tokens, dtype=torch.long)[: plan.prompt_tokens].cpu()
+        context = target.slots[: plan.prompt_tokens].to(device)
+        if not 0 <= plan.exact_tokens < plan.prompt_tokens == len(tokens) == len(context):
+            raise Refused(
+                DeclineReason.VALIDATION_FAILED,
+                f"a plan for {plan.prompt_tokens} tokens ({plan.exact_tokens} exact), {len(tokens)} tokens, "
+                f"{len(context)} slots",
+            )
+        end = plan.exact_tokens
+        for span in spans:
+            if span.target_start < end or span.length < 1 or span.target_end > plan.prompt_tokens:
+                raise Refused(DeclineReason.VALIDATION_FAILED, f"{span} does not lie in order inside the prompt")
+            end = span.target_end
+        computed = np.zeros(plan.prompt_tokens, dtype=bool)
+        return cls(tokens, context, spans, plan.exact_tokens, list_reused_positions(spans), computed)
+
+    def first_rows(self, settings: QualitySettings) -> Positions:
+        """What the first pass computes."""
+        return first_rows(len(self.tokens), self.exact, self.spans, settings)
+
+    @property
+    def stale(self) -> Positions:
+        """Positions that still hold donor KV."""
+        found: Positions = self.reused[~self.computed[self.reused]]
+        return found
+
+    def find_faulty_donors(self, tolerance: float) -> tuple[str, ...]:
+        """Donors of which the canary has seen a wrong row on this rank; waits for the device."""
+        if self.looked_at is None:
+            return ()
+        at, errors = self.looked_at
+        wrong = at.numpy()[~(errors.float().cpu() <= tolerance).numpy()]  # an error that is no number is wrong too
+        hit = [span.donor_id for span in self.spans if ((wrong >= span.target_start) & (wrong < span.target_end)).any()]
+        return tuple(dict.fromkeys(hit))
+
+    def spent_rows(self, layers: int) -> float:
+        """Rows that went through all ``layers`` so far; parts of a pass count as such."""
+        return sum(one.rows * one.layers for one in self.passes) / layers
+
+    def count_work(self, layers: int, pass_rows: int) -> float:
+        """Work of all passes as a share of a cold prefill's: the mean of its share of rows and, if larger, of keys.
+
+        Products of the layers grow with rows, attention with keys. A pass over scattered rows at the end of a prompt
+        has more keys a row than a prefill; which of the two costs more depends on the model and the length. Each pass
+        counts ``pass_rows`` more.
+        """
+        tokens, exact = len(self.tokens), self.exact
+        cold_keys = (tokens * (tokens + 1) - exact * (exact + 1)) // 2
+        keys = sum(one.keys * one.layers for one in self.passes) / layers
+        beside = sum(one.layers for one in self.passes) / layers * pass_rows
+        rows = (self.spent_rows(layers) + beside) / (tokens - exact + pass_rows)
+        return (rows + max(rows, keys / cold_keys)) / 2
+
+    @property
+    def elapsed_ms(self) -> float:
+        return (time.perf_counter() - self.started) * 1e3
+
+
+# -- Ranks that compute one model together, each with its own heads, and must decide alike.
+
+
+class Ranks:
+    """Whatever decides what is computed next passes through here, so that it is one number for all ranks of a model.
+
+    With one rank everything is as that rank sees it.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    @property
+    def several(self) -> bool:
+        return self._model.capabilities.ranks > 1
+
+    def read(self, values: Tensor | None) -> npt.NDArray[np.floating[Any]]:
+        """What an observer has seen, the mean of all ranks, on the host."""
+        if values is None:
+            raise Refused(DeclineReason.ERROR, "the observer saw nothing")
+        found: npt.NDArray[np.floating[Any]] = self._agree(values, "mean").float().cpu().numpy()
+        return found
+
+    def mean(self, value: float) -> float:
+        """The mean of what the ranks have measured."""
+        if not self.several:
+            return value
+        return float(self._agree(torch.tensor([value], device=self._model.device), "mean"))
+
+    def largest(self, values: Tensor) -> Tensor:
+        """The largest of the ranks' numbers, each by itself, still on the device; what is no number is infinite."""
+        return self._agree(values.nan_to_num(nan=math.inf, posinf=math.inf), "max") if self.several else values
+
+    def raise_if_several(self, error: Exception) -> None:
+        """Raise `RankError` where other ranks wait for this one in what they compute together; else do nothing."""
+        if isinstance(error, RankError):
+            raise error
+        if self.several:
+            self._fail(error)
+
+    def _agree(self, values: Tensor, how: str) -> Tensor:
+        if not self.several:
+            return values
+        try:
+            return self._model.agree(values, how)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        here, cause = self._model.capabilities, f"{type(error).__name__}: {error}".splitlines()[0]
+        name = f"one of {here.ranks} ranks" if here.rank is None else f"rank {here.rank} of {here.ranks}"
+        raise RankError(
+            f"{name} failed while all of them computed reused KV: {cause}",
+            hint="the ranks no longer agree, so the engine stops: start it again; without SemBlend if it comes back",
+        ) from error
 
 
 class PassRunner:
@@ -276,3 +487,43 @@ def _group_by_donor(at: Positions, spans: Sequence[Span]) -> dict[str, Positions
         inside = np.flatnonzero((at >= span.target_start) & (at < span.target_end))
         found.setdefault(span.donor_id, []).append(inside)
     return {name: np.concatenate(parts) for name, parts in found.items()}
+
+
+# -- What a pass costs beside its rows: launching kernels, reading all weights, products too small for the machine.
+#
+# Measured once, when an engine starts.
+
+
+FEW_ROWS = 32
+"""A repair has about as many at least. One row alone takes other kernels: on ARM it said 5 where passes cost 48."""
+MANY_ROWS = {"cpu": 128, "cuda": 4096}
+"""Rows of the long pass: enough for the device to be busy with rows."""
+MOST_PASS_ROWS = {"cpu": 64, "cuda": 2048}
+"""What is measured above this is taken for a busy moment: it must not keep long prompts from being reused."""
+_TIMED_PASSES = 2
+
+
+def measure_pass_rows(model: Model, slots: Tensor, *, clock: Callable[[], float] = time.perf_counter) -> int:
+    """Measure what a pass costs however few its rows are, in rows: where the line through two passes begins.
+
+    ``slots`` belong to nobody and are written to. The best of two counts, so that a busy moment does not.
+    """
+    many = min(MANY_ROWS.get(model.device.type, MANY_ROWS["cpu"]), len(slots))
+    if many <= FEW_ROWS:
+        return 0
+
+    def time_pass(rows: int) -> float:
+        at = torch.arange(rows)
+        best = float("inf")
+        for _ in range(_TIMED_PASSES):
+            started = clock()
+            model.logits(model.forward(Rows.of(torch.zeros_like(at), at, slots))[-1:])
+            if model.device.type == "cuda":
+                torch.cuda.synchronize()
+            best = min(best, clock() - started)
+        return best
+
+    few = time_pass(FEW_ROWS)
+    each = (time_pass(many) - few) / (many - FEW_ROWS)
+    most = MOST_PASS_ROWS.get(model.device.type, MOST_PASS_ROWS["cpu"])
+    return max(0, min(most, round(few / each) - FEW_ROWS)) if each > 0 else most

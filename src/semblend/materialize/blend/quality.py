@@ -1,20 +1,105 @@
-"""Settings and results of blending, as plain values: what may be asked for, and what is said about a request."""
+"""Settings and results of blending, as plain values, and the pace at which an engine has it done."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from semblend.errors import InputError
-from semblend.materialize.blend.pieces import LEAST_PIECE_ROWS
-from semblend.materialize.gate.canary import DEEP_TOLERANCE
-from semblend.materialize.gate.risk import RiskFeatures
-from semblend.materialize.gate.thresholds import DEFAULT, Thresholds
+from semblend.materialize.gate.observers import DEEP_TOLERANCE
+from semblend.materialize.gate.thresholds import DEFAULT, RiskFeatures, Thresholds
 from semblend.plan.selection import SELECTIONS, Positions
 from semblend.quality import parse_quality
+
+# -- Work in pieces: a generator that stops where it may be put aside, and whose result is what it returns.
+#
+# An engine with other work to do goes on with it in a later step, or closes it and the donors it held are released.
+# Everybody else calls `finish`.
+
+
+Result = TypeVar("Result")
+Pieces = Generator[None, None, Result]
+
+LEAST_PIECE_ROWS = 128
+"""On a GPU a piece is not smaller: the work of fewer rows would hide in what starting them costs."""
+
+CPU_PIECE_ROWS = 16
+"""On a CPU a piece is not smaller: 16 rows take it as long as 128 take a GPU, and longer."""
+
+LONGER_BY = 0.25
+"""The last rows of a pass may make its pieces so much longer than asked for."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """About how long a piece takes, in milliseconds; 0: all is done at once. An engine sets it as it has other work."""
+
+    piece_ms: float = 0.0
+
+
+class PieceRate:
+    """How fast pieces are done, in rows through all layers a millisecond, by those done last.
+
+    >>> rate = PieceRate()
+    >>> rate.note(1024, ms=32.0)
+    >>> rate.note(130, ms=10.0)  # what was left of a repair: few rows, and slow ones
+    >>> rate.rows_per_ms, count_piece_rows(rate.rows_per_ms, ms=30.0, most=4096)
+    (32.0, 896)
+    """
+
+    def __init__(self, least: int = LEAST_PIECE_ROWS) -> None:
+        self.rows_per_ms, self._rows, self._least = 0.0, 0.0, least
+
+    def note(self, rows: float, ms: float) -> None:
+        """So many rows are done. Few of them, done slowly, say nothing about many."""
+        rate = rows / max(ms, 1e-6)
+        if rows < self._least or (rate < self.rows_per_ms and rows < self._rows / 2):
+            return
+        self.rows_per_ms = (self.rows_per_ms + rate) / 2 if self.rows_per_ms else rate
+        self._rows = rows
+
+
+def count_piece_rows(
+    rows_per_ms: float, ms: float, most: int, left: int | None = None, *, least: int = LEAST_PIECE_ROWS
+) -> int:
+    """Rows of a piece that may take so long: a multiple of ``least``, and that at least.
+
+    Where so many rows are ``left``, their pieces are equally long and may take up to a quarter longer, rather than
+    leaving a few rows: a piece costs some milliseconds however small it is, and a step of the engine behind it.
+
+    >>> count_piece_rows(0.0, ms=40.0, most=4096)
+    128
+    >>> count_piece_rows(29.0, ms=40.0, most=4096), count_piece_rows(29.0, ms=40.0, most=4096, left=2500)
+    (1152, 1280)
+    """
+    fit = max(1, min(most, int(rows_per_ms * ms)) // least) * least
+    if not rows_per_ms or not left:
+        return fit
+    pieces = max(1, int(left / fit + 1 - LONGER_BY))
+    return max(least, min(most, -(-left // pieces // least) * least))
+
+
+def finish(pieces: Pieces[Result]) -> Result:
+    """Do all of it now.
+
+    >>> def add(numbers):
+    ...     total = 0
+    ...     for number in numbers:
+    ...         total += number
+    ...         yield
+    ...     return total
+    >>> finish(add([1, 2, 3]))
+    6
+    """
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as done:
+            result: Result = done.value
+            return result
 
 
 class Target(Protocol):
@@ -55,7 +140,7 @@ class QualitySettings:
     most this share of the reused tokens (`semblend.plan.selection.keep_in_order`); 0: they are reused as well.
     ``layer_share``: where deviation is measured, all reused tokens are computed through the leading layers of a bathtub
     schedule with this share of the layers (`semblend.plan.layers`), and these layers are exact then; 0 only looks.
-    ``pass_rows``: what a pass costs beside its rows, in rows (`semblend.materialize.blend.pass_cost`); 0: not measured.
+    ``pass_rows``: what a pass costs beside its rows, in rows (`semblend.materialize.blend.passes`); 0: not measured.
     ``piece_ms``: work stops after about so many milliseconds, so that an engine can do something else; 0: it does not.
     ``piece_rows``: pieces are multiples of so many rows.
     ``prefills`` off: a prompt that is to be prefilled in full is `Rejected`, because the engine does that better.

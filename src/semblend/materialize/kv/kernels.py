@@ -21,10 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from semblend.materialize.kv.eight_bits import SCALES
-from semblend.materialize.kv.host_memory import copy_to_device
-from semblend.materialize.kv.layout import KvLayout
-from semblend.materialize.kv.moves import DonorTensors, Move
+from semblend.materialize.kv.layout import KvLayout, copy_to_device
+from semblend.materialize.kv.moves import SCALES, DonorTensors, Move
 from semblend.materialize.kv.rope import RopeSpec
 
 ROWS, WARPS = 32, 4  # token-heads of a splice program; the best of 16 to 128 rows and 1 to 8 warps on an H200

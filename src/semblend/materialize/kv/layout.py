@@ -208,3 +208,10 @@ def _rows(buffers: Iterable[Tensor]) -> tuple[Tensor, ...]:
         if buffer.dim() != 3:
             raise InputError(f"a layer of shape {list(buffer.shape)}", hint="expected [slots, kv_heads, head_dim]")
     return tuple(buffer.unsqueeze(1) for buffer in kept)
+
+
+def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A small host tensor on ``device``; a GPU gets it in its stream's order, and nobody waits for it."""
+    if device.type != "cuda" or values.device.type == "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)

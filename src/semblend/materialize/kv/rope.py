@@ -8,27 +8,333 @@ would already be off by whole turns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from semblend.errors import InputError
-from semblend.materialize.kv.rope_config import (
-    Style,
-    family_of,
-    frequencies,
-    head_dim,
-    refusal,
-    rope_parameters,
-    rotary_dim,
-)
 
-__all__ = ["RopeSpec", "refusal"]
+# -- What a model's config says about its rotary embedding: frequencies, or the reason why its keys cannot be moved.
+#
+# Pure arithmetic over a Hugging Face ``config.json`` as a dict, without torch. A model is movable only if its family is
+# one whose keys we know to be rotated last (norms and projections first), in a known pair layout, by the same angles in
+# every layer; each family in the table is held against the transformers implementation by the tests. Whatever is not
+# known is refused: a wrong guess would give wrong keys that look right.
+
+
+Style = Literal["half", "interleaved"]
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeFamily:
+    """How one architecture rotates: which dimensions form a pair, and what an absent field means."""
+
+    style: Style = "half"
+    partial: float = 1.0
+    theta: float = 10_000.0
+
+
+FAMILIES: dict[str, RopeFamily] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3"), RopeFamily()),
+    **dict.fromkeys(("gemma", "granite", "olmo", "olmo2", "olmoe", "starcoder2", "falcon"), RopeFamily()),
+    **dict.fromkeys(("arcee", "seed_oss"), RopeFamily()),
+    **dict.fromkeys(("phi", "persimmon", "nemotron"), RopeFamily(partial=0.5)),
+    **dict.fromkeys(("stablelm", "gpt_neox"), RopeFamily(partial=0.25)),
+    "mixtral": RopeFamily(theta=1_000_000.0),
+    "cohere": RopeFamily("interleaved", theta=500_000.0),
+    "ernie4_5": RopeFamily("interleaved", theta=500_000.0),
+    "helium": RopeFamily("interleaved", theta=100_000.0),
+    **dict.fromkeys(("glm", "glm4"), RopeFamily("interleaved", partial=0.5)),
+    **dict.fromkeys(("gptj", "codegen"), RopeFamily("interleaved")),
+}
+
+# What each kind of scaling reads. A parameter outside this list changes angles in a way we do not know.
+_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_READ: dict[str, set[str]] = {
+    "default": set(),
+    "linear": {"factor"},
+    "dynamic": {"factor", "original_max_position_embeddings"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    },
+}
+_HARMLESS = {"finetuned", "llama_4_scaling_beta", "max_position_embeddings"}  # they touch queries or nothing at all
+_PLAIN_KV = {"auto", "none", "float32", "float16", "bfloat16", "float", "half", "fp32", "fp16", "bf16"}
+
+
+def family_of(config: Config) -> RopeFamily:
+    """The table's row for this model; an unlisted model is read as half-split (``refusal`` is the one that says no)."""
+    return FAMILIES.get(str(config.get("model_type", "")), RopeFamily())
+
+
+def rope_parameters(config: Config) -> dict[str, Any]:
+    """The rotary parameters of old and new configs in one dict: ``rope_parameters``, ``rope_scaling``, top level.
+
+    >>> rope_parameters({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})["rope_type"]
+    'linear'
+    """
+    family = family_of(config)
+    nested: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        nested |= {key: value for key, value in (config.get(name) or {}).items() if value is not None}
+    theta = config.get("rope_theta") or config.get("rotary_emb_base") or family.theta
+    partial = config.get("partial_rotary_factor") or config.get("rotary_pct") or family.partial
+    found = {"rope_theta": theta, "partial_rotary_factor": partial} | nested
+    found["rope_type"] = str(nested.get("rope_type") or nested.get("type") or "default")
+    if found["rope_type"] in ("llama3", "yarn") and config.get("original_max_position_embeddings"):
+        found["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    return found
+
+
+def head_dim(config: Config) -> int:
+    """Dimensions of one key head."""
+    given = config.get("head_dim")
+    if not given:
+        hidden = config.get("hidden_size") or config.get("n_embd")
+        heads = config.get("num_attention_heads") or config.get("n_head")
+        if not hidden or not heads:
+            raise InputError("the config gives no head size", hint="it needs head_dim, or hidden_size and its heads")
+        given = int(hidden) // int(heads)
+    return int(given)
+
+
+def rotary_dim(config: Config) -> int:
+    """How many leading dimensions of a head are rotated."""
+    size = head_dim(config)
+    given = config.get("rotary_dim") if config.get("model_type") in ("gptj", "codegen") else None
+    rotated = int(given) if given else int(size * float(rope_parameters(config)["partial_rotary_factor"]))
+    if not 2 <= rotated <= size or rotated % 2:
+        raise InputError(f"{rotated} rotary dimensions of {size} cannot be paired", hint="check partial_rotary_factor")
+    return rotated
+
+
+def frequencies(config: Config, seq_len: int | None = None) -> tuple[tuple[float, ...], float]:
+    """Radians per position of each pair after scaling, and the factor that multiplies rotated queries and keys.
+
+    ``seq_len`` matters to dynamic scaling alone: above the trained length, the angles depend on it.
+    """
+    parameters = rope_parameters(config)
+    kind = parameters["rope_type"]
+    if kind not in _READ:
+        raise InputError(f"rotary scaling {kind!r} is not known", hint=f"known: {', '.join(_READ)}")
+    dim = rotary_dim(config)
+    theta = _number(parameters, "rope_theta")
+    if kind == "dynamic":
+        theta = _stretch_base(theta, dim, _number(parameters, "factor"), _find_trained_length(config), seq_len)
+    plain = [theta ** (-i / dim) for i in range(0, dim, 2)]
+    if kind == "linear":
+        return tuple(f / _number(parameters, "factor") for f in plain), 1.0
+    if kind == "llama3":
+        return tuple(_llama3(f, parameters, config) for f in plain), 1.0
+    if kind == "yarn":
+        return _yarn(plain, dim, theta, parameters, config)
+    return tuple(plain), 1.0
+
+
+def _stretch_base(theta: float, dim: int, factor: float, trained: int, seq_len: int | None) -> float:
+    """Dynamic NTK: the base grows with the sequence once it is longer than the model was trained for."""
+    length = max(seq_len or trained, trained)
+    return float(theta * (factor * length / trained - (factor - 1)) ** (dim / (dim - 2)))
+
+
+def _llama3(frequency: float, parameters: Config, config: Config) -> float:
+    """Llama 3.1: short wavelengths stay, long ones are slowed by ``factor``, those between are blended."""
+    factor, low, high = (_number(parameters, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    turns = _original_length(parameters, config) * frequency / (2 * math.pi)  # full turns over the trained length
+    if turns > high:
+        return frequency
+    if turns < low:
+        return frequency / factor
+    kept = (turns - low) / (high - low)
+    return frequency * (kept + (1 - kept) / factor)
+
+
+def _yarn(
+    plain: list[float], dim: int, theta: float, parameters: Config, config: Config
+) -> tuple[tuple[float, ...], float]:
+    """YaRN: pairs that turn often keep their angle, slow ones are interpolated, with a linear ramp between."""
+    trained = _original_length(parameters, config)
+    factor = _number(parameters, "factor") if "factor" in parameters else _find_trained_length(config) / trained
+
+    def pair_with(turns: float) -> float:
+        return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = pair_with(_number(parameters, "beta_fast", 32.0))
+    high = pair_with(_number(parameters, "beta_slow", 1.0))
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = (high - low) or 0.001
+    scaled = []
+    for pair, frequency in enumerate(plain):
+        slowed = min(max((pair - low) / width, 0.0), 1.0)
+        scaled.append(frequency * (1 - slowed) + frequency / factor * slowed)
+    return tuple(scaled), _yarn_attention_factor(factor, parameters)
+
+
+def _yarn_attention_factor(factor: float, parameters: Config) -> float:
+    if "attention_factor" in parameters:
+        return _number(parameters, "attention_factor")
+
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        return magnitude(_number(parameters, "mscale")) / magnitude(_number(parameters, "mscale_all_dim"))
+    return magnitude(1.0)
+
+
+def _find_trained_length(config: Config) -> int:
+    return int(_number(config, "max_position_embeddings"))
+
+
+def _original_length(parameters: Config, config: Config) -> float:
+    given = parameters.get("original_max_position_embeddings")
+    return _number(parameters, "original_max_position_embeddings") if given else _find_trained_length(config)
+
+
+def _number(source: Config, name: str, default: float | None = None) -> float:
+    value = source.get(name) or default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise InputError(f"the rotary parameter {name} is missing or not a positive number", hint="check config.json")
+    return float(value)
+
+
+def refusal(config: Config) -> str | None:
+    """Why keys of this model cannot be moved to other positions, in one sentence; None when they can.
+
+    >>> refusal({"model_type": "deepseek_v3", "kv_lora_rank": 512})
+    'The model caches compressed latents (MLA, kv_lora_rank), not rotated keys.'
+    """
+    return next((reason for check in _CHECKS if (reason := check(config))), None)
+
+
+def _refuse_compressed(config: Config) -> str | None:
+    if config.get("kv_lora_rank"):
+        return "The model caches compressed latents (MLA, kv_lora_rank), not rotated keys."
+    return None
+
+
+def _other_positions(config: Config) -> str | None:
+    kind = str(config.get("model_type", ""))
+    named = str(config.get("position_embedding_type") or "").lower()
+    attention = config.get("attn_config") or {}
+    if config.get("alibi") or config.get("use_alibi") or attention.get("alibi") or kind == "bloom" or named == "alibi":
+        return "The model places tokens by attention biases (ALiBi), not by rotation."
+    if kind in ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "bert", "roberta") or "absolute" in named or "learn" in named:
+        return "The model adds learned absolute positions to its input, so every layer depends on them."
+    if config.get("is_encoder_decoder"):
+        return "The model is an encoder-decoder; its keys are not those of one rotated sequence."
+    if config.get("use_rope") is False or named in ("nope", "none") or kind in ("mamba", "mamba2", "rwkv"):
+        return "The model uses no rotary embedding."
+    return None
+
+
+def _several_axes(config: Config) -> str | None:
+    parameters = rope_parameters(config.get("text_config") or config)
+    if "mrope_section" in parameters or parameters["rope_type"] == "mrope":
+        return "The model rotates by several axes (M-RoPE), which one shift does not describe."
+    if any(config.get(name) for name in ("vision_config", "audio_config")):
+        return "The model reads images or audio, and equal placeholder tokens do not mean equal content."
+    return None
+
+
+def _layers_differ(config: Config) -> str | None:
+    if any(isinstance(value, Mapping) for value in rope_parameters(config).values()) or config.get(
+        "rope_local_base_freq"
+    ):
+        return "The layers rotate by different frequencies, and one rotation would be wrong for some of them."
+    if config.get("no_rope_layer_interval") or 0 in (config.get("no_rope_layers") or ()):
+        return "Some layers apply no rotary embedding (no_rope_layers)."
+    return None
+
+
+def _refuse_windowed(config: Config) -> str | None:
+    """Whether some layer really attends through a window: a config may name one and not use it."""
+    said = "Some layers attend through a sliding window, so their cache does not hold every position."
+    if kinds := config.get("layer_types"):
+        if any("sliding" in str(kind) for kind in kinds):
+            return said
+        other = sorted({str(kind) for kind in kinds} - {"full_attention"})
+        return f"Some layers are not full attention ({', '.join(other)})." if other else None
+    if config.get("attention_chunk_size"):
+        return "Some layers attend within chunks (attention_chunk_size)."
+    window = config.get("sliding_window")
+    if not window:
+        return said if config.get("use_sliding_window") else None
+    if "use_sliding_window" in config:  # Qwen2 names a window, and the layer from which on it applies
+        first = config.get("max_window_layers")
+        layers = config.get("num_hidden_layers")
+        everywhere_full = first is not None and layers is not None and first >= layers
+        return said if config["use_sliding_window"] and not everywhere_full else None
+    return said if window < (config.get("max_position_embeddings") or math.inf) else None
+
+
+def _refuse_quantised_cache(config: Config) -> str | None:
+    places = [config, *(config.get(name) or {} for name in ("quantization_config", "compression_config"))]
+    places.append(config.get("quantization") or {})
+    for place in places:
+        for name, value in place.items() if isinstance(place, Mapping) else ():
+            if str(name).startswith("kv_cache") and value and str(value).lower() not in _PLAIN_KV:
+                return f"The KV cache is quantised ({name}), and rotating quantised keys would change them twice."
+    if config.get("cache_implementation") == "quantized":
+        return "The KV cache is quantised (cache_implementation), and rotating quantised keys would change them twice."
+    return None
+
+
+def _scaling(config: Config) -> str | None:
+    parameters = rope_parameters(config)
+    kind = parameters["rope_type"]
+    if kind in ("longrope", "su"):
+        return "The rotation (longrope) switches its frequencies with the prompt's length."
+    if kind not in _READ:
+        return f"The rotary scaling {kind!r} is not known."
+    strange = sorted(set(parameters) - _COMMON - _READ[kind] - _HARMLESS)
+    # Checkpoints carry numbers that their kind does not read (a theta rule of another loader): unknown, so refused.
+    return f"The rotary parameter {strange[0]!r} is not known for {kind!r} scaling." if strange else None
+
+
+def _refuse_unknown_family(config: Config) -> str | None:
+    kind = str(config.get("model_type", ""))
+    if kind not in FAMILIES:
+        return f"How model type {kind!r} rotates its keys is not known."
+    return None
+
+
+def _unreadable(config: Config) -> str | None:
+    try:
+        frequencies(config)
+    except InputError as error:
+        return f"The rotary parameters cannot be read: {error.message}."
+    return None
+
+
+_CHECKS: tuple[Callable[[Config], str | None], ...] = (
+    _refuse_compressed,
+    _other_positions,
+    _several_axes,
+    _layers_differ,
+    _refuse_windowed,
+    _refuse_quantised_cache,
+    _scaling,
+    _refuse_unknown_family,
+    _unreadable,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,22 +2,31 @@
 
 All moves of a request go in one call. On a GPU that is one kernel launch over layers x tokens x heads
 (``kernels.splice_moves``), elsewhere ``splice_plain``, which is also the specification. ``splice`` is the only door:
-it refuses what does not fit before a byte is written, so that a bad plan costs a prefill and nothing else.
+it refuses what does not fit before a byte is written, so that a bad plan costs a prefill and nothing else. ``gather``
+is the way back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 from semblend.errors import InputError
-from semblend.materialize.kv.eight_bits import SCALES, packed_shapes
 from semblend.materialize.kv.layout import Layout
-from semblend.materialize.kv.moves import DonorTensors, Move
+from semblend.materialize.kv.moves import SCALES, DonorTensors, Move, pack, packed_shapes
 from semblend.materialize.kv.rope import RopeSpec
-from semblend.materialize.kv.triton_support import has_triton
+
+
+@cache
+def has_triton() -> bool:
+    """Whether triton is installed; without it the plain twins run."""
+    return find_spec("triton") is not None
+
 
 GROUP_TOKENS = max(scales.group_tokens for scales in SCALES.values())
 """Rows of a donor at 8 bits are staged from a multiple of this on, so that groups of tokens stay whole."""
@@ -164,3 +173,68 @@ def _check_move(move: Move) -> None:
         )
     if isinstance(move.shift, bool) or not isinstance(move.shift, int):
         raise InputError(f"a shift of {move.shift!r}", hint="one whole number for the move")
+
+
+# -- The way back of splice: the KV of some slots, out of an engine's cache, into memory of our own.
+#
+# Within a GPU it is one kernel launch over layers x tokens (``kernels.gather_rows``), elsewhere it goes layer by layer
+# (``gather_plain``, which is also the specification).
+
+
+def gather(layout: Layout, slots: Tensor, k_out: Tensor, v_out: Tensor) -> None:
+    """Copy keys and values of ``slots`` into two ``[layers, n, kv_heads, head_dim]``; queued, not waited for."""
+    if k_out.device.type == layout.device.type == "cuda" and has_triton() and slots.numel():
+        views = layout.views
+        if views is not None:
+            from semblend.materialize.kv.kernels import gather_rows
+
+            return gather_rows(views, slots, k_out, v_out)
+    return gather_plain(layout, slots, k_out, v_out)
+
+
+def gather_plain(layout: Layout, slots: Tensor, k_out: Tensor, v_out: Tensor) -> None:
+    """The plain twin; layer by layer, so that no second copy of the whole exists on a device."""
+    for layer in range(layout.layers):
+        k, v = layout.gather(layer, slots)
+        k_out[layer].copy_(k, non_blocking=True)
+        v_out[layer].copy_(v, non_blocking=True)
+
+
+def copy_layers(layout: Layout, layers: Sequence[int], slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of ``slots`` in some layers, each ``[layers, n, kv_heads, head_dim]``, as they are now."""
+    shape = (len(layers), len(slots), layout.kv_heads, layout.head_dim)
+    k_out, v_out = (torch.empty(shape, dtype=layout.dtype, device=layout.device) for _ in range(2))
+    views = layout.views if layout.device.type == "cuda" and has_triton() and slots.numel() else None
+    if views is not None:
+        from semblend.materialize.kv.kernels import gather_rows
+
+        gather_rows(views, slots, k_out, v_out, layers)
+        return k_out, v_out
+    for number, layer in enumerate(layers):
+        k, v = layout.gather(layer, slots)
+        k_out[number].copy_(k)
+        v_out[number].copy_(v)
+    return k_out, v_out
+
+
+def gather_packed(layout: Layout, slots: Tensor, parts: Mapping[str, Tensor]) -> None:
+    """Copy keys and values of ``slots`` at 8 bits into the four tensors of a donor; queued, not waited for.
+
+    They are packed where they lie, so half the bytes cross a bus; layer by layer, so that no wide copy exists.
+    """
+    for layer in range(layout.layers):
+        pack_layer(parts, layer, *layout.gather(layer, slots))
+
+
+def pack_layer(parts: Mapping[str, Tensor], layer: int, k: Tensor, v: Tensor) -> None:
+    """Put one layer's keys and values, ``[n, kv_heads, head_dim]``, into the tensors of a donor at 8 bits."""
+    for name, rows in (("k", k), ("v", v)):
+        numbers, scale = pack(rows, SCALES[name])
+        parts[name][layer].copy_(numbers, non_blocking=True)
+        parts[f"{name}_scale"][layer].copy_(scale, non_blocking=True)
+
+
+def pack_donor(wide: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> None:
+    """Put a donor's keys and values into the tensors of one at 8 bits, layer by layer; queued, not waited for."""
+    for layer in range(wide["k"].shape[0]):
+        pack_layer(parts, layer, wide["k"][layer], wide["v"][layer])

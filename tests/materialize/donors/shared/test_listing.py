@@ -12,10 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend import Namespace, Prompt
-from semblend.materialize.donors.shared.directory_listing import DirectoryListing, Snapshot
-from semblend.materialize.donors.shared.directory_watch import DirectoryWatch
-from semblend.materialize.donors.shared.directory_writer import DirectoryWriter
-from semblend.materialize.donors.shared.private_folder import PrivateFolder
+from semblend.materialize.donors.directory import DirectoryListing, DirectoryWatch, DirectoryWriter, Snapshot
+from semblend.materialize.donors.store import PrivateFolder
 
 WRITERS = ("00112233aabbccdd", "ffeeddccbbaa9988")
 ENGINE = Namespace(model="m")
@@ -79,15 +77,15 @@ def test_a_snapshot_stays_as_it_was(folder):
 
 
 def test_names_that_were_there_before_are_not_read_again(folder, monkeypatch):
-    from semblend.materialize.donors.shared import directory_listing
+    from semblend.materialize.donors import directory
 
     for number in range(50):
         folder.write(f"{WRITERS[0]}-{number:08x}.donor", lambda out: out.write(b""))
     listing = DirectoryListing(folder)
     listing.refresh()
     read = []
-    describe = directory_listing.describe_files
-    monkeypatch.setattr(directory_listing, "describe_files", lambda names: read.append(set(names)) or describe(names))
+    describe = directory.describe_files
+    monkeypatch.setattr(directory, "describe_files", lambda names: read.append(set(names)) or describe(names))
     folder.write(f"{WRITERS[0]}-00000007.0of1.kv", lambda out: out.write(b""))
     assert listing.refresh().list_complete(1) == {f"{WRITERS[0]}-00000007"}
     assert len(read) == 1

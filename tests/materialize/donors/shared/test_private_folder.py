@@ -7,7 +7,7 @@ import os
 import pytest
 
 from semblend.errors import StoreError
-from semblend.materialize.donors.shared.private_folder import PrivateFolder
+from semblend.materialize.donors.store import PrivateFolder
 
 
 def write(folder, name, content):

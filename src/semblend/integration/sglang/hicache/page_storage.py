@@ -26,7 +26,7 @@ from torch import Tensor
 from semblend.errors import ConfigError
 from semblend.integration.sglang.hicache.live_model import find_runner
 from semblend.integration.sglang.hicache.page_options import read_page_options
-from semblend.materialize.donors.page_files import PageFiles
+from semblend.materialize.donors.store import PageFiles
 from semblend.materialize.weights_watch import WeightsWatch
 
 SERVED_POOLS = ("MHATokenToKVPoolHost",)

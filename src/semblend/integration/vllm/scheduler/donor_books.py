@@ -13,8 +13,7 @@ from semblend.integration.vllm.orders import Capture, Report
 from semblend.integration.vllm.scheduler.admin_desk import AdminDesk
 from semblend.integration.vllm.scheduler.records import Record
 from semblend.integration.vllm.scheduler.reset_watch import ResetWatch
-from semblend.materialize.donors.shared.publisher import Publication
-from semblend.materialize.donors.shared.shared_donors import GENERATION, SharedDonors
+from semblend.materialize.donors.directory import GENERATION, Publication, SharedDonors
 from semblend.prompt import Namespace, Prompt
 
 ReportFailure = Callable[[str, str, str], None]

@@ -10,7 +10,7 @@ from semblend.confirm.receipt import Receipt
 from semblend.integration.vllm.orders import Loaded
 from semblend.integration.vllm.scheduler.hash_chain import Salted
 from semblend.integration.vllm.scheduler.healing import LoadCost
-from semblend.materialize.gate.outcome_memory import OutcomeMemory
+from semblend.materialize.gate.gate import OutcomeMemory
 from semblend.plan.reuse_plan import Decline, ReusePlan
 from semblend.prompt import Namespace, Prompt
 from semblend.quality import GATED_MODE, find_path

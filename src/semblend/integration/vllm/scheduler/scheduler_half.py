@@ -45,7 +45,7 @@ from semblend.integration.vllm.scheduler.requests import make_record, read_optio
 from semblend.integration.vllm.scheduler.shares import Shares
 from semblend.integration.vllm.scheduler.worth import Healer, find_claim_end, judge_worth, split_claim
 from semblend.integration.vllm.settings import ConnectorSettings
-from semblend.materialize.gate.outcome_memory import OutcomeMemory
+from semblend.materialize.gate.gate import OutcomeMemory
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 
 

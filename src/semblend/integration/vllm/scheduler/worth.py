@@ -9,9 +9,9 @@ import numpy as np
 from semblend.integration.vllm.scheduler.healing import LEAST_SHARE, Healing, LoadCost, Mark, Verdict, list_marks
 from semblend.integration.vllm.scheduler.records import Record
 from semblend.integration.vllm.settings import ConnectorSettings
-from semblend.materialize.blend.first_pass import first_rows, two_passes_cost_more
+from semblend.materialize.blend.passes import first_rows, two_passes_cost_more
 from semblend.materialize.blend.quality import QualitySettings
-from semblend.materialize.gate.outcome_memory import OutcomeMemory
+from semblend.materialize.gate.gate import OutcomeMemory
 from semblend.plan.donor_cost import explain_lost_donor
 from semblend.plan.gap_cost import keep_paying_spans
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan

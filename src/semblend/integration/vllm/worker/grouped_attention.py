@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from semblend.materialize.contract import KvLayout, Rows
-from semblend.materialize.kv.host_memory import copy_to_device
+from semblend.materialize.kv.layout import copy_to_device
 
 log = logging.getLogger("vllm.semblend")
 Attend = Callable[[int, Tensor], Tensor]

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from semblend.errors import RankError
 from semblend.integration.vllm.orders import Load
-from semblend.materialize.blend.pieces import Pace, Pieces
-from semblend.materialize.blend.quality import Blended, Rejected
+from semblend.materialize.blend.quality import Blended, Pace, Pieces, Rejected
 from semblend.plan.reuse_plan import Decline, DeclineReason
 
 Outcome = Blended | Rejected | Decline

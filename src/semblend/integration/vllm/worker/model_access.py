@@ -33,7 +33,7 @@ from semblend.integration.vllm.worker.pass_attention import (
     replace_attention,
 )
 from semblend.materialize.contract import Capabilities, Layout, Observer, Rows
-from semblend.materialize.kv.host_memory import copy_to_device
+from semblend.materialize.kv.layout import copy_to_device
 from semblend.materialize.kv.rope import RopeSpec
 
 Quiet = Callable[[], Any]

@@ -64,7 +64,7 @@ def _kernel() -> Any:
 
 def compile_attention(views: KvLayout, layer: Any) -> None:
     """Runs our kernels in all variants: few rows and many, the context in one part and in several; and the mass."""
-    from semblend.materialize.kv.mass_kernels import add_question_mass
+    from semblend.materialize.kv.attention_kernels import add_question_mass
 
     nothing = torch.zeros(4096, dtype=torch.int64, device=views.device)
     q = torch.zeros(len(nothing), layer.num_heads, layer.head_size, dtype=views.dtype, device=views.device)

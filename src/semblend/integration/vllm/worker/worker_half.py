@@ -29,15 +29,13 @@ from semblend.errors import CapacityError, RankError, SemBlendError
 from semblend.integration.vllm.orders import Capture, Load, Loaded, Orders, Report
 from semblend.integration.vllm.worker.load_queue import LoadQueue, Outcome
 from semblend.materialize.blend.blender import STAGED_BYTES, Blender
-from semblend.materialize.blend.pass_cost import MANY_ROWS, measure_pass_rows
-from semblend.materialize.blend.pieces import Pace, Pieces
-from semblend.materialize.blend.quality import Blended, Placed, QualitySettings, Rejected
-from semblend.materialize.blend.ranks import Ranks
+from semblend.materialize.blend.passes import MANY_ROWS, Ranks, measure_pass_rows
+from semblend.materialize.blend.quality import Blended, Pace, Pieces, Placed, QualitySettings, Rejected
 from semblend.materialize.contract import Model, slots_of_blocks
-from semblend.materialize.donors.donor_kv import DonorKv
-from semblend.materialize.donors.shared.directory_kv import DirectoryKv
-from semblend.materialize.donors.shared.publisher import Publication, Publisher
-from semblend.materialize.kv.host_memory import Arrival
+from semblend.materialize.donors.directory import Publication
+from semblend.materialize.donors.directory_kv import DirectoryKv, Publisher
+from semblend.materialize.donors.memory import Arrival
+from semblend.materialize.donors.tiers import DonorKv
 from semblend.materialize.kv.moves import DonorTensors, Move
 from semblend.materialize.kv.splice import splice
 from semblend.materialize.weights_watch import WeightsWatch

@@ -1,0 +1,589 @@
+"""Who owns donor KV, in which memory, and for how long.
+
+A captured donor is a copy: the engine may reuse its blocks at once. Copies live in three tiers, each with a budget in
+bytes; what no longer fits moves down, and what fits nowhere is gone and told. The tenant that is most above its share
+of a tier gives first, its least recently used donor first, or what another ``eviction`` policy values least:
+
+    device   the accelerator's memory, beside the pool     spliced at memory bandwidth
+    host     pinned where there is CUDA                    spliced over the bus
+    disk     one checksummed, memory-mapped file a donor   read once, verified, then moved up
+
+With ``bits=8`` the host and the disk hold whole numbers and scales (`semblend.materialize.kv.moves`), about half
+the bytes. A donor that was packed stays so when it rises.
+
+Donors that other engines of the machine have published (``directory``) are served from their mapped files, beside all
+tiers: nothing here owns or evicts them.
+
+`acquire` holds a donor until `release`: what is held is neither moved nor evicted, and stays readable even when the
+donor is replaced or dropped meanwhile.
+
+From a GPU to the host copies are queued and nobody waits for them (`host_memory`): an entry says when it ``arrives``,
+whoever acquires it is ordered behind that, and `DonorHandle.arrives` says when the slots that it came from may be
+written again. While too much is under way nothing more is captured.
+
+Two locks. ``_lock`` guards the books, what is known of the donors, and is never held over a copy or a file, so that
+whoever asks, drops, releases or takes a donor that lies in memory does not wait for a disk. ``_mover`` is held by the
+one thread that moves KV between tiers; an entry on its way is marked ``moving``, and nobody takes it until it arrives.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from semblend.errors import CapacityError, InputError, StoreError
+from semblend.eviction.fair_order import FairOrder
+from semblend.eviction.policy import EvictionPolicy, guard_policy, make_policy
+from semblend.materialize.donors.directory_kv import DirectoryKv, PublishedDonors
+from semblend.materialize.donors.memory import Arrival, DonorMemory, Entry
+from semblend.materialize.donors.store import DiskTier, KvFile
+from semblend.materialize.kv.layout import Layout
+from semblend.materialize.kv.moves import DonorTensors
+from semblend.materialize.kv.rope import RopeSpec
+from semblend.shares import FairLru
+
+# -- What is known of captured donors: which tier each lies in, who holds it, whose end has to be told.
+#
+# A tier that is full makes room by tenant: who lies most above its share gives first (see `semblend.shares`), what
+# the eviction policy values least, among equals the least recently used. All tiers ask one policy: a donor that
+# moves between them was not used.
+#
+# Plain bookkeeping: no tensor is copied and no file touched here. Not thread-safe; `DonorKv` guards it with one
+# lock.
+
+
+TIERS = ("device", "host", "disk")
+"""From fast to slow."""
+UNIT_BYTES = 1 << 10
+"""What an eviction policy counts as one."""
+TYPICAL_DONORS = 4096
+"""Donors that bound an eviction policy's memory: budgets are in bytes."""
+
+
+class Books:
+    """Entries by tier, and who leaves a full one; bytes in use stay within ``budget``."""
+
+    def __init__(self, budget: Mapping[str, int], policy: EvictionPolicy | None = None) -> None:
+        self.budget = dict(budget)
+        self.policy = policy
+        self.tiers: dict[str, dict[int, Entry]] = {tier: {} for tier in TIERS}
+        self.order: dict[str, FairLru[int]] = {tier: self._make_order(policy, self.tiers[tier]) for tier in TIERS}
+        self.held: dict[int, Entry] = {}  # by the identity of the K tensor that was handed out
+        self.current: dict[str, Entry] = {}
+        self.used = dict.fromkeys(TIERS, 0)
+        self.gone: list[tuple[str, int, str]] = []  # to be told
+        self.waste: list[KvFile] = []  # to be removed
+
+    @staticmethod
+    def _make_order(policy: EvictionPolicy | None, entries: Mapping[int, Entry]) -> FairLru[int]:
+        return FairLru() if policy is None else FairOrder(policy, lambda item: entries[item].key)
+
+    def count_use(self, entry: Entry) -> None:
+        """Tell the eviction policy that a donor came, or that somebody takes its KV."""
+        if self.policy is not None:
+            self.policy.use([entry.key], sizes=[max(1, entry.nbytes // UNIT_BYTES)])
+
+    def forget_uses(self, entry: Entry) -> None:
+        """Tell the eviction policy that a donor is gone, unless another copy of it took its place."""
+        known = self.current.get(entry.donor_id, entry)
+        if self.policy is not None and (known is entry or known.key != entry.key):
+            self.policy.forget(entry.key)
+
+    def find(self, donor_id: str, generation: int) -> Entry | None:
+        entry = self.current.get(donor_id)
+        return entry if entry is not None and entry.generation == generation else None
+
+    def should_rise(self, entry: Entry) -> bool:
+        """Whether the mover has to look at it before it is held: it is on its way, or lies lower than it could."""
+        if entry.moving or entry.refs:
+            return entry.moving
+        if entry.tier == "host":
+            return entry.device is not None and entry.nbytes <= self.budget["device"]
+        return entry.tier == "disk"
+
+    def hold(self, entry: Entry | None, *, is_use: bool = True) -> DonorTensors | None:
+        """Hand out an entry's tensors until they are released; not every hold is a use: a copy to elsewhere is none."""
+        if entry is None:
+            return None
+        entry.refs += 1
+        if is_use:
+            self.count_use(entry)
+        self.order[entry.tier].touch(id(entry))
+        tensors = DonorTensors.of_parts(entry.tensors, entry.donor_id, entry.generation, entry.rope)
+        if entry.arrives is not None:
+            entry.arrives.wait()  # not this thread: its stream
+        self.held[id(tensors.k)] = entry
+        return tensors
+
+    def victims(self, tier: str, nbytes: int, tenant: str) -> list[Entry] | None:
+        """Those whose going makes room for ``tenant``; None when even all that may go would not."""
+        excess = self.used[tier] + nbytes - self.budget[tier]
+        if excess <= 0:
+            return []
+        entries, victims = self.tiers[tier], []
+        leavers = self.order[tier].order_leavers(tenant, nbytes, self.budget[tier], lambda key: entries[key].refs == 0)
+        with closing(leavers):
+            for key in leavers:
+                victims.append(entries[key])
+                excess -= entries[key].nbytes
+                if excess <= 0:
+                    return victims
+        return None
+
+    def settle(self, entry: Entry, placed: bool, reason: str) -> None:
+        """The mover lets go of an entry; one that found no place, or is wanted no more, ends here."""
+        entry.moving = False
+        if not placed:
+            self.tell_later(entry, reason)
+        if not placed or entry.retired:
+            self.discard(entry)
+
+    def add(self, entry: Entry, tier: str) -> None:
+        self.tiers[tier][id(entry)] = entry
+        self.order[tier].add(id(entry), entry.tenant, entry.nbytes)
+        self.used[tier] += entry.nbytes
+        entry.tier = tier
+
+    def take_out(self, entry: Entry) -> None:
+        if self.tiers[entry.tier].pop(id(entry), None) is not None:
+            self.order[entry.tier].remove(id(entry))
+            self.used[entry.tier] -= entry.nbytes
+
+    def retire(self, donor_id: str) -> bool:
+        entry = self.current.pop(donor_id, None)
+        if entry is None:
+            return False
+        entry.retired = True
+        if entry.refs == 0 and not entry.moving:
+            self.discard(entry)
+        return True
+
+    def discard(self, entry: Entry) -> None:
+        """Takes an entry out of its tier and frees what it owns."""
+        self.take_out(entry)
+        self.throw_away(entry)
+        entry.parts = None
+        self.forget_uses(entry)
+        if self.current.get(entry.donor_id) is entry:
+            del self.current[entry.donor_id]
+
+    def throw_away(self, entry: Entry) -> None:
+        """Its file is removed once the books are free again."""
+        if entry.file is not None:
+            self.waste.append(entry.file)
+        entry.file = None
+
+    def tell_later(self, entry: Entry, reason: str) -> None:
+        """Once, and only of a donor that was promised to somebody."""
+        if not entry.told and self.current.get(entry.donor_id) is entry:
+            self.gone.append((entry.donor_id, entry.generation, reason))
+            entry.told = True
+
+    def clear(self) -> None:
+        """Forget everything, told or not; files are the owner's business."""
+        self.current.clear()
+        self.held.clear()
+        for tier in TIERS:
+            self.tiers[tier].clear()
+            self.order[tier].clear()
+            self.used[tier] = 0
+
+    def check(self, on_disk: Set[Path] | None) -> None:
+        """Raises StoreError when the books do not agree with themselves, or with the files that are there."""
+        for tier, entries in self.tiers.items():
+            total = sum(entry.nbytes for entry in entries.values())
+            _agree(total == self.used[tier], f"{tier} holds {total} bytes, {self.used[tier]} are booked")
+            _agree(total <= self.budget[tier], f"{tier} holds {total} bytes over its budget")
+            booked = sum(self.order[tier].shares.to_dict().values())
+            _agree(booked == total, f"{tier} holds {total} bytes, {booked} are booked for tenants")
+            for entry in entries.values():
+                key = f"{entry.donor_id!r} generation {entry.generation}"
+                _agree(entry.tier == tier and not entry.moving, f"{key} lies in {tier}")
+                _agree(entry.refs > 0 if entry.retired else entry.refs >= 0, f"{key} has {entry.refs} holders")
+                _agree((entry.file is not None) == (tier == "disk"), f"{key} has a file in {tier}")
+                _agree(entry.retired != (self.current.get(entry.donor_id) is entry), f"{key} is nobody's")
+        files = {entry.file.path for entry in self.tiers["disk"].values() if entry.file is not None}
+        if on_disk is not None:
+            _agree(files == on_disk, "the files on disk are not those that are booked")
+        known = sum(not entry.retired for entries in self.tiers.values() for entry in entries.values())
+        _agree(known == len(self.current), f"{known} donors lie in tiers, {len(self.current)} are known")
+
+
+def make_donor_policy(
+    name: str, budget: Mapping[str, int], on_failure: Callable[[BaseException], None] | None
+) -> EvictionPolicy | None:
+    """Make the eviction policy of all tiers together, behind a border; None for lru."""
+    capacity = max(1, sum(budget.values()) // UNIT_BYTES)
+    return guard_policy(make_policy(name, capacity, chained=False, items=TYPICAL_DONORS), on_failure)
+
+
+def _agree(holds: bool, problem: str) -> None:
+    if not holds:
+        raise StoreError(f"donor KV: {problem}", hint="this is a bug: report it")
+
+
+log = logging.getLogger("semblend.donors")
+
+TOLD_EVERY_S = 60.0
+"""How often it is told that the disk is full."""
+OnEvicted = Callable[[str, int, str], None]
+"""Called with donor id, generation, and why it is gone: ``budget``, ``disk`` (not writable) or ``corrupt``;
+``published`` for a donor of the directory that cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class DonorHandle:
+    """What was captured; ``tier`` is where it lay at that moment. Until it ``arrives`` its slots must not change."""
+
+    donor_id: str
+    generation: int
+    tokens: int
+    nbytes: int
+    tier: str
+    arrives: Arrival | None = None
+
+
+class DonorKv:
+    """The copies of all donors; ``device_type`` names the kind of memory that the device tier is.
+
+    ``rope`` is the rotation that the model computes with, and goes with every capture that names none of its own.
+    """
+
+    def __init__(
+        self,
+        budget_device_bytes: int,
+        budget_host_bytes: int,
+        disk_dir: str | Path | None = None,
+        *,
+        budget_disk_bytes: int = 0,
+        on_evicted: OnEvicted | None = None,
+        device_type: str = "cuda",
+        rope: RopeSpec | None = None,
+        bits: int = 16,
+        directory: DirectoryKv | None = None,
+        eviction: str = "lru",
+        on_policy_failure: Callable[[BaseException], None] | None = None,
+        on_disk_failure: Callable[[str], None] = lambda message: log.warning("%s", message),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``on_disk_failure`` is told, at most once in `TOLD_EVERY_S`, that the disk took no donors, and how many."""
+        budget = {"device": budget_device_bytes, "host": budget_host_bytes, "disk": budget_disk_bytes}
+        if min(budget.values()) < 0:
+            raise InputError("a byte budget is negative", hint="0 turns a tier off")
+        self._disk = DiskTier(disk_dir) if disk_dir is not None and budget_disk_bytes else None
+        budget = budget if self._disk is not None else budget | {"disk": 0}
+        self._policy_failures: list[BaseException] = []  # to be told
+        self._on_policy_failure = on_policy_failure or _warn
+        self._books = Books(budget, make_donor_policy(eviction, budget, self._policy_failures.append))
+        self._device_type = device_type
+        self.memory = DonorMemory(bits)
+        self._rope = rope
+        self._mover = threading.Lock()  # taken first
+        self._lock = threading.Lock()
+        self._on_evicted = on_evicted
+        self._on_disk_failure, self._clock = on_disk_failure, clock
+        self._lost_to_disk, self._told_of_disk = 0, -math.inf
+        self._published = None if directory is None else PublishedDonors(directory)
+
+    def capture(
+        self,
+        donor_id: str,
+        generation: int,
+        layout: Layout,
+        slots: Tensor,
+        rope: RopeSpec | None = None,
+        *,
+        tenant: str = "",
+        slots_stay: bool = False,
+    ) -> DonorHandle:
+        """Copies the KV of ``slots``, in order, for ``tenant``; replaces an earlier capture of this donor.
+
+        What the caller computes next is ordered behind the copy, unless ``slots_stay``: the caller then sees to it that
+        nothing is written there before the donor arrives.
+
+        ``rope`` is the rotation these keys have, where it depends on the prompt (dynamic scaling). Raises CapacityError
+        when no tier can take it; an earlier capture is then gone all the same, since the donor was registered anew.
+        """
+        if slots.numel() == 0:
+            raise InputError(f"donor {donor_id!r} has no tokens to capture", hint="capture after its prefill")
+        shape = (layout.layers, slots.numel(), layout.kv_heads, layout.head_dim)
+        on_device = self.memory.count_bytes("device", shape, layout.dtype)
+        device = layout.device if layout.device.type == self._device_type else None
+        first = "device" if device is not None and on_device <= self._books.budget["device"] else "host"
+        nbytes = self.memory.count_bytes(first, shape, layout.dtype)
+        with self._telling(), self._mover:
+            with self._lock:
+                self._books.retire(donor_id)
+            self._make_room(first, nbytes, tenant)  # before there is a copy: together with it they would not fit
+            entry = Entry(donor_id, generation, nbytes, first, device=device, tenant=tenant)
+            entry.rope = rope or self._rope
+            self.memory.fill(entry, layout, slots)
+            if entry.arrives is not None and not slots_stay:
+                entry.arrives.wait()
+            with self._lock:
+                self._books.count_use(entry)
+            if not self._settle(entry, TIERS.index(entry.tier)):
+                with self._lock:
+                    self._books.forget_uses(entry)
+                raise CapacityError(
+                    f"donor {donor_id!r} needs {nbytes} bytes and fits in no tier", hint="raise the donor budgets"
+                )
+            with self._lock:
+                self._books.current[donor_id] = entry
+                return DonorHandle(donor_id, generation, slots.numel(), entry.nbytes, entry.tier, entry.arrives)
+
+    def has_room_for(self, device: torch.device) -> bool:
+        """Whether any budget takes KV of this device; with none, no donor is wanted, and `capture` would refuse all."""
+        tiers = TIERS if device.type == self._device_type else ("host", "disk")
+        return any(self._books.budget[tier] for tier in tiers)
+
+    def reserve(self, device: torch.device) -> None:
+        """Takes the budgets' memory at once; see `DonorMemory.reserve`."""
+        self.memory.reserve(device, self._books.budget)
+
+    def drop_all(self) -> None:
+        """Let every donor go."""
+        with self._telling(), self._lock:
+            for donor_id in list(self._books.current):
+                self._books.retire(donor_id)
+
+    def acquire(self, donor_id: str, generation: int) -> DonorTensors | None:
+        """Holds the donor's KV until `release`; None when it is gone, was replaced, or its file is damaged."""
+        if self._published is not None and self._published.names(donor_id, generation):
+            return self._acquire_published(self._published, donor_id, generation)
+        with self._lock:
+            entry = self._books.find(donor_id, generation)
+            if entry is None or not self._books.should_rise(entry):
+                return self._books.hold(entry)
+        with self._telling(), self._mover:
+            with self._lock:
+                entry = self._books.find(donor_id, generation)
+                if entry is None or not self._books.should_rise(entry):
+                    return self._books.hold(entry)
+                entry.moving = True
+            risen = False
+            try:
+                risen = self._rise(entry)
+            finally:
+                with self._lock:
+                    self._books.settle(entry, risen, "budget")
+                    held = self._books.hold(entry if risen and not entry.retired else None)
+            return held
+
+    def release(self, tensors: DonorTensors) -> None:
+        """Ends one hold; the last one lets go of a donor that was replaced or dropped meanwhile."""
+        if self._published is not None and self._published.release(tensors):
+            return
+        with self._telling(), self._lock:
+            entry = self._books.held.get(id(tensors.k))
+            if entry is None:
+                raise InputError(f"donor {tensors.donor_id!r} is not held", hint="release each acquire once")
+            entry.refs -= 1
+            if entry.refs == 0:
+                del self._books.held[id(tensors.k)]
+                if entry.retired:
+                    self._books.discard(entry)
+                elif entry.tier == "disk":
+                    entry.parts = None  # unmap; the file stays
+
+    def drop(self, donor_id: str) -> bool:
+        """Forgets a donor without telling; False when it was not there."""
+        with self._telling(), self._lock:
+            return self._books.retire(donor_id)
+
+    def publish(self, donor_id: str, generation: int, key: str, tokens_digest: str) -> int:
+        """Write a donor of this engine into the directory; returns the file's bytes, 0 when it left memory before.
+
+        Waits for its copy to the host and for the file. Raises OSError (no space left), or StoreError.
+        """
+        if self._published is None:
+            raise StoreError("this engine has no donor directory", hint="set donor_directory")
+        with self._lock:
+            entry = self._books.find(donor_id, generation)
+            in_memory = entry is not None and not entry.moving and entry.parts is not None
+            held = self._books.hold(entry, is_use=False) if in_memory else None  # where it is: publishing moves nothing
+            arrives = entry.arrives if entry is not None else None
+        if held is None:
+            return 0
+        try:
+            if arrives is not None:
+                arrives.synchronize()
+            return self._published.directory.write(key, tokens_digest, self.memory.pack(held.parts), held.rope)
+        finally:
+            self.release(held)
+
+    def name_weights(self, digest: str) -> None:
+        """The model has other weights: of the directory only donors of the same are taken, and published."""
+        if self._published is not None:
+            self._published.directory.name_weights(digest)
+
+    def holds(self, donor_id: str, generation: int) -> bool:
+        """Whether `acquire` would find it now (a damaged file is found out only there)."""
+        with self._lock:
+            return self._books.find(donor_id, generation) is not None
+
+    @property
+    def used_bytes(self) -> dict[str, int]:
+        """Bytes by tier, held and retired copies included."""
+        with self._lock:
+            return dict(self._books.used)
+
+    @property
+    def holders(self) -> int:
+        """How many `acquire` calls were not released yet."""
+        mapped = 0 if self._published is None else self._published.holders
+        with self._lock:
+            return mapped + sum(entry.refs for entry in self._books.held.values())
+
+    def __len__(self) -> int:
+        return len(self._books.current)
+
+    def close(self) -> None:
+        """Lets go of everything and removes the files."""
+        with self._mover:
+            with self._lock:
+                self._books.clear()
+            if self._disk is not None:
+                self._disk.close()
+            if self._published is not None:
+                self._published.directory.close()
+
+    def check(self) -> None:
+        """Raises StoreError when the books do not agree with what is there."""
+        with self._mover:
+            on_disk = None if self._disk is None else self._disk.files()
+            with self._lock:
+                self._books.check(on_disk)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Afterwards, without any lock: files that nobody needs go, and callbacks come; they may call back into us."""
+        try:
+            yield
+        finally:
+            with self._lock:
+                gone, self._books.gone = self._books.gone, []
+                waste, self._books.waste = self._books.waste, []
+                failures = self._policy_failures.copy()
+                self._policy_failures.clear()
+            if self._disk is not None and (left := [file for file in waste if not self._disk.remove(file)]):
+                with self._lock:
+                    self._books.waste += left  # tried again the next time
+            for error in failures:
+                self._on_policy_failure(error)
+            if self._on_evicted is not None:
+                for donor_id, generation, reason in gone:
+                    self._on_evicted(donor_id, generation, reason)
+
+    # -- by the mover, without the books -------------------------------------------------------------------------
+
+    def _settle(self, entry: Entry, first: int) -> bool:
+        """Puts an unlisted entry into the first tier from ``first`` on that takes it; its tensors move with it."""
+        return any(
+            self._make_room(tier, self.memory.measure(entry, tier), entry.tenant) and self._place(entry, tier)
+            for tier in TIERS[first:]
+        )
+
+    def _make_room(self, tier: str, nbytes: int, tenant: str) -> bool:
+        """Moves donors out until ``nbytes`` of ``tenant`` fit; moves nothing when others must stay."""
+        with self._lock:
+            victims = self._books.victims(tier, nbytes, tenant)
+            for entry in victims or ():
+                entry.moving = True
+                self._books.take_out(entry)
+        try:
+            for entry in victims or ():
+                sunk = self._settle(entry, TIERS.index(tier) + 1)
+                with self._lock:
+                    self._books.settle(entry, sunk, "budget")
+        finally:  # those that a failure left on the way have no place any more
+            with self._lock:
+                for entry in victims or ():
+                    if entry.moving:
+                        self._books.settle(entry, False, "budget")
+        return victims is not None
+
+    def _place(self, entry: Entry, tier: str) -> bool:
+        """Brings the tensors of an unlisted entry into ``tier`` and lists it; False when that has no room for them."""
+        parts, nbytes = entry.tensors, self.memory.measure(entry, tier)
+        file, arrives = entry.file, entry.arrives
+        if tier == "disk":
+            if self._disk is None:
+                return False
+            entry.wait_for_copy()
+            try:
+                file = self._disk.write(self.memory.pack(parts), entry.about)
+            except OSError as error:
+                with self._lock:
+                    self._books.tell_later(entry, "disk")
+                self._tell_disk_failure(self._disk.folder, error)
+                return False
+        elif entry.tier != tier:
+            target = entry.device if tier == "device" else torch.device("cpu")
+            if target is None:
+                return False
+            try:
+                parts, arrives = self.memory.move(entry, target)
+            except (MemoryError, RuntimeError):  # torch reports a failed allocation as either
+                return False
+        with self._lock:
+            entry.parts, entry.file = (None, file) if tier == "disk" else (parts, file)
+            entry.arrives, entry.nbytes = arrives, nbytes
+            self._books.add(entry, tier)
+        return True
+
+    def _tell_disk_failure(self, folder: Path, error: OSError) -> None:
+        self._lost_to_disk += 1
+        if self._clock() - self._told_of_disk < TOLD_EVERY_S:
+            return
+        lost, self._lost_to_disk, self._told_of_disk = self._lost_to_disk, 0, self._clock()
+        self._on_disk_failure(f"{lost} donors dropped: {folder.parent} cannot be written to: {error.strerror or error}")
+
+    def _acquire_published(self, published: PublishedDonors, donor_id: str, generation: int) -> DonorTensors | None:
+        try:
+            return published.acquire(donor_id)
+        except StoreError as error:
+            log.info("%s", error)
+            if self._on_evicted is not None:
+                self._on_evicted(donor_id, generation, "published")
+            return None
+
+    def _rise(self, entry: Entry) -> bool:
+        """Moves a donor up before it is used, where there is room; verifies what comes from disk."""
+        if entry.tier == "disk":
+            try:
+                if self._disk is None or entry.file is None:
+                    raise StoreError("its file is not booked", hint="this is a bug: report it")
+                entry.parts = self._disk.load(entry.file, entry.about)
+            except StoreError:
+                with self._lock:
+                    self._books.tell_later(entry, "corrupt")
+                return False
+        with self._lock:
+            self._books.take_out(entry)  # its own place is free for what sinks to make room for it
+        before = entry.tier
+        for tier in TIERS[: TIERS.index(before)]:
+            if tier == "device" and entry.device is None:
+                continue
+            if self._make_room(tier, entry.nbytes, entry.tenant) and self._place(entry, tier):
+                with self._lock:
+                    self._books.throw_away(entry)
+                return True
+        if not self._make_room(before, entry.nbytes, entry.tenant):
+            return False
+        with self._lock:
+            self._books.add(entry, before)
+        return True
+
+
+def _warn(error: BaseException) -> None:
+    log.warning("the eviction policy failed, donors leave by age from now on: %s: %s", type(error).__name__, error)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sembench.result import RequestRecord, Result, compute_digest, write_result
-from sembench.scoring.aggregate import aggregate, aggregate_by_transform
-from sembench.scoring.paired import summarize_pairs
+from sembench.scoring.aggregate import aggregate, aggregate_by_transform, summarize_pairs
 
 TRANSFORMS = (
     "exact_repeat",

@@ -39,7 +39,7 @@ CHAT = "<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 def build_cases(count: int, words: int) -> list[dict[str, Any]]:
     """Return cases of four edits: the head grows, the head shrinks, text appears inside, passages change places."""
-    from sembench.manifests.writer import write_document
+    from sembench.manifests.datasets import write_document
 
     cases: list[dict[str, Any]] = []
     for number in range(count):

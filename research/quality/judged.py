@@ -34,10 +34,8 @@ import httpx
 import numpy as np
 from _vllm_runs import Rows
 
-from sembench.backends.base import PromptCall
-from sembench.backends.gateway import CHAT, build_answer, build_body
-from sembench.backends.http_client import post_stream
-from sembench.live.judge import MATERIAL, judge_answers
+from sembench.backends import CHAT, PromptCall, build_chat_answer, build_chat_body, post_stream
+from sembench.live.session import MATERIAL, judge_answers
 from sembench.manifests.cases import read_manifest
 from sembench.result import RequestRecord, read_result
 
@@ -128,7 +126,7 @@ async def ask_yes(
     question, golds = questions[record.item_id]
     text = YES_PROMPT.format(question=question, reference=golds[0], answer=record.output_text or "")
     call = PromptCall(text=text, max_tokens=1, request_id=f"{record.item_id}-{record.arm}", top_logprobs=TOP_LOGPROBS)
-    answer = build_answer(await post_stream(client, url + CHAT, build_body(call, model), {}), call)
+    answer = build_chat_answer(await post_stream(client, url + CHAT, build_chat_body(call, model), {}), call)
     if answer.error:
         fail(f"the judge failed: {answer.error}", hint=f"check that {url} serves {model}")
     if not answer.top_logprobs:

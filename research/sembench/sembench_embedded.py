@@ -25,7 +25,7 @@ from _report import Report, fail, progress  # first: it holds the numeric librar
 from _server_process import ServerProcess, find_port
 
 from sembench.result import Result, read_result
-from sembench.scoring.paired import pair_records
+from sembench.scoring.aggregate import pair_records
 from sembench.scoring.statistics import compute_mean
 
 MODEL = "smollm2-135m"

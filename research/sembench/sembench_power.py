@@ -24,8 +24,7 @@ import numpy as np
 
 from sembench.result import RequestRecord, Result
 from sembench.scoring.compare import compare_results
-from sembench.trust.behaviour import find_doubtful_behaviour
-from sembench.trust.doubts import Doubt
+from sembench.trust import Doubt, find_doubtful_behaviour
 
 RESULTS = _report.REPO / "bench" / "results"
 HITS = (3, 4, 6, 8, 12, 16)

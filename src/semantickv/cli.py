@@ -1,7 +1,6 @@
 """The ``semantickv`` command: what a cache should keep (simulated), and where a request should go.
 
-Exit codes: 0 done, 1 a check failed, 2 usage, 130 interrupted. A command is a module of `semantickv.commands` with
-``add(subparsers)`` and ``run(args) -> int``; it is imported only when it is asked for, or when help lists them all.
+Exit codes: 0 done, 1 a check failed, 2 usage, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -12,22 +11,22 @@ from collections.abc import Sequence
 from semblend.cli import commandline
 from semblend.cli.commandline import Parser
 
-COMMANDS = (
-    "experiment",
-    "replay",
-    "tiers",
-    "advise",
-    "collect",
-    "proxy",
-    "router",
-    "dynamo_router",
-    "dynamo_pin",
-    "api",
-    "workload",
-    "segment",
-    "policies",
-    "check",
-)
+COMMANDS = {
+    "experiment": "experiment",
+    "replay": "replay",
+    "tiers": "tiers",
+    "advise": "advise",
+    "collect": "collect",
+    "proxy": "proxy",
+    "router": "router",
+    "dynamo-router": "dynamo_router",
+    "dynamo-pin": "dynamo_pin",
+    "api": "api",
+    "workload": "workload",
+    "segment": "segment",
+    "policies": "policies",
+    "check": "check",
+}
 DESCRIPTION = "What a cache should keep and how much memory it needs (simulated); where a request should go."
 EXAMPLES = (
     "semantickv collect --upstream http://127.0.0.1:8000 --output trace.jsonl",
@@ -38,7 +37,7 @@ EXAMPLES = (
 
 def build_parser(words: Sequence[str] = ()) -> Parser:
     """The command line of the command that ``words`` name, or all of it; docs/reference is generated from it."""
-    return commandline.parser_of("semantickv", DESCRIPTION, commandline.choose_commands(words, COMMANDS), EXAMPLES)
+    return commandline.build_parser("semantickv", DESCRIPTION, COMMANDS, words, EXAMPLES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,7 +1,6 @@
 """The ``sembench`` command.
 
-Exit codes: 0 done, 1 a gate failed, 2 usage, 130 interrupted. A command is a module of `sembench.commands` with
-``add(subparsers)`` and ``run(args) -> int``; it is imported only when it is asked for, or when help lists them all.
+Exit codes: 0 done, 1 a gate failed, 2 usage, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -12,28 +11,28 @@ from collections.abc import Sequence
 from semblend.cli import commandline
 from semblend.cli.commandline import Parser
 
-COMMANDS = (
-    "manifests.build",
-    "manifests.audit_manifest",
-    "manifests.checksum_manifest",
-    "manifests.freeze",
-    "manifests.verify_frozen",
-    "runs.run_offline",
-    "runs.verify_endpoint",
-    "runs.calibrate_noise_floor",
-    "runs.run_live_sglang",
-    "runs.run_live_gateway",
-    "runs.run_load",
-    "results.merge_results",
-    "witnesses.engine_snapshot",
-    "witnesses.engine_window",
-    "witnesses.summarize_engine_events",
-    "witnesses.collect_k8s_engine_events",
-    "results.assert_result_gates",
-    "results.compare",
-    "results.report",
-)
 DESCRIPTION = "Check whether reuse really helped, and whether it did harm."
+COMMANDS = {
+    "build": "manifests",
+    "audit-manifest": "manifests",
+    "checksum-manifest": "manifests",
+    "freeze": "manifests",
+    "verify-frozen": "manifests",
+    "run-offline": "offline",
+    "verify-endpoint": "live",
+    "calibrate-noise-floor": "live",
+    "run-live-sglang": "live",
+    "run-live-gateway": "live",
+    "run-load": "load",
+    "engine-snapshot": "witnesses",
+    "engine-window": "witnesses",
+    "summarize-engine-events": "witnesses",
+    "collect-k8s-engine-events": "witnesses",
+    "merge-results": "results",
+    "assert-result-gates": "results",
+    "compare": "results",
+    "report": "results",
+}
 EXAMPLES = (
     "sembench build --profile synthetic-v1 --output cases.jsonl",
     "sembench run-offline --manifest cases.jsonl --output result.json",
@@ -43,7 +42,7 @@ EXAMPLES = (
 
 def build_parser(words: Sequence[str] = ()) -> Parser:
     """Return the parser of the command that ``words`` name, or of all commands. docs/reference is generated from it."""
-    return commandline.parser_of("sembench", DESCRIPTION, commandline.choose_commands(words, COMMANDS), EXAMPLES)
+    return commandline.build_parser("sembench", DESCRIPTION, COMMANDS, words, EXAMPLES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -91,7 +91,7 @@ def test_a_fault_of_ours_is_one_line_too_and_asks_for_a_report(monkeypatch: pyte
     def broken(_: object) -> int:
         raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr("semblend.cli.commands.version.run", broken)
+    monkeypatch.setattr("semblend.cli.commands.doctor.show_version", broken)
     assert main(["version"]) == 1
     assert capsys.readouterr().err.splitlines()[0] == "error: ZeroDivisionError: oh"
 
@@ -100,7 +100,7 @@ def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: Out
     def interrupted(_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("semblend.cli.commands.version.run", interrupted)
+    monkeypatch.setattr("semblend.cli.commands.doctor.show_version", interrupted)
     assert main(["version"]) == 130
     assert "Traceback" not in capsys.readouterr().err
 

@@ -7,9 +7,8 @@ import subprocess
 
 import pytest
 
-from semblend.cli import machine_checks
 from semblend.cli.commands import doctor
-from semblend.cli.machine_checks import EngineVersions, choose_next, list_gpus, read_memory
+from semblend.cli.commands.doctor import EngineVersions, choose_next, list_gpus, read_memory
 from semblend.cli.main import main
 
 
@@ -48,7 +47,7 @@ def test_a_look_that_fails_is_a_finding_and_the_others_go_on(capsys, monkeypatch
 
 
 def test_a_version_that_was_never_looked_at_is_named_with_those_that_were(capsys, monkeypatch):
-    monkeypatch.setattr(machine_checks, "installed_version", lambda package: "0.1.0" if package == "vllm" else None)
+    monkeypatch.setattr(doctor, "installed_version", lambda package: "0.1.0" if package == "vllm" else None)
     found = {check["name"]: check for check in report(capsys) if check["section"] == "engines"}
     assert found["vllm"]["status"] == "warn"
     assert "0.1.0; known: " in found["vllm"]["detail"]
@@ -72,14 +71,14 @@ def test_a_driver_that_hangs_or_lies_is_no_gpu(monkeypatch, answer, gpus):
             raise answer
         return answer
 
-    monkeypatch.setattr(machine_checks.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
     assert len(list_gpus(run)) == gpus
 
 
 def test_memory_is_unknown_where_the_system_does_not_say(monkeypatch):
     total = read_memory()[0]
     assert total is None or total > 0
-    monkeypatch.delattr(machine_checks.os, "sysconf", raising=False)
+    monkeypatch.delattr(doctor.os, "sysconf", raising=False)
     assert read_memory()[0] is None
 
 

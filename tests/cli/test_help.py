@@ -11,8 +11,7 @@ import pytest
 
 import semantickv.cli
 import sembench.cli
-from semblend.cli.commandline import Parser
-from semblend.cli.help_text import HelpFormatter, describe_option, expand_help
+from semblend.cli.commandline import HelpFormatter
 from semblend.cli.main import build_parser
 from semblend.integration.sglang import launcher as sglang
 from semblend.integration.trtllm import launcher as trtllm
@@ -48,22 +47,11 @@ def list_options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 @pytest.mark.parametrize("name", PARSERS)
-@pytest.mark.parametrize("columns", [80, 100, 200])
-def test_help_fits_a_terminal_and_never_passes_100_columns(
-    name: str, columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    text, _, examples = PARSERS[name].format_help().partition("examples:")
-    assert max(map(len, text.splitlines())) <= (min(columns, 100) if name not in LAUNCHERS else 200)
-    assert all(len(line) <= 100 for line in examples.splitlines())
-
-
-@pytest.mark.parametrize("name", PARSERS)
 def test_help_says_what_the_command_is_for_and_what_each_flag_means(name: str) -> None:
     parser = PARSERS[name]
     assert len((parser.description or "").split()) > 3
     for option in list_options(parser):
-        text = expand_help(option)
+        text = (option.help or "") % (vars(option) | {"prog": ""})
         assert len(text.split()) > 1, f"{name} {option.dest}: {text!r}"
         assert "%%" not in text
     assert "%%" not in parser.format_help()
@@ -73,7 +61,7 @@ def test_help_says_what_the_command_is_for_and_what_each_flag_means(name: str) -
 def test_a_flag_with_a_default_says_it(name: str) -> None:
     for option in list_options(PARSERS[name]):
         if option.nargs != 0 and option.default not in (None, "", [], argparse.SUPPRESS):
-            assert "default" in describe_option(option), f"{name} {option.dest}"
+            assert "default" in (option.help or ""), f"{name} {option.dest}"
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -119,25 +107,21 @@ def test_the_same_thing_has_the_same_flag_in_all_programs() -> None:
 
 
 def test_a_usage_of_many_flags_shows_those_that_must_be_given() -> None:
-    parser = Parser(prog="tool")
-    parser.add_argument("--needed", required=True, metavar="FILE")
-    for number in range(10):
-        parser.add_argument(f"--option-{number}", type=int, default=number, help="an option of this test")
-    assert parser.format_usage() == "usage: tool --needed FILE [options]\n"
+    assert PARSERS["sembench run-offline"].format_usage() == (
+        "usage: sembench run-offline --manifest FILE --output FILE [options]\n"
+    )
 
 
 def test_long_choices_become_a_word_and_a_list() -> None:
-    parser = argparse.ArgumentParser(prog="tool", formatter_class=HelpFormatter)
-    parser.add_argument("--kind", choices=[f"kind-number-{n}" for n in range(5)], help="which of them")
-    text = " ".join(parser.format_help().split())
-    assert "--kind NAME which of them; one of kind-number-0, kind-number-1" in text
+    text = " ".join(PARSERS["sembench build"].format_help().split())
+    assert "--profile NAME where the documents come from; one of fixture, synthetic-v1" in text
 
 
-def test_paragraphs_are_wrapped_and_indented_lines_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paragraphs_are_wrapped_and_examples_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     parser = argparse.ArgumentParser(
         prog="tool",
         formatter_class=HelpFormatter,
-        description="One two three\nfour five six seven eight.\n\nAs:\n  a   b",
+        description="One two three\nfour five six seven eight.\n\nexamples:\n  a   b",
     )
-    assert "One two three four five six seven\neight.\n\nAs:\n  a   b" in parser.format_help()
+    assert "One two three four five six seven\neight.\n\nexamples:\n  a   b" in parser.format_help()

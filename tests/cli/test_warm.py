@@ -116,7 +116,7 @@ def test_mistakes_are_one_line_and_a_hint(corpus, words, capsys):
 
 
 def test_a_second_warm_of_the_same_folder_is_refused_until_the_first_has_ended(corpus, tmp_path, capsys):
-    from semblend.cli.warm_targets import hold_folder
+    from semblend.cli.commands.warm import hold_folder
 
     first = hold_folder(str(tmp_path / "donors"))
     assert run_warm(corpus, "--donor-directory", str(tmp_path / "donors"), "--model", "no-such-model") != 0
@@ -143,7 +143,7 @@ class Letters:
 def open_target(tmp_path):
     pytest.importorskip("torch", reason="the engine needs torch")
     from semblend import SemBlend, SemBlendConfig
-    from semblend.cli.warm_targets import DirectoryTarget
+    from semblend.cli.commands.warm import DirectoryTarget
     from semblend.engine.core.assemble import assemble
     from semblend.engine.core.config import EngineConfig
     from semblend.engine.core.open_directory import open_directory, share_donors

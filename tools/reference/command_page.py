@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from semblend.cli.help_text import expand_help, name_value
-from tools.reference.semblend_pages import commands_of, options_of, show_examples
+from tools.reference.semblend_pages import commands_of, expand_help, options_of, show_examples
 
 
 def page(parser: argparse.ArgumentParser, intro: Sequence[str], variables: Mapping[str, str]) -> str:
@@ -29,7 +28,7 @@ def page(parser: argparse.ArgumentParser, intro: Sequence[str], variables: Mappi
         lines += ["| argument | meaning |", "|---|---|"]
         for action in options_of(command):
             names = ", ".join(f"`{option}`" for option in action.option_strings) or f"`{action.dest}`"
-            value = "" if action.nargs == 0 or not action.option_strings else f" `{name_value(action)}`"
+            value = "" if action.nargs == 0 or not action.option_strings else f" `{action.metavar}`"
             needed = " (required)" if action.required and action.option_strings else ""
             lines.append(f"| {names}{value} | {_cell(expand_help(action))}{needed} |")
         lines += show_examples(command)

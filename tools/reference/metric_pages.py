@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from sembench.gates.table import GATES
+from sembench.gates import GATES
 from sembench.result import RequestRecord
-from sembench.trust.doubts import MEANINGS
+from sembench.trust import MEANINGS
 from sembench.witnesses.parsers import PARSERS
 from tools.reference.metric_words import AGGREGATE, ENGINE_SUMMARY, PAIRED, RECORD
 

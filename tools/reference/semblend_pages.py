@@ -18,8 +18,7 @@ from typing import Any
 
 import semblend
 from semblend import errors
-from semblend.cli.commandline import Parser
-from semblend.cli.help_text import WIDTH, HelpFormatter, expand_help, name_value
+from semblend.cli.commandline import HelpFormatter, Parser
 from semblend.cli.main import build_parser
 from semblend.config import CONFIG_FILE_VARIABLE, KEY_VARIABLES, SETTINGS
 from semblend.extras import NEEDED_BY
@@ -118,6 +117,11 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     for action in parser._actions:
         if not isinstance(action, argparse._SubParsersAction):
             yield action
+
+
+def expand_help(action: argparse.Action) -> str:
+    """The help of a flag as a reader sees it."""
+    return (action.help or "") % (vars(action) | {"prog": ""})
 
 
 def extras_markdown() -> str:
@@ -249,7 +253,7 @@ def _first_line(value: Any) -> str:
 
 def _usage(command: argparse.ArgumentParser) -> str:
     """The usage as if the terminal were 100 columns wide, wherever this runs."""
-    command.formatter_class = lambda prog: HelpFormatter(prog, width=WIDTH)
+    command.formatter_class = lambda prog: HelpFormatter(prog, width=98)
     return command.format_usage().strip()
 
 
@@ -257,7 +261,7 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
     rows = ["| argument | meaning |", "|---|---|"]
     for action in options_of(parser):
         names = ", ".join(f"`{option}`" for option in action.option_strings) or _positional(action)
-        value = "" if action.nargs == 0 or not action.option_strings else f" `{name_value(action)}`"
+        value = "" if action.nargs == 0 or not action.option_strings else f" `{action.metavar}`"
         needed = " (required)" if action.required and action.option_strings else ""
         rows.append(f"| {names}{value} | {_cell(expand_help(action))}{needed} |")
     return rows

@@ -1,4 +1,4 @@
-"""One module a command of ``semantickv``: ``add`` declares its flags, ``run`` does it and returns the exit code.
+"""The commands of ``semantickv``: ``add`` declares those of a module, a function a command does the work.
 
 Commands read arguments and write files; what they compute lives in the other folders.
 """

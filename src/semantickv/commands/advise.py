@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from semantickv.analysis.advise import Question, advise
 from semantickv.analysis.engines import ENGINES
 from semantickv.analysis.latency import LatencyModel
 from semantickv.analysis.sizing import DEFAULT_GPU
-from semantickv.commands.flags import trace_flags
+from semantickv.commands import flags
 from semantickv.output import advise_page, advise_words
 from semantickv.output.files import check_parent, make_folder
 from semantickv.simulator.capacity import DTYPE_BYTES, KV_SHAPES, count_kv_bytes_per_token
 from semantickv.simulator.policies import POLICIES
+from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import Progress, print_json, say
 from semblend.errors import InputError
 from semblend.prices import load_price_book
 from semblend.prices.price_book import TIERS
-
-ABOUT = """Hit rate against memory for all policies on your own trace: what the memory that the GPU has gives, what host
-memory beside it would add and whether it pays, what reuse at any position would add, and how sure all that is. One page
-to print. Everything on it is simulated."""
 
 EXAMPLES = (
     "semantickv advise --trace trace.jsonl",
@@ -29,76 +25,83 @@ EXAMPLES = (
 )
 
 
-def add(subparsers: Any) -> None:
-    """Declare the flags of ``semantickv advise``."""
-    parser = subparsers.add_parser(
-        "advise", help="tell which eviction policy and how much memory your traffic wants: one page", description=ABOUT
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "advise",
+        run,
+        "tell which eviction policy and how much memory your traffic wants: one page",
+        examples=EXAMPLES,
     )
-    trace_flags.add_trace_flags(parser)
-    parser.add_argument("--policies", nargs="+", metavar="NAME", help="policies to compare (default: all)")
-    parser.add_argument("--model", choices=sorted(KV_SHAPES), default="qwen2.5-7b",
-                        help="model whose KV fills the memory and whose prefill is saved")  # fmt: skip
-    parser.add_argument(
-        "--dtype", choices=sorted(DTYPE_BYTES), default="bf16", help="number type of that KV (default: %(default)s)"
+    flag = parser.add_argument
+    flags.add_trace_flags(parser)
+    flag("--policies", nargs="+", metavar="NAME", help="policies to compare (default: all)")
+    flag(
+        "--model",
+        choices=sorted(KV_SHAPES),
+        default="qwen2.5-7b",
+        help="model whose KV fills the memory and whose prefill is saved",
     )
-    parser.add_argument(
+    flag("--dtype", choices=sorted(DTYPE_BYTES), default="bf16", help="number type of that KV")
+    flag(
         "--gib",
         nargs="+",
         type=float,
         metavar="GIB",
         help="cache sizes to try, in GiB, beside what the engine has (default: ten, chosen by the trace)",
     )
-    parser.add_argument("--pool-tokens", type=int, metavar="N",
-                        help="tokens of KV that the engine holds on the GPU, as it says when it starts "
-                             "(default: what the weights leave)")  # fmt: skip
-    parser.add_argument(
-        "--gpu", default=DEFAULT_GPU, metavar="NAME", help="GPU whose hours are saved (default: %(default)s)"
+    flag(
+        "--pool-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of KV that the engine holds on the GPU, as it says when it starts "
+        "(default: what the weights leave)",
     )
-    parser.add_argument("--memory", "--memory-kind", choices=TIERS, default="",
-                        help="memory to add to the GPU; hbm: none (default: what the engine can)")  # fmt: skip
-    parser.add_argument("--prices", metavar="FILE", help="TOML that replaces prices and rates of the package")
-    parser.add_argument(
+    flag("--gpu", default=DEFAULT_GPU, metavar="NAME", help="GPU whose hours are saved")
+    flag(
+        "--memory",
+        "--memory-kind",
+        choices=TIERS,
+        default="",
+        help="memory to add to the GPU; hbm: none (default: what the engine can)",
+    )
+    flag("--prices", metavar="FILE", help="TOML that replaces prices and rates of the package")
+    flag(
         "--hour-cost",
         "--gpu-hour",
         type=float,
         metavar="USD",
         help="price of an hour of the GPU (default: of --gpu, an assumption)",
     )
-    parser.add_argument(
+    flag(
         "--gib-hour-cost",
         type=float,
         metavar="USD",
         help="price of a GiB of --memory for an hour, 0 if it stands unused (default: of the package, an assumption)",
     )
-    parser.add_argument(
+    flag(
         "--engine", choices=tuple(ENGINES), default="", help="advise only policies that this engine has (default: all)"
     )
-    trace_flags.add_latency_flags(parser)
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of policies that choose at random (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--output-dir",
-        default="outputs/advise",
-        metavar="DIR",
-        help="folder under which a new folder is made (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--output-name", default="advice", metavar="NAME", help="end of the new folder's name (default: %(default)s)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the advice as JSON")
+    flags.add_latency_flags(parser)
+    flag("--seed", type=int, default=0, metavar="N", help="seed of policies that choose at random")
+    flag("--output-dir", default="outputs/advise", metavar="DIR", help="folder under which a new folder is made")
+    flag("--output-name", default="advice", metavar="NAME", help="end of the new folder's name")
+    flag("--json", action="store_true", help="print the advice as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate the policies on the trace, write the advice page and print its headline; return the exit code."""
+    """Hit rate against memory for all policies on your own trace: what the memory that the GPU has gives, what host
+    memory beside it would add and whether it pays, what reuse at any position would add, and how sure all that is.
+    One page to print. Everything on it is simulated.
+    """
     for name in args.policies or ():
         if name not in POLICIES:
             raise InputError(f"unknown policy {name!r}", hint="one of " + ", ".join(POLICIES))
     book = load_price_book(args.prices)
     rate = book.find_prefill(args.model, args.gpu)
     check_parent(args.output_dir)
-    trace = trace_flags.read_trace(args)
-    latency, _, _ = trace_flags.choose_latency(args, trace, LatencyModel(rate.base_ms, rate.ms_per_token, rate.source))
+    trace = flags.read_trace(args)
+    latency, _, _ = flags.choose_latency(args, trace, LatencyModel(rate.base_ms, rate.ms_per_token, rate.source))
     sizes = None
     if args.gib:
         sizes = [int(gib * 2**30) // count_kv_bytes_per_token(args.model, args.dtype) for gib in args.gib]

@@ -7,33 +7,25 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from semantickv.analysis.experiments import CONFIG_FOLDER, SIX, list_configs, load_experiment
 from semantickv.simulator.capacity import Capacity
 from semantickv.simulator.policies import POLICIES
 from semantickv.simulator.simulate import simulate
 from semantickv.workloads.families import generate_workload
+from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import table
-
-ABOUT = "Check packages, policies and experiment configurations without running the experiments; exit 1 if one fails."
 
 APPLICATIONS = ("telemetry_proxy", "locality_router", "simulation_api")
 
 
-def add(subparsers: Any) -> None:
-    """Declare the flags of ``semantickv check``."""
-    parser = subparsers.add_parser("check", help="check the installation, in a few seconds", description=ABOUT)
-    parser.add_argument(
-        "--config-dir",
-        default=str(CONFIG_FOLDER),
-        metavar="DIR",
-        help="folder of the configurations (default: %(default)s)",
-    )
+def add(commands: Commands) -> None:
+    parser = add_command(commands, "check", run, "check the installation, in a few seconds")
+    parser.add_argument("--config-dir", default=str(CONFIG_FOLDER), metavar="DIR", help="folder of the configurations")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run every check and print a table of results; return 1 if one failed."""
+    """Check packages, policies and experiment configurations without running the experiments; exit 1 if one fails."""
     checks: list[tuple[str, Callable[[], str]]] = [
         ("policies", _check_policies),
         ("simulator", _check_simulator),

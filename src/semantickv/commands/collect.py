@@ -6,7 +6,6 @@ import argparse
 import asyncio
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from semantickv import settings
 from semantickv.engine_state.subscriber import EventSource
@@ -17,12 +16,9 @@ from semantickv.traces.event_collector import EventCollector
 from semantickv.traces.segmentation import Segmenter
 from semantickv.traces.trace_writer import TraceWriter
 from semantickv.workloads.mock_traffic import collect_mock
+from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import say
 from semblend.errors import InputError
-
-ABOUT = """Record traffic as a trace for replay and advise. With --upstream, a small proxy forwards every request as it
-is and writes one line for each; with --kv-events, requests are put together from what an engine publishes; with --mock,
-made-up traffic is written. No text is kept without --keep-text."""
 
 EXAMPLES = (
     "semantickv collect --upstream http://127.0.0.1:8000 --output trace.jsonl",
@@ -30,9 +26,9 @@ EXAMPLES = (
 )
 
 
-def add(subparsers: Any) -> None:
-    """Declare the flags of ``semantickv collect``."""
-    parser = subparsers.add_parser("collect", help="record OpenAI-compatible traffic as a trace", description=ABOUT)
+def add(commands: Commands) -> None:
+    parser = add_command(commands, "collect", run, "record OpenAI-compatible traffic as a trace", examples=EXAMPLES)
+    flag = parser.add_argument
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--upstream",
@@ -43,31 +39,22 @@ def add(subparsers: Any) -> None:
         "--kv-events", metavar="ADDRESS", help="listen to vLLM's or SGLang's KV events (tcp://HOST:PORT)"
     )
     source.add_argument("--mock", action="store_true", help="made-up traffic on a made-up clock; every line says so")
-    parser.add_argument("--host", default="127.0.0.1", help="address that the proxy listens on (default: %(default)s)")
-    parser.add_argument(
-        "--port",
-        type=int,
-        default=8010,
-        metavar="PORT",
-        help="port of the proxy; 0 takes any free one (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--requests", type=int, metavar="N", help="stop after N requests (default: 50 with --mock, else never)"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=7, metavar="N", help="seed of the made-up traffic (default: %(default)s)"
-    )
-    parser.add_argument("--keep-text", action="store_true", help="write the prompts' text into the trace")
-    parser.add_argument("--rules", metavar="FILE", help="TOML file with more classification rules")
-    parser.add_argument("--output-dir", metavar="DIR", help="folder of the trace (default: outputs/live_traces)")
-    parser.add_argument(
-        "--output-name", default="trace", metavar="NAME", help="end of the file's name (default: %(default)s)"
-    )
-    parser.add_argument("--output", metavar="FILE", help="the trace's whole path, in place of the two above")
+    flag("--host", default="127.0.0.1", help="address that the proxy listens on")
+    flag("--port", type=int, default=8010, metavar="PORT", help="port of the proxy; 0 takes any free one")
+    flag("--requests", type=int, metavar="N", help="stop after N requests (default: 50 with --mock, else never)")
+    flag("--seed", type=int, default=7, metavar="N", help="seed of the made-up traffic")
+    flag("--keep-text", action="store_true", help="write the prompts' text into the trace")
+    flag("--rules", metavar="FILE", help="TOML file with more classification rules")
+    flag("--output-dir", metavar="DIR", help="folder of the trace (default: outputs/live_traces)")
+    flag("--output-name", default="trace", metavar="NAME", help="end of the file's name")
+    flag("--output", metavar="FILE", help="the trace's whole path, in place of the two above")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Record made-up traffic or the proxy's traffic to a new trace file; return the exit code."""
+    """Record traffic as a trace for replay and advise. With --upstream, a small proxy forwards every request as it is
+    and writes one line for each; with --kv-events, requests are put together from what an engine publishes; with
+    --mock, made-up traffic is written. No text is kept without --keep-text.
+    """
     other = args.mock or args.kv_events
     upstream = args.upstream or ("" if other else settings.read_variable("SEMANTICKV_UPSTREAM_BASE_URL"))
     if not upstream and not other:

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from semantickv.commands.flags.serve_flags import add_engine_reuse_flag, add_listen_flags, read_tls
+from semantickv.commands.flags import add_engine_reuse_flag, add_listen_flags, read_tls
 from semantickv.settings import EdgeSettings
+from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import say
 
-ABOUT = """Stand in front of a Dynamo frontend and pin every request to the worker that has computed most of its
-passages, by Dynamo's own header. Needs nothing of Dynamo but its HTTP. Load is what went through here; where Dynamo's
-own loads and KV events should count, run dynamo-router instead."""
 
-
-def add(subparsers: Any) -> None:
-    """Declare the flags of ``semantickv dynamo-pin``."""
-    parser = subparsers.add_parser("dynamo-pin", help="pin requests behind a stock Dynamo frontend", description=ABOUT)
+def add(commands: Commands) -> None:
+    parser = add_command(commands, "dynamo-pin", run, "pin requests behind a stock Dynamo frontend")
     parser.add_argument("--frontend", required=True, metavar="URL", help="Dynamo's frontend, http://127.0.0.1:8000")
-    parser.add_argument(
-        "--endpoint", default="dynamo.backend.generate", help="where the workers serve (default: %(default)s)"
-    )
+    parser.add_argument("--endpoint", default="dynamo.backend.generate", help="where the workers serve")
     add_engine_reuse_flag(parser)
     add_listen_flags(parser, port=8030)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal comes; return the exit code."""
+    """Stand in front of a Dynamo frontend and pin every request to the worker that has computed most of its passages,
+    by Dynamo's own header. Needs nothing of Dynamo but its HTTP. Load is what went through here; where Dynamo's own
+    loads and KV events should count, run dynamo-router instead.
+    """
     from semantickv.apps.dynamo_pin import PinGateway
     from semantickv.apps.run_server import run_server
     from semantickv.edge.addresses import EngineAddress

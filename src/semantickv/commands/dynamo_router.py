@@ -3,42 +3,34 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from semantickv.commands.flags.serve_flags import add_engine_reuse_flag
+from semantickv.commands.flags import add_engine_reuse_flag
 from semantickv.settings import EdgeSettings
+from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import say
 
 if TYPE_CHECKING:
     from semantickv.routing.worker_evidence import WorkerEvidence
     from semantickv.shared_state.evidence_exchange import SharedEvidence
 
-ABOUT = """Serve a model inside a Dynamo deployment. The frontend sends its requests here, and each goes on to the
-worker that has computed most of its passages, as long as that one has room. Dynamo's own KvRouter chooses for all
-others. Discovery, request plane and event plane are Dynamo's: the DYN_* variables of the deployment. Several of these
-routers share what they know through SEMANTICKV_REDIS_URL."""
 
-
-def add(subparsers: Any) -> None:
-    """Declare the flags of ``semantickv dynamo-router``."""
-    parser = subparsers.add_parser(
-        "dynamo-router", help="place requests on the workers of a Dynamo deployment", description=ABOUT
-    )
-    parser.add_argument("--model-name", required=True, metavar="NAME", help="the model, as clients will call it")
-    parser.add_argument("--model-path", required=True, metavar="DIR", help="its folder or hub name, for the tokenizer")
-    parser.add_argument(
-        "--endpoint",
-        default="dynamo.backend.generate",
-        help="where the workers serve, under another model name (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--block-size", type=int, default=16, metavar="TOKENS", help="the workers' block size (default: %(default)s)"
-    )
+def add(commands: Commands) -> None:
+    parser = add_command(commands, "dynamo-router", run, "place requests on the workers of a Dynamo deployment")
+    flag = parser.add_argument
+    flag("--model-name", required=True, metavar="NAME", help="the model, as clients will call it")
+    flag("--model-path", required=True, metavar="DIR", help="its folder or hub name, for the tokenizer")
+    flag("--endpoint", default="dynamo.backend.generate", help="where the workers serve, under another model name")
+    flag("--block-size", type=int, default=16, metavar="TOKENS", help="the workers' block size")
     add_engine_reuse_flag(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal comes; return the exit code."""
+    """Serve a model inside a Dynamo deployment. The frontend sends its requests here, and each goes on to the worker
+    that has computed most of its passages, as long as that one has room. Dynamo's own KvRouter chooses for all
+    others. Discovery, request plane and event plane are Dynamo's: the DYN_* variables of the deployment. Several of
+    these routers share what they know through SEMANTICKV_REDIS_URL.
+    """
     from semantickv.routing.fingerprint import load_cutter
     from semantickv.routing.router import EngineReuse
     from semantickv.routing.worker_evidence import WorkerEvidence

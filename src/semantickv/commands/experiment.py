@@ -18,43 +18,37 @@ from semantickv.analysis.experiments import (
 from semantickv.analysis.latency import compute_gain
 from semantickv.output import experiment_files
 from semantickv.output.files import check_parent, make_folder
+from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import Progress, print_json, say, table
 from semblend.errors import InputError
-
-ABOUT = (
-    "Run experiments on made-up workloads: several policies, block mode and prefix mode, files and plots. Simulated."
-)
 
 EXAMPLES = ("semantickv experiment run --config low_memory_rag_stress", "semantickv experiment all")
 
 
-def add(subparsers: Any) -> None:
-    """Declare the flags of ``semantickv experiment``."""
-    parser = subparsers.add_parser("experiment", help="run experiments from YAML configurations", description=ABOUT)
-    parser.add_argument(
-        "what", choices=("run", "all"), help="run: those of --config; all: every file of --config-dir, with a summary"
-    )
-    parser.add_argument(
-        "--config", action="append", default=[], metavar="FILE",
+def add(commands: Commands) -> None:
+    parser = add_command(commands, "experiment", run, "run experiments from YAML configurations", examples=EXAMPLES)
+    flag = parser.add_argument
+    flag("what", choices=("run", "all"), help="run: those of --config; all: every file of --config-dir, with a summary")
+    flag(
+        "--config",
+        action="append",
+        default=[],
+        metavar="FILE",
         help="a YAML file, or the name of one in --config-dir, or 'all'; may be given several times",
-    )  # fmt: skip
-    parser.add_argument(
-        "--config-dir",
-        default=str(CONFIG_FOLDER),
-        metavar="DIR",
-        help="folder of the configurations (default: %(default)s)",
     )
-    parser.add_argument(
-        "--output-dir", metavar="DIR", help="parent of the result folders (default: the configuration's)"
-    )
-    parser.add_argument("--policies", nargs="+", metavar="NAME", help="other policies than the configuration's")
-    parser.add_argument("--seed", type=int, metavar="N", help="another seed than the configuration's")
-    parser.add_argument("--no-plots", action="store_true", help="write no pictures")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    flag("--config-dir", default=str(CONFIG_FOLDER), metavar="DIR", help="folder of the configurations")
+    flag("--output-dir", metavar="DIR", help="parent of the result folders (default: the configuration's)")
+    flag("--policies", nargs="+", metavar="NAME", help="other policies than the configuration's")
+    flag("--seed", type=int, metavar="N", help="another seed than the configuration's")
+    flag("--no-plots", action="store_true", help="write no pictures")
+    flag("--json", action="store_true", help="print the results as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen experiments, write their files and print their results; return the exit code."""
+    """Run experiments on made-up workloads: several policies, block mode and prefix mode, files and plots.
+
+    Everything is simulated.
+    """
     everything = args.what == "all" or "all" in args.config
     experiments = [_apply_flags(load_experiment(path), args) for path in _choose_configs(args, everything)]
     for experiment in experiments:

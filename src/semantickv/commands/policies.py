@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from semantickv.simulator.policies import POLICIES
+from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import print_json, table
 
-ABOUT = "List the eviction policies that replay, experiment and advise know."
 
-
-def add(subparsers: Any) -> None:
-    """Declare the flags of ``semantickv policies``."""
-    parser = subparsers.add_parser("policies", help="list the eviction policies", description=ABOUT)
+def add(commands: Commands) -> None:
+    parser = add_command(commands, "policies", run, "list the eviction policies")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the policies with one line each; return the exit code."""
+    """List the eviction policies that replay, experiment and advise know."""
     if args.json:
         print_json([{"policy": name, "summary": policy.summary} for name, policy in POLICIES.items()])
     else:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from typing import Any
 
-from semantickv.commands.flags.serve_flags import add_serve_flags, apply_trace_flags, read_tls
+from semantickv.commands.flags import add_serve_flags, apply_trace_flags, read_tls
 from semantickv.settings import EdgeSettings
+from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import say
-
-ABOUT = """Forward OpenAI-compatible requests to one engine, byte for byte, and record each: times, tokens, what the
-engine reused. Traces hold hashes, counts and times; text only with --keep-text. Every setting is a SEMANTICKV_*
-variable; flags stand in for the common ones."""
 
 EXAMPLES = ("semantickv proxy --upstream http://127.0.0.1:8000",)
 
 
-def add(subparsers: Any) -> None:
-    """Declare the flags of ``semantickv proxy``."""
-    parser = subparsers.add_parser("proxy", help="forward requests to one engine and record them", description=ABOUT)
+def add(commands: Commands) -> None:
+    parser = add_command(commands, "proxy", run, "forward requests to one engine and record them", examples=EXAMPLES)
     parser.add_argument(
         "--upstream",
         metavar="URL",
@@ -29,7 +24,10 @@ def add(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal comes; return the exit code."""
+    """Forward OpenAI-compatible requests to one engine, byte for byte, and record each: times, tokens, what the engine
+    reused. Traces hold hashes, counts and times; text only with --keep-text. Every setting is a SEMANTICKV_*
+    variable; flags stand in for the common ones.
+    """
     from semantickv.apps.build import build_proxy
     from semantickv.apps.run_server import run_server
 

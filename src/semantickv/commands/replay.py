@@ -8,66 +8,59 @@ from typing import Any
 
 from semantickv.analysis.latency import compute_gain
 from semantickv.analysis.replay import CHAINED_NOTE, DEFAULT_POLICIES, replay
-from semantickv.commands.flags import trace_flags
+from semantickv.commands import flags
 from semantickv.output.files import check_parent, make_folder
 from semantickv.output.replay_files import describe_calibration, write_replay
 from semantickv.simulator.capacity import DTYPE_BYTES, KV_SHAPES, Capacity
+from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import Progress, print_json, say, table
 from semblend.errors import InputError
-
-ABOUT = """Replay a trace (our JSONL, Mooncake, Bailian, Azure, logs and KV events of engines; plain or gzip) through
-several cache policies. The cache holds metadata and times follow a straight line: everything reported is simulated."""
 
 EXAMPLES = ("semantickv replay --trace trace.jsonl --cache-gib 40 --policies lru adaptive_semantic",)
 
 
-def add(subparsers: Any) -> None:
-    """Declare the flags of ``semantickv replay``."""
-    parser = subparsers.add_parser("replay", help="replay a trace through several policies", description=ABOUT)
-    trace_flags.add_trace_flags(parser)
+def add(commands: Commands) -> None:
+    parser = add_command(commands, "replay", run, "replay a trace through several policies", examples=EXAMPLES)
+    flag = parser.add_argument
+    flags.add_trace_flags(parser)
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--cache-token-budget", type=int, metavar="N", help="size of the cache in tokens")
     size.add_argument("--cache-block-budget", type=int, metavar="N", help="size of the cache in blocks")
     size.add_argument("--cache-gib", type=float, metavar="GIB", help="size of the cache in GiB of --model's KV")
-    parser.add_argument(
-        "--model", choices=sorted(KV_SHAPES), default="qwen2.5-7b", help="model whose KV --cache-gib counts"
-    )
-    parser.add_argument(
-        "--dtype", choices=sorted(DTYPE_BYTES), default="bf16", help="number type of that KV (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--policies", nargs="+", default=list(DEFAULT_POLICIES), metavar="NAME",
+    flag("--model", choices=sorted(KV_SHAPES), default="qwen2.5-7b", help="model whose KV --cache-gib counts")
+    flag("--dtype", choices=sorted(DTYPE_BYTES), default="bf16", help="number type of that KV")
+    flag(
+        "--policies",
+        nargs="+",
+        default=list(DEFAULT_POLICIES),
+        metavar="NAME",
         help=f"policies to compare (default: {' '.join(DEFAULT_POLICIES)}); see semantickv policies",
-    )  # fmt: skip
-    parser.add_argument(
-        "--mode", choices=("prefix", "block"), default="prefix",
-        help="prefix: a block hits if all before it hit; block: each by itself (default: %(default)s)",
-    )  # fmt: skip
-    trace_flags.add_latency_flags(parser)
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of policies that choose at random (default: %(default)s)"
     )
-    parser.add_argument(
-        "--output-dir",
-        default="outputs/traces",
-        metavar="DIR",
-        help="folder under which a new folder is made (default: %(default)s)",
+    flag(
+        "--mode",
+        choices=("prefix", "block"),
+        default="prefix",
+        help="prefix: a block hits if all before it hit; block: each by itself",
     )
-    parser.add_argument(
-        "--output-name", default="replay", metavar="NAME", help="end of the new folder's name (default: %(default)s)"
-    )
-    parser.add_argument("--no-plots", action="store_true", help="write no pictures")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    flags.add_latency_flags(parser)
+    flag("--seed", type=int, default=0, metavar="N", help="seed of policies that choose at random")
+    flag("--output-dir", default="outputs/traces", metavar="DIR", help="folder under which a new folder is made")
+    flag("--output-name", default="replay", metavar="NAME", help="end of the new folder's name")
+    flag("--no-plots", action="store_true", help="write no pictures")
+    flag("--json", action="store_true", help="print the results as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replay the trace with each policy, write the files and print a table; return the exit code."""
+    """Replay a trace (our JSONL, Mooncake, Bailian, Azure, logs and KV events of engines; plain or gzip) through
+    several cache policies. The cache holds metadata and times follow a straight line: everything reported is
+    simulated.
+    """
     capacity = _read_capacity(args)
     if "/" in args.output_name or not args.output_name:
         raise InputError(f"--output-name {args.output_name!r} is no name", hint="the folder goes into --output-dir")
     check_parent(args.output_dir)
-    trace = trace_flags.read_trace(args)
-    latency, fitted, seen = trace_flags.choose_latency(args, trace)
+    trace = flags.read_trace(args)
+    latency, fitted, seen = flags.choose_latency(args, trace)
     with Progress() as progress:
         result = replay(
             trace, capacity, args.policies, mode=args.mode, latency=latency, seed=args.seed, progress=progress.show

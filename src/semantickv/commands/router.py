@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from typing import Any
 
-from semantickv.commands.flags.serve_flags import (
+from semantickv.commands.flags import (
     add_engine_reuse_flag,
     add_serve_flags,
     apply_trace_flags,
     read_tls,
 )
 from semantickv.settings import EdgeSettings
+from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import say
 from semblend.errors import InputError
 
-ABOUT = """Choose among engines for every OpenAI-compatible request: by turns, by load, by the hash of the prompt's
-beginning, or by what each engine has seen of the prompt. With --demo, nothing is served: made-up traffic goes through
-every policy and a comparison is written (simulated). Every setting is a SEMANTICKV_* variable; flags stand in for the
-common ones."""
 DEMO_FAMILIES = ("rag_shared_corpus", "support_agent", "coding_assistant")
 DEMO_CACHE_TOKENS = 4000
 
@@ -30,30 +26,32 @@ EXAMPLES = (
 )
 
 
-def add(subparsers: Any) -> None:
-    """Declare the flags of ``semantickv router``."""
-    parser = subparsers.add_parser("router", help="choose an engine for each request", description=ABOUT)
-    parser.add_argument(
+def add(commands: Commands) -> None:
+    parser = add_command(commands, "router", run, "choose an engine for each request", examples=EXAMPLES)
+    flag = parser.add_argument
+    flag(
         "--replicas",
         metavar="URLS",
         help="addresses of the engines, separated by commas (default: SEMANTICKV_REPLICAS)",
     )
-    parser.add_argument(
+    flag(
         "--policy",
         metavar="NAME",
         help="how to choose: round_robin, least_loaded, prefix_hash, cache_aware or semantic_locality",
     )
     add_engine_reuse_flag(parser)
     add_serve_flags(parser, port=8020)
-    parser.add_argument("--demo", action="store_true", help="compare the policies on made-up traffic, and end")
-    parser.add_argument("--demo-replicas", type=int, default=4, metavar="N", help="engines of --demo (default: 4)")
-    parser.add_argument(
-        "--seed", type=int, default=11, metavar="N", help="seed of the traffic of --demo (default: %(default)s)"
-    )
+    flag("--demo", action="store_true", help="compare the policies on made-up traffic, and end")
+    flag("--demo-replicas", type=int, default=4, metavar="N", help="engines of --demo")
+    flag("--seed", type=int, default=11, metavar="N", help="seed of the traffic of --demo")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal comes, or compare the policies; return the exit code."""
+    """Choose among engines for every OpenAI-compatible request: by turns, by load, by the hash of the prompt's
+    beginning, or by what each engine has seen of the prompt. With --demo, nothing is served: made-up traffic goes
+    through every policy and a comparison is written (simulated). Every setting is a SEMANTICKV_* variable; flags
+    stand in for the common ones.
+    """
     if args.demo:
         return _run_demo(args)
     from semantickv.apps.build import build_router

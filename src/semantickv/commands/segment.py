@@ -6,32 +6,28 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from semantickv.traces.classification import Classifier, load_rules
 from semantickv.traces.segmentation import Segmenter, TextBlock
+from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import print_json, table
 from semblend.errors import InputError
 
-ABOUT = "Cut a prompt (text, chat messages or an OpenAI request) into typed blocks with lengths and hashes."
 
-
-def add(subparsers: Any) -> None:
-    """Declare the flags of ``semantickv segment``."""
-    parser = subparsers.add_parser("segment", help="show a prompt's typed blocks", description=ABOUT)
-    parser.add_argument(
-        "prompt", nargs="?", default="-", metavar="FILE", help="text or JSON; - reads standard input (default: -)"
-    )
-    parser.add_argument("--rules", metavar="FILE", help="TOML file with more rules; they come before the built-in ones")
-    parser.add_argument(
+def add(commands: Commands) -> None:
+    parser = add_command(commands, "segment", run, "show a prompt's typed blocks")
+    flag = parser.add_argument
+    flag("prompt", nargs="?", default="-", metavar="FILE", help="text or JSON; - reads standard input (default: -)")
+    flag("--rules", metavar="FILE", help="TOML file with more rules; they come before the built-in ones")
+    flag(
         "--max-block-tokens", type=int, default=0, metavar="N", help="cut longer blocks, in tokens (default: 0, never)"
     )
-    parser.add_argument("--show-rules", action="store_true", help="print the rules in their order, and nothing else")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    flag("--show-rules", action="store_true", help="print the rules in their order, and nothing else")
+    flag("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the blocks of a prompt, or the rules that give them their types; return the exit code."""
+    """Cut a prompt (text, chat messages or an OpenAI request) into typed blocks with lengths and hashes."""
     classifier = Classifier().with_rules(load_rules(args.rules)) if args.rules else Classifier()
     if args.show_rules:
         _show_rules(classifier, as_json=args.json)

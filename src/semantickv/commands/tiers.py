@@ -3,65 +3,48 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from semantickv.analysis.sizing import DEFAULT_GPU, Costs
 from semantickv.analysis.tiers import DECODE_MS, Speed, Tier, TieredRun, replay_tiers
-from semantickv.commands.flags import trace_flags
+from semantickv.commands import flags
 from semantickv.simulator.capacity import DTYPE_BYTES, KV_SHAPES, count_kv_bytes_per_token
 from semantickv.simulator.forest import build_forest
+from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import Progress, print_json, say, table
 from semblend.errors import InputError
 from semblend.prices import load_price_book
 
-ABOUT = """Replay a trace through a cache on the device, the host and the disk: hits by tier, and times to first token
-from prefill rates and bandwidths. Running requests hold their blocks, and a request that finds no room waits. The
-policy is LRU. Everything reported is simulated."""
 NAMES = {"device": "hbm", "host": "dram", "disk": "ssd"}
 
 EXAMPLES = ("semantickv tiers --trace trace.jsonl --device-gib 20 --host-gib 200",)
 
 
-def add(subparsers: Any) -> None:
-    """Declare the flags of ``semantickv tiers``."""
-    parser = subparsers.add_parser(
-        "tiers", help="simulate a cache on device, host and disk: hits and times to first token", description=ABOUT
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "tiers",
+        run,
+        "simulate a cache on device, host and disk: hits and times to first token",
+        examples=EXAMPLES,
     )
-    trace_flags.add_trace_flags(parser)
-    parser.add_argument(
-        "--model",
-        choices=sorted(KV_SHAPES),
-        default="qwen2.5-7b",
-        help="model whose KV fills the memory (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--dtype", choices=sorted(DTYPE_BYTES), default="bf16", help="number type of that KV (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--gpu", default=DEFAULT_GPU, metavar="NAME", help="GPU whose prefill rate is used (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--device-gib", type=float, required=True, metavar="GIB", help="KV memory of the device, in GiB"
-    )
-    parser.add_argument(
-        "--host-gib", type=float, default=0.0, metavar="GIB", help="KV memory of the host, in GiB (default: none)"
-    )
-    parser.add_argument(
-        "--disk-gib", type=float, default=0.0, metavar="GIB", help="KV memory of the disk, in GiB (default: none)"
-    )
-    parser.add_argument(
-        "--decode-ms",
-        type=float,
-        default=DECODE_MS,
-        metavar="MS",
-        help="time of a token of the answer, in ms (default: %(default)s)",
-    )
-    parser.add_argument("--prices", metavar="FILE", help="TOML that replaces rates and bandwidths of the package")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    flag = parser.add_argument
+    flags.add_trace_flags(parser)
+    flag("--model", choices=sorted(KV_SHAPES), default="qwen2.5-7b", help="model whose KV fills the memory")
+    flag("--dtype", choices=sorted(DTYPE_BYTES), default="bf16", help="number type of that KV")
+    flag("--gpu", default=DEFAULT_GPU, metavar="NAME", help="GPU whose prefill rate is used")
+    flag("--device-gib", type=float, required=True, metavar="GIB", help="KV memory of the device, in GiB")
+    flag("--host-gib", type=float, default=0.0, metavar="GIB", help="KV memory of the host, in GiB (default: none)")
+    flag("--disk-gib", type=float, default=0.0, metavar="GIB", help="KV memory of the disk, in GiB (default: none)")
+    flag("--decode-ms", type=float, default=DECODE_MS, metavar="MS", help="time of a token of the answer, in ms")
+    flag("--prices", metavar="FILE", help="TOML that replaces rates and bandwidths of the package")
+    flag("--json", action="store_true", help="print the results as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replay with the device alone, then with each tier below it, and print a table; return the exit code."""
+    """Replay a trace through a cache on the device, the host and the disk: hits by tier, and times to first token from
+    prefill rates and bandwidths. Running requests hold their blocks, and a request that finds no room waits. The
+    policy is LRU. Everything reported is simulated.
+    """
     if not 0 <= args.decode_ms < float("inf"):
         raise InputError(f"--decode-ms {args.decode_ms:g} must be finite and not negative")
     book = load_price_book(args.prices)
@@ -76,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
             tiers.append(Tier(name, int(gib * 2**30) // token_bytes, costs.load_ms_per_token))
     rate = book.find_prefill(args.model, args.gpu)
     speed = Speed(rate.base_ms, rate.ms_per_token, args.decode_ms)
-    trace = trace_flags.read_trace(args)
+    trace = flags.read_trace(args)
     if not trace.holds_content:
         raise InputError(
             f"{trace.name} says how long prompts were and not what they held", hint="see semantickv collect"

@@ -14,63 +14,40 @@ from semantickv.traces.trace import Trace, describe_trace
 from semantickv.workloads.arrivals import PROCESSES, Arrivals
 from semantickv.workloads.families import FAMILIES, generate_workload
 from semantickv.workloads.from_text import BLOCK_TOKENS, TEXT_WORKLOADS, TextSource, generate_text_workload
+from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import check_target, print_json, say
 from semblend.errors import InputError
-
-ABOUT = """Write a trace: one of the made-up families, or real text (chats, agents, rag) from --data-dir with drawn
-arrivals. Traces hold hashes and lengths, no text."""
 
 EXAMPLES = ("semantickv workload support_agent --output trace.jsonl",)
 
 
-def add(subparsers: Any) -> None:
-    """Declare the flags of ``semantickv workload``."""
-    parser = subparsers.add_parser("workload", help="write a trace of made-up or text-based traffic", description=ABOUT)
-    parser.add_argument("family", choices=(*TEXT_WORKLOADS, *FAMILIES), help="kind of traffic")
-    parser.add_argument("--output", required=True, metavar="FILE", help="trace to write (.jsonl or .jsonl.gz)")
-    parser.add_argument("--data-dir", metavar="DIR", help="folder with chat, agent_traces and rag, for real text")
-    parser.add_argument("--sessions", type=int, metavar="N", help="sessions (default: 50, or all of the text)")
-    parser.add_argument(
-        "--requests", type=int, default=6, metavar="N", help="requests of a made-up session (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of what is drawn (default: %(default)s)")
-    parser.add_argument(
-        "--arrivals",
-        choices=PROCESSES,
-        default="poisson",
-        help="process that draws the times of arrival (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--rate", type=float, default=0.5, metavar="R", help="sessions that begin in a second (default: %(default)s)"
-    )
-    parser.add_argument(
+def add(commands: Commands) -> None:
+    parser = add_command(commands, "workload", run, "write a trace of made-up or text-based traffic", examples=EXAMPLES)
+    flag = parser.add_argument
+    flag("family", choices=(*TEXT_WORKLOADS, *FAMILIES), help="kind of traffic")
+    flag("--output", required=True, metavar="FILE", help="trace to write (.jsonl or .jsonl.gz)")
+    flag("--data-dir", metavar="DIR", help="folder with chat, agent_traces and rag, for real text")
+    flag("--sessions", type=int, metavar="N", help="sessions (default: 50, or all of the text)")
+    flag("--requests", type=int, default=6, metavar="N", help="requests of a made-up session")
+    flag("--seed", type=int, default=0, metavar="N", help="seed of what is drawn")
+    flag("--arrivals", choices=PROCESSES, default="poisson", help="process that draws the times of arrival")
+    flag("--rate", type=float, default=0.5, metavar="R", help="sessions that begin in a second")
+    flag(
         "--think-s",
         type=float,
         default=20.0,
         metavar="S",
-        help="mean pause between two requests of a session, in seconds (default: %(default)s)",
+        help="mean pause between two requests of a session, in seconds",
     )
-    parser.add_argument(
-        "--burstiness",
-        type=float,
-        default=0.3,
-        metavar="B",
-        help="below 1, gamma arrivals come in bursts (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--block-tokens",
-        type=int,
-        default=BLOCK_TOKENS,
-        metavar="N",
-        help="tokens in a block of text, at most (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--tenants", type=int, default=1, metavar="N", help="tenants of a made-up family (default: %(default)s)"
-    )
+    flag("--burstiness", type=float, default=0.3, metavar="B", help="below 1, gamma arrivals come in bursts")
+    flag("--block-tokens", type=int, default=BLOCK_TOKENS, metavar="N", help="tokens in a block of text, at most")
+    flag("--tenants", type=int, default=1, metavar="N", help="tenants of a made-up family")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate the traffic, write it as a trace and print its numbers; return the exit code."""
+    """Write a trace: one of the made-up families, or real text (chats, agents, rag) from --data-dir with drawn
+    arrivals. Traces hold hashes and lengths, no text.
+    """
     check_target(args.output)
     arrivals = Arrivals(args.arrivals, rate=args.rate, think_s=args.think_s, burstiness=args.burstiness)
     if args.sessions is not None and args.sessions < 1:

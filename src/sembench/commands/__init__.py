@@ -1,4 +1,4 @@
-"""The commands of ``sembench``, one module each: ``add(subparsers)`` describes a command, ``run(args)`` runs it.
+"""The commands of ``sembench``: ``add`` declares those of a module, a function a command does the work.
 
 Commands read arguments and write files; what they compute lives in the other folders.
 """

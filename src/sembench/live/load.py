@@ -1,23 +1,200 @@
-"""Load: send requests at their times, or the turns of conversations one after the other.
-
-Times start at the moment a request was due, so waiting for a free slot under ``max_concurrency`` counts. The first turn
-of a conversation is due at its time, whatever else is under way; the next one a think time after the answer before it.
-"""
+"""Load: when requests arrive, how they are sent at their times, and sweeps over rates and concurrencies."""
 
 from __future__ import annotations
 
 import asyncio
+import csv
+import hashlib
+import itertools
+import json
+import math
+import random
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
-from sembench.backends.base import PromptCall, ServerAnswer, ServerBackend
-from sembench.live.arrivals import RequestArrival
-from sembench.load_result import LoadRequest
-from sembench.values import read_count
+from sembench.backends import PromptCall, ServerAnswer, ServerBackend
+from sembench.files import open_output, open_text, read_count
+from sembench.manifests.cases import Case
+from sembench.manifests.traffic import ConversationTurn
+from sembench.result import LoadPoint, LoadRequest, dump_point, parse_point
+from sembench.scoring.aggregate import summarize_load
+from sembench.witnesses.prometheus import LOCAL_HITS, LOCAL_QUERIES, Scraper, merge_deltas, pair_snapshots
+from sembench.witnesses.prometheus import summarize_deltas as summarize_counters
+from semblend.cli.output import say
 from semblend.errors import InputError
+
+# -- arrivals --------------------------------------------------------------------------------------------------------
+# When requests arrive: drawn from a random process, or taken from a trace.
+#
+# The loop is open: a request is sent at its time, whether or not earlier ones were answered. A closed loop, where the
+# next request waits for the last answer, hides the queue in front of a slow server.
+
+BLOCK_TOKENS = 512
+"""Tokens that one hash id of a Mooncake trace stands for."""
+_SYLLABLES = ("ba", "ko", "ri", "mu", "te", "sa", "lo", "ni", "fa", "du", "pe", "gi", "wa", "zo", "hu", "ya")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestArrival:
+    """A prompt, its arrival time in seconds, and the length of its answer in tokens (None: the run's default).
+
+    A later ``turn`` of a ``conversation`` is due ``think_s`` seconds after the answer of the turn before it.
+    """
+
+    at_s: float
+    text: str
+    output_tokens: int | None = None
+    messages: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Any, ...] = ()
+    conversation: int | None = None
+    turn: int = 0
+    think_s: float = 0.0
+
+
+def draw_arrivals(
+    prompts: Iterable[str], rate: float, *, burstiness: float = 1.0, seed: int = 0, limit: int | None = None
+) -> list[RequestArrival]:
+    """Return arrivals at ``rate`` a second. Gaps are gamma distributed: ``burstiness`` 1 is Poisson, below 1 is bursty.
+
+    >>> [arrival.at_s for arrival in draw_arrivals(["a", "b"], math.inf)]
+    [0.0, 0.0]
+    """
+    if not rate > 0 or not burstiness > 0:
+        raise InputError(f"rate {rate:g} and burstiness {burstiness:g} must be above 0", hint="inf sends all at once")
+    drawn, now, arrivals = random.Random(seed), 0.0, []
+    for text in itertools.islice(prompts, limit):
+        arrivals.append(RequestArrival(now, text))
+        if math.isfinite(rate):
+            now += drawn.gammavariate(burstiness, 1.0 / (rate * burstiness))
+    return arrivals
+
+
+def draw_conversations(
+    conversations: Sequence[Sequence[ConversationTurn]],
+    rate: float,
+    *,
+    burstiness: float = 1.0,
+    think_s: float | None = None,
+    longest_think_s: float = 60.0,
+    seed: int = 0,
+    limit: int | None = None,
+) -> list[RequestArrival]:
+    """Return the turns of conversations that begin at ``rate`` a second.
+
+    The pause before a later turn is exponential with the mean ``think_s``; None takes the logged gap, where the log has
+    times, and no pause where it has not. No pause is longer than ``longest_think_s``. ``limit`` counts requests.
+    """
+    begins = draw_arrivals([""] * len(conversations), rate, burstiness=burstiness, seed=seed)
+    drawn, arrivals = random.Random(seed + 1), []
+    for number, (turns, begin) in enumerate(zip(conversations, begins, strict=True)):
+        for at, turn in enumerate(turns):
+            pause = drawn.expovariate(1.0 / think_s) if think_s else (turn.gap_s or 0.0) if think_s is None else 0.0
+            arrivals.append(
+                RequestArrival(
+                    begin.at_s, turn.text, None, turn.messages, turn.tools, number, at, min(pause, longest_think_s)
+                )
+            )
+    return arrivals[:limit]
+
+
+def list_prompts(cases: Iterable[Case], *, with_donors: bool = True) -> Iterator[str]:
+    """Yield donors and recipients in the order of the cases."""
+    for case in cases:
+        if with_donors:
+            yield from (donor.text for donor in case.donor_prompts)
+        yield case.recipient_prompt
+
+
+def read_trace(
+    path: str, *, time_scale: float = 1.0, limit: int | None = None, most_tokens: int | None = None
+) -> list[RequestArrival]:
+    """Return the arrivals of a Mooncake (JSON Lines) or an Azure (CSV) trace; the first one is at 0 seconds.
+
+    ``time_scale`` 2 plays it at double speed. Traces hold no text: prompts are made up, and equal hash ids of a
+    Mooncake trace become equal text, so that what was shared stays shared. ``most_tokens`` cuts long prompts.
+    """
+    if not time_scale > 0:
+        raise InputError(f"--time-scale {time_scale:g} must be above 0", hint="2 plays the trace at double speed")
+    name = path.removesuffix(".gz")
+    with open_text(path) as stream:
+        rows = _read_azure(stream, path) if name.endswith(".csv") else _read_mooncake(stream, path)
+        taken = list(itertools.islice(rows, limit))
+    if not taken:
+        raise InputError(f"{path} holds no requests", hint="pass a Mooncake JSON Lines or an Azure CSV trace")
+    first = min(row.at_s for row in taken)
+    arrivals = []
+    for number, row in enumerate(taken):
+        tokens = row.input_tokens if most_tokens is None else min(row.input_tokens, most_tokens)
+        arrivals.append(
+            RequestArrival((row.at_s - first) / time_scale, _make_text(row, tokens, number), row.output_tokens)
+        )
+    return sorted(arrivals, key=lambda arrival: arrival.at_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _TraceRow:
+    at_s: float
+    input_tokens: int
+    output_tokens: int
+    blocks: Sequence[int] = ()
+
+
+def _read_mooncake(lines: Iterable[str], path: str) -> Iterator[_TraceRow]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            yield _TraceRow(
+                row["timestamp"] / 1000, row["input_length"], row["output_length"], row.get("hash_ids") or ()
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f"{path} line {number} is no request of a Mooncake trace: {error}",
+                hint="a line has timestamp, input_length, output_length and hash_ids",
+            ) from None
+
+
+def _read_azure(lines: Iterable[str], path: str) -> Iterator[_TraceRow]:
+    for number, row in enumerate(csv.DictReader(lines), start=2):
+        try:
+            at = datetime.fromisoformat(row["TIMESTAMP"].strip()[:26]).timestamp()
+            yield _TraceRow(at, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"{path} line {number} is no request of an Azure trace: {error}",
+                hint="the columns are TIMESTAMP, ContextTokens, GeneratedTokens",
+            ) from None
+
+
+def _make_text(row: _TraceRow, tokens: int, number: int) -> str:
+    """Make up text of about ``tokens`` tokens. A made-up word takes one to three tokens: two words count as three."""
+    blocks = row.blocks or [-number - 1 - at * 1_000_003 for at in range(math.ceil(tokens / BLOCK_TOKENS))]
+    words: list[str] = []
+    for block in blocks:
+        words.extend(_make_words(block))
+        if len(words) >= tokens // 2:
+            break
+    return " ".join(words[: max(tokens // 2, 1)])
+
+
+def _make_words(block: int) -> Iterator[str]:
+    digest = hashlib.shake_128(str(block).encode()).digest(BLOCK_TOKENS // 2)
+    for value in digest:
+        yield _SYLLABLES[value >> 4] + _SYLLABLES[value & 15]
+
+
+# -- requests at their times -----------------------------------------------------------------------------------------
+# Load: send requests at their times, or the turns of conversations one after the other.
+#
+# Times start at the moment a request was due, so waiting for a free slot under ``max_concurrency`` counts. The first
+# turn of a conversation is due at its time, whatever else is under way; the next one a think time after the answer
+# before it.
 
 PROMISES = ("ttft", "tpot", "e2el")
 _DIGITS = 3
@@ -168,3 +345,146 @@ def list_details(timed: Sequence[TimedAnswer]) -> dict[str, Any]:
         "generated_texts": [one.answer.text for one in timed],
         "errors": [one.answer.error or "" for one in timed],
     }
+
+
+# -- sweeps ----------------------------------------------------------------------------------------------------------
+# A sweep: the same requests at several rates and concurrencies, each point with an empty cache, and resumable.
+#
+# Every finished point is written to ``<output>.partial.jsonl`` at once, so that an interruption costs one point at
+# most.
+
+SWEEP_FORMAT = "sembench.load.partial.v1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepSettings:
+    """What is swept, and how. A rate of infinity sends all at once; ``isolation`` empties the cache before a point."""
+
+    rates: Sequence[float]
+    concurrencies: Sequence[int | None]
+    output_tokens: int
+    tenant: str
+    isolation: str
+    slo: Mapping[str, float]
+
+    def list_points(self) -> list[tuple[float, int | None]]:
+        return [(rate, most) for most in self.concurrencies for rate in self.rates]
+
+
+class SweepLog:
+    """The finished points of a sweep. A log of other settings or of another server is not continued."""
+
+    def __init__(self, output: str, what: Mapping[str, Any], *, resume: bool) -> None:
+        self.path = Path(f"{output}.partial.jsonl")
+        self.points: list[LoadPoint] = self._read(what) if resume and self.path.exists() else []
+        self._what = json.loads(json.dumps(what))
+        self._write()
+
+    def add(self, point: LoadPoint) -> None:
+        self.points.append(point)
+        self._write()
+
+    def find(self, rate: float, most: int | None) -> LoadPoint | None:
+        wanted = rate if math.isfinite(rate) else None
+        return next((p for p in self.points if p.request_rate == wanted and p.max_concurrency == most), None)
+
+    def close(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        with open_output(self.path) as stream:
+            stream.write(json.dumps({"partial_version": SWEEP_FORMAT, "what": self._what}) + "\n")
+            stream.writelines(json.dumps(dump_point(point)) + "\n" for point in self.points)
+
+    def _read(self, what: Mapping[str, Any]) -> list[LoadPoint]:
+        try:
+            header, *rest = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+            earlier = header["what"] if header["partial_version"] == SWEEP_FORMAT else None
+        except (ValueError, KeyError, TypeError):
+            earlier = None
+        if not isinstance(earlier, dict):
+            raise InputError(f"{self.path} is no interrupted load run", hint="start without --resume")
+        for name, value in json.loads(json.dumps(what)).items():
+            if earlier.get(name) != value:
+                raise InputError(
+                    f"{self.path} was begun with {name} {earlier.get(name)!r}, now it is {value!r}",
+                    hint="use the same arguments, or start without --resume",
+                )
+        return [parse_point(value, f"{self.path} line {at}") for at, value in enumerate(rest, start=2)]
+
+
+async def run_sweep(
+    backend: ServerBackend,
+    scraper: Scraper,
+    settings: SweepSettings,
+    make_arrivals: Callable[[float], list[RequestArrival]],
+    log: SweepLog,
+    on_done: Callable[[int, int], None],
+) -> tuple[list[LoadPoint], list[TimedAnswer]]:
+    """Run every point that the log does not hold yet. Return all points, and the answers of the last one."""
+    points: list[LoadPoint] = []
+    timed: list[TimedAnswer] = []
+    for rate, most in settings.list_points():
+        known = log.find(rate, most)
+        if known is None:
+            known, timed = await _run_point(backend, scraper, settings, make_arrivals(rate), rate, most, on_done)
+            log.add(known)
+            say(_describe_point(known))
+        points.append(known)
+    return points, timed
+
+
+async def _run_point(
+    backend: ServerBackend,
+    scraper: Scraper,
+    settings: SweepSettings,
+    arrivals: Sequence[RequestArrival],
+    rate: float,
+    most: int | None,
+    on_done: Callable[[int, int], None],
+) -> tuple[LoadPoint, list[TimedAnswer]]:
+    if settings.isolation == "flush":
+        error = await backend.flush()
+        if error is not None:
+            raise InputError(f"the cache cannot be emptied: {error}", hint="check the URL, or --isolation none")
+    before = await scraper.take_snapshot()
+    timed, duration_s = await play(
+        backend,
+        arrivals,
+        output_tokens=settings.output_tokens,
+        max_concurrency=most,
+        tenant=settings.tenant,
+        salt=uuid.uuid4().hex if settings.isolation == "salt" else "",
+        on_done=lambda done: on_done(done, len(arrivals)),
+    )
+    after = await scraper.take_snapshot()
+    requests = tuple(one.to_request() for one in timed)
+    point = LoadPoint(
+        request_rate=rate if math.isfinite(rate) else None,
+        max_concurrency=most,
+        duration_s=duration_s,
+        summary=summarize_load(requests, duration_s, settings.slo),
+        requests=requests,
+        engine=_describe_counters(before, after),
+    )
+    return point, timed
+
+
+def _describe_counters(before: Sequence[Any], after: Sequence[Any]) -> dict[str, Any]:
+    """Return how the server's counters rose, and the hit rate of its own prefix cache by them."""
+    if not before:
+        return {"prometheus": None, "prefix_cache_hit_rate": None}
+    pairs = pair_snapshots(before, after)
+    merged = merge_deltas(pairs)
+    hits, queries = merged.compute_rise(*LOCAL_HITS), merged.compute_rise(*LOCAL_QUERIES)
+    return {
+        "prometheus": {"delta": summarize_counters(pairs, failed=len(before) - len(pairs))},
+        "prefix_cache_hit_rate": hits / queries if hits is not None and queries else None,
+    }
+
+
+def _describe_point(point: LoadPoint) -> str:
+    found = point.summary
+    ttft = "no answer" if found["median_ttft_ms"] is None else f"TTFT {found['median_ttft_ms']:.0f} ms at the median"
+    good = "" if found["goodput_share"] is None else f", {found['goodput_share']:.0%} within the promises"
+    return f"{point.name}: {found['completed']} answered, {found['failed']} failed, {ttft}{good}"

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from sembench.manifests.blocks import HashSet, hash_content, hash_every_offset
 from sembench.manifests.cases import Case
 from sembench.manifests.datasets import Source
-from sembench.manifests.decoys import DECOYS
-from sembench.manifests.transforms import TRANSFORMS, TransformOptions
+from sembench.manifests.transforms import DECOYS, TRANSFORMS, TransformOptions
 from semblend.errors import InputError
 from semblend.text.tokenization import StableTokenizer
 

@@ -1,23 +1,25 @@
-"""The cases of a manifest: a recipient prompt, the donors before it, and the answer it should get.
-
-A manifest is JSON Lines, one case a line, keys sorted (``sembench.manifest.v1``). Only one case is in memory at a time.
-Two metadata keys make wrong KV visible in an answer: ``planted_fact`` is what only the recipient's own text says,
-``donor_fact`` is what the donor's text says in its place.
-"""
+"""The cases of a manifest: how they are written and read, a fair subset of them, and frozen sets of manifests."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sembench.files import open_output, open_text
-from sembench.values import read_text
+from sembench.files import hash_file, open_output, open_text, read_json_object, read_text
 from semblend.errors import InputError
+
+# -- cases -----------------------------------------------------------------------------------------------------------
+# The cases of a manifest: a recipient prompt, the donors before it, and the answer it should get.
+#
+# A manifest is JSON Lines, one case a line, keys sorted (``sembench.manifest.v1``). Only one case is in memory at a
+# time. Two metadata keys make wrong KV visible in an answer: ``planted_fact`` is what only the recipient's own text
+# says, ``donor_fact`` is what the donor's text says in its place.
 
 BENCHMARK_VERSION = "sembench.2026.11"
 
@@ -237,3 +239,128 @@ _KINDS = {str: "a string", bool: "true or false", int: "a number", float: "a num
 
 def _name_kind(value: Any) -> str:
     return "null" if value is None else _KINDS.get(type(value), type(value).__name__)
+
+
+# -- a fair subset ---------------------------------------------------------------------------------------------------
+# A fair subset of a manifest: every transform gets its turn, negative controls too.
+#
+# The first lines of a manifest may hold no negative control. A run over them could never fail the most important gate.
+
+NEGATIVE = "negative_control"
+
+
+def take_turns(transforms: Iterable[str], most: int) -> list[int]:
+    """Return the positions of at most ``most`` items, one of each transform in turn, in ascending order.
+
+    Each transform starts at another of its items, so that a short run is not about one document only. Negative
+    controls come second, so that a run of two cases has one.
+
+    >>> take_turns(["a", "b", "a", "b", "c"], 3), take_turns(["a", "a", "a", "b"], 3)
+    ([0, 3, 4], [0, 1, 3])
+    >>> take_turns(["a", "b", "negative_control"], 2)
+    [0, 2]
+    """
+    found: dict[str, list[int]] = {}
+    for at, transform in enumerate(transforms):
+        found.setdefault(transform, []).append(at)
+    order = sorted(found, key=lambda name: 0.5 if name == NEGATIVE else list(found).index(name))
+    places = {name: found[name] for name in order}
+    chosen: list[int] = []
+    for depth in range(max((len(group) for group in places.values()), default=0)):
+        for number, group in enumerate(places.values()):
+            if depth < len(group):
+                chosen.append(group[(depth + number) % len(group)])
+        if len(chosen) >= most:
+            break
+    return sorted(chosen[:most])
+
+
+def choose_cases(manifest: str, most: int | None, on_bad: BadLine | None = None) -> Iterator[Case]:
+    """Yield all cases, or ``most`` of them. The manifest is read twice, so that it need not fit in memory."""
+    if most is None:
+        yield from read_manifest(manifest, on_bad=on_bad)
+        return
+    wanted = set(take_turns((case.transform for case in read_manifest(manifest, on_bad=on_bad)), most))
+    yield from (case for at, case in enumerate(read_manifest(manifest, on_bad=on_bad)) if at in wanted)
+
+
+def check_versions(manifest: str, versions: Iterable[str]) -> None:
+    """Refuse a manifest without cases, or with cases of different benchmark versions."""
+    found = sorted(set(versions))
+    if not found:
+        raise InputError(f"{manifest} holds no cases", hint="build it again")
+    if len(found) > 1:
+        raise InputError(
+            f"{manifest} mixes the benchmark versions {', '.join(found)}", hint="rebuild it, or pass --skip-verify"
+        )
+
+
+def count_cases(manifest: str, most: int | None, *, one_version: bool) -> int:
+    """Count the cases of a run. Every line is read, so that a bad one is reported before the measuring starts."""
+    versions: set[str] = set()
+    total = 0
+    for case in read_manifest(manifest):
+        total += 1
+        versions.add(case.benchmark_version)
+    check_versions(manifest, versions if one_version else list(versions)[:1])
+    return total if most is None else min(total, most)
+
+
+# -- frozen manifests ------------------------------------------------------------------------------------------------
+# A frozen set of manifests: a small file with their checksums and counts.
+#
+# Manifests stay out of version control (their texts belong to others); the frozen file goes in, and anybody who builds
+# the manifests again can see whether they are the same work.
+
+FROZEN_VERSION = "sembench.frozen.v1"
+ENDINGS = (".jsonl", ".jsonl.gz")
+
+
+def describe_manifest(path: Path) -> dict[str, Any]:
+    """Return the checksum and the counts of one manifest. A bad line raises an error."""
+    transforms: Counter[str] = Counter()
+    versions: set[str] = set()
+    negatives = 0
+    for case in read_manifest(path):
+        transforms[case.transform] += 1
+        versions.add(case.benchmark_version)
+        negatives += case.negative_control
+    return {
+        "sha256": hash_file(path),
+        "items": transforms.total(),
+        "negative_controls": negatives,
+        "benchmark_versions": sorted(versions),
+        "by_transform": dict(sorted(transforms.items())),
+    }
+
+
+def list_manifests(folder: str) -> list[Path]:
+    """Return the manifests of a folder, sorted by name."""
+    if not Path(folder).is_dir():
+        raise InputError(f"{folder} is not a folder", hint="pass the folder that sembench build wrote to")
+    return sorted(path for path in Path(folder).iterdir() if path.name.endswith(ENDINGS))
+
+
+def read_frozen(path: str) -> Mapping[str, Mapping[str, Any]]:
+    """Return the description of every frozen manifest by name."""
+    value = read_json_object(path, hint="freeze the manifests again")
+    if value.get("frozen_version") != FROZEN_VERSION:
+        raise InputError(f"{path} is no {FROZEN_VERSION}", hint="make one with sembench freeze")
+    manifests = value.get("manifests")
+    if not isinstance(manifests, dict) or not all(isinstance(own, dict) for own in manifests.values()):
+        raise InputError(f"{path}: manifests is not an object of objects", hint="freeze the manifests again")
+    return manifests
+
+
+def find_differences(frozen: Mapping[str, Mapping[str, Any]], folder: str) -> list[str]:
+    """Return one line for each manifest that is missing or has changed."""
+    lines = []
+    for name, was in frozen.items():
+        path = Path(folder) / name
+        if not path.is_file():
+            lines.append(f"{name} is missing")
+            continue
+        checksum = hash_file(path)
+        if checksum != was.get("sha256"):
+            lines.append(f"{name} has the SHA-256 {checksum[:12]}…, frozen was {str(was.get('sha256'))[:12]}…")
+    return lines

@@ -14,7 +14,7 @@ from typing import Any
 
 from sembench.manifests.blocks import hash_content, hash_every_offset
 from sembench.manifests.cases import Case, DonorPrompt, make_item_id
-from sembench.manifests.writer import write_document
+from sembench.manifests.datasets import write_document
 from semblend.errors import InputError
 from semblend.text.logs import LoggedPrompt, PromptLog
 from semblend.text.tokenization import StableTokenizer

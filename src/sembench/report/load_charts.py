@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sembench.load_result import LoadPoint, LoadResult
 from sembench.report.words import format_milliseconds, format_percent
+from sembench.result import LoadPoint, LoadResult
 from sembench.scoring.statistics import group_by
 from semblend.web.figures import Axis, Figure, Legend, begin_plot, draw_both
 from semblend.web.svg import Drawing, pad_range

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sembench.load_result import LoadPoint, LoadResult
 from sembench.report.load_charts import LOAD_FIGURES
 from sembench.report.markdown import escape_plain, render_markdown_table
 from sembench.report.story import flatten
 from sembench.report.words import DASH, format_milliseconds, format_moment, format_percent
-from sembench.trust.doubts import Finding
+from sembench.result import LoadPoint, LoadResult
+from sembench.trust import Finding
 from semblend.web.report import render_document, render_figure, render_head, render_list
 from semblend.web.tables import render_table
 

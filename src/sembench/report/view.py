@@ -11,8 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from sembench.result import RequestRecord, Result
-from sembench.scoring.aggregate import FALSE_SAFE_F1, FALSE_SAFE_KL, aggregate, aggregate_by_transform, select_measured
-from sembench.scoring.paired import ArmPair, pair_records, summarize_pairs
+from sembench.scoring.aggregate import (
+    FALSE_SAFE_F1,
+    FALSE_SAFE_KL,
+    ArmPair,
+    aggregate,
+    aggregate_by_transform,
+    pair_records,
+    select_measured,
+    summarize_pairs,
+)
 from sembench.scoring.statistics import (
     Estimate,
     bootstrap_median,
@@ -21,9 +29,7 @@ from sembench.scoring.statistics import (
     estimate_mean,
     group_by,
 )
-from sembench.trust.behaviour import FASTER
-from sembench.trust.doubts import Finding
-from sembench.trust.examine import Examination, examine
+from sembench.trust import FASTER, Examination, Finding, examine
 
 RUNGS: tuple[tuple[str, str], ...] = (
     ("exact", "exact_block_hit_rate"),

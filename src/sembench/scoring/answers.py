@@ -1,8 +1,4 @@
-"""Scores of one answer, against the gold answers and against the cold answer to the same prompt.
-
-Every score lies in [0, 1] and higher is better, except KL (nats, 0 is equal), the first divergence (a position)
-and the perplexity ratio (1 is equal). None means that there was nothing to compare, which is not zero.
-"""
+"""Scores of answers: against the gold answers and against the cold answer."""
 
 from __future__ import annotations
 
@@ -11,8 +7,20 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+
+from sembench.backends import ServerAnswer
+from sembench.manifests.cases import Case
+from sembench.result import RequestRecord
+
+# -- texts -----------------------------------------------------------------------------------------------------------
+# Scores of one answer, against the gold answers and against the cold answer to the same prompt.
+#
+# Every score lies in [0, 1] and higher is better, except KL (nats, 0 is equal), the first divergence (a position)
+# and the perplexity ratio (1 is equal). None means that there was nothing to compare, which is not zero.
 
 QUALITY_THRESHOLD = 0.60
 QUALITY_F1_FLOOR = 0.10
@@ -218,3 +226,80 @@ def _compute_kl(cold: Mapping[str, float], warm: Mapping[str, float]) -> float:
     if rest_cold > floor:
         total += rest_cold * (math.log(rest_cold) - math.log(rest))
     return max(total, 0.0)
+
+
+# -- records ---------------------------------------------------------------------------------------------------------
+# Scores a record: its answer against the gold answers and against the cold answer.
+
+ECHO_WORDS = 8
+"""Fewer words at the beginning of a prompt may be the beginning of an honest answer, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparableAnswer:
+    """The parts of an answer that are compared; it comes from a server or from a result file."""
+
+    text: str
+    units: Sequence[object]
+    token_logprobs: Sequence[float] = ()
+    top_logprobs: Sequence[Mapping[str, float]] = ()
+
+    @classmethod
+    def from_answer(cls, answer: ServerAnswer) -> ComparableAnswer:
+        return cls(answer.text, answer.output_units, answer.token_logprobs, answer.top_logprobs)
+
+    @classmethod
+    def from_record(cls, record: RequestRecord) -> ComparableAnswer:
+        """Take the answer from a result file, which keeps at most 2000 characters of each."""
+        text = record.output_text or ""
+        top = record.output_top_logprobs
+        top = [one for one in top if isinstance(one, dict)] if isinstance(top, list) else []
+        return cls(text, record.output_token_ids or tuple(text.split()), (), top)
+
+
+def score_against_gold(text: str, case: Case, threshold: float, f1_floor: float = QUALITY_F1_FLOOR) -> dict[str, Any]:
+    """Return the quality fields of a record; None if the case has no answers or no planted facts.
+
+    An answer passes if it holds the gold answer's words (recall) and is not mostly something else (F1).
+    """
+    f1 = score_best(compute_token_f1, text, case.answers)
+    score = compute_answer_recall(text, case.answers)
+    planted, donor = case.planted_fact, case.donor_fact
+    says_planted = None if planted is None else says(text, planted)
+    return {
+        "quality_score": score,
+        "quality_pass": None if score is None else score >= threshold and (f1 or 0.0) >= f1_floor,
+        "quality_f1": f1,
+        "quality_rouge_l": score_best(compute_rouge_l, text, case.answers),
+        "exact_match": score_best(compute_exact_match, text, case.answers),
+        "edit_similarity": score_best(compute_edit_similarity, text, case.answers),
+        "planted_fact_answered": says_planted,
+        "donor_fact_answered": None if donor is None else says(text, donor) and not says_planted,
+    }
+
+
+def repeats_prompt(answer: str, prompt: str) -> bool | None:
+    """Return whether an answer is the beginning of its prompt; None if it is too short to tell.
+
+    >>> repeats_prompt("one two three four five six seven eight", "one two three four five six seven eight nine")
+    True
+    """
+    said = answer.split()
+    if len(said) < ECHO_WORDS:
+        return None
+    asked = prompt.split()
+    shared = min(len(said), len(asked))
+    return said[:shared] == asked[:shared]
+
+
+def score_against_cold(record: RequestRecord, warm: ComparableAnswer, cold: ComparableAnswer) -> RequestRecord:
+    """Return the record of the warm answer with its distance from the cold one."""
+    divergence = find_first_divergence(cold.units, warm.units)
+    return replace(
+        record,
+        cold_f1=compute_token_f1(warm.text, cold.text),
+        cold_rouge_l=compute_rouge_l(warm.text, cold.text),
+        cold_kl_topk=compute_kl_topk(cold.top_logprobs, warm.top_logprobs, divergence),
+        first_divergence=divergence,
+        ppl_ratio=compute_ppl_ratio(cold.token_logprobs, warm.token_logprobs, divergence),
+    )

@@ -14,9 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sembench.files import open_text
+from sembench.files import open_text, read_count, read_float
 from sembench.result import RequestRecord
-from sembench.values import read_count, read_float
 from semblend.errors import InputError
 
 CLOCK_SLACK_S = 60.0

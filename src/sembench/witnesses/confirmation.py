@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sembench.backends.base import ServerAnswer
-from sembench.values import read_count, read_float
+from sembench.backends import ServerAnswer
+from sembench.files import read_count, read_float
 from sembench.witnesses.prometheus import (
     EXACT_TOKENS,
     EXTERNAL_HITS,

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sembench.backends.http_client import LONGEST_ERROR, get_text
+from sembench.backends import LONGEST_ERROR, get_text
+from sembench.files import read_float, read_json_object
 from semblend.errors import InputError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -167,3 +168,38 @@ def pair_snapshots(before: Sequence[Snapshot | None], after: Sequence[Snapshot |
     """Return the readings of the endpoints that answered both times."""
     pairs = zip(before, after, strict=True)
     return [CounterDelta(first, last) for first, last in pairs if first is not None and last is not None]
+
+
+# -- snapshots -------------------------------------------------------------------------------------------------------
+# Saved counters of an engine, and how they moved between two snapshots.
+
+SNAPSHOT_VERSION = "sembench.engine_snapshot.v1"
+Endpoints = Mapping[str, Mapping[str, Any]]
+
+
+def read_snapshot(path: str) -> Endpoints:
+    """Return the endpoints of a saved snapshot by URL."""
+    hint = "pass a file of sembench engine-snapshot"
+    value = read_json_object(path, hint=hint)
+    if value.get("snapshot_version") != SNAPSHOT_VERSION:
+        raise InputError(f"{path} is no {SNAPSHOT_VERSION}", hint=hint)
+    endpoints = value.get("endpoints")
+    if not isinstance(endpoints, dict):
+        raise InputError(f"{path}: endpoints is not an object", hint=hint)
+    return endpoints
+
+
+def read_snapshot_time(path: str) -> float | None:
+    """Return when a snapshot was taken, in Unix seconds; None for one of an older version."""
+    return read_float(read_json_object(path, hint="pass a file of sembench engine-snapshot").get("taken_unix_s"))
+
+
+def compare_snapshots(before: Endpoints, after: Endpoints) -> dict[str, Any]:
+    """Return how the counters moved, over the endpoints that answered both times."""
+    both = [url for url in after if after[url]["error"] is None and before.get(url, {}).get("error", "") is None]
+    deltas = [CounterDelta(_read_samples(before[url]), _read_samples(after[url])) for url in both]
+    return summarize_deltas(deltas, failed=len(after) - len(both))
+
+
+def _read_samples(endpoint: Mapping[str, Any]) -> dict[tuple[str, Labels], float]:
+    return {(name, tuple(sorted(labels.items()))): value for name, labels, value in endpoint["samples"]}

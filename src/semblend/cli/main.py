@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 
-from semblend._version import __version__
 from semblend.cli import commandline
-from semblend.cli.commandline import Parser, add_debug, add_examples
-from semblend.cli.commands import (
-    calibrate,
-    demo,
-    doctor,
-    donors,
-    estimate,
-    explain,
-    explore,
-    models,
-    serve,
-    version,
-    vllm,
-    warm,
-)
-from semblend.cli.completion import add_completion
-from semblend.cli.help_text import write_examples
+from semblend.cli.commandline import Parser
 
-COMMANDS: tuple[ModuleType, ...] = (
-    demo, serve, models, calibrate, explore, explain, estimate, warm, donors, vllm, doctor, version,
-)  # fmt: skip
-
+DESCRIPTION = "Find the KV cache that earlier prompts already paid for."
+COMMANDS = {
+    "demo": "demo",
+    "serve": "serve",
+    "models": "models",
+    "calibrate": "calibrate",
+    "explore": "explain",
+    "explain": "explain",
+    "estimate": "estimate",
+    "warm": "warm",
+    "donors": "donors",
+    "vllm": "donors",
+    "doctor": "doctor",
+    "version": "doctor",
+}
 EXAMPLES = (
     "semblend doctor                        # what this machine has, and what to run next",
     "semblend estimate prompts.jsonl        # what reuse would save on your own log",
@@ -38,37 +31,15 @@ EXAMPLES = (
 )
 
 
-def build_parser() -> Parser:
-    """The whole command line; docs/reference/cli.md is generated from it."""
-    common = Parser(add_help=False)
-    add_debug(common)
-    parser = Parser(
-        prog="semblend",
-        description="Find the KV cache that earlier prompts already paid for.",
-        epilog=write_examples(EXAMPLES),
-        parents=[common],
-    )
-    parser.add_argument("--version", action="version", version=f"semblend {__version__}")
-    add_completion(parser)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    for module in COMMANDS:
-        summary = (module.__doc__ or "").partition("\n")[0]
-        sub = commands.add_parser(
-            module.__name__.rpartition(".")[2],
-            help=summary[:1].lower() + summary[1:].rstrip("."),
-            description=module.__doc__,
-            parents=[common],
-        )
-        module.add_arguments(sub)
-        add_examples(sub, module)
-        sub.set_defaults(run=module.run)
-    return parser
+def build_parser(words: Sequence[str] = ()) -> Parser:
+    """The command line of the command that ``words`` name, or all of it; docs/reference/cli.md is generated from it."""
+    return commandline.build_parser("semblend.cli", DESCRIPTION, COMMANDS, words, EXAMPLES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     # doctor reports the other distribution as one of its rows
-    return commandline.run(lambda _: build_parser(), argv, even_if_foreign=("doctor",))
+    return commandline.run(build_parser, argv, even_if_foreign=("doctor",))
 
 
 if __name__ == "__main__":

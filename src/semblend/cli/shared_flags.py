@@ -1,4 +1,4 @@
-"""Flags that more than one command takes, and what they mean."""
+"""Flags that more than one command takes, what they mean, and what they read."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from semblend.errors import InputError
+from semblend.errors import InputError, MissingDependencyError
 
 if TYPE_CHECKING:
     from semblend.prompt import Namespace
 
 LOG_HELP = "JSONL file of logged prompts, .gz too; - reads standard input"
+MANY: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+"""For a flag that takes several values and may be given several times."""
 DTYPES = ("float32", "bfloat16", "float16")
 TOKENIZER_HELP = "stable (built in), a tokenizer.json, its folder, or a model in the local Hugging Face cache"
 
@@ -27,9 +31,23 @@ def add_tokenizer(parser: argparse.ArgumentParser) -> None:
 def add_dtype(parser: argparse.ArgumentParser) -> None:
     """``--dtype``, empty where the engine chooses."""
     parser.add_argument(
-        "--dtype", default="", choices=["", *DTYPES], metavar="TYPE",
+        "--dtype",
+        default="",
+        choices=["", *DTYPES],
+        metavar="TYPE",
         help=f"number type of the weights: {', '.join(DTYPES)} (default: float32 on a CPU, else the model's)",
-    )  # fmt: skip
+    )
+
+
+@contextmanager
+def engine_imports() -> Iterator[None]:
+    """Around the imports of a command that computes: a missing package becomes one line and a hint."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"the engine needs the package {error.name}", hint="pip install 'semblend-suite[local]'"
+        ) from None
 
 
 def add_namespace(parser: argparse.ArgumentParser) -> None:

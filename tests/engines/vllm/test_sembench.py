@@ -18,9 +18,8 @@ import pytest
 from test_server import Server
 
 from sembench.cli import main
-from sembench.load_result import read_load_result
 from sembench.manifests.cases import read_manifest
-from sembench.result import Result, read_result
+from sembench.result import Result, read_load_result, read_result
 from sembench.witnesses.engine_events import summarize_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sembench.backends import gateway, sglang
-from sembench.backends.base import PromptCall
-from sembench.backends.http_client import Exchange, check_url
+from sembench.backends import Exchange, PromptCall, build_chat_answer, build_generate_answer, check_url
 from sembench.result import RequestRecord, dump_record
 from sembench.witnesses.confirmation import Expectation, confirm
 
@@ -23,7 +21,7 @@ odd = (
 
 
 def answer_of(event: dict[str, Any]) -> Any:
-    return gateway.build_answer(Exchange(status=200, events=[event], arrivals_ms=[1.0]), CALL)
+    return build_chat_answer(Exchange(status=200, events=[event], arrivals_ms=[1.0]), CALL)
 
 
 @given(odd, odd, odd, odd)
@@ -47,7 +45,7 @@ def test_no_answer_of_sglang_breaks_the_reader(count: Any, rows: Any, receipt: A
     meta = {"prompt_tokens": count, "cached_tokens_details": rows, "output_top_logprobs": rows, "queue_time": count}
     meta |= {"output_token_logprobs": [rows, [count, count, count]], "finish_reason": receipt, "semblend": [receipt]}
     event = {"text": "a", "output_ids": rows, "meta_info": meta, "semblend": receipt}
-    found = sglang.build_answer(Exchange(status=200, events=[event], arrivals_ms=[1.0]), CALL)
+    found = build_generate_answer(Exchange(status=200, events=[event], arrivals_ms=[1.0]), CALL)
     confirm(found, Expectation())
 
 
@@ -63,7 +61,7 @@ def test_the_receipt_is_found_where_vllm_and_sglang_put_it() -> None:
     receipt = {"reused_tokens": 5}
     assert answer_of({"choices": [], "kv_transfer_params": {"semblend": receipt}}).receipt == receipt
     meta = {"text": "a", "meta_info": {"semblend": [receipt]}}
-    assert sglang.build_answer(Exchange(status=200, events=[meta], arrivals_ms=[1.0]), CALL).receipt == receipt
+    assert build_generate_answer(Exchange(status=200, events=[meta], arrivals_ms=[1.0]), CALL).receipt == receipt
 
 
 def test_the_url_that_openai_clients_are_given_works() -> None:

@@ -12,9 +12,20 @@ httpx = pytest.importorskip("httpx", reason="live runs need httpx")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from sembench.backends import gateway, sglang  # noqa: E402
-from sembench.backends.base import PromptCall, read_route  # noqa: E402
-from sembench.backends.http_client import Exchange, SseParser, check_url, describe_error, open_client, post_stream  # noqa: E402
+from sembench.backends import (  # noqa: E402  # noqa: E402  # noqa: E402
+    Exchange,
+    PromptCall,
+    SseParser,
+    build_chat_answer,
+    build_chat_body,
+    build_generate_answer,
+    build_generate_body,
+    check_url,
+    describe_error,
+    open_client,
+    post_stream,
+    read_route,
+)
 from semblend.errors import InputError  # noqa: E402
 
 CALL = PromptCall(text="Hi", max_tokens=4, request_id="r1", tenant="a", salt="s", top_logprobs=2)
@@ -62,7 +73,7 @@ def delta(**fields: object) -> dict[str, object]:
 def test_the_first_word_and_not_the_role_ends_the_wait():
     got = exchange(stream(delta(role="assistant", content=""), delta(content="a"), delta(content="b")))
     got.arrivals_ms = [10.0, 50.0, 70.0]
-    answer = gateway.build_answer(got, CALL)
+    answer = build_chat_answer(got, CALL)
     assert answer.ttft_ms == 50.0
     assert answer.inter_token_ms == (20.0,)
     assert answer.text == "ab"
@@ -73,7 +84,7 @@ def test_a_gateway_answer_is_read_field_by_field():
     piece = {"choices": [{"delta": {"content": "a"}, "logprobs": logprobs, "finish_reason": "stop"}]}
     usage = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 4}}
     last = {"choices": [], "usage": usage, "semblend": {"reused_tokens": 4}}
-    answer = gateway.build_answer(exchange(stream(piece, last)), CALL)
+    answer = build_chat_answer(exchange(stream(piece, last)), CALL)
     assert (answer.prompt_tokens, answer.output_tokens, answer.cached_tokens) == (9, 1, 4)
     assert (answer.tokens, answer.token_logprobs, answer.top_logprobs) == (("a",), (-0.1,), ({"b": -3.0},))
     assert answer.receipt == {"reused_tokens": 4}
@@ -94,7 +105,9 @@ def test_an_sglang_answer_is_its_last_event():
         "output_top_logprobs": [[[-0.1, 7, "a"]], None],
     }
     first = {"text": "a", "output_ids": [7], "meta_info": {}}
-    answer = sglang.build_answer(exchange(stream(first, {"text": "ab", "output_ids": [7, 8], "meta_info": meta})), CALL)
+    answer = build_generate_answer(
+        exchange(stream(first, {"text": "ab", "output_ids": [7, 8], "meta_info": meta})), CALL
+    )
     assert (answer.text, answer.token_ids, answer.tokens) == ("ab", (7, 8), ("a", "#8"))
     assert (answer.cached_exact, answer.cached_semantic, answer.finish_reason) == (2, 4, "length")
     assert answer.top_logprobs == ({"a": -0.1}, {})
@@ -102,10 +115,10 @@ def test_an_sglang_answer_is_its_last_event():
 
 
 def test_what_is_asked_has_the_shape_that_servers_know():
-    body = sglang.build_body(CALL)
+    body = build_generate_body(CALL)
     assert body["sampling_params"] == {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
     assert (body["stream"], body["rid"], body["cache_salt"], body["top_logprobs_num"]) == (True, "r1", "s", 2)
-    body = gateway.build_body(CALL, "m")
+    body = build_chat_body(CALL, "m")
     assert body["stream_options"] == {"include_usage": True}
     assert (body["top_logprobs"], body["cache_salt"], body["max_tokens"], body["temperature"]) == (2, "s", 4, 0)
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from verdict_samples import PREFIX, changed, live_records, result_of, written
 
 from sembench.cli import build_parser, main
-from sembench.gates.check import check, observe
-from sembench.gates.table import GATES
-from sembench.trust.examine import examine
+from sembench.gates import GATES, check, observe
+from sembench.trust import examine
 from sembench.witnesses.engine_events import summarize_file
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"

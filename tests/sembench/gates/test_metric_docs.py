@@ -7,12 +7,10 @@ from pathlib import Path
 
 from verdict_samples import live_records
 
-from sembench.gates.check import observe
-from sembench.gates.table import GATES
+from sembench.gates import GATES, observe
 from sembench.result import RequestRecord
-from sembench.scoring.aggregate import aggregate
-from sembench.scoring.paired import summarize_pairs
-from sembench.trust.examine import examine
+from sembench.scoring.aggregate import aggregate, summarize_pairs
+from sembench.trust import examine
 from sembench.witnesses.engine_events import summarize_log
 from tools.reference.metric_pages import build_tables, fill_page, main
 from tools.reference.metric_words import AGGREGATE, ENGINE_SUMMARY, PAIRED, RECORD

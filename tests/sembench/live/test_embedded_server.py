@@ -19,7 +19,7 @@ pytest.importorskip("uvicorn", reason="a real socket needs uvicorn")
 
 from sembench.cli import main  # noqa: E402
 from sembench.result import Result, read_result  # noqa: E402
-from sembench.trust.doubts import Doubt  # noqa: E402
+from sembench.trust import Doubt  # noqa: E402
 from semblend.models import find_model, is_pulled  # noqa: E402
 
 MODEL = "smollm2-135m"

@@ -18,8 +18,7 @@ pytest.importorskip("fastapi", reason="the server needs fastapi")
 uvicorn = pytest.importorskip("uvicorn", reason="a real socket needs uvicorn")
 
 from sembench.cli import main  # noqa: E402
-from sembench.manifests.case_subset import choose_cases, take_turns  # noqa: E402
-from sembench.manifests.cases import read_manifest, write_manifest  # noqa: E402
+from sembench.manifests.cases import choose_cases, read_manifest, take_turns, write_manifest  # noqa: E402  # noqa: E402
 from sembench.result import read_result  # noqa: E402
 from semblend.config import SemBlendConfig  # noqa: E402
 from semblend.engine.server.config import ServeConfig  # noqa: E402

@@ -16,7 +16,7 @@ from live_cases import gateway_code, manifest, run_gateway  # noqa: E402
 from lying_backend import LyingBackend  # noqa: E402
 
 import sembench  # noqa: E402
-from sembench.backends.http_client import post_stream  # noqa: E402
+from sembench.backends import post_stream  # noqa: E402
 from sembench.cli import main  # noqa: E402
 
 

@@ -13,7 +13,7 @@ from live_cases import gateway_code, manifest, run_gateway  # noqa: E402
 from lying_backend import Lie, LyingBackend  # noqa: E402
 
 from sembench.cli import build_parser, main  # noqa: E402
-from sembench.live.judge import judge_answers, parse_points  # noqa: E402
+from sembench.live.session import judge_answers, parse_points  # noqa: E402
 from sembench.result import RequestRecord, read_result  # noqa: E402
 
 

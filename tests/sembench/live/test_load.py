@@ -17,11 +17,19 @@ from hypothesis import strategies as st
 from live_cases import manifest, positive
 from lying_backend import LyingBackend
 
-from sembench.backends.base import ServerAnswer
+from sembench.backends import ServerAnswer
 from sembench.cli import main
-from sembench.live.arrivals import RequestArrival, draw_arrivals, list_prompts, read_trace
-from sembench.live.load import TimedAnswer, list_details, parse_slo, play
-from sembench.scoring.load_summary import summarize_load
+from sembench.live.load import (
+    RequestArrival,
+    TimedAnswer,
+    draw_arrivals,
+    list_details,
+    list_prompts,
+    parse_slo,
+    play,
+    read_trace,
+)
+from sembench.scoring.aggregate import summarize_load
 from semblend.errors import InputError
 
 

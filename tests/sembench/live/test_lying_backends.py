@@ -196,7 +196,7 @@ def test_cases_run_side_by_side_keep_to_themselves(tmp_path):
 def test_the_order_of_arms_is_drawn_and_the_same_seed_draws_the_same(tmp_path):
     import random
 
-    from sembench.live.settings import PAIRED_ARMS
+    from sembench.live.run import PAIRED_ARMS
 
     def order(seed, item):
         arms = list(PAIRED_ARMS)

@@ -17,12 +17,11 @@ pytest.importorskip("httpx", reason="live runs need httpx")
 from live_cases import manifest
 from lying_backend import LyingBackend
 
-from sembench.backends.base import ServerAnswer
+from sembench.backends import ServerAnswer
 from sembench.cli import main
-from sembench.live.arrivals import RequestArrival, draw_conversations
-from sembench.live.load import play
-from sembench.load_result import read_load_result
+from sembench.live.load import RequestArrival, draw_conversations, play
 from sembench.manifests.traffic import ConversationTurn
+from sembench.result import read_load_result
 
 Capture = pytest.CaptureFixture[str]
 

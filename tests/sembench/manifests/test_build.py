@@ -16,13 +16,16 @@ from sembench.cli import main
 from sembench.files import hash_file
 from sembench.manifests.build import ALL_TRANSFORMS, DonorRuns, ManifestBuilder
 from sembench.manifests.cases import read_manifest, write_manifest
-from sembench.manifests.datasets import Source, SourceSelection, Task, load_sources
-from sembench.manifests.decoys import DECOYS
-from sembench.manifests.fixture_texts import TEXTS
-from sembench.manifests.paraphrase import reword
-from sembench.manifests.portable_random import PortableRandom
-from sembench.manifests.transforms import TransformOptions, cut_segments
-from sembench.manifests.writer import write_document
+from sembench.manifests.datasets import (
+    TEXTS,
+    PortableRandom,
+    Source,
+    SourceSelection,
+    Task,
+    load_sources,
+    write_document,
+)
+from sembench.manifests.transforms import DECOYS, TransformOptions, cut_segments, reword
 from semblend.errors import InputError
 
 FIXTURE_SHA256 = "fe66ec560476ee4b0187abaa65328870d9be2e60ec01fbaa0e80fcfb6f85e44a"

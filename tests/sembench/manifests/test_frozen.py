@@ -12,7 +12,7 @@ from verdict_samples import live_records, result_of
 from sembench.cli import main
 from sembench.manifests.cases import write_manifest
 from sembench.result import write_result
-from sembench.witnesses.snapshots import SNAPSHOT_VERSION
+from sembench.witnesses.prometheus import SNAPSHOT_VERSION
 
 
 def run(*words: object) -> int:

@@ -16,8 +16,7 @@ from sembench.cli import COMMANDS, build_parser, main
 from sembench.manifests.blocks import HashSet, hash_content, hash_every_offset, hash_prefixes
 from sembench.manifests.cases import Case, DonorPrompt, write_manifest
 from sembench.offline.planners import PlannerOptions, Proposal, make_planner_factory
-from sembench.offline.replay import ReplayStore, TokenSpool, check_proposal
-from sembench.offline.tokenizers import choose_tokenizer
+from sembench.offline.replay import ReplayStore, TokenSpool, check_proposal, choose_tokenizer
 from sembench.result import read_result
 from semblend.errors import InputError
 from semblend.span import Span
@@ -357,7 +356,7 @@ def test_another_manifest_can_be_the_distractors(fixture, tmp_path):
 
 
 def test_a_model_name_that_is_not_at_hand_gets_a_stand_in_that_is_told_and_kept(fixture, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("sembench.offline.tokenizers._load_pulled_model", lambda name: None)
+    monkeypatch.setattr("sembench.offline.replay._load_pulled_model", lambda name: None)
     output = tmp_path / "r.json"
     assert run(fixture, output, "--max-items", "2", "--tokenizer", "Nobody/has-this-model") == 0
     assert "warning: Nobody/has-this-model is not on this machine" in capsys.readouterr().err
@@ -392,8 +391,7 @@ def test_a_command_is_imported_only_when_it_is_asked_for():
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    folder = "sembench.commands.manifests"
-    assert done.stderr.splitlines() == [f"['{folder}', '{folder}.checksum_manifest']", "[]"]
+    assert done.stderr.splitlines() == ["['sembench.commands.manifests']", "[]"]
 
 
 def test_help_lists_every_command(capsys):

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from sembench.load_result import LoadPoint, LoadResult
 from sembench.report.load_page import render_load_html
+from sembench.result import LoadPoint, LoadResult
 
 
 def make_point(rate: float | None, limit: int | None, ttft_ms: float = 1500.0, throughput: float = 0.5) -> LoadPoint:

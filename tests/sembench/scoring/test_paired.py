@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from sembench.commands.live import describe_engine_flags, require_fair_flags
 from sembench.result import RequestRecord
-from sembench.scoring.paired import pair_records, summarize_pairs
-from sembench.witnesses.engine_flags import describe_engine_flags, require_fair_flags
+from sembench.scoring.aggregate import pair_records, summarize_pairs
 from semblend.errors import InputError
 
 

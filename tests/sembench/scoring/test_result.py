@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from verdict_samples import live_records
 
 from sembench.result import RequestRecord, Result, compute_digest, dump_record, parse_record, read_result, write_result
-from sembench.scoring.aggregate import BLOCK_RATES, LIFTS, MEANS, aggregate, aggregate_by_transform
-from sembench.scoring.paired import summarize_pairs
+from sembench.scoring.aggregate import BLOCK_RATES, LIFTS, MEANS, aggregate, aggregate_by_transform, summarize_pairs
 from sembench.scoring.statistics import bootstrap_mean, bootstrap_ratio, compute_wilson_interval
 from semblend.errors import InputError
 

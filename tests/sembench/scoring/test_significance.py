@@ -11,12 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verdict_samples import live_records, result_of
 
-from sembench.load_result import LoadPoint, LoadRequest, LoadResult
-from sembench.result import Result
-from sembench.scoring.compare import compare_results
-from sembench.scoring.compare_load import compare_loads
-from sembench.scoring.load_summary import summarize_load
-from sembench.scoring.significance import compute_beta_share, compute_p_value, compute_t_tail, select_significant
+from sembench.result import LoadPoint, LoadRequest, LoadResult, Result
+from sembench.scoring.aggregate import summarize_load
+from sembench.scoring.compare import compare_loads, compare_results
+from sembench.scoring.statistics import compute_beta_share, compute_p_value, compute_t_tail, select_significant
 
 COMPARISONS = 20
 

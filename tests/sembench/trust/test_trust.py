@@ -11,12 +11,17 @@ from hypothesis import strategies as st
 from verdict_samples import PREFIX, changed, live_records, result_of
 
 from sembench.result import RequestRecord, Result
-from sembench.trust.behaviour import compute_luck, is_overlong
-from sembench.trust.binding import bind_summary
-from sembench.trust.channels import list_channels, require_witnesses
-from sembench.trust.doubts import MEANINGS, Doubt
-from sembench.trust.examine import examine
-from sembench.trust.integrity import find_impossible
+from sembench.trust import (
+    MEANINGS,
+    Doubt,
+    bind_summary,
+    compute_luck,
+    examine,
+    find_impossible,
+    is_overlong,
+    list_channels,
+    require_witnesses,
+)
 from sembench.witnesses.engine_events import summarize_log
 
 LINE = "[2026-11-07T12:00:{second:02d}Z] SemBlend materialized request_id={name} donor_id=d tokens={tokens}"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sembench.backends.base import ServerAnswer
+from sembench.backends import ServerAnswer
 from sembench.result import RequestRecord
 from sembench.witnesses.audit import AuditLog, join_audit, strip_id
 from sembench.witnesses.confirmation import Expectation, confirm, measure_shared_text

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from sembench.cli import main
-from sembench.witnesses.kubernetes_logs import PodLogQuery, build_command, parse_duration, parse_time, read_pod_log
+from sembench.commands.witnesses import PodLogQuery, build_command, parse_duration, parse_time, read_pod_log
 from semblend.errors import InputError, MissingDependencyError
 
 LINES = [

@@ -1,4 +1,4 @@
-"""One module a command of ``semblend``: ``add_arguments`` describes it, ``run`` does it and returns the exit code.
+"""The commands of ``semblend``: ``add`` declares those of a module, a function a command does the work.
 
-Importing a command must stay cheap (``semblend --help`` imports them all), so each loads what it needs in ``run``.
+Importing a command must stay cheap (``semblend --help`` imports them all), so each loads what it needs when it runs.
 """

@@ -1,8 +1,4 @@
-"""Measure what every number of the quality dial costs a model, and write the thresholds for semblend serve.
-
-Each prompt is computed cold and by every way to reuse. Two yardsticks go with it: the same prompt computed again, and,
-where passages moved between prompts, cold with its passages in another order.
-"""
+"""``semblend calibrate``."""
 
 from __future__ import annotations
 
@@ -16,9 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from semblend.cli.engine_parts import engine_imports
+from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import Progress, check_target, say, table, write_json
-from semblend.cli.shared_flags import add_dtype
+from semblend.cli.shared_flags import add_dtype, engine_imports
 from semblend.errors import InputError
 
 if TYPE_CHECKING:
@@ -36,43 +32,40 @@ EXAMPLES = (
 WITHOUT_DIAL = "passages in order go by thresholds, which numbers scale; moved ones by the default dial"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="smollm2-135m", help="a pulled model's name, a folder or a GGUF file")
-    parser.add_argument(
-        "--prompts", metavar="FILE", help="JSONL of logged prompts, - for stdin (default: built-in texts)"
-    )
-    parser.add_argument(
-        "--limit", type=int, default=DEFAULT_LIMIT, metavar="N", help=f"prompts to measure (default: {DEFAULT_LIMIT})"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, default=4096, metavar="N", help="leave longer prompts out, in tokens (default: 4096)"
-    )
-    parser.add_argument(
+def add(commands: Commands) -> None:
+    parser = add_command(commands, "calibrate", run, examples=EXAMPLES)
+    flag = parser.add_argument
+    flag("--model", default="smollm2-135m", help="a pulled model's name, a folder or a GGUF file")
+    flag("--prompts", metavar="FILE", help="JSONL of logged prompts, - for stdin (default: built-in texts)")
+    flag("--limit", type=int, default=DEFAULT_LIMIT, metavar="N", help=f"prompts to measure (default: {DEFAULT_LIMIT})")
+    flag("--max-tokens", type=int, default=4096, metavar="N", help="leave longer prompts out, in tokens")
+    flag(
         "--target-false-safe",
         type=float,
         default=0.02,
         metavar="SHARE",
-        help="share of the prompts that pass the gate which may be damaged (default: 0.02)",
+        help="share of the prompts that pass the gate which may be damaged",
     )
-    parser.add_argument(
-        "--out", "--output", metavar="FILE", help="write the thresholds here, for semblend serve --thresholds"
-    )
-    parser.add_argument("--pairs", metavar="FILE", help="keep each prompt's measurement here, and go on from there")
-    parser.add_argument(
+    flag("--out", "--output", metavar="FILE", help="write the thresholds here, for semblend serve --thresholds")
+    flag("--pairs", metavar="FILE", help="keep each prompt's measurement here, and go on from there")
+    flag(
         "--answer-tokens",
         type=int,
         default=DEFAULT_ANSWER,
         metavar="N",
         help=f"of each cold answer, over which divergence is averaged (default: {DEFAULT_ANSWER})",
     )
-    parser.add_argument("--device", default="", help="cpu or cuda (default: cuda where there is one)")
+    flag("--device", default="", help="cpu or cuda (default: cuda where there is one)")
     add_dtype(parser)
-    parser.add_argument(
-        "--threads", type=int, default=0, metavar="N", help="CPU threads, at most (default: as torch chooses)"
-    )
+    flag("--threads", type=int, default=0, metavar="N", help="CPU threads, at most (default: as torch chooses)")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Measure what every number of the quality dial costs a model, and write the thresholds for semblend serve.
+
+    Each prompt is computed cold and by every way to reuse. Two yardsticks go with it: the same prompt computed again,
+    and, where passages moved between prompts, cold with its passages in another order.
+    """
     with engine_imports():
         from semblend.engine.server.config import ServeConfig
         from semblend.engine.server.launch import Launch

@@ -1,4 +1,4 @@
-"""Show on a real small model what reuse gains, and what it changes in the answers."""
+"""``semblend demo``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import argparse
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from semblend.cli.engine_parts import engine_imports
+from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import Progress, check_target, say, table, write_json
+from semblend.cli.shared_flags import engine_imports
 from semblend.config import load_config
 
 if TYPE_CHECKING:
@@ -24,17 +25,18 @@ EXAMPLES = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="smollm2-135m", help="a pulled model's name, a folder or a GGUF file")
-    parser.add_argument("--long", action="store_true", help="documents of about 4,000 tokens instead of 1,000")
-    parser.add_argument("--json", metavar="FILE", help="write all figures, answers and receipts here")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the figures here (needs the extra lab)")
-    parser.add_argument(
-        "--threads", type=int, default=0, metavar="N", help="CPU threads, at most (default: as torch chooses)"
-    )
+def add(commands: Commands) -> None:
+    parser = add_command(commands, "demo", run, examples=EXAMPLES)
+    flag = parser.add_argument
+    flag("--model", default="smollm2-135m", help="a pulled model's name, a folder or a GGUF file")
+    flag("--long", action="store_true", help="documents of about 4,000 tokens instead of 1,000")
+    flag("--json", metavar="FILE", help="write all figures, answers and receipts here")
+    flag("--plot", metavar="FILE.png", help="draw the figures here (needs the extra lab)")
+    flag("--threads", type=int, default=0, metavar="N", help="CPU threads, at most (default: as torch chooses)")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Show on a real small model what reuse gains, and what it changes in the answers."""
     with engine_imports():
         from semblend.demo import plot
         from semblend.engine.server.config import ServeConfig

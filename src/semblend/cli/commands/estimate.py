@@ -1,8 +1,4 @@
-"""Tell what each step would have saved on logged prompts, in tokens, seconds and money.
-
-Replays the log through caches of bounded size: the exact prefix cache as it is, then with volatile fields moved, tools
-sorted, repeats dropped and passages arranged, then with reuse at any offset, then with more memory. No model runs.
-"""
+"""``semblend estimate``."""
 
 from __future__ import annotations
 
@@ -12,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from semblend.cli.commandline import Commands, add_command
 from semblend.cli.estimate_text import render
 from semblend.cli.output import Progress, check_target, print_json, say, write_json, write_text
 from semblend.cli.shared_flags import add_tokenizer, parse_count, parse_rate
@@ -37,7 +34,8 @@ EXAMPLES = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add(commands: Commands) -> None:
+    parser = add_command(commands, "estimate", run, examples=EXAMPLES)
     parser.add_argument("log", nargs="?", metavar="LOG", help="file of logged prompts, .gz too; - reads standard input")
     parser.add_argument("--prompts", metavar="FILE", help="the same as LOG")
     parser.add_argument(
@@ -145,6 +143,12 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Tell what each step would have saved on logged prompts, in tokens, seconds and money.
+
+    Replays the log through caches of bounded size: the exact prefix cache as it is, then with volatile fields moved,
+    tools sorted, repeats dropped and passages arranged, then with reuse at any offset, then with more memory. No model
+    runs.
+    """
     from semblend.text.logs import PromptLog
 
     if args.html == "-":

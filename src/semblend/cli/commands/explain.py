@@ -1,13 +1,13 @@
-"""Tell what of a prompt could be reused from donors, and why, stage by stage.
-
-Donors come from a store file or from a log of earlier prompts. Only token equality makes a span reusable.
-"""
+"""``semblend explain`` and ``semblend explore``: what of a prompt could be reused, printed and on a local page."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 from typing import TYPE_CHECKING, Any
 
+from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import print_json, say
 from semblend.cli.shared_flags import (
     LOG_HELP,
@@ -25,10 +25,14 @@ if TYPE_CHECKING:
     from semblend.prompt import Prompt
     from semblend.text.tokenization import Tokenizer
 
+# -- explain ---------------------------------------------------------------------------------------------------------
+
 EXAMPLES = ('semblend explain --donors prompts.jsonl --text "Summarize: ..."',)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add(commands: Commands) -> None:
+    _add_explore(commands)
+    parser = add_command(commands, "explain", run, examples=EXAMPLES)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt-file", metavar="FILE", help="text file with the prompt; - reads standard input")
     prompt.add_argument("--text", help="the prompt itself")
@@ -45,6 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Tell what of a prompt could be reused from donors, and why, stage by stage.
+
+    Donors come from a store file or from a log of earlier prompts. Only token equality makes a span reusable.
+    """
     from semblend import SemBlend
     from semblend.text.tokenization import load_tokenizer
 
@@ -104,3 +112,43 @@ def _register(semblend: SemBlend, tokenizer: Tokenizer, args: argparse.Namespace
             say(f"skipped: {log.label}, line {logged.line}: {error.message}")
     for example in log.skipped_examples:
         say(f"skipped: {example}")
+
+
+# -- explore ---------------------------------------------------------------------------------------------------------
+
+
+def _add_explore(commands: Commands) -> None:
+    parser = add_command(commands, "explore", explore)
+    flag = parser.add_argument
+    flag("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
+    flag("--port", type=int, default=8765, metavar="PORT", help="port to listen on; 0 takes any free one")
+    flag("--store", default="", metavar="FILE", help="keep donors in this file across restarts")
+    add_tokenizer(parser)
+
+
+def explore(args: argparse.Namespace) -> int:
+    """Open the explorer: a local page that shows which tokens of a prompt earlier prompts already hold."""
+    from semblend.config import load_config
+    from semblend.explorer.app import ExplorerApp
+    from semblend.explorer.server import ExplorerServer
+    from semblend.text.tokenization import load_tokenizer
+
+    if os.path.isdir(args.store):
+        raise InputError(f"{args.store} is a folder", hint="--store names a file; it is made where it is not there")
+    tokenizer = load_tokenizer(args.tokenizer)
+    overrides: dict[str, Any] = {"store": args.store} if args.store else {}
+    app = ExplorerApp(load_config(**overrides), tokenizer)
+    try:
+        with ExplorerServer(app, args.host, args.port) as server:
+            app.semblend.warm_up()
+            if not server.on_loopback:
+                say(f"warning: {args.host} can be reached from other machines; whoever reaches it sees the donors")
+            say("semblend explorer; Ctrl-C stops it")
+            print(server.url, flush=True)
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            server.serve_forever()
+    except KeyboardInterrupt:
+        say("stopped")
+    finally:
+        app.close()
+    return 0

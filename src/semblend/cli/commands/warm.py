@@ -1,26 +1,363 @@
-"""Compute the KV of documents before anybody asks, so that the first question about them already finds it.
-
-Documents that a log says are retrieved together are computed in one prompt, the others alone: behind a short
-instruction and in the model's chat template, as users send them.
-
-With --donor-directory the embedded engine computes and writes donors into the folder that `semblend serve
---donor-directory` reads. With --url the documents are sent to a running server (vLLM with SemBlend, or semblend serve),
-which keeps them as it keeps any prompt; vLLM shares them through its own donor_directory. Run it again to go on.
-"""
+"""``semblend warm``: computes donors before anybody asks, into the donor directory or on a server."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import http.client
+import json
+import os
+import shutil
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from semblend.arrange.corpus_prompts import group_documents
-from semblend.cli.engine_parts import engine_imports
+from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import Progress, say
-from semblend.cli.shared_flags import add_dtype
-from semblend.cli.warm_targets import ServerTarget, Target, open_directory_target
-from semblend.errors import ConfigError, InputError
+from semblend.cli.shared_flags import add_dtype, engine_imports
+from semblend.errors import ConfigError, InputError, SemBlendError, StoreError
 from semblend.text.corpus import read_corpus, read_retrievals, split_text
+
+if TYPE_CHECKING:
+    from semblend.engine.core.engine import Engine
+    from semblend.engine.model.tokenizer import ModelTokenizer
+    from semblend.materialize.donors.store import PrivateFolder
+    from semblend.prompt import Prompt
+
+# -- where donors go -------------------------------------------------------------------------------------------------
+
+REQUEST_TIMEOUT_S = 600.0
+TEMPLATE_TOKENS = 32
+"""What a chat template adds to a message, about: most say who the assistant is."""
+TRIES = 5
+"""How often a server that is busy (429, 503) is asked for one prompt."""
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect would carry the key and the documents to another place: it is an answer like any other error."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What is left to do; None where it is not known."""
+
+    nbytes: int | None
+    seconds: float | None
+
+    def describe(self) -> str:
+        """As a person reads it.
+
+        >>> Estimate(3 << 20, 90.0).describe(), Estimate(None, None).describe()
+        ('about 3.0 MiB and 1.5 minutes', 'bytes and time are known to the server alone')
+        """
+        if self.nbytes is None or self.seconds is None:
+            return "bytes and time are known to the server alone"
+        minutes = f"{self.seconds / 60:.1f} minutes" if self.seconds >= 60 else f"{self.seconds:.0f} seconds"
+        return f"about {self.nbytes / (1 << 20):,.1f} MiB and {minutes}"
+
+
+class Target(Protocol):
+    """Counts, computes and remembers prompts."""
+
+    def count_tokens(self, text: str) -> int: ...
+    def count_prompt_tokens(self, text: str) -> int:
+        """Tokens of a prompt that holds this text, with what a chat template adds."""
+
+    def has(self, prompt: str) -> bool: ...
+    def estimate(self, tokens: int) -> Estimate: ...
+    def check_room(self, estimate: Estimate) -> None: ...
+    def compute(self, prompt: str) -> int:
+        """Make it a donor; returns its tokens."""
+
+    def say_how_to_use(self) -> str: ...
+    def close(self) -> None: ...
+
+
+class DirectoryTarget:
+    """Donors of the embedded engine in a donor directory; what stands there already is not computed again."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: ModelTokenizer,
+        args: argparse.Namespace,
+        token_bytes: float,
+        held: PrivateFolder | None = None,
+        *,
+        in_chat: bool = False,
+    ) -> None:
+        """``in_chat``: documents are computed as a user's message in the model's chat template."""
+        self._engine, self._tokenizer, self._args, self._token_bytes = engine, tokenizer, args, token_bytes
+        self._held, self._in_chat = held, in_chat
+        self._there = self._read_digests()
+        self._number = 0
+
+    def count_tokens(self, text: str) -> int:
+        return len(self._tokenizer.encode(text, control=False, add_special=False))
+
+    def count_prompt_tokens(self, text: str) -> int:
+        return len(self._encode(text))
+
+    def has(self, prompt: str) -> bool:
+        from semblend.materialize.donors.directory import digest_tokens
+
+        one = self._place(prompt)
+        return digest_tokens(one.namespace, one.token_ids) in self._there
+
+    def estimate(self, tokens: int) -> Estimate:
+        """From one prompt that is computed and not kept."""
+        sample = 256
+        started = time.perf_counter()
+        self._answer("warm-estimate", self._tokenizer.encode("estimate " * 2 * sample)[:sample], keep=False)
+        return Estimate(int(self._token_bytes * tokens), (time.perf_counter() - started) / sample * tokens)
+
+    def check_room(self, estimate: Estimate) -> None:
+        free = shutil.disk_usage(self._args.donor_directory).free
+        if estimate.nbytes is not None and estimate.nbytes > free:
+            raise StoreError(
+                f"{self._args.donor_directory} has {free:,} bytes left, and {estimate.nbytes:,} are needed",
+                hint="name a folder with more room, or take fewer bytes with --donor-bits 8",
+            )
+
+    def compute(self, prompt: str) -> int:
+        directory = self._engine.reuse.directory
+        assert directory is not None, "it was opened with one"
+        self._number += 1
+        name, tokens = f"warm-{os.getpid()}-{self._number}", self._place(prompt).token_ids.tolist()
+        new = len(tokens) - self._answer(name, tokens, keep=True)
+        directory.publisher.flush()
+        # Nobody raises where a donor is not kept or not published: a server goes on without it. Here it is the purpose.
+        is_missing = new >= self._engine.config.donor_min_new_tokens and not directory.has_published(name)
+        failure = directory.publisher.last_failure
+        if failure is not None or is_missing:
+            raise StoreError(
+                f"a donor could not be written: {failure or 'the line above says why'}",
+                hint="make room in the folder, or lower --prompt-tokens; the same command goes on where it stopped",
+            )
+        return len(tokens)
+
+    def say_how_to_use(self) -> str:
+        args = self._args
+        return (
+            f"semblend serve --model {args.model} --donor-directory {args.donor_directory}"
+            f" --donor-bits {args.donor_bits} finds them; give it --donor-directory-bytes for all of them"
+        )
+
+    def close(self) -> None:
+        self._engine.reuse.close()
+        if self._held is not None:
+            self._held.close()
+
+    def _place(self, prompt: str) -> Prompt:
+        """The prompt in the namespace in which a request of the tenant will look for it."""
+        from semblend.prompt import Namespace, Prompt
+
+        kv_dtype = str(self._engine.pool.dtype).removeprefix("torch.")
+        namespace = Namespace(tenant=self._args.tenant, model=self._args.model, kv_dtype=kv_dtype)
+        return Prompt(self._encode(prompt), namespace=namespace)
+
+    def _encode(self, prompt: str) -> list[int]:
+        """As the server encodes a message with this text, or the text."""
+        if self._in_chat:
+            return self._tokenizer.encode_chat([{"role": "user", "content": prompt}])
+        return self._tokenizer.encode(prompt, control=False)
+
+    def _answer(self, name: str, tokens: list[int], *, keep: bool) -> int:
+        """Compute a prompt; returns how many of its tokens an earlier one has left in the prefix cache."""
+        from semblend.prompt import Namespace, Prompt
+        from semblend.wire.request import Request
+        from semblend.wire.sampling import Sampling
+
+        prompt = Prompt(tokens, namespace=Namespace(tenant=self._args.tenant, model=self._args.model))
+        # Computed without donors: KV of a donor is exact, wherever it comes from.
+        request = Request(name, prompt, Sampling(max_tokens=1, temperature=0.0), quality="exact", opt_out=not keep)
+        (done,) = self._engine.generate([request])
+        if done.detail:
+            raise SemBlendError(f"a prompt could not be computed: {done.detail}", hint="lower --prompt-tokens")
+        return done.receipt.exact_tokens if done.receipt is not None else 0
+
+    def _read_digests(self) -> set[str]:
+        """Of the donors that are whole in the folder, and of use to a server with this model, type and bits."""
+        from semblend.materialize.donors.directory import LARGEST_RECORD, DirectoryListing, DonorRecord, record_name
+        from semblend.materialize.donors.store import PrivateFolder
+
+        directory = self._engine.reuse.directory
+        assert directory is not None, "it was opened with one"
+        folder, found = PrivateFolder(self._args.donor_directory), set()
+        try:
+            for key in filter(directory.kv.can_use, DirectoryListing(folder).refresh().list_complete(1)):
+                try:
+                    record = DonorRecord.decode(folder.read(record_name(key), LARGEST_RECORD), key)
+                except (OSError, ValueError, KeyError, TypeError):
+                    continue  # gone meanwhile, or damaged: its owner removes it
+                found.add(record.tokens_digest)
+        finally:
+            folder.close()
+        return found
+
+
+def hold_folder(path: str) -> PrivateFolder:
+    """The donor directory, held against a second `semblend warm`: both would compute and store everything.
+
+    Two runs of ten documents at once took 103 MB where one takes 52 (2026-11-16). Servers need not hold the folder.
+    """
+    from semblend.materialize.donors.store import PrivateFolder
+
+    folder = PrivateFolder(path)
+    if not folder.hold():
+        folder.close()
+        raise StoreError(
+            f"another semblend warm writes to {path}",
+            hint="wait until it has ended, then run the same command: what is there is not computed again",
+        )
+    return folder
+
+
+def open_directory_target(args: argparse.Namespace) -> DirectoryTarget:
+    """Load the model and open the folder; raises before the model is loaded where the folder cannot be had."""
+    from semblend.config import load_config
+    from semblend.engine.core.open_directory import count_token_bytes
+    from semblend.engine.server.config import ServeConfig
+    from semblend.engine.server.launch import Launch
+    from semblend.materialize.donors.tiers import DonorKv
+
+    folder = hold_folder(args.donor_directory)
+    try:
+        config = ServeConfig(
+            model=args.model,
+            device=args.device,
+            dtype=args.dtype,
+            threads=args.threads,
+            pool_tokens=max(4096, 2 * args.prompt_tokens),
+            donor_host_bytes=1 << 30,
+            donor_bits=args.donor_bits,
+            donor_directory=args.donor_directory,
+            donor_directory_bytes=1 << 50,  # what is there stays: room is looked at before the work begins
+        )
+        launch = Launch(config)
+        say(f"loading {launch.path.name} on {launch.chosen_device}")
+        model, tokenizer = launch.load()
+        in_chat = args.format == "chat" or (not args.format and tokenizer.has_chat_template)
+        if in_chat and not tokenizer.has_chat_template:
+            raise ConfigError(f"{args.model} has no chat template", hint="--format text")
+        engine = launch.assemble(model, tokenizer, load_config(quality="exact", store=""))
+    except BaseException:
+        folder.close()
+        raise
+    assert isinstance(engine.reuse.donor_kv, DonorKv), "it was assembled with one"
+    token_bytes = count_token_bytes(engine.reuse.donor_kv, engine)
+    return DirectoryTarget(engine, tokenizer, args, token_bytes, folder, in_chat=in_chat)
+
+
+class ServerTarget:
+    """A server with an OpenAI API: each prompt is sent once, for one token."""
+
+    def __init__(self, url: str, model: str, key: str, state: str, *, in_chat: bool = True) -> None:
+        self._in_chat = in_chat
+        self._url, self._model, self._key, self._state = url.rstrip("/"), model, key, state
+        self._sent = self._read_state()
+
+    @classmethod
+    def open(cls, url: str, model: str, *, key_file: str, state: str, in_chat: bool) -> ServerTarget:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"--url {url} is no address", hint="like http://127.0.0.1:8000")
+        try:
+            key = Path(key_file).read_text(encoding="utf-8").strip() if key_file else ""
+        except OSError as error:
+            raise InputError(f"cannot read {key_file}: {error.strerror}", hint="check its permissions") from None
+        return cls(url, model, key, state, in_chat=in_chat)
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens, about: the server alone knows its tokenizer."""
+        return -(-len(text) // 4)
+
+    def count_prompt_tokens(self, text: str) -> int:
+        return self.count_tokens(text) + (TEMPLATE_TOKENS if self._in_chat else 0)
+
+    def has(self, prompt: str) -> bool:
+        return self._digest(prompt) in self._sent
+
+    def estimate(self, tokens: int) -> Estimate:
+        del tokens
+        return Estimate(None, None)
+
+    def check_room(self, estimate: Estimate) -> None:
+        """The server keeps within its own budgets."""
+
+    def compute(self, prompt: str) -> int:
+        body: dict[str, Any] = {"model": self._model, "max_tokens": 1, "temperature": 0}
+        if self._in_chat:
+            reply = self._post("/v1/chat/completions", body | {"messages": [{"role": "user", "content": prompt}]})
+        else:
+            reply = self._post("/v1/completions", body | {"prompt": prompt})
+        usage = reply.get("usage") or {}
+        self._remember(prompt)
+        return int(usage.get("prompt_tokens") or self.count_tokens(prompt))
+
+    def say_how_to_use(self) -> str:
+        return "the server keeps them within its donor budgets; vLLM shares them where donor_directory is set"
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
+        asked = urllib.request.Request(self._url + path, json.dumps(body).encode(), headers)
+        for attempt in range(TRIES):
+            try:
+                with _OPENER.open(asked, timeout=REQUEST_TIMEOUT_S) as reply:
+                    answer = json.loads(reply.read())
+                    return answer if isinstance(answer, dict) else {}
+            except urllib.error.HTTPError as error:
+                told = error.read(2000).decode("utf-8", "replace")
+                if error.code not in (429, 503) or attempt == TRIES - 1:
+                    raise InputError(
+                        f"the server answered {error.code}: {told[:300]}",
+                        hint="check --model, the key, the context, and --format",
+                    ) from None
+                asked_for = error.headers.get("Retry-After") or ""
+                time.sleep(min(30.0, float(asked_for) if asked_for.isdecimal() else 2.0**attempt))
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                raise InputError(f"{self._url} cannot be asked: {error}", hint="is the server running?") from None
+        raise AssertionError("the last try returns or raises")
+
+    def _digest(self, prompt: str) -> str:
+        asked = [self._url, self._model, self._key, prompt, self._in_chat]
+        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:32]
+
+    def _read_state(self) -> set[str]:
+        if not self._state or not os.path.exists(self._state):
+            return set()
+        try:
+            return set(Path(self._state).read_text(encoding="utf-8").split())
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"cannot read {self._state}: {error}", hint="name the file of an earlier run") from None
+
+    def _remember(self, prompt: str) -> None:
+        self._sent.add(self._digest(prompt))
+        if not self._state:
+            return
+        try:
+            with open(self._state, "a", encoding="utf-8") as file:
+                file.write(self._digest(prompt) + "\n")
+        except OSError as error:
+            raise InputError(
+                f"cannot write {self._state}: {error.strerror}", hint="make room, and run it again"
+            ) from None
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
 
 SEPARATOR = "\n\n"
 BEFORE = "Read the documents below. You will be asked about them.\n\n"
@@ -34,7 +371,8 @@ EXAMPLES = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add(commands: Commands) -> None:
+    parser = add_command(commands, "warm", run, examples=EXAMPLES)
     add = parser.add_argument
     add("--corpus", required=True, metavar="PATH", help="a folder of text files, or JSONL with a text on each line")
     add("--log", default="", metavar="FILE", help="JSONL of retrievals: documents that are asked for together")
@@ -47,7 +385,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--before", default="", metavar="FILE", help="text in front of the documents, best as in your own prompts")
     kinds = "how your clients send prompts: as messages, or as text (default: chat where the model has a template)"
     add("--format", default="", choices=["chat", "text"], help=kinds)
-    add("--prompt-tokens", type=int, default=2048, metavar="N", help="tokens computed as one donor (default: 2048)")
+    add("--prompt-tokens", type=int, default=2048, metavar="N", help="tokens computed as one donor")
     add(
         "--most-bytes",
         type=int,
@@ -55,7 +393,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="bytes that it may need; stop before it starts if it needs more (default: no limit)",
     )
-    add("--donor-bits", type=int, default=16, choices=[16, 8], help="as the server's --donor-bits (default: 16)")
+    add("--donor-bits", type=int, default=16, choices=[16, 8], help="as the server's --donor-bits")
     add("--device", default="", help="cpu or cuda (default: cuda where there is one)")
     add_dtype(parser)
     add("--threads", type=int, default=0, metavar="N", help="CPU threads, at most (default: as torch chooses)")
@@ -63,6 +401,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Compute the KV of documents before anybody asks, so that the first question about them already finds it.
+
+    Documents that a log says are retrieved together are computed in one prompt, the others alone: behind a short
+    instruction and in the model's chat template, as users send them.
+
+    With --donor-directory the embedded engine computes and writes donors into the folder that `semblend serve
+    --donor-directory` reads. With --url the documents are sent to a running server (vLLM with SemBlend, or semblend
+    serve), which keeps them as it keeps any prompt; vLLM shares them through its own donor_directory. Run it again to
+    go on.
+    """
     if bool(args.url) == bool(args.donor_directory):
         raise ConfigError("warm needs one place to put donors", hint="--donor-directory DIR, or --url URL")
     if args.prompt_tokens < 64:

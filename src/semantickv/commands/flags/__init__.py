@@ -1,1 +1,0 @@
-"""Flags that several commands share, and the values that they give. A command's own flags are beside its code."""

@@ -1,52 +1,353 @@
 """Readers of trace files: our JSONL, Mooncake, Bailian (Alibaba), Azure CSV, logs and events of engines; plain or gzip.
 
-==========  ==========================================================================  ======================
-format      a line holds                                                                block
-==========  ==========================================================================  ======================
-semantickv  ``timestamp_ms``, ``blocks[{content_hash, semantic_type, token_count}]``    as given, by content
-mooncake    ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids``       512 tokens, chained
-bailian     ``timestamp`` (s), ``chat_id``, ``input_length``, ``type``, ``hash_ids``    16 tokens, chained
-azure       ``TIMESTAMP,ContextTokens,GeneratedTokens``                                 512 tokens, never shared
-kv_events   a batch of KV events (`semantickv.traces.kv_events`)                        the engine's, by content
-*_log       what an engine logged (`semantickv.traces.engine_logs`)                     16 tokens, by content
-==========  ==========================================================================  ======================
+================  ====================================================================  ========================
+format            a line holds                                                          block
+================  ====================================================================  ========================
+semantickv        ``timestamp_ms``, ``blocks[{content_hash, semantic_type, ...}]``      as given, by content
+mooncake          ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids`` 512 tokens, chained
+bailian           ``timestamp`` (s), ``chat_id``, ``input_length``, ``type``, ...       16 tokens, chained
+azure             ``TIMESTAMP,ContextTokens,GeneratedTokens``                           512 tokens, never shared
+kv_events         a batch of KV events (`semantickv.traces.kv_events`)                  the engine's, by content
+vllm_log          ``--enable-log-requests``, ``VLLM_LOGGING_LEVEL=DEBUG``               16 tokens, by content
+sglang_log        ``--log-requests --log-requests-level 3 --log-requests-format json``  16 tokens, by content
+sglang_cache_log  always on: ``Prefill batch, #new-seq: ...``                           16 tokens, never shared
+lmcache_log       always on: ``Reqid: ..., Total tokens ...``                           16 tokens, never shared
+================  ====================================================================  ========================
 
-A line that can't be used stops the reading with file, line and field, or is skipped and counted (``skip_bad``).
+Lines, fields and the engines' requests are read by `semblend.text`, as for logs of prompts; here they become requests
+with a time. Logs are read as of vLLM 0.32, SGLang 0.5.23 and LMCache 0.5.6; lines that say nothing about a request are
+passed over. Tokens are hashed at once, block by block. What the engine says about its own hits is kept beside the
+trace. A line that can't be used stops the reading with file, line and field, or is skipped and counted (``skip_bad``).
 """
 
 from __future__ import annotations
 
 import csv
-import gzip
 import hashlib
 import itertools
 import json
+import math
 import os
-import sys
-import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
-from datetime import datetime
+import re
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any, Final
+from types import MappingProxyType
+from typing import Any, Final, Protocol
 
-from semantickv.traces.engine_logs import (
-    LOG_FORMATS,
-    LOG_PARSERS,
-    LOGS_WITHOUT_CONTENT,
-    Parser,
-    guess_log,
-    recognise_log_line,
-)
-from semantickv.traces.request import BadFieldError, TraceRequest
 from semblend.errors import InputError
+from semblend.text.block_traces import (
+    BAILIAN_BLOCK_TOKENS,
+    MOONCAKE_BLOCK_TOKENS,
+    read_chained_blocks,
+    read_own_blocks,
+    read_real,
+    read_text,
+    read_whole,
+    split_length,
+)
+from semblend.text.log_formats import BadFieldError, read_records
+from semblend.text.log_lines import MAX_LINE_BYTES, open_log, read_lines
+
+_VLLM_REQUEST: Final = re.compile(rb"(?:Request (\S+) details:|Received request (\S+):)")
+_VLLM_TIME: Final = re.compile(rb" \d\d-\d\d \d\d:\d\d:\d\d ")
+_VLLM_LINE: Final = re.compile(rb"(?:INFO|DEBUG|WARNING) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\.py:\d+\]")
+_VLLM_RATE: Final = re.compile(rb"Prefix cache hit rate: ([\d.]+)%")
+_SGLANG_EVENT: Final = b'"event": "request.'
+_SGLANG_BATCH: Final = re.compile(
+    rb"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[^\]]*\] "
+    rb"Prefill batch, #new-seq: (\d+), #new-token: (\d+), #cached-token: (\d+)"
+)
+_LMCACHE: Final = re.compile(
+    rb"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d+)\].*?Reqid: ([^,\s]+), Total tokens (\d+),.*?LMCache hit tokens: (\d+)"
+)
+MAX_KNOWN: Final = 10_000
+HEALTH_CHECK: Final = "HEALTH_CHECK"
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """One request: its blocks from the first to the last, and what is known about it.
+
+    >>> TraceRequest("r1", 0.5, (7, 8), (512, 100), ("system", "user")).tokens
+    612
+    """
+
+    request_id: str
+    arrival_s: float
+    block_ids: tuple[int, ...]
+    block_tokens: tuple[int, ...]
+    block_types: tuple[str, ...]
+    output_tokens: int = 0
+    tenant: str = "default"
+    session: str = ""
+    ttft_ms: float | None = None
+    computed_tokens: float | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.block_ids) == len(self.block_tokens) == len(self.block_types):
+            raise InputError(f"request {self.request_id!r}: ids, tokens and types of its blocks differ in number")
+        if not (self.arrival_s >= 0 and math.isfinite(self.arrival_s)):
+            raise InputError(f"request {self.request_id!r}: arrival_s must be finite and not negative")
+        if any(tokens <= 0 for tokens in self.block_tokens):
+            raise InputError(f"request {self.request_id!r}: a block has no tokens", hint="leave empty blocks out")
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.block_tokens)
+
+
+def cut_into_blocks(token_ids: Sequence[int], block_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Cut token ids into blocks; return the id of each block, a hash of its tokens, and its length.
+
+    >>> ids, lengths = cut_into_blocks([1, 2, 3, 1, 2], 3)
+    >>> len(set(ids)), lengths
+    (2, (3, 2))
+    """
+    parts = [token_ids[at : at + block_tokens] for at in range(0, len(token_ids), block_tokens)]
+    return tuple(map(hash_tokens, parts)), tuple(map(len, parts))
+
+
+def hash_tokens(token_ids: Sequence[int]) -> int:
+    """Hash the tokens of a block to a number of 64 bits that is the same in every run."""
+    data = array("q", token_ids).tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True)
+
+
+class Parser(Protocol):
+    """Turns the lines of a file into requests. ``hint`` says what to do when there was none."""
+
+    hint: str = ""
+    time_field: str = "time"
+    engine_hit_rate: float | None = None
+    left_out: int = 0  # requests that the file names and does not describe
+
+    def parse(self, line: bytes | None, number: int) -> Iterable[TraceRequest]:
+        """Parse one line; nothing where it is about no request. Raise `BadFieldError` for one that can't be used."""
+
+    def finish(self) -> Iterable[TraceRequest]:
+        """Give what waited for more lines."""
+        return ()
+
+
+class _Clock:
+    """Counts the seconds since the first time that was read."""
+
+    def __init__(self) -> None:
+        self._begin: float | None = None
+
+    def read(self, text: str) -> float:
+        """Read ``2026-11-16 18:13:01`` or ``2026-11-16T18:13:01.083639``; one before the first counts as the first."""
+        try:
+            moment = datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
+        except ValueError:
+            raise BadFieldError("timestamp", f"{text!r} is not a time") from None
+        self._begin = moment if self._begin is None else self._begin
+        return max(0.0, moment - self._begin)
+
+
+class VllmLog(Parser):
+    """vLLM's requests with their tokens. The log has no year and no answers."""
+
+    hint = "start vLLM with --enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG: only then are tokens logged"
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens, self._clock, self._known = block_tokens, _Clock(), _Known()
+        self.left_out = 0
+
+    def parse(self, line: bytes | None, _: int) -> Iterable[TraceRequest]:
+        if line is None:
+            raise BadFieldError("line", "too long")
+        rate = _VLLM_RATE.search(line)
+        if rate is not None and b"Engine 0" in line:
+            self.engine_hit_rate = float(rate[1]) / 100
+            return
+        for record in read_records("vllm", line) if b"prompt_token_ids: [" in line else ():
+            name, tokens, time = record["request_id"], record.get("token_ids"), record["logged_at"]
+            if tokens and time and self._known.add(name):
+                yield _build(name, self._clock.read(f"2000-{time}"), tokens, self._block_tokens)
+
+
+class SglangLog(Parser):
+    """SGLang's requests with their tokens; a request waits for its end, which has the length of the answer."""
+
+    hint = "start SGLang with --log-requests --log-requests-level 3 --log-requests-format json"
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens, self._clock, self.left_out = block_tokens, _Clock(), 0
+        self._open: OrderedDict[str, TraceRequest] = OrderedDict()
+        self._ended: set[str] = set()
+        self._prompt = self._cached = 0
+
+    def parse(self, line: bytes | None, _: int) -> Iterable[TraceRequest]:
+        if line is None:
+            raise BadFieldError("line", "too long")
+        if _SGLANG_EVENT not in line:
+            return ()
+        try:
+            record = json.loads(line[line.index(b"{") :])
+        except (ValueError, RecursionError) as error:
+            raise BadFieldError("line", f"not JSON: {error}") from None
+        name = str(record.get("rid"))
+        if name.startswith(HEALTH_CHECK) or not isinstance(record.get("obj"), dict):
+            return ()
+        if record.get("event") == "request.received":
+            self._receive(record, name)
+        elif record.get("event") == "request.finished" and name in self._open:
+            self._end(name, record.get("out"))
+        return self._take_ended()
+
+    def _receive(self, record: Mapping[str, Any], name: str) -> None:
+        tokens = record["obj"].get("input_ids")
+        if not isinstance(tokens, list) or not tokens or not all(type(one) is int for one in tokens):
+            self.left_out += 1  # several prompts at once, an image, or a level below 3
+            return
+        arrival = self._clock.read(str(record.get("timestamp")))
+        session = str(record["obj"].get("session_id") or "")
+        self._open[name] = replace(_build(name, arrival, tokens, self._block_tokens), session=session)
+
+    def _end(self, name: str, out: Any) -> None:
+        meta = out.get("meta_info") if isinstance(out, dict) else None
+        if isinstance(meta, dict):
+            prompt, cached, answer = (meta.get(key) for key in ("prompt_tokens", "cached_tokens", "completion_tokens"))
+            if type(prompt) is int and type(cached) is int:
+                self._prompt, self._cached = self._prompt + prompt, self._cached + cached
+                self.engine_hit_rate = self._cached / self._prompt if self._prompt else None
+            if type(answer) is int and 0 <= answer < 2**31:
+                self._open[name] = replace(self._open[name], output_tokens=answer)
+        self._ended.add(name)
+
+    def _take_ended(self) -> Iterable[TraceRequest]:
+        """Give the requests from the first on that have ended; one that never ends does not hold up the others."""
+        while self._open and (next(iter(self._open)) in self._ended or len(self._open) > MAX_KNOWN):
+            name, request = self._open.popitem(last=False)
+            self._ended.discard(name)
+            yield request
+
+    def finish(self) -> Iterable[TraceRequest]:
+        yield from self._open.values()
+        self._open.clear()
+
+
+class _Lengths(Parser):
+    """Requests of which only the length is known: every block has an id of its own."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens, self._clock, self._fresh = block_tokens, _Clock(), itertools.count()
+        self._prompt = self._cached = self.left_out = 0
+
+    def _build(self, name: str, arrival_s: float, length: int, cached: int) -> TraceRequest:
+        if not 0 < length < 2**31:
+            raise BadFieldError("tokens", f"a prompt of {length} tokens")
+        self._prompt, self._cached = self._prompt + length, self._cached + cached
+        self.engine_hit_rate = self._cached / self._prompt
+        return _build_unshared(name, arrival_s, length, self._block_tokens, self._fresh)
+
+
+class SglangCacheLog(_Lengths):
+    """SGLang's prefill batches; a batch of several prompts counts as so many of its mean length."""
+
+    hint = "an SGLang log has lines that begin with: Prefill batch, #new-seq"
+
+    def parse(self, line: bytes | None, number: int) -> Iterable[TraceRequest]:
+        found = _SGLANG_BATCH.search(line or b"")
+        if found is None:
+            return
+        arrival = self._clock.read(found[1].decode())
+        prompts, new, cached = (int(part) for part in found.groups()[1:])
+        for one in range(min(prompts, new + cached)):
+            length = (new + cached) // prompts + (one < (new + cached) % prompts)
+            yield self._build(f"{number}.{one}", arrival, length, cached // prompts + (one < cached % prompts))
+
+
+class LmcacheLog(_Lengths):
+    """LMCache's lookups; a request that is looked up again is one request."""
+
+    hint = "an LMCache log has lines with: Reqid: ..., Total tokens ..., LMCache hit tokens: ..."
+
+    def __init__(self, block_tokens: int) -> None:
+        super().__init__(block_tokens)
+        self._known = _Known()
+
+    def parse(self, line: bytes | None, _: int) -> Iterable[TraceRequest]:
+        found = _LMCACHE.search(line or b"")
+        if found is None or not self._known.add(found[3].decode("utf-8", "replace")):
+            return
+        arrival = self._clock.read(f"{found[1].decode()}.{found[2].decode()[:3]:0<3}")
+        total, hit = int(found[4]), int(found[5])
+        yield self._build(found[3].decode("utf-8", "replace"), arrival, total, min(total, hit))
+
+
+class _Known:
+    """The latest names; `add` says whether a name is new."""
+
+    def __init__(self) -> None:
+        self._names: OrderedDict[str, None] = OrderedDict()
+
+    def add(self, name: str) -> bool:
+        if name in self._names:
+            return False
+        self._names[name] = None
+        if len(self._names) > MAX_KNOWN:
+            self._names.popitem(last=False)
+        return True
+
+
+def _build(name: str, arrival_s: float, tokens: list[int], block_tokens: int) -> TraceRequest:
+    if not all(0 <= one < 2**63 for one in tokens):
+        raise BadFieldError("tokens", "a token id is negative or too large")
+    ids, lengths = cut_into_blocks(tokens, block_tokens)
+    return TraceRequest(name, arrival_s, ids, lengths, ("other",) * len(ids))
+
+
+def _build_unshared(
+    name: str, arrival_s: float, length: int, block_tokens: int, fresh: Iterator[int], output_tokens: int = 0
+) -> TraceRequest:
+    """Build a request of which only the length is known: its blocks have ids that nobody shares."""
+    tokens = split_length(length, block_tokens)
+    ids = tuple(itertools.islice(fresh, len(tokens)))
+    return TraceRequest(name, arrival_s, ids, tokens, ("other",) * len(ids), output_tokens)
+
+
+LOG_PARSERS: Final[Mapping[str, Callable[[int], Parser]]] = MappingProxyType(
+    {"vllm_log": VllmLog, "sglang_log": SglangLog, "sglang_cache_log": SglangCacheLog, "lmcache_log": LmcacheLog}
+)
+LOG_FORMATS: Final = tuple(LOG_PARSERS)
+LOGS_WITHOUT_CONTENT: Final = frozenset({"sglang_cache_log", "lmcache_log"})
+
+
+def guess_log(line: bytes) -> str | None:
+    """Guess whose log a line is from that is about no request; None if it looks like no log that we know.
+
+    >>> guess_log(b"(APIServer pid=7) INFO 08-01 21:24:09 [loggers.py:273] Engine 000: Running: 1 reqs")
+    'vllm_log'
+    """
+    return "vllm_log" if _VLLM_LINE.search(line) is not None else None
+
+
+def recognise_log_line(line: bytes) -> str | None:
+    """Recognise the log that a line is from; None if it tells nothing.
+
+    >>> recognise_log_line(b"[2026-08-02 00:02:17] Prefill batch, #new-seq: 1, #new-token: 47, #cached-token: 1, x")
+    'sglang_cache_log'
+    """
+    if _SGLANG_EVENT in line:
+        return "sglang_log"
+    if _VLLM_REQUEST.search(line) is not None and _VLLM_TIME.search(line) is not None:
+        return "vllm_log"
+    if _SGLANG_BATCH.search(line) is not None:
+        return "sglang_cache_log"
+    return "lmcache_log" if _LMCACHE.search(line) is not None else None
+
 
 FORMATS: Final = ("semantickv", "mooncake", "bailian", "azure", "kv_events", *LOG_FORMATS)
 FORMATS_WITHOUT_CONTENT: Final = frozenset({"azure"}) | LOGS_WITHOUT_CONTENT
-MAX_LINE_BYTES: Final = 64 << 20
-MOST_LINES_TO_DETECT: Final = 20_000  # an engine's log begins with its start, which is long
-_DEFAULT_BLOCK: Final = {"mooncake": 512, "azure": 512}
-_INT64: Final = 2**63
+MAX_LINES_TO_DETECT: Final = 20_000  # an engine's log begins with its start, which is long
+_DEFAULT_BLOCK: Final = {"mooncake": MOONCAKE_BLOCK_TOKENS, "azure": MOONCAKE_BLOCK_TOKENS}
 _NO_TRACE: Final = f"a trace is {', '.join(FORMATS)}; a log of prompts is read by semblend estimate"
 
 
@@ -72,7 +373,7 @@ class TraceFile:
             raise InputError(f"block_tokens is {block_tokens}", hint="a block has at least one token")
         self.path = Path(path)
         self.format = _detect_format(self.path) if format == "auto" else format
-        self.block_tokens = block_tokens or _DEFAULT_BLOCK.get(self.format, 16)
+        self.block_tokens = block_tokens or _DEFAULT_BLOCK.get(self.format, BAILIAN_BLOCK_TOKENS)
         self.skip_bad, self.any_order, self.skipped = skip_bad, any_order, 0
         self.engine_hit_rate: float | None = None  # what the engine itself says of the whole file, once it is read
 
@@ -88,8 +389,8 @@ class TraceFile:
     def read_requests(self) -> Iterator[TraceRequest]:
         """Yield the requests in the order of the file; raise InputError for a bad line or a file without requests."""
         parser, found, latest_s = self._make_parser(), False, 0.0
-        with closing(read_lines(self.path)) as lines:
-            for number, line in itertools.chain(lines, [(-1, None)]):
+        with open_log(self.path) as stream:
+            for number, line in itertools.chain(read_lines(stream, MAX_LINE_BYTES), [(-1, None)]):
                 try:
                     for request in parser.finish() if number < 0 else parser.parse(line, number):
                         if not self.any_order and request.arrival_s < latest_s:
@@ -125,44 +426,12 @@ def _build_error(file: Path, number: int, bad: BadFieldError) -> InputError:
     return InputError(f"{file}: line {number}: field {bad.field!r}: {bad.problem}", hint=hint)
 
 
-@contextmanager
-def _open(file: Path) -> Iterator[IO[bytes]]:
-    """Open a file to read bytes; gzip is recognised by its first bytes, whatever the name."""
-    try:
-        plain = file.open("rb")
-    except OSError as error:
-        raise InputError(f"can't read {file}: {error.strerror}", hint="check the path") from None
-    with plain:
-        if plain.peek(2)[:2] == b"\x1f\x8b":
-            with gzip.GzipFile(fileobj=plain) as unpacked:
-                yield unpacked  # type: ignore[misc]
-        else:
-            yield plain
-
-
-def read_lines(file: Path) -> Generator[tuple[int, bytes | None], None, None]:
-    """Yield the numbered lines of a file that are not blank; None for a line that is too long to hold."""
-    with _open(file) as stream:
-        number = 0
-        try:
-            while line := stream.readline(MAX_LINE_BYTES):
-                number += 1
-                if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-                    while (rest := stream.readline(1 << 20)) and not rest.endswith(b"\n"):
-                        pass
-                    yield number, None
-                elif line.strip():
-                    yield number, line
-        except (OSError, EOFError, zlib.error) as error:
-            raise InputError(f"{file}: line {number + 1}: the compressed data is damaged: {error}") from None
-
-
 def _detect_format(file: Path) -> str:
     """Detect the format from the first line that tells; if none does, assume ours, whose errors say what is wrong."""
     guess = None
-    with closing(read_lines(file)) as lines:
-        for number, line in lines:
-            if number > MOST_LINES_TO_DETECT:
+    with open_log(file) as stream:
+        for number, line in read_lines(stream, MAX_LINE_BYTES):
+            if number > MAX_LINES_TO_DETECT:
                 break
             if line is None:
                 continue
@@ -202,7 +471,7 @@ class _LineParser(Parser):
         self.time_field = {"azure": "TIMESTAMP", "semantickv": "timestamp_ms"}.get(format, "timestamp")
         self.columns: list[str] = []
         self.begin: datetime | None = None
-        self.fresh = 0  # next id that nobody shares
+        self.fresh = itertools.count()  # ids that nobody shares
         make: Mapping[str, Callable[[dict[str, Any], int], TraceRequest]] = {
             "semantickv": self._parse_semantickv,
             "mooncake": self._parse_chained,
@@ -234,53 +503,27 @@ class _LineParser(Parser):
 
     def _parse_semantickv(self, record: dict[str, Any], number: int) -> TraceRequest:
         """Parse one line of our own format."""
-        blocks = record.get("blocks")
-        if not isinstance(blocks, list):
-            raise BadFieldError("blocks", "missing" if blocks is None else "not a list")
-        ids, tokens, types = [], [], []
-        for place, block in enumerate(blocks):
-            where = f"blocks[{place}]"
-            if not isinstance(block, dict):
-                raise BadFieldError(where, "not an object")
-            ids.append(_read_block_id(block, where))
-            tokens.append(_read_whole(block, "token_count", least=1, where=where))
-            types.append(_read_text(block, "semantic_type", "other", where=where))
-        ttft = _read_real(record, "observed_ttft_ms") if record.get("observed_ttft_ms") is not None else None
+        blocks = read_own_blocks(record)
+        ttft = read_real(record, "observed_ttft_ms") if record.get("observed_ttft_ms") is not None else None
         return TraceRequest(
-            _read_text(record, "request_id", str(number)),
-            _read_real(record, "timestamp_ms") / 1000,
-            tuple(ids),
-            tuple(tokens),
-            tuple(types),
-            _read_whole(record, "output_tokens", default=0),
-            _read_text(record, "tenant_id", "default"),
-            _read_text(record, "session_id", ""),
+            read_text(record, "request_id", str(number)),
+            read_real(record, "timestamp_ms") / 1000,
+            *blocks,
+            read_whole(record, "output_tokens", default=0),
+            read_text(record, "tenant_id", "default"),
+            read_text(record, "session_id", ""),
             ttft,
+            _read_computed_tokens(record, sum(blocks.tokens)),
         )
 
     def _parse_chained(self, record: dict[str, Any], number: int) -> TraceRequest:
-        """Parse one line of Mooncake (times in ms) or Bailian (in s; its request type becomes the block type)."""
-        hashes = record.get("hash_ids")
-        if not isinstance(hashes, list):
-            raise BadFieldError("hash_ids", "missing" if hashes is None else "not a list")
-        for place, value in enumerate(hashes):
-            if type(value) is not int or not -_INT64 <= value < _INT64:
-                raise BadFieldError(f"hash_ids[{place}]", f"{value!r} is not an integer of 64 bits")
-        length = _read_whole(record, "input_length")
-        tokens = _split_tokens(length, len(hashes), self.block_tokens)
-        if tokens is None:
-            raise BadFieldError(
-                "hash_ids", f"{len(hashes)} blocks of {self.block_tokens} tokens can't hold {length} tokens"
-            )
-        bailian = self.format == "bailian"
-        kind = _read_text(record, "type", "other") if bailian else "other"
+        """Parse one line of Mooncake (times in ms) or Bailian (in s)."""
+        blocks = read_chained_blocks(record, self.block_tokens)
         return TraceRequest(
             str(record.get("chat_id", number)),
-            _read_real(record, "timestamp") / (1 if bailian else 1000),
-            tuple(hashes),
-            tokens,
-            (kind,) * len(hashes),
-            _read_whole(record, "output_length", default=0),
+            read_real(record, "timestamp") / (1 if self.format == "bailian" else 1000),
+            *blocks,
+            read_whole(record, "output_length", default=0),
         )
 
     def _parse_azure(self, line: bytes, number: int) -> TraceRequest | None:
@@ -308,75 +551,13 @@ class _LineParser(Parser):
         seconds = (when - self.begin).total_seconds()
         if seconds < 0:
             raise BadFieldError("TIMESTAMP", "earlier than the first line")
-        length = _read_whole(record, "ContextTokens")
-        blocks = -(-length // self.block_tokens)
-        self.fresh += blocks
-        ids = tuple(range(self.fresh - blocks, self.fresh))
-        tokens = _split_tokens(length, blocks, self.block_tokens) or ()
-        output = _read_whole(record, "GeneratedTokens")
-        return TraceRequest(str(number), seconds, ids, tokens, ("other",) * blocks, output)
+        length, output = read_whole(record, "ContextTokens"), read_whole(record, "GeneratedTokens")
+        return _build_unshared(str(number), seconds, length, self.block_tokens, self.fresh, output)
 
 
-def _split_tokens(length: int, blocks: int, block_tokens: int) -> tuple[int, ...] | None:
-    """Split a length into full blocks and a last one; None if the numbers contradict each other."""
-    last = length - (blocks - 1) * block_tokens
-    if blocks == 0:
-        return () if length == 0 else None
-    return (block_tokens,) * (blocks - 1) + (last,) if 0 < last <= block_tokens else None
-
-
-def _read_block_id(block: dict[str, Any], where: str) -> int:
-    """Read the id of a block: a whole number as it is, a text as its hash."""
-    for field in ("content_hash", "block_id"):
-        value = block.get(field)
-        if type(value) is int and -_INT64 <= value < _INT64:
-            return value
-        if isinstance(value, str) and value:
-            return int.from_bytes(
-                hashlib.blake2b(value.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big", signed=True
-            )
-        if value is not None:
-            raise BadFieldError(f"{where}.{field}", f"{value!r} is neither text nor an integer of 64 bits")
-    raise BadFieldError(f"{where}.content_hash", "missing")
-
-
-def _read_number(record: dict[str, Any], field: str, default: float | None, where: str) -> Any:
-    """Read a finite number."""
-    value = record.get(field, default)
-    name = f"{where}.{field}" if where else field
-    if value is None:
-        raise BadFieldError(name, "missing")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
-        raise BadFieldError(name, f"{value!r} is not a number")
-    return value
-
-
-def _read_real(record: dict[str, Any], field: str) -> float:
-    """Read a number that is not negative."""
-    value = float(_read_number(record, field, None, ""))
-    if value < 0:
-        raise BadFieldError(field, f"{value:g} is negative")
-    return value
-
-
-def _read_whole(
-    record: dict[str, Any], field: str, *, default: int | None = None, least: int = 0, where: str = ""
-) -> int:
-    """Read a whole number from ``least`` on."""
-    value = _read_number(record, field, default, where)
-    name = f"{where}.{field}" if where else field
-    if value != int(value) or value >= 2**31:
-        raise BadFieldError(name, f"{value!r} is not a whole number below 2**31")
-    if value < least:
-        raise BadFieldError(name, f"{value} is less than {least}")
-    return int(value)
-
-
-def _read_text(record: dict[str, Any], field: str, default: str, where: str = "") -> str:
-    """Read a text, or the default if the field is missing."""
-    value = record.get(field)
-    if value is None:
-        return default
-    if not isinstance(value, str):
-        raise BadFieldError(f"{where}.{field}" if where else field, f"{value!r} is not text")
-    return value
+def _read_computed_tokens(record: Mapping[str, Any], prompt_tokens: int) -> float | None:
+    """Read how many prompt tokens the engine computed; None where the line does not say."""
+    computed, hits = record.get("observed_prefill_tokens"), record.get("observed_prefix_hit_tokens")
+    if isinstance(computed, int | float) and computed >= 0:
+        return float(computed)
+    return max(0.0, prompt_tokens - float(hits)) if isinstance(hits, int | float) else None

@@ -32,7 +32,7 @@ from semantickv.engine_state.events import (
     read_timed_batch,
 )
 from semantickv.engine_state.subscriber import EventSource, EventSubscriber
-from semantickv.traces.formats import Parser, TraceRequest, hash_tokens
+from semantickv.traces.engine_logs import Parser, TraceRequest, hash_tokens
 from semantickv.traces.trace_writer import TraceWriter
 from semblend.text.log_formats import BadFieldError
 

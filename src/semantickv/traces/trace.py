@@ -16,7 +16,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from semantickv.traces.formats import FORMATS_WITHOUT_CONTENT, TraceFile, TraceRequest
+from semantickv.traces.engine_logs import TraceRequest
+from semantickv.traces.formats import FORMATS_WITHOUT_CONTENT, TraceFile
 from semblend.errors import InputError
 
 BLOCK_TYPES: Final = (

@@ -219,7 +219,7 @@ def test_the_openai_client_gets_receipts_from_a_server() -> None:
     pytest.importorskip("fastapi", reason="the server needs the extra local")
     from live_server import run_server
 
-    from semblend.engine.server.fake_engine import FakeEngine
+    from tests.fakes.fake_engine import FakeEngine
 
     with run_server(FakeEngine()) as server:
         done = run_example("openai_client.py", server.url)
@@ -237,8 +237,3 @@ def test_an_example_runs_anywhere_and_says_what_it_is_there_to_say(name: str, tm
     for line in KEY_LINES[name]:
         assert line in done.stdout
     assert not list(tmp_path.iterdir()), "an example leaves nothing behind"
-
-
-@pytest.mark.parametrize("name", [*KEY_LINES, *NEED_A_SERVER])
-def test_an_example_fits_on_a_page(name: str) -> None:
-    assert (EXAMPLES / name).read_text("utf-8").count("\n") < 60

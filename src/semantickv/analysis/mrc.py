@@ -115,7 +115,7 @@ def compute_stack_rates(
     A sample holds more or fewer accesses than its share. The difference is counted as hits at the shortest distance,
     because a few very popular blocks cause most of it.
     """
-    from semantickv.simulator.kernels_stack import compute_stack_distances
+    from semantickv.simulator.kernels import compute_stack_distances
 
     distance = compute_stack_distances(forest.trace.starts, forest.node, forest.get_sizes(unit))
     known = np.sort(distance[distance >= 0]) / rate

@@ -15,6 +15,7 @@ SRC = Path(__file__).parents[1] / "src"
 # Bottom up. A module may import from its own layer and from those before it.
 LAYERS = [
     {"errors", "_version"},
+    {"formatting"},
     {"web"},
     {"name_clash", "config", "prompt", "span", "extras", "fairness", "quality", "kv_shapes", "prices"},
     {"fingerprint"},

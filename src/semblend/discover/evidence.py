@@ -108,7 +108,7 @@ class UsearchIndex:
     """An HNSW graph (usearch): search in logarithmic time, nearly always the true neighbours.
 
     ``dtype`` is how vectors are kept: ``f16`` halves the bytes at no measurable loss; ``i8`` quarters them, and costs
-    recall and accuracy (docs/research/decisions/0012 has the figures).
+    recall and accuracy (docs/research/decisions/evidence.md has the figures).
     """
 
     def __init__(self, dimension: int, dtype: Literal["f32", "f16", "i8"] = "f16") -> None:

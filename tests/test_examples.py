@@ -219,7 +219,7 @@ def test_the_openai_client_gets_receipts_from_a_server() -> None:
     pytest.importorskip("fastapi", reason="the server needs the extra local")
     from live_server import run_server
 
-    from semblend.engine.server.fake_engine import FakeEngine
+    from tests.fakes.fake_engine import FakeEngine
 
     with run_server(FakeEngine()) as server:
         done = run_example("openai_client.py", server.url)

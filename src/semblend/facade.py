@@ -30,7 +30,7 @@ from semblend.explanation import Explanation, explain
 from semblend.fingerprint.fingerprinter import Fingerprinter
 from semblend.fingerprint.hashes import DEFAULT_SCHEME, HashScheme
 from semblend.name_clash import refuse_foreign_distribution
-from semblend.pipeline import NOTHING_ALIGNED, LookupTrace, Pipeline, kernels_can_be_loaded
+from semblend.pipeline import NOTHING_ALIGNED, LookupTrace, Pipeline
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan, Similar
 from semblend.prompt import Prompt, check_exact_tokens
 from semblend.reporting import Reporter, report_policy_failure
@@ -45,7 +45,7 @@ class SemBlend:
     (Span(donor_id='req-1', donor_start=40, target_start=0, length=50, generation=0),)
 
     Thread-safe. `lookup` never raises for what goes wrong inside: the request runs cold, and an event says why.
-    ``compiled=False`` takes the plain numpy path, which is also what runs where numba is absent.
+    ``compiled`` has no effect any more: where numba is absent, the kernels run as plain Python.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class SemBlend:
         self._listeners: list[Callable[[Eviction], None]] = []
         self._claims: dict[str, tuple[tuple[str, int], ...]] = {}
         self._claims_lock = threading.Lock()
-        self._compiled = kernels_can_be_loaded() if compiled is None else compiled
-        self._fingerprinter = Fingerprinter(scheme, compiled=self._compiled)
+        del compiled  # one release longer
+        self._fingerprinter = Fingerprinter(scheme)
         self._journal: SqliteJournal | None = None
         try:
             if self.config.store:
@@ -80,7 +80,6 @@ class SemBlend:
             self._store = DonorStore(
                 max_donors=self.config.max_donors,
                 max_bytes=self.config.max_bytes,
-                compiled=self._compiled,
                 journal=self._journal,
                 clock=clock,
                 eviction=self.config.eviction,
@@ -261,7 +260,7 @@ class SemBlend:
     def warm_up(self) -> float:
         """Compile or load the kernels now instead of in the first request; returns the seconds it took."""
         started = time.perf_counter()
-        scratch = DonorStore(max_donors=2, max_bytes=1 << 20, compiled=self._compiled, eviction=self.config.eviction)
+        scratch = DonorStore(max_donors=2, max_bytes=1 << 20, eviction=self.config.eviction)
         pipeline = Pipeline(replace(self.config, lookup_budget_ms=0.0), scratch, self._fingerprinter)
         prompt = Prompt(np.arange(1024) % 997)
         for donor_id in ("a", "b", "c"):

@@ -20,13 +20,13 @@ from semblend.arrange import Arranger
 from semblend.config import SemBlendConfig
 from semblend.engine.core.assemble import assemble
 from semblend.engine.core.config import EngineConfig
-from semblend.engine.server.fake_engine import FakeEngine
 from semblend.engine.server.serving_adapter import LocalEngine
 from semblend.engine.server.tenants import Tenants
 from semblend.facade import SemBlend
 from semblend.prompt import Namespace
 from semblend.wire.arranging import PromptArranger
 from semblend.wire.chat import ChatRequest
+from tests.fakes.fake_engine import FakeEngine
 
 DOCS = [f"Document {number}. " + f"fact {number} stands here. " * 12 for number in range(8)]
 

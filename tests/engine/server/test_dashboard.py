@@ -20,11 +20,11 @@ from starlette.responses import HTMLResponse  # noqa: E402
 
 from semblend.config import SemBlendConfig  # noqa: E402
 from semblend.engine.server.config import ServeConfig  # noqa: E402
-from semblend.engine.server.fake_engine import FakeEngine, Pace  # noqa: E402
 from semblend.engine.server.routes import PAGE_FILES, create_app  # noqa: E402
 from semblend.engine.server.tenants import Tenants  # noqa: E402
 from semblend.facade import SemBlend  # noqa: E402
 from semblend.web.site import HEADERS  # noqa: E402
+from tests.fakes.fake_engine import FakeEngine, Pace  # noqa: E402
 
 
 @pytest.fixture

@@ -28,7 +28,6 @@ from semblend.confirm.outcome import Outcome  # noqa: E402
 from semblend.confirm.receipt import Receipt  # noqa: E402
 from semblend.engine.server.config import ServeConfig  # noqa: E402
 from semblend.engine.server.dashboard import ColdEstimate, LiveBoard, LiveRequest, draw_strip  # noqa: E402
-from semblend.engine.server.fake_engine import FakeEngine  # noqa: E402
 from semblend.engine.server.limits import MOST_BODY_BYTES, Gate  # noqa: E402
 from semblend.engine.server.routes import create_app, listen  # noqa: E402
 from semblend.engine.server.tenants import Identity, Tenants, bearer  # noqa: E402
@@ -39,6 +38,7 @@ from semblend.span import Span  # noqa: E402
 from semblend.wire.answer import Chunk  # noqa: E402
 from semblend.wire.errors import ApiError  # noqa: E402
 from semblend.wire.request import Request  # noqa: E402
+from tests.fakes.fake_engine import FakeEngine  # noqa: E402
 
 DOCUMENT = " ".join(f"Clause {n} says that ferry {n * 7} leaves pier {n % 5} at {n % 24} sharp." for n in range(80))
 CHAT = "/v1/chat/completions"

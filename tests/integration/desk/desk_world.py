@@ -46,7 +46,7 @@ class Desk:
         config = SemBlendConfig(quality="fast", metrics=False)
         self.desk = ReuseDesk(
             self.engine,
-            SemBlend(config, sinks=[self.sink], compiled=False),
+            SemBlend(config, sinks=[self.sink]),
             SlotPool(self.slots.take, self.slots.give_back, page),
             DeskSettings(config=config, **settings),
             QualitySettings(mode="fast", first_seam_tokens=4, seam_tokens=4, piece_ms=1e-9, prefills=False),

@@ -19,7 +19,7 @@ from live_server import run_server
 from semantickv.apps.build import build_router
 from semantickv.settings import EdgeSettings
 from semblend import SemBlend, SemBlendConfig
-from semblend.engine.server.fake_engine import FakeEngine
+from tests.fakes.fake_engine import FakeEngine
 
 MODEL = "fake"
 ENGINES = Path(__file__).parents[3] / ".engines"

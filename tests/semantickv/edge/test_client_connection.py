@@ -16,10 +16,10 @@ from semantickv.apps.build import build_proxy
 from semantickv.apps.tls import TlsFiles
 from semantickv.edge import addresses
 from semantickv.edge.client_connection import JoiningTransport
-from semantickv.edge.scripted_engine import answer_json, stream
 from semantickv.settings import EdgeSettings
 from semblend.engine.server.edge.connections import Deadlines
 from semblend.errors import ConfigError
+from tests.fakes.scripted_engine import answer_json, stream
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}

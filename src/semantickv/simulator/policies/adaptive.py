@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from semantickv.simulator.forest import Forest
 from semantickv.simulator.plain import Block, Cache, PlainPolicy
-from semblend.eviction.adaptive import PlainAdaptive
+from semblend.eviction.adaptive import Adaptive
 from semblend.eviction.plan import AdaptivePlan, limit_history
 
 FIRST_SESSION = 1 << 40  # numbers of sessions begin here, so that none is the number of a node
@@ -39,7 +39,7 @@ class AdaptiveSemantic(PlainPolicy):
         super().begin(capacity, forest, options)
         plan = build_plan(capacity, forest, options)
         types = len(forest.trace.type_names)
-        self.online = PlainAdaptive(capacity, types=types, chained=forest.mode == "prefix", plan=plan)
+        self.online = Adaptive(capacity, types=types, chained=forest.mode == "prefix", plan=plan)
         self.sessions = number_sessions(forest).tolist()
         self.sizes = forest.get_sizes(options["unit"])
         self.epoch = self.scored = self.accesses = 0

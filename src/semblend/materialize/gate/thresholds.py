@@ -17,16 +17,17 @@ from functools import cache
 from importlib.resources import files as files_of
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from semblend.errors import ConfigError
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.quality import MODE_NATS
 from semblend.span import Span
+
+if TYPE_CHECKING:
+    from torch import Tensor  # `semblend estimate` reads the shape of a plan where no torch is installed
 
 # -- The shape of a plan: what is known of it before anything is computed, and the kind of prompt that it stands for.
 
@@ -93,7 +94,7 @@ class PlanShape:
 
     @property
     def in_part(self) -> bool:
-        """Whether passages were left out or put in among those of one donor in order (decisions/divergence-budget.md)."""
+        """Whether passages were left out or put in among those of one donor in order."""
         return self.order is PassageOrder.IN_ORDER and self.among_tokens > SMALL_SHARE * self.reused_tokens
 
     @property
@@ -173,6 +174,7 @@ def fit_weights(seen: Sequence[tuple[RiskFeatures, float]], ridge: float = 1e-3)
 def compute_entropy(logits: Tensor) -> float:
     """Of one distribution, in nats.
 
+    >>> import torch
     >>> round(compute_entropy(torch.zeros(4)) / math.log(4), 6)
     1.0
     """
@@ -188,13 +190,14 @@ def bound_risk(risk: float) -> float:
 def next_token_kl(now: Tensor, before: Tensor) -> float:
     """KL divergence in nats of the next-token distribution ``now`` from ``before``, both logits of one row.
 
+    >>> import torch
     >>> next_token_kl(torch.tensor([1., 2.]), torch.tensor([2., 3.]))
     0.0
     >>> next_token_kl(torch.tensor([1., float("nan")]), torch.tensor([2., 3.])) == UNBOUNDED_RISK
     True
     """
     p, q = (logits.reshape(-1).double().log_softmax(-1) for logits in (now, before))
-    risk = float(torch.where(p == -torch.inf, 0.0, p.exp() * (p - q)).sum())
+    risk = float((p.exp() * (p - q)).masked_fill(p == -math.inf, 0.0).sum())
     return max(0.0, bound_risk(risk))
 
 
@@ -517,7 +520,7 @@ class TableSource(StrEnum):
 class ChosenTable:
     """A table for one model. ``name``: the file, the known model's name, or for the default what nothing is known of.
 
-    ``thresholds`` have a dial for every order in which passages can move: their own, or the default's (decisions/divergence-budget.md).
+    ``thresholds`` have a dial for every order in which passages can move: their own, or the default's.
     """
 
     thresholds: Thresholds

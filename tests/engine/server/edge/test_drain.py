@@ -21,8 +21,8 @@ from semblend.config import SemBlendConfig
 from semblend.engine.server.edge import listener
 from semblend.engine.server.edge.connections import Connections, Deadlines, Phase
 from semblend.engine.server.edge.protocol import GuardedProtocol
-from semblend.engine.server.fake_engine import FakeEngine
 from semblend.facade import SemBlend
+from tests.fakes.fake_engine import FakeEngine
 
 CHAT = "/v1/chat/completions"
 

@@ -27,11 +27,11 @@ from semblend.config import SemBlendConfig  # noqa: E402
 from semblend.engine.server.edge.connections import Connections, Phase  # noqa: E402
 from semblend.engine.server.edge.listener import Acceptor  # noqa: E402
 from semblend.engine.server.edge.protocol import MOST_PIPELINED  # noqa: E402
-from semblend.engine.server.fake_engine import FakeEngine  # noqa: E402
 from semblend.engine.server.tenants import Tenants  # noqa: E402
 from semblend.facade import SemBlend  # noqa: E402
 from semblend.wire.answer import Chunk  # noqa: E402
 from semblend.wire.request import Request  # noqa: E402
+from tests.fakes.fake_engine import FakeEngine  # noqa: E402
 
 CHAT = "/v1/chat/completions"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -292,7 +292,7 @@ SERVE_WITH_FEW_DESCRIPTORS = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
 from semblend import SemBlend, SemBlendConfig
-from semblend.engine.server.fake_engine import FakeEngine
+from tests.fakes.fake_engine import FakeEngine
 from semblend.engine.server.routes import create_app, listen, serve
 app = create_app(FakeEngine(SemBlend(SemBlendConfig(embedder="none"))))
 with listen("127.0.0.1", 0) as sock:

@@ -1,29 +1,34 @@
-"""Alignment in plain Python, the readable twin of `kernels`: seeds become matches, matches become a cover."""
+"""Alignment and its index in plain Python: the readable twins of `semblend.align.kernels` and `discover.index`.
+
+Seeds become matches, matches become a cover. `semblend.align.kernels.extend` explains which seeds are skipped and why.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from semblend.discover.search import Candidates
-from semblend.discover.store import DonorStore
+from semblend.align.aligner import (
+    COST_OF_A_LOOK,
+    FREE_WORK,
+    LOOK_BACK,
+    MAX_CANDIDATES,
+    MAX_EDIT,
+    SEAM,
+    WORK_PER_TOKEN,
+    MatchArray,
+)
+from semblend.discover import kernels
+from semblend.discover.index import MAX_REPEATS, FlatIndex
+from semblend.discover.slots import EXPIRES, NAMESPACE
+from semblend.discover.store import Candidates, DonorStore
+from semblend.errors import CapacityError
+from semblend.fingerprint.hashes import HashArray, HashScheme, PositionArray, mix64
 from semblend.prompt import TokenArray
-
-# -- Candidates → maximal matches: runs of equal tokens that cannot be extended. The readable twin.
-#
-# `semblend.align.kernels.extend` is the compiled one; it explains which seeds are skipped and why.
-
-
-MatchArray = npt.NDArray[np.int64]  # rows (start, end, slot, donor_start); target positions
-
-MAX_CANDIDATES = 8  # donors compared for one seed, newest first; 16 recovered no more on the recall corpus
-FREE_WORK = 65_536  # token comparisons that every lookup may spend
-WORK_PER_TOKEN = 16  # and what each scanned token adds to that: bounds the time on repetitive text
-COST_OF_A_LOOK = 16  # comparisons charged for touching a candidate at all (a cache miss or two)
-LIMITS = (MAX_CANDIDATES, FREE_WORK, WORK_PER_TOKEN, COST_OF_A_LOOK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +100,11 @@ class PlainScan:
         right: Run | None = None
         left: Run | None = None
         looked = 0
-        for slot, offset in self.store.index.walk(posting):
+        for slot, offset in walk(self.store.index, posting):
             if looked == MAX_CANDIDATES:
                 break
-            if not self.store.is_served(slot, self.candidates.namespace_id, now):
+            row = self.store.slots.rows[slot]
+            if row[NAMESPACE] != self.candidates.namespace_id or row[EXPIRES] <= now:
                 continue
             if self.last and at < self.covered and (slot, at - offset) == (self.last.slot, self.last.shift):
                 continue
@@ -154,10 +160,6 @@ class PlainScan:
 
 
 # -- Matches → cover: the pieces of overlapping matches that together save most prefill. The readable twin.
-
-
-SEAM = 1  # tokens that a further piece must add: of equal covers the one with fewer pieces wins
-LOOK_BACK = 32  # overlapping matches considered as predecessor of a match
 
 
 @dataclass(slots=True)
@@ -216,9 +218,6 @@ def choose_cover(matches: MatchArray, shortest: int, seam: int = SEAM) -> MatchA
 # From the end of a piece we look a few tokens ahead in prompt and donor for the place where they agree again, as a
 # genome aligner does between its anchors. Only runs beside a found piece of the same donor are taken, so there is
 # never a short run alone. With ``min_span_tokens`` at or above the seed guarantee nothing here runs.
-
-
-MAX_EDIT = 12  # tokens replaced, inserted or deleted between two runs
 
 
 class ChainPiece(NamedTuple):
@@ -294,3 +293,74 @@ def chain_pieces(
         chained += [piece, *onward]
         end = chained[-1].end
     return chained
+
+
+def align_plainly(
+    store: DonorStore, scheme: HashScheme, tokens: TokenArray, candidates: Candidates, min_span: int, floor: int
+) -> list[tuple[int, int, int, int]]:
+    """Find the pieces of the prompt that donors hold, as `semblend.align.aligner.Aligner` does."""
+    shortest = max(min_span, scheme.k)
+    scan = PlainScan(tokens, candidates, store, floor, shortest, scheme.k, scheme.guaranteed_tokens)
+    scan.extend(0, len(candidates.fingerprint))
+    pieces = [ChainPiece(*piece) for piece in choose_cover(drop_dominated(scan.get_matches()[0]), shortest).tolist()]
+    if pieces and min_span < scheme.guaranteed_tokens:
+        donors = {piece.slot: store.log.view(piece.slot) for piece in pieces}
+        pieces = chain_pieces(tokens, pieces, donors, min_span, floor)
+    return [tuple(piece) for piece in pieces]
+
+
+def walk(index: FlatIndex, posting: int) -> Iterator[tuple[int, int]]:
+    """Yield (slot, offset) of a posting and of the older ones with the same tag."""
+    tag = index.postings[posting, kernels.TAG]
+    steps = 0
+    while posting and steps < kernels.MAX_STEPS:
+        if index.postings[posting, kernels.TAG] == tag:
+            yield int(index.postings[posting, kernels.SLOT]), int(index.postings[posting, kernels.OFFSET])
+        posting = int(index.postings[posting, kernels.NEXT])
+        steps += 1
+
+
+class PlainIndex:
+    """Same interface and same answers as `FlatIndex`, at some hundred bytes a posting."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._chains: dict[int, list[int]] = {}  # key -> postings, newest last
+        self._postings: dict[int, tuple[int, int, int]] = {}  # posting -> (key, slot, offset)
+        self._of_slot: dict[int, list[int]] = {}
+        self._next = 1
+
+    @property
+    def used(self) -> int:
+        return len(self._postings)
+
+    def add(self, slot: int, positions: PositionArray, hashes: HashArray, namespace_key: np.uint64) -> int:
+        if self.used + len(positions) > self.capacity:
+            raise CapacityError("the fingerprint index is full", hint="evict a donor first, or raise max_bytes")
+        mine = self._of_slot[slot] = []
+        repeats: dict[int, int] = {}
+        for offset, key in zip(positions.tolist(), mix64(hashes ^ namespace_key).tolist(), strict=True):
+            repeats[key] = repeats.get(key, 0) + 1
+            if repeats[key] > MAX_REPEATS:
+                continue
+            self._postings[self._next] = (key, slot, offset)
+            self._chains.setdefault(key, []).append(self._next)
+            mine.append(self._next)
+            self._next += 1
+        return len(mine)
+
+    def remove(self, slot: int) -> None:
+        for posting in self._of_slot.pop(slot, ()):
+            key, _, _ = self._postings.pop(posting)
+            chain = self._chains[key]
+            chain.remove(posting)
+            if not chain:
+                del self._chains[key]
+
+    def probe(self, hashes: HashArray, namespace_key: np.uint64) -> npt.NDArray[np.uint32]:
+        keys = mix64(hashes ^ namespace_key).tolist()
+        return np.array([self._chains.get(key, (0,))[-1] for key in keys], np.uint32)
+
+    def walk(self, posting: int) -> Iterator[tuple[int, int]]:
+        for other in reversed(self._chains[self._postings[posting][0]]):
+            yield self._postings[other][1:]

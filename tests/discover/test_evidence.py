@@ -15,7 +15,7 @@ from semblend.errors import MissingDependencyError
 from semblend.fingerprint.embedder import LexicalEmbedder, NullEmbedder
 from semblend.prompt import Namespace, Prompt
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 class FakeEmbedder:

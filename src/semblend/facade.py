@@ -20,7 +20,7 @@ from semblend.confirm.ledger import Ledger, Totals
 from semblend.confirm.metrics import Metrics, make_metrics
 from semblend.confirm.receipt import Receipt
 from semblend.confirm.sinks import Sink, open_stream
-from semblend.confirm.tracing import tracer
+from semblend.confirm.tracing import trace as trace_span
 from semblend.discover.donor import Donor, Eviction, EvictionReason, check_donor_id, check_ttl
 from semblend.discover.journal import SqliteJournal, write_snapshot
 from semblend.discover.store import DonorStore, StoreStats
@@ -172,7 +172,7 @@ class SemBlend:
             raise InputError(f"request_id is {type(request_id).__name__}, not str", hint="pass request_id=str(...)")
         exact_tokens = check_exact_tokens(exact_tokens, len(prompt))
         started = time.perf_counter()
-        with tracer().span("semblend.lookup", prompt_tokens=len(prompt)) as span:
+        with trace_span("semblend.lookup", prompt_tokens=len(prompt)) as span:
             declined = self.decline_beforehand(prompt, request_id, opt_out)
             trace = (
                 LookupTrace(declined, NOTHING_ALIGNED) if declined else self._search(prompt, request_id, exact_tokens)

@@ -97,7 +97,7 @@ def test_without_a_server_an_example_says_what_to_do(name: str) -> None:
 
 CHARACTERS = 4  # of a token, to the scripted server
 ROWS_OF_A_PASS = {"7B": 460, "1.5B": 1600}
-"""What a load's passes cost beside their rows on an H200: docs/research/decisions/0111-gaps-must-pay.md."""
+"""What a load's passes cost beside their rows on an H200: docs/research/decisions/break-even.md."""
 
 
 def count_tokens(body: dict[str, Any]) -> int:

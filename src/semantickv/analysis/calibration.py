@@ -7,17 +7,14 @@ of the requests. A negative base or slope has no meaning: both are kept at or ab
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from semantickv.analysis.latency import LatencyModel
-from semantickv.traces.formats import read_lines
 from semantickv.traces.trace import Trace
 from semblend.errors import InputError
 
@@ -168,46 +165,19 @@ def _compute_spread(residuals: Floats) -> float:
     return float(_MAD * np.median(np.abs(residuals - np.median(residuals))))
 
 
-def read_observations(path: str | Path, trace: Trace) -> Observations:
+def read_observations(trace: Trace) -> Observations:
     """Read the observed times to first token of a trace and the tokens that were computed for them.
 
-    ``trace`` is what `Trace.read` made of the file ``path``. A format without times raises InputError.
+    A trace without times raises InputError.
     """
     seen = ~np.isnan(trace.ttft_ms)
     if not seen.any():
         raise InputError(
-            f"{path} holds no observed time to first token", hint="a line needs observed_ttft_ms; see collect"
+            f"{trace.name} holds no observed time to first token", hint="a line needs observed_ttft_ms; see collect"
         )
-    prompt = trace.request_tokens.astype(np.float64)
-    computed = _read_computed_tokens(path) if trace.request_ids else {}
-    tokens, times, cold, left_out = [], [], 0, 0
-    for request in np.flatnonzero(seen):
-        time_ms, known = float(trace.ttft_ms[request]), computed.get(trace.request_ids[request])
-        if not (np.isfinite(time_ms) and time_ms > 0) or (known is not None and known > prompt[request] * 4 + 64):
-            left_out += 1
-            continue
-        cold += known is None
-        tokens.append(prompt[request] if known is None else known)
-        times.append(time_ms)
-    return Observations(np.array(tokens), np.array(times), cold, left_out)
-
-
-def _read_computed_tokens(path: str | Path) -> dict[str, float]:
-    """Read how many prompt tokens each request computed, by request id; requests that do not say are left out."""
-    found: dict[str, float] = {}
-    for _, raw in read_lines(Path(path)):
-        try:
-            line = json.loads(raw or b"")  # nothing: the line was too long to hold
-        except (ValueError, RecursionError):
-            continue  # the trace's reader has complained about it, or was told to skip it
-        if not isinstance(line, dict) or "request_id" not in line:
-            continue
-        prefill, hits = line.get("observed_prefill_tokens"), line.get("observed_prefix_hit_tokens")
-        blocks = line.get("blocks")
-        if isinstance(prefill, int | float) and prefill >= 0:
-            found[str(line["request_id"])] = float(prefill)
-        elif isinstance(hits, int | float) and isinstance(blocks, list):
-            counts = (block.get("token_count") for block in blocks if isinstance(block, dict))
-            total = sum(count for count in counts if isinstance(count, int))
-            found[str(line["request_id"])] = max(0.0, total - float(hits))
-    return found
+    times, prompt = trace.ttft_ms[seen], trace.request_tokens[seen].astype(np.float64)
+    told = ~np.isnan(trace.computed_tokens[seen])
+    tokens = np.where(told, trace.computed_tokens[seen], prompt)
+    usable = np.isfinite(times) & (times > 0) & (tokens <= prompt * 4 + 64)
+    cold = int((usable & ~told).sum())
+    return Observations(tokens[usable], times[usable], cold, int((~usable).sum()))

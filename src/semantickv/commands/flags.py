@@ -83,7 +83,7 @@ def choose_latency(
                 "--calibrate-from-trace and a given latency exclude each other",
                 hint="drop --base-ms and --ms-per-uncached-token",
             )
-        seen = read_observations(args.trace, trace)
+        seen = read_observations(trace)
         fitted = calibrate(seen)
         return fitted.model, fitted, seen
     default = default or LatencyModel()

@@ -88,7 +88,7 @@ class BruteForceIndex(_KeyedRows):
 class UsearchIndex:
     """An HNSW graph (usearch): search in logarithmic time, nearly always the true neighbours.
 
-    Vectors are kept in half precision: half the bytes at no measurable loss (docs/research/decisions/0012).
+    Vectors are kept in half precision: half the bytes at no measurable loss (docs/research/decisions/evidence.md).
     """
 
     def __init__(self, dimension: int) -> None:

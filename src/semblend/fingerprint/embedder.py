@@ -194,7 +194,7 @@ def _cut_between_words(text: str, start: int, end: int) -> str:
 # -- Embedders that need model files: static word vectors, and all-MiniLM-L6-v2 through ONNX Runtime or torch.
 #
 # Files and packages are checked when an embedder is made; the model itself loads at the first `embed`, which
-# `semblend.discover.evidence` calls on its own thread, so that nobody's request waits for it.
+# `semblend.discover.similarity` calls on its own thread, so that nobody's request waits for it.
 
 
 Vector = npt.NDArray[np.float32]

@@ -1,8 +1,8 @@
 """Finds donors that *look* like a prompt: evidence for placement and telemetry, never permission to reuse.
 
-Embedding takes milliseconds to seconds, so one background thread embeds the donors: `Evidence.add` only queues. A full
-queue drops the new donor and counts it, because a slow embedder may cost evidence and must never cost a request. Each
-namespace has indexes of its own: a search cannot see another namespace, however similar two tenants' prompts are.
+Embedding takes milliseconds to seconds, so one background thread embeds the donors: `SimilarityIndex.add` only queues.
+A full queue drops the new donor and counts it, because a slow embedder may cost evidence and must never cost a request.
+Each namespace has indexes of its own: a search cannot see another namespace, however similar two tenants' prompts are.
 """
 
 from __future__ import annotations
@@ -10,86 +10,67 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from semblend.errors import MissingDependencyError
 from semblend.fingerprint.embedder import Embedder
-from semblend.fingerprint.hashes import HashArray
 from semblend.fingerprint.simhash import Sketch, count_differing_bits, estimate_overlap, make_sketch
+from semblend.plan.reuse_plan import Similar
 from semblend.prompt import Namespace, Prompt
-
-# -- Finds the nearest vectors by cosine: exactly in numpy, or in usearch's graph if there are many.
-#
-# Keys are integers, vectors have length 1. `BruteForceIndex` is exact and the twin that `UsearchIndex` is tested
-# against.
-
 
 Vector = npt.NDArray[np.float32]
 Keys = npt.NDArray[np.int64]
 Found = tuple[Keys, Vector]  # keys and their cosines, best first, equal cosines by key
 
+# 20 of 64 bits stand for a cosine of 0.56. One unrelated prompt in 800 passes (32 bits differ, give or take 4).
+MAX_DIFFERING_BITS = 20
+MAX_SETTLED = 64  # sketches compared in full per search
 _FIRST_ROWS = 64
 
 
-class VectorIndex(Protocol):
-    """Unit vectors by key; `search` returns the ``k`` nearest. Not locked: the owner does that."""
+class _KeyedRows:
+    """Rows of one array by key; doubled when full, and a removal moves the last row. The owner locks it."""
 
-    def add(self, key: int, vector: Vector) -> None:
-        """Keep ``vector`` under ``key``; a key that is already there is replaced."""
-        ...
-
-    def remove(self, key: int) -> bool:
-        """Remove a key; return whether it was there."""
-        ...
-
-    def search(self, vector: Vector, k: int) -> Found: ...
-
-    def __len__(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int:
-        """Memory held, about."""
-        ...
-
-
-class BruteForceIndex:
-    """Compares every vector in one matrix product. Rows double when full; a removal moves the last row."""
-
-    def __init__(self, dimension: int) -> None:
-        self._rows: Vector = np.zeros((_FIRST_ROWS, dimension), dtype=np.float32)
-        self._keys: Keys = np.zeros(_FIRST_ROWS, dtype=np.int64)
+    def __init__(self, empty: npt.NDArray[Any]) -> None:
+        self._rows = empty
+        self._keys: Keys = np.zeros(len(empty), dtype=np.int64)
         self._row_of: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._row_of)
 
-    @property
-    def nbytes(self) -> int:
-        return self._rows.nbytes + self._keys.nbytes
-
-    def add(self, key: int, vector: Vector) -> None:
-        row = self._row_of.get(key, len(self._row_of))
-        if row == len(self._keys):
+    def add(self, key: int, row: Any) -> None:
+        """Keep a row under a key; a key that is already there is replaced."""
+        at = self._row_of.get(key, len(self))
+        if at == len(self._keys):
             self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
             self._keys = np.concatenate([self._keys, np.zeros_like(self._keys)])
-        self._rows[row], self._keys[row], self._row_of[key] = vector, key, row
+        self._rows[at], self._keys[at], self._row_of[key] = row, key, at
 
     def remove(self, key: int) -> bool:
-        row = self._row_of.pop(key, None)
-        if row is None:
+        """Remove a key; return whether it was there."""
+        at = self._row_of.pop(key, None)
+        if at is None:
             return False
-        last = len(self._row_of)
-        if row != last:
-            self._rows[row], self._keys[row] = self._rows[last], self._keys[last]
-            self._row_of[int(self._keys[row])] = row
+        last = len(self)
+        if at != last:
+            self._rows[at], self._keys[at] = self._rows[last], self._keys[last]
+            self._row_of[int(self._keys[at])] = at
         return True
 
+
+class BruteForceIndex(_KeyedRows):
+    """The nearest unit vectors by cosine, exactly: compares every vector in one matrix product."""
+
+    def __init__(self, dimension: int) -> None:
+        super().__init__(np.zeros((_FIRST_ROWS, dimension), dtype=np.float32))
+
     def search(self, vector: Vector, k: int) -> Found:
+        """Return the ``k`` nearest."""
         count = len(self)
         k = min(k, count)
         if k <= 0:
@@ -107,38 +88,35 @@ class BruteForceIndex:
 class UsearchIndex:
     """An HNSW graph (usearch): search in logarithmic time, nearly always the true neighbours.
 
-    ``dtype`` is how vectors are kept: ``f16`` halves the bytes at no measurable loss; ``i8`` quarters them, and costs
-    recall and accuracy (docs/research/decisions/evidence.md has the figures).
+    Vectors are kept in half precision: half the bytes at no measurable loss (docs/research/decisions/evidence.md).
     """
 
-    def __init__(self, dimension: int, dtype: Literal["f32", "f16", "i8"] = "f16") -> None:
+    def __init__(self, dimension: int) -> None:
         try:
             from usearch.index import Index
         except ImportError:
             raise MissingDependencyError(
                 "usearch is not installed", hint="pip install 'semblend-suite[embedder]'"
             ) from None
-        self._index: Any = Index(ndim=dimension, metric="cos", dtype=dtype)
+        self._index: Any = Index(ndim=dimension, metric="cos", dtype="f16")
 
     def __len__(self) -> int:
         return len(self._index)
 
-    @property
-    def nbytes(self) -> int:
-        return int(self._index.memory_usage)
-
     def add(self, key: int, vector: Vector) -> None:
-        if key in self._index:
-            self._index.remove(key)
+        """Keep a vector under a key; a key that is already there is replaced."""
+        self.remove(key)
         self._index.add(key, vector, threads=1)
 
     def remove(self, key: int) -> bool:
+        """Remove a key; return whether it was there."""
         if key not in self._index:
             return False
         self._index.remove(key)
         return True
 
     def search(self, vector: Vector, k: int) -> Found:
+        """Return the ``k`` nearest."""
         if k <= 0 or not len(self):
             return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
         matches = self._index.search(vector, min(k, len(self)), threads=1)
@@ -147,63 +125,30 @@ class UsearchIndex:
         return sort_best_first(keys, cosines, k)
 
 
-def add_all(index: VectorIndex, keys: Iterable[int], vectors: Vector) -> None:
-    """Add many vectors under their keys."""
-    for key, vector in zip(keys, vectors, strict=True):
-        index.add(int(key), vector)
-
-
 def sort_best_first(keys: Keys, cosines: Vector, k: int) -> Found:
     """Return the ``k`` highest cosines with their keys, highest first; equal cosines by key."""
     order = np.lexsort((keys, -cosines))[:k]
     return keys[order], cosines[order]
 
 
-# -- Finds near-duplicate prompts: simhash filters all donors at once, min-hash decides about those that pass.
-
-
-# 20 of 64 bits stand for a cosine of 0.56. One unrelated prompt in 800 passes (32 bits differ, give or take 4).
-MAX_DIFFERING_BITS = 20
-MAX_SETTLED = 64  # sketches compared in full per search
-
-
-class SketchIndex:
-    """Sketches by key. Not locked: the owner does that."""
+class SketchIndex(_KeyedRows):
+    """Near-duplicate prompts: simhash filters all donors at once, min-hash decides about those that pass."""
 
     def __init__(self) -> None:
-        self._simhashes: HashArray = np.zeros(_FIRST_ROWS, dtype=np.uint64)
-        self._keys: npt.NDArray[np.int64] = np.zeros(_FIRST_ROWS, dtype=np.int64)
-        self._row_of: dict[int, int] = {}
+        super().__init__(np.zeros(_FIRST_ROWS, dtype=np.uint64))
         self._sketches: dict[int, Sketch] = {}
 
-    def __len__(self) -> int:
-        return len(self._row_of)
-
-    def add(self, key: int, sketch: Sketch) -> None:
-        """Keep a sketch under a key; a key that is there is replaced."""
-        row = self._row_of.get(key, len(self._row_of))
-        if row == len(self._keys):
-            self._simhashes = np.concatenate([self._simhashes, np.zeros_like(self._simhashes)])
-            self._keys = np.concatenate([self._keys, np.zeros_like(self._keys)])
-        self._simhashes[row], self._keys[row] = sketch.simhash, key
-        self._row_of[key], self._sketches[key] = row, sketch
+    def add(self, key: int, row: Sketch) -> None:
+        super().add(key, row.simhash)
+        self._sketches[key] = row
 
     def remove(self, key: int) -> bool:
-        """Remove a key; return whether it was there."""
-        row = self._row_of.pop(key, None)
-        if row is None:
-            return False
-        del self._sketches[key]
-        last = len(self._row_of)
-        if row != last:
-            self._simhashes[row], self._keys[row] = self._simhashes[last], self._keys[last]
-            self._row_of[int(self._keys[row])] = row
-        return True
+        self._sketches.pop(key, None)
+        return super().remove(key)
 
     def search(self, sketch: Sketch, k: int) -> tuple[tuple[int, float], ...]:
         """Return the ``k`` keys with the largest overlap, as (key, overlap), best first, equal overlaps by key."""
-        count = len(self)
-        differing = count_differing_bits(sketch.simhash, self._simhashes[:count])
+        differing = count_differing_bits(sketch.simhash, self._rows[: len(self)])
         near = np.flatnonzero(differing <= MAX_DIFFERING_BITS)
         nearest = near[np.lexsort((self._keys[near], differing[near]))[:MAX_SETTLED]]
         settled = [(key, estimate_overlap(sketch, self._sketches[key])) for key in self._keys[nearest].tolist()]
@@ -214,16 +159,8 @@ SIMHASH = "simhash"
 IDLE_S = 5.0
 
 
-class Likeness(NamedTuple):
-    """A donor that looks similar: a cosine (``source`` names the embedder) or a share of 3-grams (``simhash``)."""
-
-    donor_id: str
-    similarity: float
-    source: str
-
-
 @dataclass(frozen=True, slots=True)
-class EvidenceStats:
+class SimilarityStats:
     """Counters since the start, and the present sizes."""
 
     donors: int = 0
@@ -240,7 +177,7 @@ class EvidenceStats:
 class _Shelf:
     """All that is kept for one namespace. A key is the ticket number under which a donor was added."""
 
-    vectors: VectorIndex
+    vectors: BruteForceIndex | UsearchIndex
     sketches: SketchIndex = field(default_factory=SketchIndex)
     donor_of: dict[int, str] = field(default_factory=dict)
 
@@ -251,11 +188,11 @@ class _Job(NamedTuple):
     prompt: Prompt
 
 
-class Evidence:
+class SimilarityIndex:
     """Finds similar donors within a namespace, at ``min_similarity`` or above.
 
     >>> from semblend.fingerprint.embedder import LexicalEmbedder
-    >>> evidence = Evidence(LexicalEmbedder(), min_similarity=0.6)
+    >>> evidence = SimilarityIndex(LexicalEmbedder(), min_similarity=0.6)
     >>> evidence.add("req-1", Prompt(range(100)))
     >>> evidence.flush(timeout=10)
     True
@@ -273,6 +210,7 @@ class Evidence:
         use_usearch_from: int = 5000,
         max_queued: int = 256,
     ) -> None:
+        """``fuzzy``: near-duplicates by token sketches count too."""
         self._embedder = embedder
         self._min_similarity = min_similarity
         self._fuzzy = fuzzy
@@ -288,11 +226,11 @@ class Evidence:
         self._next_ticket = 0
         self._worker: threading.Thread | None = None
         self._clock = _EmbedClock()
-        self._counts = EvidenceStats()
+        self._counts = SimilarityStats()
         self.last_error: BaseException | None = None
 
     @property
-    def stats(self) -> EvidenceStats:
+    def stats(self) -> SimilarityStats:
         """Counters and sizes at this moment."""
         with self._changed:
             donors = sum(len(shelf.donor_of) for shelf in self._shelves.values())
@@ -324,7 +262,7 @@ class Evidence:
         with self._changed:
             self._forget(donor_id)
 
-    def find_similar(self, prompt: Prompt, limit: int = 5, *, budget_ms: float | None = None) -> tuple[Likeness, ...]:
+    def find_similar(self, prompt: Prompt, limit: int = 5, *, budget_ms: float | None = None) -> tuple[Similar, ...]:
         """Find the most similar donors of the prompt's namespace, best first, equal ones by donor id.
 
         An embedder whose mean time exceeds ``budget_ms`` is not called. Never raises for an embedder's fault: it is
@@ -343,7 +281,7 @@ class Evidence:
             except Exception as error:  # an index's fault, like an embedder's, costs evidence and not the request
                 self._record_error(error)
                 return ()
-        found.sort(key=lambda likeness: (-likeness.similarity, likeness.donor_id))
+        found.sort(key=lambda similar: (-similar.similarity, similar.donor_id))
         return tuple(found[:limit])
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -385,7 +323,7 @@ class Evidence:
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed, IDLE_S)
             if self._closed or not self._queue:
-                self._worker = None  # the next `add` starts another; an unused Evidence keeps no thread
+                self._worker = None  # the next `add` starts another; an unused one keeps no thread
                 return None
             self._working = True
             return self._queue.popleft()
@@ -435,7 +373,8 @@ class Evidence:
         except MissingDependencyError:
             self._use_usearch_from = 2**63  # the exact search stays: slower with many donors, never wrong
             return
-        add_all(index, keys.tolist(), vectors)
+        for key, vector in zip(keys.tolist(), vectors, strict=True):
+            index.add(key, vector)
         with self._changed:
             for key in keys.tolist():
                 if key not in shelf.donor_of:  # removed while the graph was built
@@ -444,9 +383,9 @@ class Evidence:
 
     # Shared; those without a lock of their own are called with `_changed` held.
 
-    def _search(self, shelf: _Shelf, vector: Vector | None, query_sketch: Sketch | None, limit: int) -> list[Likeness]:
+    def _search(self, shelf: _Shelf, vector: Vector | None, query_sketch: Sketch | None, limit: int) -> list[Similar]:
         """Search both indexes of a namespace; return the better result of each donor."""
-        best: dict[str, Likeness] = {}
+        best: dict[str, Similar] = {}
         offers: list[tuple[int, float, str]] = []
         if query_sketch is not None:
             offers += [(key, share, SIMHASH) for key, share in shelf.sketches.search(query_sketch, limit)]
@@ -458,7 +397,7 @@ class Evidence:
             if donor_id is None or not similarity >= self._min_similarity:  # NaN is no evidence either
                 continue
             if donor_id not in best or best[donor_id].similarity < similarity:
-                best[donor_id] = Likeness(donor_id, min(similarity, 1.0), source)
+                best[donor_id] = Similar(donor_id, min(similarity, 1.0), source)
         return list(best.values())
 
     def _forget(self, donor_id: str) -> None:

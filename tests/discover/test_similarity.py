@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from semblend.discover import evidence as module
-from semblend.discover.evidence import BruteForceIndex, Evidence, EvidenceStats, Likeness, UsearchIndex
+from semblend.discover import similarity as module
+from semblend.discover.similarity import BruteForceIndex, SimilarityIndex, SimilarityStats, UsearchIndex
 from semblend.errors import MissingDependencyError
 from semblend.fingerprint.embedder import LexicalEmbedder, NullEmbedder
+from semblend.plan.reuse_plan import Similar
 from semblend.prompt import Namespace, Prompt
 
 WAIT_S = 120.0
@@ -45,8 +46,8 @@ class FakeEmbedder:
 
 
 @contextmanager
-def evidence_of(embedder: Any, **settings: Any) -> Iterator[Evidence]:
-    evidence = Evidence(embedder, **{"min_similarity": 0.6, **settings})
+def evidence_of(embedder: Any, **settings: Any) -> Iterator[SimilarityIndex]:
+    evidence = SimilarityIndex(embedder, **{"min_similarity": 0.6, **settings})
     try:
         yield evidence
     finally:
@@ -55,13 +56,13 @@ def evidence_of(embedder: Any, **settings: Any) -> Iterator[Evidence]:
         evidence.close(WAIT_S)
 
 
-def added(evidence: Evidence, **donors: list[int]) -> None:
+def added(evidence: SimilarityIndex, **donors: list[int]) -> None:
     for donor_id, vector in donors.items():
         evidence.add(donor_id, Prompt(vector))
     assert evidence.flush(WAIT_S)
 
 
-def ids(found: tuple[Likeness, ...]) -> list[str]:
+def ids(found: tuple[Similar, ...]) -> list[str]:
     return [likeness.donor_id for likeness in found]
 
 
@@ -70,7 +71,7 @@ def test_similar_donors_come_best_first_with_their_source() -> None:
         added(evidence, near=[10, 1, 0], same=[10, 0, 0], far=[0, 0, 10])
         found = evidence.find_similar(Prompt([5, 0, 0]))
         assert ids(found) == ["same", "near"]
-        assert found[0] == Likeness("same", 1.0, "fake")
+        assert found[0] == Similar("same", 1.0, "fake")
         assert found[1].similarity == pytest.approx(10 / 101**0.5)
 
 
@@ -229,7 +230,7 @@ def test_a_prompt_that_cannot_be_embedded_is_counted_and_left_out() -> None:
     with evidence_of(FakeEmbedder()) as evidence:
         evidence.add("textless", Prompt([1, 0, 0], text="nothing"))
         added(evidence, d=[1, 0, 0])
-        assert evidence.stats == EvidenceStats(
+        assert evidence.stats == SimilarityStats(
             donors=1, embedded=1, without_vector=1, mean_embed_ms=evidence.stats.mean_embed_ms
         )
         assert evidence.find_similar(Prompt([1, 0, 0], text="nothing")) == ()
@@ -259,7 +260,7 @@ def test_sketches_still_answer_when_the_embedder_is_over_budget() -> None:
     with evidence_of(FakeEmbedder(), fuzzy=True) as evidence:
         added(evidence, d=list(range(1, 200)))
         evidence._clock.mean_ms = 50.0
-        assert evidence.find_similar(Prompt(range(1, 200)), budget_ms=1.0) == (Likeness("d", 1.0, "simhash"),)
+        assert evidence.find_similar(Prompt(range(1, 200)), budget_ms=1.0) == (Similar("d", 1.0, "simhash"),)
 
 
 def test_the_first_embedding_includes_loading_and_is_forgotten() -> None:
@@ -314,7 +315,7 @@ def test_an_idle_thread_goes_home_and_comes_back(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_closed_evidence_is_silent() -> None:
-    evidence = Evidence(FakeEmbedder(), min_similarity=0.0)
+    evidence = SimilarityIndex(FakeEmbedder(), min_similarity=0.0)
     added(evidence, d=[1, 0, 0])
     evidence.close()
     evidence.add("late", Prompt([1, 0, 0]))
@@ -364,12 +365,12 @@ def test_a_donor_removed_while_the_graph_is_built_stays_removed(monkeypatch: pyt
     pytest.importorskip("usearch")
     with evidence_of(FakeEmbedder(), use_usearch_from=3) as evidence:
 
-        def add_and_remove(index: Any, keys: list[int], vectors: Any) -> None:
-            add_really(index, keys, vectors)
+        def add_and_remove(index: UsearchIndex, key: int, vector: Any) -> None:
+            add_really(index, key, vector)
             evidence.remove("a")
 
-        add_really = module.add_all
-        monkeypatch.setattr(module, "add_all", add_and_remove)
+        add_really = UsearchIndex.add
+        monkeypatch.setattr(UsearchIndex, "add", add_and_remove)
         added(evidence, a=[1, 0, 0], b=[2, 0, 0], c=[3, 0, 0])
         (shelf,) = evidence._shelves.values()
         assert len(shelf.vectors) == 2

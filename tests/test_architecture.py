@@ -25,7 +25,7 @@ LAYERS = [
     {"plan"},
     {"confirm"},
     {"pipeline"},
-    {"explanation", "evidence", "reporting"},
+    {"explanation", "reporting"},
     {"facade"},
     {"arrange"},
     {""},  # semblend/__init__
@@ -56,7 +56,7 @@ HEAVY = {
     "onnx": set(),
     "tokenizers": {"fingerprint.*", "text.tokenization", "engine.model.tokenizer"},
     "safetensors": {"fingerprint.*", "engine.model.*"},
-    "usearch": {"discover.evidence"},
+    "usearch": {"discover.similarity"},
     "prometheus_client": {"confirm.metrics", "engine.server.exposition"},
     "opentelemetry": {"confirm.tracing"},
     "nats": {"confirm.nats_sink"},

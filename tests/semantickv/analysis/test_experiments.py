@@ -196,7 +196,7 @@ def test_adaptive_learns_within_a_few_hundred_accesses_and_without_options_of_it
     runs = [run_experiment(replace(config, seed=seed, modes=(mode,)), over_time=False) for seed in range(7000, 7006)]
     gains = [compute_gain(done.records[mode], "adaptive_semantic") for done in runs]
     assert min(gains) > 0.15
-    assert sum(gains) / len(gains) > 0.25  # above .27 before decision 0125, which says what was lost
+    assert sum(gains) / len(gains) > 0.25  # above .27 before decisions/eviction.md, which says what was lost
 
 
 def test_bars_of_one_length_mean_the_same_in_every_panel(tmp_path, monkeypatch) -> None:

@@ -40,7 +40,7 @@ class PassageOrder(StrEnum):
     """In which order the prompt holds the reused tokens: this decides most of what the gate will say.
 
     Mode balanced served 346 of 349 prompts with one donor in order, 9 of 122 reordered ones and 19 of 125 with several
-    donors (docs/research/decisions/0023-no-passes-in-vain.md).
+    donors (docs/research/decisions/break-even.md).
     """
 
     IN_ORDER = "one donor in order"
@@ -94,7 +94,7 @@ class PlanShape:
 
     @property
     def in_part(self) -> bool:
-        """Whether passages were left out or put in among those of one donor in order (decision 0113)."""
+        """Whether passages were left out or put in among those of one donor in order."""
         return self.order is PassageOrder.IN_ORDER and self.among_tokens > SMALL_SHARE * self.reused_tokens
 
     @property
@@ -112,7 +112,7 @@ def _round_down(count: int) -> int:
 #
 # Three features, all of them by-products of a repair: how far it moved the next-token distribution, how far the donor's
 # KV of the tokens just computed had been off, and how undecided the model is. Alone, the first ranks true damage worse
-# than the three together (docs/research/decisions/0021-quality-gate.md). How they weigh is measured for each model.
+# than the three together (docs/research/decisions/quality-gate.md). How they weigh is measured for each model.
 
 
 UNBOUNDED_RISK = 1e6
@@ -224,7 +224,7 @@ MOST_UNPROBED = MODE_NATS["balanced"]
 """Up to this number nothing is served that no repair has probed.
 
 A repair is a measurement of the prompt itself; before it there is only what layer 1 shows. And splices alone change
-words: KL .007, but F1 .885 against cold for one document under another instruction (decision 0088).
+words: KL .007, but F1 .885 against cold for one document under another instruction (decisions/divergence-budget.md).
 """
 LEAST_OF_AN_ORDER = 8
 """Prompts of an order of passages, below which nothing is expected of it."""
@@ -477,7 +477,7 @@ DEFAULT = _read_file(_FILES / "default.json")
 """For models that nobody measured: strict thresholds for passages in order, and one dial for passages that moved.
 
 By thresholds alone, passages that moved were served too: 10 of 66 were false safes on two models, and a prefill would
-have been as cheap (1.18 and .94 of its work). Of passages in order, none of 182 was (decision 0133).
+have been as cheap (1.18 and .94 of its work). Of passages in order, none of 182 was (decisions/divergence-budget.md).
 """
 
 
@@ -520,7 +520,7 @@ class TableSource(StrEnum):
 class ChosenTable:
     """A table for one model. ``name``: the file, the known model's name, or for the default what nothing is known of.
 
-    ``thresholds`` have a dial for every order in which passages can move: their own, or the default's (decision 0143).
+    ``thresholds`` have a dial for every order in which passages can move: their own, or the default's.
     """
 
     thresholds: Thresholds

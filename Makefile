@@ -11,7 +11,7 @@ PORT    ?= 8000
 WORKERS ?= auto
 BIN     := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(VENV)/constraints.txt
-PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
+PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # One environment that grows: what serving needs, then what make test needs, then what make test-all needs.
 SERVE_READY := $(VENV)/.serve-ready

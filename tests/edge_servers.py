@@ -11,9 +11,9 @@ from typing import Any
 import uvicorn
 
 from semantickv.apps.run_server import make_server
-from semantickv.edge.scripted_engine import Behaviour, ScriptedEngine
+from tests.fakes.scripted_engine import Behaviour, ScriptedEngine
 
-PATIENCE_S = 20
+PATIENCE_S = 120
 
 
 class EngineThread:

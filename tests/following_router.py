@@ -12,9 +12,9 @@ from asgi_client import ask
 
 from semantickv.apps.build import build_router
 from semantickv.apps.gateway import Gateway
-from semantickv.edge.scripted_engine import ScriptedEngine
 from semantickv.engine_state.feed import ReplicaFeed
 from semantickv.settings import EdgeSettings
+from tests.fakes.scripted_engine import ScriptedEngine
 
 CHAT = "/v1/chat/completions"
 JSON = {"Content-Type": "application/json"}

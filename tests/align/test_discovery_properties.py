@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_align import align_plainly
 from worlds import assert_token_equal, covered, in_shared_runs, spans_of
 
 from semblend import Decline, Namespace, Prompt, ReusePlan, SemBlend, SemBlendConfig
-from semblend.fingerprint.hashes import HashScheme
+from semblend.align.aligner import Aligner
+from semblend.discover.store import DonorStore
+from semblend.fingerprint.fingerprinter import Fingerprinter
+from semblend.fingerprint.hashes import DEFAULT_SCHEME, HashScheme
 from semblend.prompt import TokenArray
 
 CONFIG = SemBlendConfig(embedder="none", metrics=False, max_bytes=1 << 22)
@@ -105,10 +107,17 @@ def test_a_forced_hash_collision_is_caught_by_the_token_check(world):
 @settings(max_examples=300)
 def test_the_compiled_and_the_plain_path_agree(world, min_span_tokens, held):
     donors, target = world
-    config = replace(CONFIG, min_span_tokens=min_span_tokens)
     exact_tokens = int(held * len(target)) if held > 0.5 else 0
-    compiled = store_of(donors, config).lookup(Prompt(target), exact_tokens=exact_tokens)
-    assert compiled == store_of(donors, config, compiled=False).lookup(Prompt(target), exact_tokens=exact_tokens)
+    store, fingerprinter = DonorStore(max_donors=100, max_bytes=1 << 22), Fingerprinter()
+    for number, donor in enumerate(donors):
+        store.add(Prompt(donor), fingerprinter.fingerprint(Prompt(donor)), str(number))
+    prompt = Prompt(target)
+    candidates = store.find_candidates(fingerprinter.fingerprint(prompt), within=prompt.namespace)
+    compiled = Aligner(store, DEFAULT_SCHEME, min_span_tokens=min_span_tokens)
+    spans = compiled.align(prompt, candidates, exact_tokens=exact_tokens).spans
+    plain = align_plainly(store, DEFAULT_SCHEME, prompt.token_ids, candidates, min_span_tokens, exact_tokens)
+    found = [(span.target_start, span.target_end, int(span.donor_id), span.donor_start) for span in spans]
+    assert found == [(start, end, int(store.get_at(slot).donor_id), at) for start, end, slot, at in plain]
 
 
 FIELDS = ("tenant", "model", "revision", "tokenizer", "adapter", "rope", "kv_dtype", "salt")

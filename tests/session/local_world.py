@@ -46,7 +46,7 @@ class LocalWorld:
         config = SemBlendConfig(quality="fast", metrics=False)
         self.sessions = LocalSessions(
             self.engine,
-            SemBlend(config, sinks=[self.sink], compiled=False),
+            SemBlend(config, sinks=[self.sink]),
             SlotPool(self.slots.take, self.slots.give_back, page),
             LocalSettings(config=config, **settings),
             QualitySettings(mode="fast", first_seam_tokens=4, seam_tokens=4, piece_ms=1e-9, prefills=False),

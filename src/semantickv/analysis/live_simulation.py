@@ -18,9 +18,8 @@ from semantickv.simulator.forest import build_forest
 from semantickv.simulator.plain import PlainRun
 from semantickv.simulator.policies import POLICIES
 from semantickv.simulator.simulate import build_default_options
-from semantickv.traces.request import TraceRequest
 from semantickv.traces.segmentation import TextBlock
-from semantickv.traces.trace import Trace
+from semantickv.traces.trace import Trace, TraceRequest
 from semblend.errors import InputError
 
 MOST_REQUESTS = 256

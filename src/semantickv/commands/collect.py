@@ -9,11 +9,10 @@ from pathlib import Path
 
 from semantickv import settings
 from semantickv.engine_state.subscriber import EventSource
-from semantickv.traces.classification import Classifier, load_rules
 from semantickv.traces.collecting_proxy import CollectingProxy
 from semantickv.traces.collection import Collector
-from semantickv.traces.event_collector import EventCollector
-from semantickv.traces.segmentation import Segmenter
+from semantickv.traces.kv_events import EventCollector
+from semantickv.traces.segmentation import Classifier, Segmenter, load_rules
 from semantickv.traces.trace_writer import TraceWriter
 from semantickv.workloads.mock_traffic import collect_mock
 from semblend.cli.commandline import Commands, add_command

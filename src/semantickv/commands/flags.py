@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from semantickv.analysis.calibration import Calibration, Observations, calibrate, read_observations
-from semantickv.analysis.latency import LatencyModel
+from semantickv.analysis.latency import Calibration, LatencyModel, Observations, calibrate, read_observations
 from semantickv.apps.tls import TlsFiles
 from semantickv.settings import EdgeSettings
 from semantickv.traces.formats import FORMATS
@@ -83,7 +82,7 @@ def choose_latency(
                 "--calibrate-from-trace and a given latency exclude each other",
                 hint="drop --base-ms and --ms-per-uncached-token",
             )
-        seen = read_observations(args.trace, trace)
+        seen = read_observations(trace)
         fitted = calibrate(seen)
         return fitted.model, fitted, seen
     default = default or LatencyModel()

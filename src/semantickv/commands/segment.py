@@ -7,8 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from semantickv.traces.classification import Classifier, load_rules
-from semantickv.traces.segmentation import Segmenter, TextBlock
+from semantickv.traces.segmentation import Classifier, Segmenter, TextBlock, load_rules
 from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import print_json, table
 from semblend.errors import InputError

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from semantickv.traces.request import TraceRequest
-from semantickv.traces.trace import Trace, describe_trace
+from semantickv.traces.trace import Trace, TraceRequest, describe_trace
 from semantickv.workloads.arrivals import PROCESSES, Arrivals
 from semantickv.workloads.families import FAMILIES, generate_workload
 from semantickv.workloads.from_text import BLOCK_TOKENS, TEXT_WORKLOADS, TextSource, generate_text_workload

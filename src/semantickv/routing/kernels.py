@@ -15,6 +15,7 @@ from semantickv.routing.pieces import (
     Cuts,
     make_gear,
 )
+from semblend.fingerprint.kernels import COMPILED as COMPILED
 from semblend.fingerprint.kernels import njit
 
 _RARE = np.uint32(1 << CUT_SHIFT)

@@ -14,9 +14,8 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Final
 
-from semantickv.traces.request import TraceRequest
 from semantickv.traces.segmentation import hash_content
-from semantickv.traces.trace import Trace
+from semantickv.traces.trace import Trace, TraceRequest
 from semantickv.workloads.arrivals import Arrivals
 from semblend.errors import InputError
 

@@ -11,7 +11,7 @@ mode says what of a span is computed again.
   computes more than `MOST_SHARE` of what a prefill does.
 - What mode balanced computes again cannot be replayed without a model. It is taken from measurements, by the order in
   which a prompt holds the reused tokens: from one donor in order, `BALANCED_SHARE` of them; otherwise everything,
-  because the gate sent 219 of 247 such prompts to a prefill (docs/research/decisions/0023-no-passes-in-vain.md).
+  because the gate sent 219 of 247 such prompts to a prefill (docs/research/decisions/break-even.md).
 """
 
 from __future__ import annotations

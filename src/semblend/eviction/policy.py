@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from typing import Protocol
 
 from semblend.config import EVICTION_POLICIES
@@ -161,15 +160,10 @@ def make_policy(name: str, capacity: int, *, chained: bool = True, items: int | 
         raise ConfigError(f"eviction={name!r} is no policy", hint="one of " + ", ".join(EVICTION_POLICIES))
     items = capacity if items is None else items
     if name == "adaptive":
-        plan = AdaptivePlan.build(capacity, history=limit_history(items))
-        if find_spec("numba") is None:
-            from semblend.eviction.adaptive import PlainAdaptive
-
-            return PlainAdaptive(capacity, chained=chained, plan=plan)
         from semblend.eviction.adaptive import Adaptive, compile_kernels
 
         compile_kernels()
-        return Adaptive(capacity, chained=chained, plan=plan)
+        return Adaptive(capacity, chained=chained, plan=AdaptivePlan.build(capacity, history=limit_history(items)))
     if name == "lru2":
         return Lru2(items)
     return None if name == "lru" else Lfu() if name == "lfu" else Slru()

@@ -1,7 +1,7 @@
 """Paraphrase evidence: a prompt as one unit vector, so that a cosine says how similar two prompts are.
 
-An embedding suggests and never permits: only equal tokens authorize reuse (docs/research/decisions/0010). Donors and
-queries go through the same `embed`, so a prompt has cosine 1 with itself.
+An embedding suggests and never permits: only equal tokens authorize reuse (decisions/evidence.md). Donors and queries
+go through the same `embed`, so a prompt has cosine 1 with itself.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def _cut_between_words(text: str, start: int, end: int) -> str:
 # -- Embedders that need model files: static word vectors, and all-MiniLM-L6-v2 through ONNX Runtime or torch.
 #
 # Files and packages are checked when an embedder is made; the model itself loads at the first `embed`, which
-# `semblend.discover.evidence` calls on its own thread, so that nobody's request waits for it.
+# `semblend.discover.similarity` calls on its own thread, so that nobody's request waits for it.
 
 
 Vector = npt.NDArray[np.float32]
@@ -216,7 +216,7 @@ class StaticEmbedder:
     """A sum of fixed word-piece vectors: no transformer, no order, a few milliseconds a prompt.
 
     A piece that occurs n times counts 1 + ln(n), not n: in long texts the function words would otherwise drown the
-    subject, and every two documents of a language would look alike (docs/research/decisions/0011 has the figures).
+    subject, and every two documents of a language would look alike (decisions/evidence.md has the figures).
     """
 
     name = "static"
@@ -484,7 +484,7 @@ class LexicalEmbedder:
 
     name = "lexical"
     dimension = 512
-    gram_weights = ((1, 1.0), (2, 0.5))  # tokens find what was retold, pairs keep strangers apart (decision 0011)
+    gram_weights = ((1, 1.0), (2, 0.5))  # tokens find what was retold, pairs keep strangers apart
     window_tokens = 4096
     window_limit = 16  # all of a prompt up to 64 K tokens, evenly spread samples beyond
 

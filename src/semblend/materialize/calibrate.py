@@ -238,7 +238,7 @@ LEAST_BY_DEVIATION = 1.0
 """Where KV deviates twice as much, twice the divergence is expected, or more.
 
 Prompts of a fit may deviate all alike; a free fit then gives deviation any weight, -.92 once: prompts that deviated
-less than all that were measured were prefilled (20 of 60, decision 0122). With no weight at all, a bad prompt would be
+less than all that were measured were prefilled (20 of 60). With no weight at all, a bad prompt would be
 served. Divergence grows with the square of a small deviation, and fits that see both kinds find 1 to 2.
 """
 RIDGE = 1e-2

@@ -30,10 +30,9 @@ from semblend.text.log_formats import (
     read_text_list,
     recognise_line,
 )
-from semblend.text.log_lines import STDIN, open_log, read_lines
+from semblend.text.log_lines import MAX_LINE_BYTES, STDIN, open_log, read_lines
 from semblend.text.parts import Part, join_parts, mark_texts
 
-MAX_LINE_BYTES = 64 * 1024 * 1024
 TEXT_FIELDS = ("prompt", "text", "input")
 TOKEN_FIELDS = ("token_ids", "prompt_token_ids")
 TENANT_FIELDS = ("tenant", "tenant_id", "user")

@@ -16,11 +16,11 @@ from starlette.testclient import TestClient  # noqa: E402
 
 from semblend.config import SemBlendConfig  # noqa: E402
 from semblend.engine.server.config import ServeConfig  # noqa: E402
-from semblend.engine.server.fake_engine import FakeEngine  # noqa: E402
 from semblend.engine.server.openapi.document import OPERATIONS  # noqa: E402
 from semblend.engine.server.routes import create_app  # noqa: E402
 from semblend.engine.server.tenants import Tenants  # noqa: E402
 from semblend.facade import SemBlend  # noqa: E402
+from tests.fakes.fake_engine import FakeEngine  # noqa: E402
 
 RING = Tenants({"sk-acme": "acme"}, admin_keys=["sk-root"])
 

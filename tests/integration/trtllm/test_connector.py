@@ -75,7 +75,7 @@ def build_world(patch, *, model=None, own=None, damage=None, **engine) -> World:
     config, sink = SemBlendConfig(quality="fast", metrics=False), MemorySink()
     made = TrtllmSettings(config=config, staging_tokens=1024, **(own or {}))
     patch.setattr(halves, "trtllm_settings", lambda _: made)
-    patch.setattr(halves, "SemBlend", lambda given, sinks: SemBlend(given, sinks=[sink], compiled=False))
+    patch.setattr(halves, "SemBlend", lambda given, sinks: SemBlend(given, sinks=[sink]))
     if damage is not None:
         patch.setattr(halves, "find_model_of_caller", damage)
     reuses = engine.get("reuses_blocks", True)

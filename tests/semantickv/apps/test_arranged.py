@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semantickv.apps.build import build_router
-from semantickv.edge.scripted_engine import ScriptedEngine, answer_json, die_after
 from semantickv.routing.arranging import read_marked
 from semantickv.routing.prompt_view import PromptView
 from semantickv.settings import EdgeSettings
 from semblend.arrange import Arranger
 from semblend.prompt import Namespace
+from tests.fakes.scripted_engine import ScriptedEngine, answer_json, die_after
 
 CHAT = "/v1/chat/completions"
 PASSAGES = {

@@ -19,7 +19,7 @@ from live_server import run_server
 from semantickv.apps.build import build_router
 from semantickv.settings import EdgeSettings
 from semblend import SemBlend, SemBlendConfig
-from semblend.engine.server.fake_engine import FakeEngine
+from tests.fakes.fake_engine import FakeEngine
 
 MODEL = "fake"
 ENGINES = Path(__file__).parents[3] / ".engines"
@@ -120,7 +120,7 @@ def test_curl_gets_json_and_events(router):
         data = json.dumps({"messages": [{"role": "user", "content": DOCUMENT}], "max_tokens": 4, **body})
         command = ["curl", "-sS", "--fail-with-body", "--max-time", str(PATIENCE_S), *words, "-d", data]
         command += ["-H", "Content-Type: application/json", router[0] + "/v1/chat/completions"]
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
 
     assert json.loads(curl())["choices"]
     assert "x-replica-id: r" in curl("-i")

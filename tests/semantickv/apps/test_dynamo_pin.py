@@ -14,10 +14,10 @@ from asgi_client import AsgiClient, ask
 from semantickv.apps.dynamo_pin import PinGateway
 from semantickv.edge.addresses import EngineAddress
 from semantickv.edge.pool import ConnectionPool
-from semantickv.edge.scripted_engine import EngineSide, ScriptedEngine, answer_json, hang, stream
 from semantickv.routing.worker_evidence import WorkerEvidence
 from semantickv.settings import EdgeSettings
 from semblend.integration.dynamo.placement import WorkerKey
+from tests.fakes.scripted_engine import EngineSide, ScriptedEngine, answer_json, hang, stream
 
 CHAT = "/v1/chat/completions"
 DOCUMENT = " ".join(f"word{at * at % 997}" for at in range(900))

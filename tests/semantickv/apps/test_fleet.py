@@ -14,9 +14,9 @@ from browser import in_a_browser, read_dom, read_text
 
 from semantickv.apps.build import build_proxy, build_router
 from semantickv.apps.own_paths import PAGE_FILES
-from semantickv.edge.scripted_engine import ScriptedEngine, answer_json
 from semantickv.settings import EdgeSettings
 from semantickv.telemetry.fleet_book import MOST_DECISIONS, MOST_DOCUMENTS
+from tests.fakes.scripted_engine import ScriptedEngine, answer_json
 
 CHAT = "/v1/chat/completions"
 REPORT = {"usage": {"prompt_tokens": 3000, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1000}}}

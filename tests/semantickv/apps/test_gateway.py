@@ -14,12 +14,12 @@ from asgi_client import AsgiClient, ask
 
 from semantickv.apps.build import build_proxy, build_router
 from semantickv.apps.gateway import Gateway
-from semantickv.edge.scripted_engine import ScriptedEngine, answer_json, die_after, hang, send_raw, stream
 from semantickv.settings import EdgeSettings
 from semantickv.telemetry import trace_log
 from semantickv.telemetry.metrics import EDGE_METRICS
 from semantickv.telemetry.trace_log import TraceJob, TraceLog, TraceOptions
 from semblend.errors import ConfigError
+from tests.fakes.scripted_engine import ScriptedEngine, answer_json, die_after, hang, send_raw, stream
 
 CHAT = "/v1/chat/completions"
 DOCUMENT = " ".join(f"Clause {n}: the tenant pays {n * 37 % 1000} coins on day {n * 13 % 31}." for n in range(200))

@@ -10,9 +10,9 @@ import pytest
 from asgi_client import ask
 
 from semantickv.apps.build import build_proxy, build_router
-from semantickv.edge.scripted_engine import ScriptedEngine, answer_json, stream
 from semantickv.settings import EdgeSettings
 from semblend.errors import ConfigError
+from tests.fakes.scripted_engine import ScriptedEngine, answer_json, stream
 
 CHAT = "/v1/chat/completions"
 HINTS = {

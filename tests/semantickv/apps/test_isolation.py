@@ -10,9 +10,9 @@ import pytest
 from asgi_client import ask
 
 from semantickv.apps.build import build_router
-from semantickv.edge.scripted_engine import EngineSide, ScriptedEngine, answer_json
 from semantickv.routing.policies import POLICIES
 from semantickv.settings import EdgeSettings
+from tests.fakes.scripted_engine import EngineSide, ScriptedEngine, answer_json
 
 CHAT = "/v1/chat/completions"
 SECRET = " ".join(f"Clause {n}: the tenant pays {n * 37 % 1000} coins on day {n * 13 % 31}." for n in range(200))

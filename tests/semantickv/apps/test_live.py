@@ -19,8 +19,8 @@ import pytest
 from edge_servers import PATIENCE_S, EngineThread, serve
 
 from semantickv.apps.build import build_proxy, build_router
-from semantickv.edge.scripted_engine import answer_json, die_after, hang, stream
 from semantickv.settings import EdgeSettings
+from tests.fakes.scripted_engine import answer_json, die_after, hang, stream
 
 ROOT = Path(__file__).parents[3]
 CHAT = "/v1/chat/completions"
@@ -171,7 +171,7 @@ def test_the_guide_starts_every_engine_that_it_gives_to_the_router():
 def test_the_question_of_the_guide_goes_twice_to_one_embedded_server():
     from live_server import run_server
 
-    from semblend.engine.server.fake_engine import FakeEngine
+    from tests.fakes.fake_engine import FakeEngine
 
     body = json.loads(re.search(r"^BODY='(.*?)'$", ROUTER_GUIDE, re.MULTILINE | re.DOTALL)[1])
     with run_server(FakeEngine()) as one, run_server(FakeEngine()) as two:
@@ -214,7 +214,7 @@ def test_the_command_serves_traces_and_ends_with_a_signal(tmp_path):
 def test_an_application_without_its_settings_says_what_is_missing():
     command = [sys.executable, "-m", "uvicorn", "semantickv.apps.locality_router:app", "--port", "0"]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SEMANTICKV_")}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode != 0
     assert "SEMANTICKV_REPLICAS" in done.stderr
     assert "Traceback" not in done.stderr
@@ -224,7 +224,7 @@ def test_the_receipts_of_our_own_server_come_back_as_one_record():
     from live_server import run_server
 
     from semblend import SemBlend, SemBlendConfig
-    from semblend.engine.server.fake_engine import FakeEngine
+    from tests.fakes.fake_engine import FakeEngine
 
     document = " ".join(f"clause{n}" for n in range(400))
 

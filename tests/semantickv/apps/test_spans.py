@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from semantickv.apps.build import build_proxy, build_router
-from semantickv.edge.scripted_engine import ScriptedEngine, answer_json, die_after, hang
 from semantickv.settings import EdgeSettings
+from tests.fakes.scripted_engine import ScriptedEngine, answer_json, die_after, hang
 
 CHAT = "/v1/chat/completions"
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

@@ -11,8 +11,8 @@ import pytest
 from asgi_client import AsgiClient
 
 from semantickv.apps.build import build_router
-from semantickv.edge.scripted_engine import EngineSide, ScriptedEngine
 from semantickv.settings import EdgeSettings
+from tests.fakes.scripted_engine import EngineSide, ScriptedEngine
 
 CHAT = "/v1/chat/completions"
 

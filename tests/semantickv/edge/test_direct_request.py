@@ -15,8 +15,8 @@ from edge_servers import PATIENCE_S, EngineThread, serve
 from semantickv.apps.build import build_proxy, build_router
 from semantickv.edge.direct_request import DirectRequest
 from semantickv.edge.intake import IntakeLimits
-from semantickv.edge.scripted_engine import EngineSide, answer_json, die_after, hang, send_raw, stream
 from semantickv.settings import EdgeSettings
+from tests.fakes.scripted_engine import EngineSide, answer_json, die_after, hang, send_raw, stream
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}

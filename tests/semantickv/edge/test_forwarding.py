@@ -17,7 +17,8 @@ from semantickv.edge.exchange import CLIENT_LEFT, EngineExchange, EngineTimeouts
 from semantickv.edge.faults import Fault, FaultKind
 from semantickv.edge.headers import select_request_headers, select_response_headers
 from semantickv.edge.pool import IDLE_S, ConnectionPool
-from semantickv.edge.scripted_engine import (
+from semblend.errors import ConfigError
+from tests.fakes.scripted_engine import (
     EngineSide,
     ScriptedEngine,
     answer_json,
@@ -26,7 +27,6 @@ from semantickv.edge.scripted_engine import (
     send_raw,
     stream,
 )
-from semblend.errors import ConfigError
 
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n9\r\ndata: 1\n\n\r\n"
 

@@ -17,7 +17,6 @@ from msgspec.msgpack import encode
 from semantickv.apps.build import build_router
 from semantickv.edge.addresses import EngineAddress
 from semantickv.edge.pool import ConnectionPool
-from semantickv.edge.scripted_engine import ScriptedEngine, answer_json
 from semantickv.engine_state.blocks import EngineBlocks, list_marks, start_chain
 from semantickv.engine_state.events import (
     AllBlocksCleared,
@@ -28,13 +27,14 @@ from semantickv.engine_state.events import (
 )
 from semantickv.engine_state.feed import EngineFeeds, ReplicaFeed, ServedPrompt
 from semantickv.engine_state.held_prompts import HeldPrompts
-from semantickv.engine_state.scripted_publisher import CLEAR, ScriptedPublisher, remove, store
 from semantickv.engine_state.subscriber import EventSource
 from semantickv.routing.fingerprint import PromptPieces
 from semantickv.routing.locality import ReplicaMemory
 from semantickv.routing.replica import Replica
 from semantickv.settings import EdgeSettings
 from semblend.errors import ConfigError
+from tests.fakes.scripted_engine import ScriptedEngine, answer_json
+from tests.fakes.scripted_publisher import CLEAR, ScriptedPublisher, remove, store
 
 SIZE = 16
 TOKENS = tuple(range(1000, 1000 + 8 * SIZE))

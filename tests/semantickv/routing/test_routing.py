@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from semantickv.edge.addresses import EngineAddress
 from semantickv.edge.faults import Fault, FaultKind
 from semantickv.edge.pool import ConnectionPool
-from semantickv.edge.scripted_engine import ScriptedEngine, answer_json
 from semantickv.routing import kernels
 from semantickv.routing.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, BreakerState, CircuitBreaker
 from semantickv.routing.fingerprint import NO_PIECES, PromptPieces, cut_prompt
@@ -26,6 +25,7 @@ from semantickv.routing.prompt_view import PromptPart, read_prompt
 from semantickv.routing.replica import PROBES_TO_CHANGE, Health, Replica
 from semantickv.routing.router import EngineReuse, LoadGuard, NoReplica, RouteDecision, Router, RouteRequest
 from semblend.confirm.outcome import Outcome
+from tests.fakes.scripted_engine import ScriptedEngine, answer_json
 
 WORDS = ["river", "stone", "cloud", "engine", "paper", "market", "tax", "law", "cell", "gene"]
 REFUSED = Fault(FaultKind.REFUSED)

@@ -19,15 +19,14 @@ from hypothesis import strategies as st
 
 from semantickv.cli import main
 from semantickv.engine_state.events import BlockHash, BlockStored, encode_batch
-from semantickv.engine_state.scripted_publisher import CLEAR, ScriptedPublisher, remove, store
 from semantickv.engine_state.subscriber import EventSource
 from semantickv.simulator.capacity import Capacity
 from semantickv.simulator.simulate import simulate
-from semantickv.traces.event_collector import EventCollector
-from semantickv.traces.kv_events import EventTrace
+from semantickv.traces.kv_events import EventCollector, EventTrace
 from semantickv.traces.trace import Trace
 from semantickv.traces.trace_writer import TraceWriter
 from semblend.errors import InputError
+from tests.fakes.scripted_publisher import CLEAR, ScriptedPublisher, remove, store
 
 RECORDED = Path(__file__).parent / "recorded"
 VLLM_CACHED = [0, 0, 128, 0, 128, 128]  # usage.prompt_tokens_details.cached_tokens of its six answers

@@ -75,7 +75,7 @@ def test_gzip_is_read_whatever_the_name(tmp_path):
     path.write_bytes(gzip.compress(json.dumps(MOONCAKE).encode()))
     assert len(Trace.read(path)) == 1
     path.write_bytes(gzip.compress(json.dumps(MOONCAKE).encode() * 99)[:-12])
-    with pytest.raises(InputError, match=r"trace\.bin: line \d+: the compressed data is damaged"):
+    with pytest.raises(InputError, match=r"trace\.bin is a damaged gzip file"):
         Trace.read(path, format="mooncake")
 
 
@@ -147,7 +147,7 @@ def test_a_file_without_requests_says_so(tmp_path, text):
 
 
 def test_a_missing_file_and_an_unknown_format_are_said(tmp_path):
-    with pytest.raises(InputError, match="can't read"):
+    with pytest.raises(InputError, match="cannot read"):
         Trace.read(tmp_path / "none")
     with pytest.raises(InputError, match="unknown trace format 'csv'"):
         Trace.read(tmp_path / "none", format="csv")

@@ -22,10 +22,10 @@ from sembench.manifests.cases import choose_cases, read_manifest, take_turns, wr
 from sembench.result import read_result  # noqa: E402
 from semblend.config import SemBlendConfig  # noqa: E402
 from semblend.engine.server.config import ServeConfig  # noqa: E402
-from semblend.engine.server.fake_engine import FakeEngine, Pace  # noqa: E402
 from semblend.engine.server.routes import create_app  # noqa: E402
 from semblend.engine.server.tenants import Tenants  # noqa: E402
 from semblend.facade import SemBlend  # noqa: E402
+from tests.fakes.fake_engine import FakeEngine, Pace  # noqa: E402
 
 README_GATES = (
     "--min-quality-pass-rate", "0.30", "--min-backend-confirmed-block-rate", "0.05",
@@ -51,7 +51,7 @@ def listening(engine, settings: ServeConfig | None = None) -> Iterator[str]:
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(300)
         sock.close()
 
 

@@ -122,7 +122,7 @@ def _kernels() -> Iterator[Check]:
     section = "kernels"
     version = installed_version("numba")
     if version is None:
-        yield Check(section, "numba", Status.WARN, "missing: plain numpy does the work, slower", "pip install numba")
+        yield Check(section, "numba", Status.WARN, "missing: plain Python does the work, slower", "pip install numba")
         return
     from semblend import SemBlend, SemBlendConfig
     from semblend.pipeline import kernels_can_be_loaded
@@ -130,7 +130,7 @@ def _kernels() -> Iterator[Check]:
     if not kernels_can_be_loaded():
         hint = "numba and numpy must fit together: pip install --upgrade numba"
         yield Check(
-            section, "numba", Status.WARN, f"{version} cannot be loaded: plain numpy does the work, slower", hint
+            section, "numba", Status.WARN, f"{version} cannot be loaded: plain Python does the work, slower", hint
         )
         return
     yield Check(section, "numba", Status.OK, version)

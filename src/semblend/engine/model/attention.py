@@ -1,7 +1,6 @@
 """Attention of rows over the paged pool: every row sees the positions of its sequence up to its own.
 
-`attend` picks the cheapest way for each segment; `attend_plain` is its twin, a gather and a masked softmax
-in float32, which the tests hold it to.
+`attend` picks the cheapest way for each segment; the tests hold it to a gather and a masked softmax in float32.
 
 | rows of the segment        | CPU                               | CUDA                                   |
 |----------------------------|-----------------------------------|----------------------------------------|
@@ -185,22 +184,6 @@ def attend(q: Tensor, layer: int, rows: RowBatch, pool: KvPool, on_weights: OnWe
 def shows_weights(q: Tensor, rows: RowBatch) -> bool:
     """Whether `attend` computes weights that one can look at: one sequence that goes in tiles of plain products."""
     return len(rows.segments) == 1 and _goes_in_tiles(q, rows.segments[0])
-
-
-def attend_plain(q: Tensor, layer: int, rows: RowBatch, pool: KvPool) -> Tensor:
-    """The twin: gather, mask, softmax in float32."""
-    n, heads, head_dim = q.shape
-    group = heads // pool.k.shape[2]
-    out = torch.empty_like(q)
-    for segment in rows.segments:
-        positions = rows.positions[segment.start : segment.end]
-        k = pool.k[layer, segment.context].float().repeat_interleave(group, dim=1)
-        v = pool.v[layer, segment.context].float().repeat_interleave(group, dim=1)
-        scores = torch.einsum("nhd,thd->hnt", q[segment.start : segment.end].float(), k) * head_dim**-0.5
-        seen = torch.arange(len(segment.context), device=q.device) <= positions[:, None]
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        out[segment.start : segment.end] = torch.einsum("hnt,thd->nhd", weights, v).to(q.dtype)
-    return out.view(n, heads * head_dim)
 
 
 def _goes_in_tiles(q: Tensor, segment: Segment) -> bool:

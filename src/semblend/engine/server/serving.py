@@ -1,7 +1,7 @@
 """The seam between the server and an engine: what one asks, what the other promises.
 
-The server knows nothing of tensors and the engine nothing of HTTP. `FakeEngine` (fake_engine.py) stands on the
-engine's side of this seam in tests and where no model is at hand.
+The server knows nothing of tensors and the engine nothing of HTTP. In tests, `FakeEngine` (tests/fakes) stands on the
+engine's side of this seam.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from semblend.plan.reuse_plan import DeclineReason
 Data = dict[str, list[Any]]
 
 
-class MetricsTally:
+class MetricsTally(Metrics):
     """A `Metrics` that remembers, in values that JSON knows, what it was told since the last `take`."""
 
     def __init__(self, limit: int = 10_000) -> None:

@@ -55,7 +55,7 @@ from semblend.span import Span
 def first_rows(tokens: int, exact: int, spans: Sequence[Span], settings: QualitySettings) -> Positions:
     """Gaps, the heads of spans, what moved ahead, and the end of the prompt, whoever holds it.
 
-    The attention of the end is the question's. What moved ahead: docs/research/decisions/0112-moved-ahead.md.
+    The attention of the end is the question's. What moved ahead: docs/research/decisions/divergence-budget.md.
 
     >>> settings = QualitySettings(seam_tokens=1, first_seam_tokens=2, question_tokens=1)
     >>> first_rows(10, 1, [Span("d", 0, 3, 6)], settings).tolist()

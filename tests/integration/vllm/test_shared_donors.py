@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from semblend.materialize.donors.directory import GENERATION, SharedDonors, is_k
 from semblend.materialize.donors.directory_kv import DirectoryKv, KvSignature
 from semblend.materialize.donors.store import PrivateFolder
 from semblend.materialize.gate.observers import EIGHT_BIT_TOLERANCE
+from semblend.session.session import SessionRequest
 
 BLOCK = 16
 DOCUMENT = list(range(100, 180))
@@ -57,9 +57,9 @@ class MachineEngine:
         """A request that is computed cold and becomes a donor."""
         at, blocks = torch.arange(len(tokens)), tuple(range(-(-len(tokens) // BLOCK)))
         self.model.forward(Rows.of(tokens, at, slots_of_blocks(blocks, BLOCK, len(tokens))))
-        record = Record(SimpleNamespace(request_id=name), self.prompt(tokens, salt), "fast")
+        record = Record(SessionRequest(name, self.prompt(tokens, salt)), "fast")
         record.block_ids = list(blocks)
-        self.step(Orders(captures=[self.books.order(record, BLOCK)]))
+        self.step(Orders(captures=[self.books.order(record, len(tokens), BLOCK)]))
         self.step(Orders(publications=self.books.take_publications(), drops=self.books.take_drops()))
         self.worker._publisher.flush()
 

@@ -137,11 +137,12 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             semblend, self._tally = make_semblend(self._settings)
             facts = engine_facts(vllm_config, kv_cache_config, vllm.__version__, PACKAGE)
-            self._scheduler = SchedulerHalf(facts, self._settings, semblend)
+            outcomes = None
             if facts.refusal is None:
                 gate = choose_gate(self._settings, vllm_config)
                 log.info("SemBlend's quality gate: %s", gate.describe())
-                self._scheduler.outcomes = OutcomeMemory(gate.thresholds.expected_costs, gate.thresholds)
+                outcomes = OutcomeMemory(gate.thresholds.expected_costs, gate.thresholds)
+            self._scheduler = SchedulerHalf(facts, self._settings, semblend, outcomes=outcomes)
             self._admin = open_admin(self._settings, self._scheduler)
             share_donors(self._settings, self._scheduler, vllm_config, kv_cache_config)
             if find_multi_connector() is None:  # else these settings are one part's, and vLLM reads the others

@@ -14,6 +14,7 @@ from semblend.integration.vllm.scheduler.admin_desk import AdminDesk
 from semblend.integration.vllm.scheduler.records import Record
 from semblend.integration.vllm.scheduler.reset_watch import ResetWatch
 from semblend.materialize.donors.directory import GENERATION, Publication, SharedDonors
+from semblend.plan.reuse_plan import ReusePlan
 from semblend.prompt import Namespace, Prompt
 
 ReportFailure = Callable[[str, str, str], None]
@@ -50,18 +51,20 @@ class DonorBooks:
     def holds(self, donor_id: str) -> bool:
         return donor_id in self._held
 
+    def list_missing(self, plan: ReusePlan) -> list[str]:
+        return [donor_id for donor_id in plan.donor_ids if donor_id not in self._held]
+
     def find_generation(self, donor_id: str) -> int:
         """The workers' generation of a donor; -1, which no worker has, where they do not hold it."""
         return self._held.get(donor_id, -1)
 
-    def order(self, record: Record, block_tokens: int) -> Capture:
-        """Order the capture of what is exact in a request's prompt."""
+    def order(self, record: Record, tokens: int, block_tokens: int) -> Capture:
+        """Order the capture of the first ``tokens`` of a request's prompt."""
         assert record.block_ids is not None, "it was computed in these blocks"
-        tokens, prompt, donor_id = record.exact_end, record.prompt, record.request.request_id
+        prompt, donor_id = record.prompt, record.request_id
         self._generations += 1
         kept = prompt if tokens == len(prompt) else Prompt(prompt.token_ids[:tokens], namespace=prompt.namespace)
         self._on_the_way[donor_id, self._generations] = kept
-        record.captured = True
         blocks = tuple(record.block_ids[: -(-tokens // block_tokens)])
         self._copied_from[donor_id, self._generations] = blocks
         publication = self._publish_at_once(donor_id, self._generations, kept)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_reuse import worst
 
-from semblend.integration.vllm.scheduler.loads import LoadDesk
+from semblend.integration.vllm.scheduler.pending_loads import PendingLoads
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -154,5 +154,5 @@ def test_a_load_reads_the_exact_blocks_in_front_of_it_when_they_are_computed(any
 
 
 def test_where_a_load_is_not_held_back_the_same_check_fails(small_world, monkeypatch):
-    monkeypatch.setattr(LoadDesk, "_may_read", lambda *_: True)
+    monkeypatch.setattr(PendingLoads, "_may_read", lambda *_: True)
     assert compare_with_a_prefix_of_the_same_step(small_world) > 1

@@ -1,4 +1,4 @@
-"""What the scheduler half tells the worker half each step, and what comes back. Plain values: they cross processes."""
+"""What the scheduler's side tells the worker's side each step, and what comes back, as plain values."""
 
 from __future__ import annotations
 

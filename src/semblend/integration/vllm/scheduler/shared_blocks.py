@@ -24,7 +24,7 @@ from semblend.session.session import NEVER, LoadResult
 MOST_SHARES = 4096
 
 
-class Shares:
+class SharedBlocks:
     """What was loaded lately, by prompt. The least recently used is forgotten: then its blocks are found no more."""
 
     def __init__(self, locks: PrefixLocks, block_tokens: int, most: int = MOST_SHARES) -> None:

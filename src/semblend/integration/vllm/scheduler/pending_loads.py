@@ -16,7 +16,7 @@ from semblend.integration.vllm.scheduler.records import Record
 from semblend.span import Span
 
 
-class LoadDesk:
+class PendingLoads:
     """See the module."""
 
     def __init__(self, block_tokens: int) -> None:

@@ -12,11 +12,11 @@ import pytest
 from semblend import Namespace, SemBlend, SemBlendConfig
 from semblend.confirm.sinks import MemorySink
 from semblend.integration.vllm.orders import Report
-from semblend.integration.vllm.scheduler.admin_desk import AdminDesk
+from semblend.integration.vllm.scheduler.admin import DonorAdmin
 from semblend.integration.vllm.scheduler.hash_chain import restore, salt
 from semblend.integration.vllm.scheduler.records import EngineFacts
-from semblend.integration.vllm.scheduler.reset_watch import ResetWatch
-from semblend.integration.vllm.scheduler.scheduler_half import SchedulerHalf
+from semblend.integration.vllm.scheduler.scheduler_connector import SchedulerConnector
+from semblend.integration.vllm.scheduler.worker_donors import ResetWatch
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.plan.reuse_plan import DeclineReason
 from semblend.session.session import LoadResult, State
@@ -64,7 +64,7 @@ class World:
         settings = ConnectorSettings(config=SemBlendConfig(quality="fast", metrics=False, embedder="none", **config))
         semblend = SemBlend(settings.config, sinks=[self.sink])
         facts = EngineFacts("0.32.0", Namespace(model="m"), BLOCK, BLOCK, refusal)
-        self.half = SchedulerHalf(facts, settings, semblend, clock=lambda: 1.0)
+        self.half = SchedulerConnector(facts, settings, semblend, clock=lambda: 1.0)
         self.blocks = 0
         self.requests = {}
 
@@ -952,7 +952,7 @@ def test_a_load_that_is_refused_for_new_weights_is_computed_and_its_donor_gone(w
 def test_an_operators_pin_reaches_store_and_workers_once_and_ends_with_the_donor(world):
     world.donor()
     books = world.half.donors
-    books.desk = AdminDesk(world.half.semblend, books.act, patience_s=0)
+    books.desk = DonorAdmin(world.half.semblend, books.act, patience_s=0)
     for _ in range(2):
         books.desk.answer({"action": "pin", "everything": True})
     assert world.step().pins == [("donor", 1, True)]
@@ -969,8 +969,8 @@ def test_an_operators_pin_reaches_store_and_workers_once_and_ends_with_the_donor
 
 def test_an_operators_forgetting_comes_before_the_next_lookup(world):
     world.donor()
-    world.half.donors.desk = AdminDesk(world.half.semblend, world.half.donors.act, patience_s=0)
-    assert world.half.donors.desk.answer({"action": "forget", "everything": True})["queued"]
+    world.half.donors.admin = DonorAdmin(world.half.semblend, world.half.donors.act, patience_s=0)
+    assert world.half.donors.admin.answer({"action": "forget", "everything": True})["queued"]
     assert world.half.count_matched(target(), 0) == 0
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Set
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from semblend.discover.donor import Eviction
 from semblend.errors import SemBlendError
 from semblend.facade import SemBlend
 from semblend.integration.vllm.orders import Capture, Report
-from semblend.integration.vllm.scheduler.admin_desk import AdminDesk
+from semblend.integration.vllm.scheduler.admin import DonorAdmin
 from semblend.integration.vllm.scheduler.records import Record
-from semblend.integration.vllm.scheduler.reset_watch import ResetWatch
 from semblend.materialize.donors.directory import GENERATION, Publication, SharedDonors
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.prompt import Namespace, Prompt
@@ -21,10 +20,10 @@ ReportFailure = Callable[[str, str, str], None]
 Answer = TypeVar("Answer")
 
 
-class DonorBooks:
+class WorkerDonors:
     """A donor can be found from the moment on that every rank has its KV, until the first rank lets it go.
 
-    ``resets`` looks whether vLLM has emptied its prefix cache; ``desk`` holds what an operator asks for. Donors of the
+    ``resets`` looks whether vLLM has emptied its prefix cache; ``admin`` holds what an operator asks for. Donors of the
     donor directory (``shared``) are found under their keys while they are there.
     """
 
@@ -39,7 +38,7 @@ class DonorBooks:
         self._pinned: set[str] = set()
         self._pins: list[tuple[str, int, bool]] = []  # for the workers: donor, generation, on or off
         self.resets: ResetWatch | None = None
-        self.desk: AdminDesk | None = None
+        self.admin: DonorAdmin | None = None
         self._publications: list[Publication] = []
         self.shared: SharedDonors | None = None
         self.publishes_at_once = True
@@ -160,8 +159,8 @@ class DonorBooks:
 
     def catch_up(self) -> bool:
         """Do what an operator has asked for since the last call; whether all donors are void by now."""
-        if self.desk is not None:
-            self.desk.work_off()
+        if self.admin is not None:
+            self.admin.work_off()
         return self.resets is not None and self.resets.was_reset()
 
     def act(self, action: str, donor_id: str) -> bool:
@@ -229,3 +228,27 @@ class DonorBooks:
             self._report_failure("directory", f"the donor directory is given up: {error}", "")
             self.shared = None
             return None
+
+
+# -- Notices that vLLM has emptied its prefix cache.
+#
+# vLLM tells a connector so only where the caller asks for that (``reset_connector``). A plain ``reset_prefix_cache`` is
+# what people call after new weights too, so donors must go with it. The pool is looked at instead: a reset gives it a
+# new table of hashes, in every version that we know.
+
+
+class ResetWatch:
+    """Looks at vLLM's block pool; a reset that failed, because blocks were in use, changed nothing and is not seen."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        # The table itself, not its id: the id of a table that is gone may be given to its successor.
+        self._table = self._find_table()
+
+    def was_reset(self) -> bool:
+        """Whether the prefix cache was emptied since the last call."""
+        before, self._table = self._table, self._find_table()
+        return self._table is not before
+
+    def _find_table(self) -> Any:
+        return getattr(self._pool, "cached_block_hash_to_block", None)

@@ -1,4 +1,4 @@
-"""The half that lives beside vLLM's worker: it copies donor KV out, and brings it back to other positions.
+"""Our side in vLLM's worker: it copies donor KV out, and brings it back to other positions.
 
     load      donor KV into the request's blocks, then what has to be computed, by the stock model, watched by the gate;
               piece by piece, a part of each step (`load_queue`), before the step's forward pass. A load that is refused
@@ -74,7 +74,7 @@ class FailureLog:
         return message
 
 
-class WorkerHalf:
+class WorkerConnector:
     """Loads and captures KV in the cache of ``model``, whose blocks hold ``block_tokens`` tokens; see the module.
 
     The model's layout is asked for at the first use: vLLM's backend is not ready before. ``warm_up_model`` compiles
@@ -436,10 +436,10 @@ class WorkerHalf:
         self._report.errors.append((where, self.failures.note(where, error, request_id), request_id))
 
 
-class RefusingHalf:
-    """In place of a worker half where none could be made: a load is refused and no donor is kept.
+class RefusingConnector:
+    """In place of a `WorkerConnector` where none could be made: a load is refused and no donor is kept.
 
-    Of several ranks either all have a worker half or none, or one would wait for the others in its first load.
+    Of several ranks either all have a `WorkerConnector` or none, or one would wait for the others in its first load.
     """
 
     def __init__(self, block_tokens: int) -> None:

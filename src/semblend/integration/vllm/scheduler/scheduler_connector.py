@@ -1,10 +1,10 @@
-"""The half that lives beside vLLM's scheduler: lookup, claims, where each request is, receipts.
+"""Our side in vLLM's scheduler: lookup, claims, where each request is, receipts.
 
 It decides and keeps books, and touches no KV. vLLM calls it in this order for a request:
 
     matched      how many tokens behind the exact hit shall we provide? It waits for them, without holding up others
     allocated    it has the blocks for what we claimed, and its load begins; again when it is scheduled
-    orders       once a step: what the worker half has to load, capture and drop
+    orders       once a step: what the worker's side has to load, capture and drop
     reported     after the step: what it did. A load that ends well is scheduled next; one that was refused is computed
                  by vLLM, under its own hashes, and never claimed again. A captured prompt becomes a donor, a served one
                  gets its receipt
@@ -23,9 +23,8 @@ from typing import Any
 from semblend.confirm.receipt import Receipt
 from semblend.facade import SemBlend
 from semblend.integration.vllm.orders import Capture, Orders, Report
-from semblend.integration.vllm.scheduler.donor_books import DonorBooks
 from semblend.integration.vllm.scheduler.healing import Verdict
-from semblend.integration.vllm.scheduler.loads import LoadDesk
+from semblend.integration.vllm.scheduler.pending_loads import PendingLoads
 from semblend.integration.vllm.scheduler.prefix_locks import PrefixLocks
 from semblend.integration.vllm.scheduler.promotion import PrefixPromotion
 from semblend.integration.vllm.scheduler.records import (
@@ -40,7 +39,8 @@ from semblend.integration.vllm.scheduler.records import (
     name_weights,
 )
 from semblend.integration.vllm.scheduler.requests import build_refused_receipt, make_record
-from semblend.integration.vllm.scheduler.shares import Shares
+from semblend.integration.vllm.scheduler.shared_blocks import SharedBlocks
+from semblend.integration.vllm.scheduler.worker_donors import WorkerDonors
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.gate.gate import OutcomeMemory
@@ -49,7 +49,7 @@ from semblend.session.session import NEVER, LoadResult, State
 from semblend.session.sessions import EngineTraits, Sessions
 
 
-class SchedulerHalf:
+class SchedulerConnector:
     """See the module."""
 
     def __init__(
@@ -63,8 +63,8 @@ class SchedulerHalf:
     ) -> None:
         self.facts, self.settings, self.semblend = facts, settings, semblend
         self.locks = PrefixLocks(facts, self.report_failure)
-        self.donors = DonorBooks(semblend, self.report_failure)
-        self.shares = Shares(self.locks, facts.block_tokens)
+        self.donors = WorkerDonors(semblend, self.report_failure)
+        self.shares = SharedBlocks(self.locks, facts.block_tokens)
         seam_tokens = settings.config.seam_tokens
         self.sessions = Sessions(
             semblend,
@@ -81,7 +81,7 @@ class SchedulerHalf:
         self._records = RecordBook()
         self._given_up: set[str] = set()  # requests that vLLM computes without us, until they end
         self._refused: dict[str, int] = {}  # exact tokens of each request in an engine that we do not serve
-        self._loads = LoadDesk(facts.block_tokens)
+        self._loads = PendingLoads(facts.block_tokens)
         self._freed: list[str] = []
 
     # -- a request -------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class SchedulerHalf:
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def build_orders(self, output: Any) -> Orders:
-        """What the worker half does in this step."""
+        """What the worker's side does in this step."""
         self._catch_up()
         for request_id in output.preempted_req_ids or ():
             self._start_over(request_id)
@@ -268,7 +268,7 @@ class SchedulerHalf:
                 self.locks.unlock(record)
 
     def reported(self, report: Report) -> None:
-        """The worker half has done a step."""
+        """The worker's side has done a step."""
         self._catch_up()
         if report.weights:
             self._adopt_weights(report.weights)

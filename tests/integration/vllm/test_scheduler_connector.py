@@ -952,16 +952,16 @@ def test_a_load_that_is_refused_for_new_weights_is_computed_and_its_donor_gone(w
 def test_an_operators_pin_reaches_store_and_workers_once_and_ends_with_the_donor(world):
     world.donor()
     books = world.half.donors
-    books.desk = DonorAdmin(world.half.semblend, books.act, patience_s=0)
+    books.admin = DonorAdmin(world.half.semblend, books.act, patience_s=0)
     for _ in range(2):
-        books.desk.answer({"action": "pin", "everything": True})
+        books.admin.answer({"action": "pin", "everything": True})
     assert world.step().pins == [("donor", 1, True)]
     assert [donor.pinned for donor in world.half.semblend.donors()] == [True]
-    books.desk.answer({"action": "unpin", "donor_id": "donor"})
+    books.admin.answer({"action": "unpin", "donor_id": "donor"})
     assert world.step().pins == [("donor", 1, False)]
     assert [donor.pinned for donor in world.half.semblend.donors()] == [False]
-    books.desk.answer({"action": "pin", "everything": True})
-    books.desk.answer({"action": "forget", "everything": True})
+    books.admin.answer({"action": "pin", "everything": True})
+    books.admin.answer({"action": "forget", "everything": True})
     orders = world.step()
     assert orders.drops == [("donor", 1)]
     assert books._pinned == set()

@@ -9,7 +9,7 @@ from semblend.config import SemBlendConfig
 from semblend.demo.runner import Encodes
 from semblend.demo.workloads import Workload
 from semblend.facade import SemBlend
-from semblend.materialize.measure_ways import CalibrationPrompt
+from semblend.materialize.calibrate import CalibrationPrompt
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.prompt import Namespace, Prompt, TokenArray
 from semblend.span import Span

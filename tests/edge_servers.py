@@ -13,7 +13,7 @@ import uvicorn
 from semantickv.apps.run_server import make_server
 from tests.fakes.scripted_engine import Behaviour, ScriptedEngine
 
-PATIENCE_S = 20
+PATIENCE_S = 120
 
 
 class EngineThread:

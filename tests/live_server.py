@@ -18,7 +18,7 @@ from semblend.engine.server.edge.sockets import listen
 from semblend.engine.server.routes import create_app
 from semblend.engine.server.serving import ServingEngine
 
-PATIENCE_S = 20
+PATIENCE_S = 120
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from semblend.fingerprint.embedder import LexicalEmbedder, NullEmbedder
 from semblend.plan.reuse_plan import Similar
 from semblend.prompt import Namespace, Prompt
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 class FakeEmbedder:

@@ -89,7 +89,7 @@ class Server:
         self._run(self._http.aclose())
         self.engine.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(300)
         self._loop.close()
 
     def post(self, path: str, body: Any) -> Any:
@@ -101,7 +101,7 @@ class Server:
 
     async def _open(self) -> Any:
         transport = httpx.ASGITransport(self.app)
-        return httpx.AsyncClient(transport=transport, base_url="http://server", timeout=120)
+        return httpx.AsyncClient(transport=transport, base_url="http://server", timeout=300)
 
     def _run(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)

@@ -21,7 +21,7 @@ from semantickv.routing.locality import ReplicaMemory
 from semantickv.routing.policies import POLICIES
 from semantickv.routing.replica import Replica
 from semantickv.routing.router import EngineReuse, RouteDecision, Router, RouteRequest
-from semantickv.simulator.policies.semantic import TYPE_WEIGHTS
+from semantickv.simulator.policies import TYPE_WEIGHTS
 from semantickv.traces.segmentation import hash_content
 from semantickv.traces.trace import Trace, TraceRequest
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+from semantickv.analysis.advice import DEFAULT_GPU, ENGINES
 from semantickv.analysis.advise import Question, advise
-from semantickv.analysis.engines import ENGINES
 from semantickv.analysis.latency import LatencyModel
-from semantickv.analysis.sizing import DEFAULT_GPU
 from semantickv.commands import flags
-from semantickv.output import advise_page, advise_words
+from semantickv.output import advise as advise_output
 from semantickv.output.files import check_parent, make_folder
 from semantickv.simulator.capacity import DTYPE_BYTES, KV_SHAPES, count_kv_bytes_per_token
 from semantickv.simulator.policies import POLICIES
@@ -120,18 +119,18 @@ def run(args: argparse.Namespace) -> int:
     with Progress() as progress:
         advice = advise(trace, question, policies=args.policies, sizes=sizes, seed=args.seed, progress=progress.show)
     folder = make_folder(args.output_dir, args.output_name)
-    advise_page.write_advice(advice, folder)
+    advise_output.write_advice(advice, folder)
     if args.json:
         print_json(advice.as_json())
     else:
-        print(f"{advise_words.format_headline(advice)} (simulated)")
+        print(f"{advise_output.format_headline(advice)} (simulated)")
         for told in (
-            advise_words.format_lead(advice),
-            advise_words.describe_how_to_set_it(advice),
-            advise_words.describe_money(advice),
-            advise_words.describe_sureness(advice) if advice.can_tell else "",
-            advise_words.describe_reuse_at_any_position(advice),
-            advise_words.describe_arranging(advice),
+            advise_output.format_lead(advice),
+            advise_output.describe_how_to_set_it(advice),
+            advise_output.describe_money(advice),
+            advise_output.describe_sureness(advice) if advice.can_tell else "",
+            advise_output.describe_reuse_at_any_position(advice),
+            advise_output.describe_arranging(advice),
         ):
             if told:
                 print(told)

@@ -16,7 +16,7 @@ from semantickv.analysis.experiments import (
     run_experiment,
 )
 from semantickv.analysis.latency import compute_gain
-from semantickv.output import experiment_files
+from semantickv.output import files
 from semantickv.output.files import check_parent, make_folder
 from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import Progress, print_json, say, table
@@ -58,11 +58,11 @@ def run(args: argparse.Namespace) -> int:
         with Progress() as progress:
             outcome = run_experiment(experiment, progress=progress.show)
         folder = make_folder(experiment.output_dir, experiment.experiment_id)
-        experiment_files.write_experiment(outcome, folder, pictures=not args.no_plots)
+        files.write_experiment(outcome, folder, pictures=not args.no_plots)
         done.append((outcome, folder))
     if everything:
         parent = Path(args.output_dir or experiments[0].output_dir)
-        experiment_files.write_aggregate([outcome for outcome, _ in done], parent)
+        files.write_aggregate([outcome for outcome, _ in done], parent)
         say(f"wrote {parent / 'aggregate_summary.csv'} and .md")
     _print_results(done, as_json=args.json)
     return 0

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from semantickv.analysis.calibration import Calibration, Observations, calibrate, read_observations
-from semantickv.analysis.latency import LatencyModel
+from semantickv.analysis.latency import Calibration, LatencyModel, Observations, calibrate, read_observations
 from semantickv.apps.tls import TlsFiles
 from semantickv.settings import EdgeSettings
 from semantickv.traces.formats import FORMATS

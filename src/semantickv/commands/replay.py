@@ -9,8 +9,7 @@ from typing import Any
 from semantickv.analysis.latency import compute_gain
 from semantickv.analysis.replay import CHAINED_NOTE, DEFAULT_POLICIES, replay
 from semantickv.commands import flags
-from semantickv.output.files import check_parent, make_folder
-from semantickv.output.replay_files import describe_calibration, write_replay
+from semantickv.output.files import check_parent, describe_calibration, make_folder, write_replay
 from semantickv.simulator.capacity import DTYPE_BYTES, KV_SHAPES, Capacity
 from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import Progress, print_json, say, table

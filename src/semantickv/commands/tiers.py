@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from semantickv.analysis.sizing import DEFAULT_GPU, Costs
+from semantickv.analysis.advice import DEFAULT_GPU, Costs
 from semantickv.analysis.tiers import DECODE_MS, Speed, Tier, TieredRun, replay_tiers
 from semantickv.commands import flags
 from semantickv.simulator.capacity import DTYPE_BYTES, KV_SHAPES, count_kv_bytes_per_token

@@ -17,7 +17,7 @@ from operator import mul
 
 from semantickv.routing.pieces import Cuts, cut_plainly
 from semantickv.routing.prompt_view import PromptPart
-from semantickv.simulator.policies.semantic import TYPE_WEIGHTS
+from semantickv.simulator.policies import TYPE_WEIGHTS
 
 MOST_BYTES = 1 << 20
 """Of a prompt, so much is looked at: 250k tokens."""

@@ -47,7 +47,7 @@ class Forest:
     def next_use(self) -> npt.NDArray[np.int32]:
         """For every access, the next request that uses its node; the number of requests if none does."""
         if find_spec("numba") is not None:
-            from semantickv.simulator.kernels import find_next_uses
+            from semantickv.simulator.forest_kernels import find_next_uses
 
             compiled: npt.NDArray[np.int32] = find_next_uses(self.node, self.trace.starts, self.nodes)
             return compiled
@@ -78,7 +78,7 @@ def build_forest(trace: Trace, mode: Mode = "prefix", *, share_tenants: bool = F
 
 def _number_compiled(trace: Trace, tenants: npt.NDArray[np.int32], prefix: bool) -> tuple[npt.NDArray[np.int32], int]:
     """Number the nodes with numba; return the node of every access and the number of nodes."""
-    from semantickv.simulator.kernels import number_nodes
+    from semantickv.simulator.forest_kernels import number_nodes
 
     accesses = trace.block_accesses
     slots = np.full(1 << max(4, int(accesses * 1.5).bit_length()), -1, np.int32)

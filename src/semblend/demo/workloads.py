@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import random
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import resources
+from typing import Any
 
-from semblend.demo import texts
 from semblend.errors import InputError
 
 Chat = tuple[dict[str, str], ...]
 SHORT_WORDS, LONG_WORDS = 700, 2900  # about 1,000 and 4,000 tokens
+TEXTS: dict[str, Any] = tomllib.loads((resources.files(__package__) / "texts.toml").read_text(encoding="utf-8"))
+"""Written for the demo."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +61,8 @@ def workloads(*, long: bool = False) -> tuple[Workload, ...]:
 def dialogue(*, long: bool = False) -> Dialogue:
     """A conversation about one document; in its second turn a text is pasted that another conversation has read."""
     words = (LONG_WORDS if long else SHORT_WORDS) // 2
-    plan = texts.lengthen(texts.EXPEDITION, 31, words)
-    pasted = texts.lengthen(texts.LIGHTHOUSE, 37, words)
+    plan = lengthen(TEXTS["expedition"], 31, words)
+    pasted = lengthen(TEXTS["lighthouse"], 37, words)
     return Dialogue(
         "dialogue of three turns",
         "history comes from the exact prefix cache, the pasted text from a donor",
@@ -107,7 +112,7 @@ def _ask(system: str, text: str, question: str) -> Chat:
 
 
 def _same_document(words: int, seed: int = 11, asked: tuple[str, str] = _LIGHTHOUSE_QUESTIONS[1]) -> Workload:
-    document = texts.lengthen(texts.LIGHTHOUSE, seed, words)
+    document = lengthen(TEXTS["lighthouse"], seed, words)
     return Workload(
         "same_document",
         "same document, other question",
@@ -119,7 +124,7 @@ def _same_document(words: int, seed: int = 11, asked: tuple[str, str] = _LIGHTHO
 
 
 def _make_edited_document(words: int, seed: int = 17, asked: tuple[str, str] = _LEASE_QUESTIONS[0]) -> Workload:
-    document = texts.lengthen(texts.LEASE, seed, words)
+    document = lengthen(TEXTS["lease"], seed, words)
     before = _apply_edits(document)
     return Workload(
         "edited_document",
@@ -133,10 +138,10 @@ def _make_edited_document(words: int, seed: int = 17, asked: tuple[str, str] = _
 
 
 def _several_donors(words: int, seed: int = 23, asked: tuple[str, str] = _NOTES_QUESTIONS[0]) -> Workload:
-    notes = (texts.ORCHESTRA, texts.GLASSWORKS, texts.BEES)
-    passages = [texts.lengthen(note, seed + 1000 * n, words // 3) for n, note in enumerate(notes, 1)]
+    notes = ("orchestra", "glassworks", "bees")
+    passages = [lengthen(TEXTS[note], seed + 1000 * n, words // 3) for n, note in enumerate(notes, 1)]
     donors = tuple(
-        _ask(CLERK, f"{texts.write_chronicle(seed + 5000 * n, words // 6)}\n{passage}", "What comes first?")
+        _ask(CLERK, f"{write_chronicle(seed + 5000 * n, words // 6)}\n{passage}", "What comes first?")
         for n, passage in enumerate(passages, 1)
     )
     return Workload(
@@ -157,3 +162,42 @@ def _apply_edits(document: str) -> str:
             raise InputError(f"the text has no {now!r} to edit", hint="keep EDITS in step with the text")
         document = head + before + tail
     return document
+
+
+def write_chronicle(seed: int, words: int) -> str:
+    """About ``words`` words of a daybook; the same for a seed, always, and for another seed another.
+
+    >>> write_chronicle(1, 40) == write_chronicle(1, 40) != write_chronicle(2, 40)
+    True
+    """
+    lines, count = ["From the daybook", ""], 0
+    for entry in _write_entries(seed):
+        lines.append(entry)
+        count += len(entry.split())
+        if count >= words:
+            break
+    return "\n".join(lines) + "\n"
+
+
+def lengthen(text: str, seed: int, words: int) -> str:
+    """``text`` and, where it has fewer than ``words`` words, a chronicle behind it."""
+    lacking = words - len(text.split())
+    return f"{text}\n{write_chronicle(seed, lacking)}" if lacking > 0 else text
+
+
+def _write_entries(seed: int) -> Iterator[str]:
+    rng = random.Random(seed)
+
+    def draw(kind: str) -> str:
+        found: str = rng.choice(TEXTS[kind])
+        return found
+
+    day = rng.randint(1, 40)
+    while True:
+        day += rng.randint(1, 3)
+        what = rng.sample(TEXTS["what"], 2)
+        who = rng.sample(TEXTS["who"], 2)
+        yield (
+            f"Day {day}. {draw('sky')} {who[0]} {draw('did')} {what[0]} {draw('where')}. "
+            f"{draw('after').format(n=rng.randint(2, 60))} {who[1]} {draw('did')} {what[1]} {draw('where')}."
+        )

@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from semblend.errors import MissingDependencyError
-from semblend.web.palette import read_palette
+from semblend.web.charts import read_palette
 
 COLOURS = read_palette()
 INK, FAINT, PAPER, GRID = COLOURS["ink"], COLOURS["dim"], COLOURS["paper"], COLOURS["line"]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semantickv.analysis.calibration import Observations, calibrate, read_observations
+from semantickv.analysis.latency import Observations, calibrate, read_observations
 from semantickv.traces.trace import Trace
 from semblend.errors import InputError
 

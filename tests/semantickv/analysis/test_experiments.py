@@ -21,7 +21,7 @@ from semantickv.analysis.experiments import (
     run_experiment,
 )
 from semantickv.analysis.latency import LatencyModel, compute_gain
-from semantickv.output import experiment_files, plots
+from semantickv.output import files, plots
 from semantickv.output.files import make_folder
 from semblend.errors import InputError
 from tools.reference import lab_page
@@ -70,7 +70,7 @@ def test_lru_in_block_mode_lands_where_the_source_text_has_it() -> None:
     for path in CONFIGS:
         experiment = replace(load_experiment(path), policies=("lru",), modes=("block",))
         record = run_experiment(experiment, over_time=False).records["block"][0]
-        published = experiment_files.PUBLISHED[experiment.experiment_id]
+        published = files.PUBLISHED[experiment.experiment_id]
         assert record["avg_ttft_ms"] == pytest.approx(published["lru"], rel=0.03)
         assert record["block_hit_rate"] == pytest.approx(published["lru_hits"], abs=0.04)
 
@@ -87,7 +87,7 @@ def test_prefix_mode_never_hits_more_than_block_mode_where_everything_fits() -> 
 
 def test_all_files_are_written_and_say_that_they_are_simulated(tmp_path: Path) -> None:
     outcome = run_experiment(SMALL)
-    experiment_files.write_experiment(outcome, tmp_path)
+    files.write_experiment(outcome, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == FILES
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["simulated"] is True
@@ -109,7 +109,7 @@ def test_time_saved_follows_from_tokens_saved() -> None:
 
 def test_the_aggregate_holds_every_experiment_and_the_published_gain(tmp_path: Path) -> None:
     outcomes = [run_experiment(replace(load_experiment(path), sessions=4), over_time=False) for path in CONFIGS]
-    experiment_files.write_aggregate(outcomes, tmp_path)
+    files.write_aggregate(outcomes, tmp_path)
     text = (tmp_path / "aggregate_summary.md").read_text()
     assert "+35.66%" in text
     assert "+19.86%" in text

@@ -283,7 +283,7 @@ def upstream() -> Iterator[int]:
 
 
 def ask(port: int, body: object, path: str = "/v1/chat/completions", method: str = "POST") -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     try:
         connection.request(method, path, None if method == "GET" else json.dumps(body), {"X-Session-ID": "s1"})
         answer = connection.getresponse()
@@ -330,7 +330,7 @@ def test_an_upstream_that_is_no_address_is_refused(tmp_path: Path) -> None:
 def test_a_length_that_is_no_number_is_refused_in_words(tmp_path: Path, upstream: int, length: str) -> None:
     with TraceWriter(tmp_path / "t.jsonl") as writer:
         proxy = CollectingProxy(f"http://127.0.0.1:{upstream}", Collector(writer))
-        with serving(proxy) as port, socket.create_connection(("127.0.0.1", port), timeout=60) as wire:
+        with serving(proxy) as port, socket.create_connection(("127.0.0.1", port), timeout=300) as wire:
             wire.sendall(f"POST /v1/completions HTTP/1.1\r\nContent-Length: {length}\r\n\r\n".encode("latin-1"))
             assert b" 411 " in wire.recv(4096)
 
@@ -338,7 +338,7 @@ def test_a_length_that_is_no_number_is_refused_in_words(tmp_path: Path, upstream
 def test_half_a_request_never_reaches_the_upstream(tmp_path: Path, upstream: int) -> None:
     with TraceWriter(tmp_path / "t.jsonl") as writer:
         proxy = CollectingProxy(f"http://127.0.0.1:{upstream}", Collector(writer))
-        with serving(proxy) as port, socket.create_connection(("127.0.0.1", port), timeout=60) as wire:
+        with serving(proxy) as port, socket.create_connection(("127.0.0.1", port), timeout=300) as wire:
             wire.sendall(b'POST /v1/completions HTTP/1.1\r\nContent-Length: 100\r\n\r\n{"prompt": "Hi"}')
             wire.shutdown(socket.SHUT_WR)
             assert wire.recv(4096) == b""
@@ -348,7 +348,7 @@ def test_a_silent_client_of_the_proxy_is_let_go(tmp_path: Path, upstream: int, m
     monkeypatch.setattr(collecting_proxy._Handler, "timeout", 0.05)
     with TraceWriter(tmp_path / "t.jsonl") as writer:
         proxy = CollectingProxy(f"http://127.0.0.1:{upstream}", Collector(writer))
-        with serving(proxy) as port, socket.create_connection(("127.0.0.1", port), timeout=60) as wire:
+        with serving(proxy) as port, socket.create_connection(("127.0.0.1", port), timeout=300) as wire:
             assert wire.recv(4096) == b""
 
 
@@ -364,7 +364,7 @@ def test_a_body_of_any_depth_is_forwarded_and_such_an_answer_too(tmp_path: Path)
         proxy = CollectingProxy(f"http://127.0.0.1:{engine}", Collector(writer))
         with serving(proxy) as port:
             for body in (deep, json.dumps({"prompt": "x", "model": "m"})):
-                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
                 connection.request("POST", "/v1/completions", body)
                 assert connection.getresponse().read() == deep
                 connection.close()

@@ -18,7 +18,7 @@ from semantickv.apps.run_server import make_server  # noqa: E402
 from semantickv.settings import EdgeSettings  # noqa: E402
 from sembench.cli import main  # noqa: E402
 
-PATIENCE_S = 20
+PATIENCE_S = 120
 
 
 @contextmanager

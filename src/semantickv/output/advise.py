@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
-from semantickv.analysis.advice import STABLE_TIMES, Advice, TierChoice
-from semantickv.analysis.engines import ENGINES, list_engines_with
-from semantickv.analysis.intervals import DRAWS, LEAST_UNITS
+import re
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+
+from semantickv.analysis.advice import (
+    DRAWS,
+    ENGINES,
+    LEAST_HOURS,
+    LEAST_UNITS,
+    NOISE,
+    STABLE_TIMES,
+    Advice,
+    TierChoice,
+    count_hits_by_type,
+    list_engines_with,
+)
 from semantickv.analysis.latency import BOUNDS
-from semantickv.analysis.sizing import LEAST_HOURS, NOISE
 from semantickv.analysis.tiers import DECODE_MS
+from semblend.cli.output import write_json, write_text
+from semblend.formatting import format_gib, format_hours
+from semblend.web.charts import (
+    WIDE,
+    Axis,
+    Drawing,
+    Figure,
+    begin_plot,
+    draw_both,
+    is_narrow,
+    thin_out,
+    write_plain_style,
+)
+from semblend.web.report import Strong, Tile, render_document, render_figure, render_table, render_tiles
 
 SIMULATED = "Simulated: a cache of metadata replayed this trace. No model ran, and no GPU was measured for it."
 
@@ -389,26 +416,224 @@ def format_policy(policy: str) -> str:
     return policy.upper() if policy in ("lru", "fifo", "lfu", "arc", "gdsf") else policy
 
 
-def format_gib(gib: float) -> str:
-    """Format a size in GiB; below 0.1 GiB in MiB.
+ANYWHERE = "at any position"
+_NAMES, _STEP = 210.0, 15.0  # room for the names at the right, and from one to the next, in pixels
 
-    >>> format_gib(0.004), format_gib(1.234), format_gib(140.2)
-    ('4.1 MiB', '1.2 GiB', '140 GiB')
+
+def build_figure(advice: Advice) -> Figure:
+    """Build the token hit rates of all policies against memory, with the advised size and reuse at any position."""
+    kinds = {_choose_kind(name, advice): name for name in [*advice.curves, *([ANYWHERE] if advice.anywhere else [])]}
+    words = {
+        "curve warm": advice.policy, "curve cold": "lru", "curve bound": "knows the future",
+        "curve anywhere": "reuse at any position", "curve other": "other policies",
+    }  # fmt: skip
+    return Figure(
+        "curves",
+        "Prompt tokens from cache, against memory",
+        draw_both(lambda width: draw_curves(advice, width), _write_label(advice)),
+        tuple((kind, told) for kind, told in words.items() if kind in kinds),
+        f"Simulated: {advice.trace.name}, prefix semantics; memory is {advice.model} {advice.dtype} KV.",
+    )
+
+
+def write_picture(advice: Advice) -> str:
+    """Return the figure as an SVG file."""
+    return draw_curves(advice, WIDE).render(_write_label(advice), write_plain_style())
+
+
+def draw_curves(advice: Advice, width: float) -> Drawing:
+    """Draw a curve for each policy; on a wide page names stand at the right, the best at the advised size first."""
+    memory = [advice.to_gib(size) for size in advice.sizes]
+    rates = {name: [point.token_hit_rate for point in points] for name, points in advice.curves.items()}
+    if advice.anywhere:
+        rates[ANYWHERE] = [point.token_hit_rate for point in advice.anywhere]
+    narrow = is_narrow(width)
+    top = max(0.01, *(max(values) for values in rates.values())) * 1.08
+    ticks = thin_out(memory, 4 if narrow else 8)
+    x = Axis(memory[0], max(memory[-1], memory[0] * 1.01), format_gib, log=True, ticks=ticks)
+    y = Axis(0.0, top, lambda rate: f"{rate:.0%}")
+    height = 300.0 if narrow else max(380.0, 80 + _STEP * len(rates))
+    right = 18.0 if narrow else _NAMES
+    drawing, across, up = begin_plot(width, height, x, y, "memory for cached prompts", left=46, right=right)
+    here = across(memory[advice.chosen])
+    drawing.add_line(here, up.end, here, up.start, "rule")
+    late = here > (across.start + across.end) / 2
+    told = f"{'with what is added' if advice.choice.adds else 'the engine has'}: {format_gib(memory[advice.chosen])}"
+    drawing.add_text(here - 5 if late else here + 5, up.start - 8, told, "tick", "end" if late else "start")
+    loud_last = sorted(rates, key=lambda name: (_choose_kind(name, advice) != "curve other", name == advice.policy))
+    for name in loud_last:
+        points = [(across(size), up(rate)) for size, rate in zip(memory, rates[name], strict=True)]
+        drawing.add_curve(points, _choose_kind(name, advice), name)
+    best = rates[advice.policy][advice.chosen]
+    drawing.add_dot(here, up(best), 5.5, "warm", f"{advice.policy}, {format_gib(memory[advice.chosen])}: {best:.1%}")
+    if not narrow:
+        _name_curves(drawing, advice, {name: values[advice.chosen] for name, values in rates.items()}, across.end + 14)
+    return drawing
+
+
+def _name_curves(drawing: Drawing, advice: Advice, rates: dict[str, float], left: float) -> None:
+    """Write the names with their rates at the advised size, the highest first."""
+    for row, name in enumerate(sorted(rates, key=lambda name: -rates[name])):
+        y = 18 + _STEP * row
+        drawing.add_curve([(left, y), (left + 22, y)], _choose_kind(name, advice))
+        drawing.add_text(left + 28, y + 4, f"{name} {rates[name]:.1%}", "strong" if name == advice.policy else "label")
+    size = format_gib(advice.to_gib(advice.sizes[advice.chosen]))
+    drawing.add_text(left + 28, 22 + _STEP * len(rates), f"at {size}", "tick")
+
+
+def _choose_kind(name: str, advice: Advice) -> str:
+    if name == advice.policy:
+        return "curve warm"
+    if name == ANYWHERE:
+        return "curve anywhere"
+    return "curve bound" if name in BOUNDS else "curve cold" if name == "lru" else "curve other"
+
+
+def _write_label(advice: Advice) -> str:
+    return f"Curves: share of prompt tokens from cache against memory, one for each of {len(advice.curves)} policies"
+
+
+FIGURE = "hit_rate_against_memory.svg"
+TYPE_HEADS = ("type", "prompt tokens", "from cache")
+
+
+def write_advice(advice: Advice, folder: Path) -> None:
+    """Write advice.html, advice.md, advice.json and, where the trace can tell, the figure into ``folder``."""
+    write_json(folder / "advice.json", advice.as_json())
+    if advice.can_tell:
+        write_text(folder / FIGURE, write_picture(advice))
+    write_text(folder / "advice.md", format_markdown(advice))
+    write_text(folder / "advice.html", format_html(advice))
+
+
+def build_policy_rows(advice: Advice, strong: Callable[[str], str] = "**{}**".format) -> list[tuple[str, ...]]:
+    """Build the table: each policy with its token hit rates at some sizes; best first, bounds last.
+
+    At each size the best policy that does not know the future is written as ``strong``.
     """
-    if gib < 0.1:
-        return f"{gib * 1024:.1f} MiB"
-    return f"{gib:.1f} GiB" if gib < 100 else f"{gib:,.0f} GiB"
+    columns = choose_columns(advice)
+    order = sorted(
+        advice.curves, key=lambda p: (p in BOUNDS, -advice.curves[p][advice.chosen].token_hit_rate, p != "lru")
+    )
+    tops = [max(points[at].token_hit_rate for p, points in advice.curves.items() if p not in BOUNDS) for at in columns]
+
+    def format_cell(policy: str, at: int, top: float) -> str:
+        rate = advice.curves[policy][at].token_hit_rate
+        text = f"{rate:.1%}"
+        best = policy not in BOUNDS and rate >= top - 1e-4 and at != len(advice.sizes) - 1  # at the end all are equal
+        return strong(text) if best else text
+
+    return [(p, *(format_cell(p, at, top) for at, top in zip(columns, tops, strict=True))) for p in order]
 
 
-def format_hours(hours: float) -> str:
-    """Format a time in hours; below one hour in minutes.
-
-    >>> format_hours(0.02), format_hours(3.21)
-    ('1.2 min', '3.2 h')
-    """
-    return f"{hours:,.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
+def choose_columns(advice: Advice) -> list[int]:
+    """Choose the indices of the sizes to show: both ends, the engine's own and those around the advised one."""
+    last, here = len(advice.sizes) - 1, advice.chosen
+    own = advice.sizes.index(advice.room.cache)
+    return sorted({0, own, max(0, here - 1), here, min(last, here + 1), last})
 
 
-def format_share(some: float, total: float) -> str:
-    """Format ``some`` as a percentage of ``total``."""
-    return f"{some / total:.0%}" if total else "0%"
+def format_markdown(advice: Advice) -> str:
+    """Format the whole advice as Markdown."""
+    limits = [f"- {limit}" for limit in list_limits(advice)]
+    if not advice.can_tell:
+        lead = [f"# {format_headline(advice)}", "", format_lead(advice), "", *limits, ""]
+        return "\n".join([*lead, f"{advice.trace.name}: {describe_traffic(advice)}"]) + "\n"
+    lines = [
+        f"# {format_headline(advice)} (simulated)",
+        "",
+        f"{advice.trace.name}: {describe_traffic(advice)}",
+        "",
+        format_lead(advice),
+        "",
+        *(f"- **{value}** {told}" for value, told in build_cards(advice)),
+        "",
+        f"![Hit rate against memory]({FIGURE})",
+        "",
+    ]
+    for title, told in _list_sections(advice):
+        lines += [f"## {title}", "", told, ""]
+    rows = build_tier_rows(advice)
+    if rows:
+        lines += ["## By kind of memory", "", *_format_table(TIER_HEADS, rows), ""]
+    lines += ["## Token hit rate by policy and memory", ""]
+    lines += [*_format_table(_list_heads(advice), build_policy_rows(advice)), "", "## By type", ""]
+    lines += [*_format_table(TYPE_HEADS, _list_types(advice)), "", "## What this does not say", ""]
+    return "\n".join([*lines, *limits]) + "\n"
+
+
+def _list_heads(advice: Advice) -> list[str]:
+    sizes = [format_gib(advice.to_gib(advice.sizes[at])) + _name_size(advice, at) for at in choose_columns(advice)]
+    return ["policy", *sizes]
+
+
+def _name_size(advice: Advice, at: int) -> str:
+    if advice.sizes[at] == advice.room.cache:
+        return " (the GPU's own)"
+    return " (with what is added)" if at == advice.chosen else ""
+
+
+def _list_types(advice: Advice) -> list[tuple[str, str, str]]:
+    return [
+        (name, f"{total:,}", f"{hit / total:.0%}" if total else "0%")
+        for name, (total, hit) in count_hits_by_type(advice).items()
+    ]
+
+
+def _list_sections(advice: Advice) -> list[tuple[str, str]]:
+    """The sections that are one paragraph each, with their titles."""
+    found = [
+        ("How to set it", describe_how_to_set_it(advice)),
+        ("What it saves", describe_money(advice)),
+        ("Beyond prefixes", describe_reuse_at_any_position(advice)),
+        ("Arranging", describe_arranging(advice)),
+    ]
+    return [(title, told) for title, told in found if told]
+
+
+def _format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [
+        "| " + " | ".join(heads) + " |",
+        "|---|" + "---:|" * (len(heads) - 1),
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
+
+
+def format_html(advice: Advice) -> str:
+    """Format the whole advice as one self-contained HTML file."""
+    title = format_headline(advice)
+    body = [
+        '<div class="tag">Simulated</div>',
+        f'<h1>{escape(title)}</h1><p class="verdict">{_mark_code(format_lead(advice))}</p>',
+        *(_list_figures(advice) if advice.can_tell else ()),
+        f"<ul>{''.join(f'<li>{_mark_code(limit)}</li>' for limit in list_limits(advice))}</ul>",
+        f"<footer>{escape(advice.trace.name)}: {escape(describe_traffic(advice))} Made by semantickv advise.</footer>",
+    ]
+    return render_document(title, body)
+
+
+def _list_figures(advice: Advice) -> list[str]:
+    """The figure, the sections and the tables, in HTML."""
+    rows, tiers = build_policy_rows(advice, Strong), build_tier_rows(advice)
+    marks = {at: "best" if row[0] == advice.policy else "bound" for at, row in enumerate(rows)
+             if row[0] == advice.policy or row[0] in BOUNDS}  # fmt: skip
+    tier = {at: "best" for at, row in enumerate(tiers) if row[0].lower() == advice.costs.tier.name}
+    kinds = (
+        f"<h2>By kind of memory, each alone beside the GPU's ({escape(advice.costs.currency)})</h2>" if tiers else ""
+    )
+    return [
+        render_tiles(Tile(value, told) for value, told in build_cards(advice)),
+        render_figure(build_figure(advice)),
+        *(f"<h2>{escape(title)}</h2><p>{_mark_code(told)}</p>" for title, told in _list_sections(advice)),
+        kinds + (render_table(TIER_HEADS, tiers, marks=tier) if tiers else ""),
+        "<h2>Token hit rate by policy and memory (best of a size in bold)</h2>",
+        render_table(_list_heads(advice), rows, marks=marks),
+        f"<h2>What hits, by type, at {format_gib(advice.to_gib(advice.sizes[advice.chosen]))}</h2>",
+        render_table(TYPE_HEADS, _list_types(advice)),
+        "<h2>What this page does not say</h2>",
+    ]
+
+
+def _mark_code(text: str) -> str:
+    """Escape text and put what stands between backticks into code elements."""
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))

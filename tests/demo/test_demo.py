@@ -303,9 +303,9 @@ def test_calibrate_writes_a_file_that_serve_reads_and_goes_on_where_it_ended(loa
         stream.write('{"key": "half')  # as a killed run leaves it
     assert main([*flags, "--limit", "3"]) == 0
     assert len(pairs.read_text().splitlines()) == 3
-    from semblend.materialize import measure_ways
+    from semblend.materialize import calibrate
 
-    monkeypatch.setattr(measure_ways, "measure_prompt", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr(calibrate, "measure_prompt", lambda *_, **__: pytest.fail("measured again"))
     assert main([*flags, "--limit", "3"]) == 0
 
 

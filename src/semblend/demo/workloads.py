@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from semblend.config import SemBlendConfig
 from semblend.errors import InputError
 from semblend.facade import SemBlend
-from semblend.materialize.measure_ways import CalibrationPrompt
+from semblend.materialize.calibrate import CalibrationPrompt
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.prompt import Namespace, Prompt, TokenArray
 from semblend.span import Span

@@ -31,6 +31,7 @@ LAYERS = [
     {""},  # semblend/__init__
     {"text", "wire", "models"},
     {"materialize"},
+    {"session"},
     {"engine", "integration"},
     {"estimate", "explorer", "demo"},
     {"cli"},
@@ -42,7 +43,7 @@ PACKAGES = ["semblend", "semantickv", "sembench"]  # bottom up
 
 HEAVY = {
     "numba": {"*.kernels"},
-    "torch": {"fingerprint.embedder", "materialize.*", "engine.*", "demo.runner", "integration.*"},
+    "torch": {"fingerprint.embedder", "materialize.*", "session.*", "engine.*", "demo.runner", "integration.*"},
     "triton": {"*.kernels", "materialize.kv.attention_kernels"},
     "transformers": {"integration.transformers.*"},
     "vllm": {"integration.vllm.*"},
@@ -124,6 +125,12 @@ def test_an_engine_takes_nothing_from_another_engines_integration(module):
         assert not any((name + ".").startswith(other + ".") for other in others), f"semblend.{module}:{line}: {name}"
 
 
+@pytest.mark.parametrize("module", [name for name in SEMBLEND if name.startswith("session")])
+def test_a_session_knows_no_engine(module):
+    text = SEMBLEND[module].read_text().lower()
+    assert not [name for name in (*ENGINES, "tensorrt", "embedded") if name in text.replace("transformers'", "")]
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_point_down(package):
     above = PACKAGES[PACKAGES.index(package) + 1 :]
@@ -145,7 +152,9 @@ def test_heavy_dependencies_and_kernels_are_imported_late(module):
     if module.endswith("kernels"):
         return
     at_home = (
-        {"torch"} if module.startswith(("materialize.", "engine.", "demo.runner", "integration.")) else set()
+        {"torch"}
+        if module.startswith(("materialize.", "session.", "engine.", "demo.runner", "integration."))
+        else set()
     )  # about tensors
     if module.startswith(("engine.server.", "wire.")):
         at_home |= {"fastapi", "pydantic"}

@@ -1,4 +1,4 @@
-"""Settings that every engine over the desk has, beside the SEMBLEND_* settings of the library."""
+"""Settings that every engine that runs in one process has, beside the SEMBLEND_* settings of the library."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, ClassVar, TypeVar
 from semblend.config import GIB, SemBlendConfig, load_config, setting
 from semblend.errors import ConfigError
 
-Settings = TypeVar("Settings", bound="DeskSettings")
+Settings = TypeVar("Settings", bound="LocalSettings")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeskSettings:
-    """How the desk behaves; ``config`` holds what the library reads."""
+class LocalSettings:
+    """How such an engine behaves; ``config`` holds what the library reads."""
 
     guide: ClassVar[str] = "docs/reference/settings.md"
     """Where a mistake sends the reader."""
@@ -43,7 +43,7 @@ class DeskSettings:
             raise ConfigError("step_work_ms=0 leaves loads no time", hint="40 is the default")
 
 
-def list_own_settings(kind: type[DeskSettings]) -> set[str]:
+def list_own_settings(kind: type[LocalSettings]) -> set[str]:
     """Names of the settings that only an engine has."""
     return {one.name for one in fields(kind)} - {"config"}
 
@@ -51,7 +51,7 @@ def list_own_settings(kind: type[DeskSettings]) -> set[str]:
 def read_settings(kind: type[Settings], own: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Settings:
     """The settings from environment and file, and ``own`` for those that only an engine has.
 
-    >>> read_settings(DeskSettings, {"step_work_ms": 10}, {"SEMBLEND_QUALITY": "fast"}).config.quality
+    >>> read_settings(LocalSettings, {"step_work_ms": 10}, {"SEMBLEND_QUALITY": "fast"}).config.quality
     'fast'
     """
     known = list_own_settings(kind)

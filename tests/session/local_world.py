@@ -1,4 +1,4 @@
-"""A desk over the shortest engine there is, for tests: its pool, its requests, and what it has told."""
+"""Sessions over the shortest engine there is, for tests: its pool, its requests, and what it has told."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from naive_engine import NaiveEngine
 from semblend.config import SemBlendConfig
 from semblend.confirm.sinks import MemorySink
 from semblend.facade import SemBlend
-from semblend.integration.desk.records import SlotPool, Waiting
-from semblend.integration.desk.reuse_desk import ReuseDesk
-from semblend.integration.desk.settings import DeskSettings
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.contract import Rows
 from semblend.prompt import Namespace, Prompt
+from semblend.session.local import LocalSessions, SlotPool
+from semblend.session.session import SessionRequest
+from semblend.session.settings import LocalSettings
 
 DOCUMENT = [(7 * n) % 31 + 1 for n in range(90)]
 TARGET = [5, 9, 2, 6, 5, 3, *DOCUMENT, 8, 9, 7]
@@ -37,45 +37,45 @@ class Slots:
         self.free = sorted([*slots.tolist(), *self.free])
 
 
-class Desk:
-    """A desk, its engine and its pool; a request is computed cold by `compute`."""
+class LocalWorld:
+    """Sessions, their engine and their pool; a request is computed cold by `compute`."""
 
     def __init__(self, page: int = 1, slots: int = 512, **settings) -> None:
         self.engine, self.slots = NaiveEngine.make(slots=slots), Slots(slots, page)
         self.sink = MemorySink()
         config = SemBlendConfig(quality="fast", metrics=False)
-        self.desk = ReuseDesk(
+        self.sessions = LocalSessions(
             self.engine,
             SemBlend(config, sinks=[self.sink]),
             SlotPool(self.slots.take, self.slots.give_back, page),
-            DeskSettings(config=config, **settings),
+            LocalSettings(config=config, **settings),
             QualitySettings(mode="fast", first_seam_tokens=4, seam_tokens=4, piece_ms=1e-9, prefills=False),
             engine="naive",
             engine_version="0",
         )
 
-    def request(self, name: str, tokens: list[int], **more) -> Waiting:
+    def request(self, name: str, tokens: list[int], **more) -> SessionRequest:
         prompt = Prompt(tokens, namespace=Namespace(salt=more.pop("salt", "")))
-        return Waiting(name, prompt, len(tokens) - 1, **more)
+        return SessionRequest(name, prompt, len(tokens) - 1, **more)
 
-    def compute(self, request: Waiting):
+    def compute(self, request: SessionRequest):
         """What SGLang does with a request that we do not serve; its row."""
-        self.desk.offer(request, 0)
+        self.sessions.offer(request, 0)
         tokens = request.prompt.token_ids.tolist()
         row = self.slots.take(-(-len(tokens) // self.slots.page) * self.slots.page)
         self.engine.forward(Rows.of(tokens, list(range(len(tokens))), row))
-        self.desk.note_prompt(request.request_id, row[: len(tokens)])
-        self.desk.forget(request.request_id)
+        self.sessions.note_prompt(request.request_id, row[: len(tokens)])
+        self.sessions.forget(request.request_id)
         return row
 
     def donate(self, **more) -> None:
         self.slots.give_back(self.compute(self.request("donor", [3, 1, 4, *DOCUMENT, 9, 9], **more)))
 
-    def begin(self, request: Waiting) -> int:
+    def begin(self, request: SessionRequest) -> int:
         """Offer and begin; the tokens that are offered."""
-        offered = self.desk.offer(request, 0)
+        offered = self.sessions.offer(request, 0)
         if offered:
-            self.desk.load(request.request_id, lambda: torch.zeros(0, dtype=torch.int64))
+            self.sessions.load(request.request_id, lambda: torch.zeros(0, dtype=torch.int64))
         return offered
 
     def receipts(self):

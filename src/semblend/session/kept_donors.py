@@ -13,20 +13,20 @@ from torch import Tensor
 from semblend.discover.donor import Eviction
 from semblend.errors import CapacityError
 from semblend.facade import SemBlend
-from semblend.integration.desk.settings import DeskSettings
 from semblend.materialize.contract import Model
 from semblend.materialize.donors.tiers import DonorKv
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.prompt import Prompt
 from semblend.reporting import report_policy_failure
+from semblend.session.settings import LocalSettings
 
-log = logging.getLogger("semblend.desk")
+log = logging.getLogger("semblend.session")
 
 
 class KeptDonors:
     """``epoch`` counts changes: a decision of an earlier epoch may name donors that are gone, or miss new ones."""
 
-    def __init__(self, semblend: SemBlend, model: Model, settings: DeskSettings, engine: str) -> None:
+    def __init__(self, semblend: SemBlend, model: Model, settings: LocalSettings, engine: str) -> None:
         self._semblend, self._model, self._engine = semblend, model, engine
         self.kv = DonorKv(
             settings.donor_device_bytes,
@@ -82,6 +82,12 @@ class KeptDonors:
         """The plan with the generations of our KV, where the library has its own; -1 for a donor that is gone."""
         spans = tuple(replace(span, generation=self.generations.get(span.donor_id, -1)) for span in plan.spans)
         return replace(plan, spans=spans)
+
+    def look_around(self) -> None:
+        """Nobody publishes to these engines."""
+
+    def list_missing(self, plan: ReusePlan) -> list[str]:
+        return [donor_id for donor_id in plan.donor_ids if donor_id not in self.generations]
 
     def drop_all(self) -> None:
         """Nothing of what was kept is true any more."""

@@ -1,4 +1,4 @@
-"""Random lives of requests over a desk, an engine that admits as SGLang does, and a pool that is small.
+"""Random lives of requests over a sessions, an engine that admits as SGLang does, and a pool that is small.
 
 Whatever comes when: every request ends, and every slot comes back. The scheduler below asks for all slots of a request
 again while its load holds some, counts free and evictable ones against that, and lets nobody in behind a request for
@@ -19,11 +19,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from desk_world import DOCUMENT, TARGET, Desk
+from local_world import DOCUMENT, TARGET, LocalWorld
 
-from semblend.integration.desk.records import MOST_BEGINNINGS, SlotPool
 from semblend.materialize.contract import Rows
 from semblend.plan.reuse_plan import DeclineReason
+from semblend.session.local import SlotPool
+from semblend.session.sessions import MAX_BEGINNINGS
 
 MOST_STEPS = 400
 """More than a request needs whose load is stopped as often as may be while the others answer."""
@@ -54,10 +55,10 @@ class Scheduler:
     """Admission, decoding, retraction and eviction, one step at a time."""
 
     def __init__(self, seed: int, slots: int = 280, page: int = 1) -> None:
-        self.world, self.page, self.rng = Desk(page, slots), page, random.Random(seed)
-        self.desk, self.slots = self.world.desk, self.world.slots
-        self.desk.settings = replace(self.desk.settings, step_work_ms=1e-9, donor_min_new_tokens=8)
-        self.desk._pool = SlotPool(self.take, self.slots.give_back, page)
+        self.world, self.page, self.rng = LocalWorld(page, slots), page, random.Random(seed)
+        self.sessions, self.slots = self.world.sessions, self.world.slots
+        self.sessions.settings = replace(self.sessions.settings, step_work_ms=1e-9, donor_min_new_tokens=8)
+        self.sessions._pool = SlotPool(self.take, self.slots.give_back, page)
         self.whole = len(self.slots.free)
         self.tree: list[Entry] = []
         self.queue: list[Any] = []
@@ -68,7 +69,7 @@ class Scheduler:
     # -- slots -------------------------------------------------------------------------------------------------------
 
     def count_evictable(self) -> int:
-        return sum(len(one.slots) for one in self.tree if not one.readers) + self.desk.count_waiting_slots()
+        return sum(len(one.slots) for one in self.tree if not one.readers) + self.sessions.count_waiting_slots()
 
     def take(self, tokens: int) -> torch.Tensor | None:
         """Slots; prompts that nobody reads leave the cache first, and then the load that waits gives its own back."""
@@ -76,12 +77,12 @@ class Scheduler:
             self.tree.remove(idle[0])
             self.slots.give_back(idle[0].slots)
         if tokens > len(self.slots.free):
-            self.desk.stop_loads()
+            self.sessions.stop_loads()
         return self.slots.take(tokens)
 
     def check_books(self) -> None:
         held = sum(len(one.slots) for one in self.tree) + sum(len(one.row) - one.shared for one in self.running)
-        assert len(self.slots.free) + held + self.desk.count_waiting_slots() == self.whole
+        assert len(self.slots.free) + held + self.sessions.count_waiting_slots() == self.whole
 
     def find_entry(self, tokens: list[int]) -> tuple[Entry | None, int]:
         best, length = None, 0
@@ -112,7 +113,7 @@ class Scheduler:
         self.queue = [one for one in self.queue if one.request_id != name]
         for one in [one for one in self.running if one.name == name]:
             self.release(one)
-        self.desk.forget(name)
+        self.sessions.forget(name)
 
     def release(self, one: Running) -> None:
         self.running.remove(one)
@@ -123,7 +124,7 @@ class Scheduler:
     def flush(self) -> None:
         """Empty the cache, as an engine does while requests wait and none runs."""
         if not self.running:
-            self.desk.reset()
+            self.sessions.reset()
             for one in self.tree:
                 self.slots.give_back(one.slots)
             self.tree = []
@@ -141,7 +142,7 @@ class Scheduler:
         """Whether the request has a row now, and the next one may be looked at."""
         tokens, name = request.prompt.token_ids.tolist(), request.request_id
         entry, hit = self.find_entry(tokens)
-        offered = self.desk.offer(request, hit)
+        offered = self.sessions.offer(request, hit)
         if entry is not None:
             self.cut(entry, hit)
             entry.readers += 1
@@ -160,8 +161,8 @@ class Scheduler:
         prefix = torch.zeros(0, dtype=torch.int64) if entry is None else entry.slots[:hit]
         loaded = 0
         if offered:
-            self.desk.load(name, lambda: prefix)
-            done = self.desk.work(name, busy=bool(self.running))
+            self.sessions.load(name, lambda: prefix)
+            done = self.sessions.work(name, busy=bool(self.running))
             if done is None:
                 return False
             loaded = done
@@ -169,11 +170,11 @@ class Scheduler:
                 return False
         rest = self.take(self.round_up(len(tokens) - hit - loaded))
         assert rest is not None, "admission has promised these"
-        tail = self.desk.find_tail(name) if loaded else None
+        tail = self.sessions.find_tail(name) if loaded else None
         row = torch.cat([prefix, *([] if tail is None else [tail]), rest])
         begin = hit + loaded
         self.world.engine.forward(Rows.of(tokens[begin:], list(range(begin, len(tokens))), row[: len(tokens)]))
-        self.desk.note_prompt(name, row[: len(tokens)])
+        self.sessions.note_prompt(name, row[: len(tokens)])
         self.queue.remove(request)
         self.running.append(Running(name, entry, row, hit, len(tokens), self.answers[name]))
         return True
@@ -201,24 +202,24 @@ class Scheduler:
         """Take the row of the request that came last; it begins again."""
         one, self.retracted = self.running[-1], self.retracted + 1
         self.release(one)
-        record = self.desk._records[one.name]
-        self.desk.forget(one.name)
-        again = replace(record.request, declined="it was retracted", restarted=True)
+        record = self.sessions.sessions.find(one.name)
+        self.sessions.forget(one.name)
+        again = replace(record.request, declined="it was retracted", answered=True)
         self.answers[one.name] = max(1, one.left)
         self.queue.insert(0, again)
 
     def finish(self, one: Running) -> None:
         """The row of a request that is exact from its first token on goes to the cache."""
-        record = self.desk._records[one.name]
+        record = self.sessions.sessions.find(one.name)
         tokens = record.request.prompt.token_ids.tolist()
-        exact_end = self.desk.find_exact_end(one.name)
+        exact_end = self.sessions.find_exact_end(one.name)
         if one.entry is None and exact_end is None:
             kept = len(tokens) // self.page * self.page
             self.tree.append(Entry(tokens[:kept], one.row[:kept]))
             one.shared = kept
         self.release(one)
         self.ended.add(one.name)
-        self.desk.forget(one.name)
+        self.sessions.forget(one.name)
 
 
 OTHERS = [[(11 * n + k) % 29 + 1 for n in range(40)] for k in range(3)]
@@ -245,7 +246,7 @@ def live(scheduler: Scheduler, seed: int) -> int:
         if rng.random() < 0.5:
             names.append(scheduler.send(make_prompt(rng), rng.randrange(1, 24)))
         scheduler.step()
-        loads += scheduler.desk.count_waiting_slots() > 0
+        loads += scheduler.sessions.count_waiting_slots() > 0
         waiting = [one.request_id for one in scheduler.queue] + [one.name for one in scheduler.running]
         if waiting and rng.random() < 0.1:
             scheduler.abort(rng.choice(waiting))
@@ -254,7 +255,7 @@ def live(scheduler: Scheduler, seed: int) -> int:
         if rng.random() < 0.04:
             scheduler.flush()
         if rng.random() < 0.04:
-            scheduler.desk.donors.drop_all()
+            scheduler.sessions.donors.drop_all()
         scheduler.check_books()
     for _ in range(MOST_STEPS):
         if not scheduler.queue and not scheduler.running:
@@ -263,8 +264,8 @@ def live(scheduler: Scheduler, seed: int) -> int:
     assert set(names) <= scheduler.ended, f"seed {seed}: {len(scheduler.queue)} requests wait for ever"
     scheduler.flush()
     assert len(scheduler.slots.free) == scheduler.whole, f"seed {seed}"
-    assert not scheduler.desk._records, f"seed {seed}"
-    assert scheduler.desk.donors.kv.holders == 0, f"seed {seed}"
+    assert not len(scheduler.sessions.sessions), f"seed {seed}"
+    assert scheduler.sessions.donors.kv.holders == 0, f"seed {seed}"
     return loads
 
 
@@ -275,7 +276,7 @@ def test_a_prompt_that_fits_in_once_and_not_twice_is_admitted():
     scheduler.step()
     long, behind = scheduler.send(TARGET, 24), scheduler.send([9, 9, 9], 4)
     scheduler.step()
-    assert scheduler.desk.count_waiting_slots() > 0
+    assert scheduler.sessions.count_waiting_slots() > 0
     for _ in range(MOST_STEPS):
         scheduler.step()
     assert scheduler.ended == {running, long, behind}
@@ -283,38 +284,38 @@ def test_a_prompt_that_fits_in_once_and_not_twice_is_admitted():
 
 
 def test_a_load_whose_exact_prefix_has_moved_begins_again():
-    world = Desk()
+    world = LocalWorld()
     world.donate()
-    world.desk.settings = replace(world.desk.settings, step_work_ms=1e-9)
+    world.sessions.settings = replace(world.sessions.settings, step_work_ms=1e-9)
     request = world.request("r", TARGET)
     head = len(TARGET) - len(DOCUMENT) - 3
     first, second = world.slots.take(head), world.slots.take(head)
     for slots in (first, second):
         world.engine.forward(Rows.of(TARGET[:head], list(range(head)), slots))
     free = len(world.slots.free)
-    world.desk.offer(request, head)
-    world.desk.load("r", lambda: first)
-    assert world.desk.work("r", busy=True) is None
-    world.desk.load("r", lambda: first)
-    assert world.desk._records["r"].begun == 1, "it goes on"
-    world.desk.load("r", lambda: second)
-    assert world.desk._records["r"].begun == 2
-    assert world.desk.work("r", busy=False) == len(TARGET) - 1 - head
-    world.desk.forget("r")
+    world.sessions.offer(request, head)
+    world.sessions.load("r", lambda: first)
+    assert world.sessions.work("r", busy=True) is None
+    world.sessions.load("r", lambda: first)
+    assert world.sessions.sessions.find("r").begun == 1, "it goes on"
+    world.sessions.load("r", lambda: second)
+    assert world.sessions.sessions.find("r").begun == 2
+    assert world.sessions.work("r", busy=False) == len(TARGET) - 1 - head
+    world.sessions.forget("r")
     assert len(world.slots.free) == free
 
 
 def test_a_load_that_is_stopped_again_and_again_is_computed_by_the_engine():
-    world = Desk()
+    world = LocalWorld()
     world.donate()
-    world.desk.settings = replace(world.desk.settings, step_work_ms=1e-9)
+    world.sessions.settings = replace(world.sessions.settings, step_work_ms=1e-9)
     request, free = world.request("r", TARGET), len(world.slots.free)
-    for _ in range(MOST_BEGINNINGS):
+    for _ in range(MAX_BEGINNINGS):
         assert world.begin(request)
-        assert world.desk.work("r", busy=True) is None
-        assert world.desk.stop_loads()
+        assert world.sessions.work("r", busy=True) is None
+        assert world.sessions.stop_loads()
     assert world.begin(request)
-    assert world.desk.work("r", busy=True) == 0
+    assert world.sessions.work("r", busy=True) == 0
     assert len(world.slots.free) == free
-    world.desk.note_prompt("r", None)
+    world.sessions.note_prompt("r", None)
     assert world.receipts()[-1].reason is DeclineReason.CAPACITY

@@ -35,7 +35,7 @@ def count_exact(history, prompt):
 
 
 @given(st.lists(WORDS, max_size=8), WORDS, st.integers(0, 3), st.integers(0, 3), st.none() | st.integers(0, 4))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_every_passage_stands_once_where_it_may_and_what_is_promised_is_there(history, asked, first, last, within):
     arranger = Arranger(count=lambda passage: 1)
     sent = [send(arranger, passages) for passages in history]

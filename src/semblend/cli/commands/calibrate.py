@@ -213,15 +213,14 @@ def as_table(thresholds: Thresholds) -> str:
 
 
 def _prompts(model: Any, tokenizer: Any, args: argparse.Namespace) -> Iterator[CalibrationPrompt]:
-    from semblend.demo import prompts
-    from semblend.demo.workloads import calibration
+    from semblend.demo import workloads
     from semblend.text.logs import PromptLog
 
     if args.prompts is None:
-        fitting = prompts.of_workloads(calibration(), tokenizer)
+        fitting = workloads.prompts_of_workloads(workloads.calibration(), tokenizer)
         return (one for one in fitting if max(map(len, (one.tokens, *one.donors))) <= args.max_tokens)
     log = PromptLog(args.prompts)
-    return prompts.of_log(log, tokenizer.encode, max_tokens=args.max_tokens, vocab=model.spec.vocab)
+    return workloads.prompts_of_log(log, tokenizer.encode, max_tokens=args.max_tokens, vocab=model.spec.vocab)
 
 
 def _key(args: argparse.Namespace, model: Any, prompt: CalibrationPrompt) -> str:

@@ -15,8 +15,7 @@ from semantickv.simulator.policies import POLICIES
 from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import Progress, print_json, say
 from semblend.errors import InputError
-from semblend.prices import load_price_book
-from semblend.prices.price_book import TIERS
+from semblend.prices import TIERS, load_price_book
 
 EXAMPLES = (
     "semantickv advise --trace trace.jsonl",

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from semantickv.traces.trace import Trace, TraceRequest, describe_trace
-from semantickv.workloads.arrivals import PROCESSES, Arrivals
-from semantickv.workloads.families import FAMILIES, generate_workload
+from semantickv.workloads.families import FAMILIES, PROCESSES, Arrivals, generate_workload
 from semantickv.workloads.from_text import BLOCK_TOKENS, TEXT_WORKLOADS, TextSource, generate_text_workload
 from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import check_target, print_json, say

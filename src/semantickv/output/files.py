@@ -115,7 +115,7 @@ def format_placement_summary(results: Sequence[PlacementResult], setup: Mapping[
     return lines
 
 
-MOST_POINTS = 4000
+MAX_POINTS = 4000
 
 
 def write_replay(result: Replay, folder: Path, *, pictures: bool = True) -> None:
@@ -205,7 +205,7 @@ def _draw_observed(result: Replay, path: Path, note: str) -> None:
     shown = seen[result.trace.ttft_ms[seen] <= edge]
     if len(shown) < len(seen):
         note += f"; {len(seen) - len(shown)} observed above {edge:,.0f} ms are not shown"
-    shown = shown[:: max(1, len(shown) // MOST_POINTS)]
+    shown = shown[:: max(1, len(shown) // MAX_POINTS)]
     clouds = {
         name: (result.trace.ttft_ms[shown].tolist(), times[shown].tolist()) for name, times in result.ttft_ms.items()
     }

@@ -140,7 +140,7 @@ def measure_held_out(report: reporting.Report, trace: Any, args: argparse.Namesp
 def build_held_out_traces(trace: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Build the traces by name: both parts of the Mooncake trace, real text, hard cases, and those of --trace."""
     from semantickv.traces.trace import Trace
-    from semantickv.workloads.arrivals import Arrivals
+    from semantickv.workloads.families import Arrivals
     from semantickv.workloads.from_text import TextSource, generate_text_workload
 
     third = len(trace) // 3

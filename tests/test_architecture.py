@@ -43,7 +43,7 @@ PACKAGES = ["semblend", "semantickv", "sembench"]  # bottom up
 
 HEAVY = {
     "numba": {"*.kernels"},
-    "torch": {"fingerprint.embedder", "materialize.*", "session.*", "engine.*", "demo.runner", "integration.*"},
+    "torch": {"materialize.*", "session.*", "engine.*", "demo.runner", "integration.*"},
     "triton": {"*.kernels", "materialize.kv.attention_kernels"},
     "transformers": {"integration.transformers.*"},
     "vllm": {"integration.vllm.*"},
@@ -52,7 +52,7 @@ HEAVY = {
     "gguf": {"engine.model.*"},
     "langchain_core": {"integration.langchain"},
     "llama_index": {"integration.llama_index"},
-    "sentence_transformers": {"fingerprint.embedder"},
+    "sentence_transformers": set(),
     "onnxruntime": {"fingerprint.*"},
     "onnx": set(),
     "tokenizers": {"fingerprint.*", "text.tokenization", "engine.model.tokenizer"},
@@ -66,7 +66,7 @@ HEAVY = {
     "uvicorn": {"engine.server.*", "cli.commands.serve"},
     "huggingface_hub": {"fingerprint.*", "engine.model.*", "models", "text.tokenization"},
     "httpx": set(),
-    "matplotlib": {"demo.plot", "web.plotting"},
+    "matplotlib": {"web.plotting"},
 }
 
 

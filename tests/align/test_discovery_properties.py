@@ -50,7 +50,7 @@ def store_of(donors: list[TokenArray], config: SemBlendConfig = CONFIG, **option
 
 
 @given(worlds())
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_every_returned_span_is_token_equal_long_enough_and_in_order(world):
     donors, target = world
     sb = store_of(donors)
@@ -60,7 +60,7 @@ def test_every_returned_span_is_token_equal_long_enough_and_in_order(world):
 
 
 @given(worlds(vocabularies=(50, 50_000)))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_no_32_tokens_of_a_shared_run_stay_uncovered(world):
     donors, target = world
     mask = covered(store_of(donors).lookup(Prompt(target)), len(target))
@@ -74,7 +74,7 @@ def test_no_32_tokens_of_a_shared_run_stay_uncovered(world):
 
 
 @given(st.integers(0, 2**32), st.integers(32, 600), st.integers(0, 500), st.integers(0, 500))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_one_shared_run_is_found_whole_at_any_offset(seed, length, before, after):
     rng = np.random.default_rng(seed)
     run = rng.integers(0, 50_000, length)
@@ -104,7 +104,7 @@ def test_a_forced_hash_collision_is_caught_by_the_token_check(world):
 
 
 @given(worlds(), st.sampled_from((8, 16, 24, 32, 64)), st.floats(0, 1))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_the_compiled_and_the_plain_path_agree(world, min_span_tokens, held):
     donors, target = world
     exact_tokens = int(held * len(target)) if held > 0.5 else 0

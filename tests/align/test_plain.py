@@ -33,7 +33,7 @@ def best_saving(matches: np.ndarray, seam: int) -> int:
 
 
 @given(intervals, st.sampled_from([0, 1, 3]))
-@settings(max_examples=500)
+@settings(max_examples=100)
 def test_the_cover_is_feasible_and_close_to_the_optimum(found, seam):
     matches = as_matches(found)
     pieces = choose_cover(matches, SHORTEST, seam)
@@ -52,7 +52,7 @@ def test_the_cover_is_feasible_and_close_to_the_optimum(found, seam):
 
 
 @given(intervals, st.sampled_from([0, 1, 3]))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_the_compiled_cover_is_the_same(found, seam):
     matches = as_matches(found)
     assert np.array_equal(

@@ -17,7 +17,7 @@ from semblend.errors import InputError
 from semblend.prices import Gpu, MemoryTier, PrefillRate, PriceBook
 
 DRAWS = 400
-LEAST_UNITS = 10
+MIN_UNITS = 10
 """With fewer sessions or runs no interval is given."""
 Counts = npt.NDArray[np.int64]
 
@@ -52,10 +52,10 @@ class Resampling:
 
 
 def resample(trace: Trace, seed: int = 0, draws: int = DRAWS) -> Resampling | None:
-    """Draw the sessions of a trace again and again; None where there are fewer than `LEAST_UNITS`."""
+    """Draw the sessions of a trace again and again; None where there are fewer than `MIN_UNITS`."""
     unit, members = _find_units(trace)
     units = int(members.max(initial=-1)) + 1
-    if units < LEAST_UNITS:
+    if units < MIN_UNITS:
         return None
     chance = np.random.default_rng(seed)
     return Resampling(unit, members, chance.multinomial(units, np.full(units, 1 / units), size=draws))
@@ -173,7 +173,7 @@ def list_engines_with(policy: str) -> tuple[str, ...]:
 DEFAULT_GPU = "h200"
 NOISE = 0.005
 """Hit rates that differ by less than this are called equal: half a point."""
-LEAST_HOURS = 1.0
+MIN_HOURS = 1.0
 """A shorter trace gives no money a day: a burst of seconds, times a day, is a number about nothing."""
 
 
@@ -296,7 +296,7 @@ class Room:
 class SizeRule:
     """Chooses how much memory to add to what the engine has: what leaves most money, or without prices the knee.
 
-    ``hours`` is the length of the traffic whose hits are given. ``by_price`` is false for a trace under `LEAST_HOURS`.
+    ``hours`` is the length of the traffic whose hits are given. ``by_price`` is false for a trace under `MIN_HOURS`.
     """
 
     costs: Costs

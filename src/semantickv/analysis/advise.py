@@ -17,7 +17,7 @@ from semantickv.analysis.advice import (
     DEFAULT_GPU,
     ENGINES,
     GIB,
-    LEAST_HOURS,
+    MIN_HOURS,
     NOISE,
     Advice,
     Costs,
@@ -39,8 +39,7 @@ from semantickv.simulator.simulate import simulate
 from semantickv.traces.trace import Trace, describe_trace
 from semblend.errors import InputError
 from semblend.estimate.steps import ArrangePassages
-from semblend.prices import PriceBook, load_price_book
-from semblend.prices.price_book import TIERS
+from semblend.prices import TIERS, PriceBook, load_price_book
 from semblend.prompt import Namespace
 from semblend.text.parts import Part
 
@@ -81,7 +80,7 @@ def _build_part(name: int, tokens: int, group: str | None) -> Part:
 
 
 SIZES = 10
-MOST_ACCESSES = 60_000_000  # accesses times sizes times policies beyond which curves come from samples: about a minute
+MAX_ACCESSES = 60_000_000  # accesses times sizes times policies beyond which curves come from samples: about a minute
 Say = Callable[[str], None]
 ChooseSize = Callable[[Sequence[Point]], int | None]
 
@@ -159,14 +158,14 @@ def advise(
     forest = build_forest(trace, "prefix")
     room = find_room(forest, costs["hbm"], asked.pool_tokens)
     steps = choose_steps(forest, room, sizes)
-    rate = min(1.0, MOST_ACCESSES / max(1, trace.block_accesses * (len(chosen) + 1) * len(steps)))
+    rate = min(1.0, MAX_ACCESSES / max(1, trace.block_accesses * (len(chosen) + 1) * len(steps)))
     curves = {}
     for policy in chosen:
         say(f"{policy}: {len(steps)} sizes" + (f", {rate:.1%} of the blocks" if rate < 1 else ""))
         curves[policy] = simulate_sizes(forest, policy, steps, rate, seed)
     among = ENGINES[asked.engine].policies if asked.engine else None
     hours = count_hours(trace)
-    by_price = hours >= LEAST_HOURS
+    by_price = hours >= MIN_HOURS
     tokens = int(trace.request_tokens.sum())
     tiers = {tier: _choose(curves, among, SizeRule(one, room, hours, by_price), tokens) for tier, one in costs.items()}
     choice = tiers[asked.tier] if asked.tier else _find_best(tiers, by_price)
@@ -256,7 +255,7 @@ def _choose_by_half(
         return None
     forest = build_forest(half, "prefix")
     steps = choose_steps(forest, choice.room, sizes)
-    rate = min(1.0, MOST_ACCESSES / max(1, half.block_accesses * len(steps)))
+    rate = min(1.0, MAX_ACCESSES / max(1, half.block_accesses * len(steps)))
     points = simulate_sizes(forest, choice.policy, steps, rate, seed)
     rule = SizeRule(choice.costs, choice.room, count_hours(half), by_price)
     found = None if choice.costs.tier.name == "hbm" else _choose_point(rule, points, float(half.request_tokens.sum()))

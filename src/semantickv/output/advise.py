@@ -10,8 +10,8 @@ from pathlib import Path
 from semantickv.analysis.advice import (
     DRAWS,
     ENGINES,
-    LEAST_HOURS,
-    LEAST_UNITS,
+    MIN_HOURS,
+    MIN_UNITS,
     NOISE,
     STABLE_TIMES,
     Advice,
@@ -176,7 +176,7 @@ def _describe_spare(advice: Advice, spare: TierChoice) -> str:
 
 
 def _say_how_many_are_enough() -> str:
-    return f"{LEAST_UNITS} sessions or {LEAST_UNITS**2} requests are the least that can tell"
+    return f"{MIN_UNITS} sessions or {MIN_UNITS**2} requests are the least that can tell"
 
 
 def _count_gpus(advice: Advice) -> str:
@@ -212,7 +212,7 @@ def describe_money(advice: Advice) -> str:
     if not advice.can_tell or advice.is_too_short or advice.ceiling.token_hit_rate < NOISE:
         return ""
     if not advice.by_price:
-        return f"No money: the trace is {_format_length(advice)} long, and a day needs {LEAST_HOURS:g} h at least."
+        return f"No money: the trace is {_format_length(advice)} long, and a day needs {MIN_HOURS:g} h at least."
     choice, costs, sure = advice.choice, advice.costs, advice.sureness
     between = f" (95 %: {sure.net_a_day.low:,.2f} to {sure.net_a_day.high:,.2f})" if sure and sure.net_a_day else ""
     saved = f"{format_hours(choice.gpu_hours_a_day)} of {costs.gpu.name} ({choice.saved_a_day:,.2f} {costs.currency})"
@@ -343,7 +343,7 @@ def _list_limits_of_figures(advice: Advice) -> list[str]:
         )
     else:
         found.append(
-            f"The trace is {_format_length(advice)} long. Money a day needs {LEAST_HOURS:g} h, so a size is the knee "
+            f"The trace is {_format_length(advice)} long. Money a day needs {MIN_HOURS:g} h, so a size is the knee "
             "of the curve, not what leaves most."
         )
     found += [

@@ -1,4 +1,4 @@
-"""Compiled twins of `semantickv.simulator.forest`. Importing this module imports numba."""
+"""The loops of `semantickv.simulator.forest`, compiled. Importing this module imports numba."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from semblend.text.tokenization import StableTokenizer
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _FIELDS = {"name", "type", "roles", "labels", "pattern", "min_hits", "min_words"}
 _HINT = "a rule has name, type and at least one of roles, labels, pattern, min_words"
-LONGEST_SEEN = 20_000  # characters of a block that patterns look at: a rule must not cost more than the text
+MAX_SEEN_CHARS = 20_000  # characters of a block that patterns look at: a rule must not cost more than the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Rule:
             return False
         if self.min_words and len(piece.text.split(None, self.min_words)) < self.min_words:
             return False
-        return not self.pattern or self._matches_pattern(piece.text[:LONGEST_SEEN])
+        return not self.pattern or self._matches_pattern(piece.text[:MAX_SEEN_CHARS])
 
     def _matches_pattern(self, text: str) -> bool:
         """Whether the pattern is found often enough."""

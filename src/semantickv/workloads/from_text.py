@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from semantickv.traces.segmentation import Segmenter, TextBlock
 from semantickv.traces.trace import Trace, TraceRequest
-from semantickv.workloads.arrivals import Arrivals
+from semantickv.workloads.families import Arrivals
 from semblend.errors import InputError
 from semblend.text.log_lines import open_log, read_lines
 

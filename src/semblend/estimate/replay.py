@@ -19,7 +19,7 @@ import numpy as np
 
 from semblend.errors import InputError
 from semblend.estimate.any_offset import PASS_TOKENS, AnyOffsetReplay, ReuseCount
-from semblend.estimate.prefix_cache import BlockHasher, KeyArray, make_cache
+from semblend.estimate.prefix_cache import BlockHasher, KeyArray, PrefixCache
 from semblend.estimate.steps import Parts, Step
 from semblend.prompt import Namespace, Prompt, TokenArray
 from semblend.text.logs import LoggedPrompt
@@ -27,7 +27,7 @@ from semblend.text.parts import Part, Splitter, join_parts, split_parts
 from semblend.text.tokenization import Tokenizer
 
 BUCKET_EDGES = (256, 1024, 4096, 16_384, 65_536)
-MOST_TENANTS = 1000
+MAX_TENANTS = 1000
 OTHERS = "(other tenants)"
 
 
@@ -49,7 +49,7 @@ class GroupTallies:
         self._tenants: dict[str, GroupTally] = {}
 
     def add(self, tenant: str, tokens: int, computed_prefix: int, computed: int) -> None:
-        if tenant not in self._tenants and len(self._tenants) >= MOST_TENANTS:
+        if tenant not in self._tenants and len(self._tenants) >= MAX_TENANTS:
             tenant = OTHERS
         for tally in (
             self._buckets[bisect_right(BUCKET_EDGES, tokens)],
@@ -79,13 +79,13 @@ def bucket_names() -> list[str]:
     return [f"under {BUCKET_EDGES[0]}", *middle, f"{BUCKET_EDGES[-1]} and more"]
 
 
-MOST_CACHED_TOKENS = 8_000_000
+MAX_CACHED_TOKENS = 8_000_000
 
 
 class PartTokens:
     """Token ids of parts, remembered while there is room: passages and templates come again and again."""
 
-    def __init__(self, tokenizer: Tokenizer, most_tokens: int = MOST_CACHED_TOKENS) -> None:
+    def __init__(self, tokenizer: Tokenizer, most_tokens: int = MAX_CACHED_TOKENS) -> None:
         self.tokenizer = tokenizer
         self.texts_encoded = 0
         self._known: OrderedDict[str, TokenArray] = OrderedDict()
@@ -116,8 +116,8 @@ class PartTokens:
 
 EXAMPLES = 3
 RECENT_PROMPTS = 256
-MOST_TEXT_CHARS = 200_000
-MOST_RECENT_CHARS = 8_000_000
+MAX_TEXT_CHARS = 200_000
+MAX_RECENT_CHARS = 8_000_000
 CONTEXT_CHARS = 80
 SHOWN_CHARS = 120
 
@@ -192,12 +192,12 @@ class BreakLog:
             if len(tally.examples) < EXAMPLES:
                 tally.examples.append(self._show(found, logged, namespace, texts))
         if texts:
-            self._remember(namespace, [text[:MOST_TEXT_CHARS] for text in texts])
+            self._remember(namespace, [text[:MAX_TEXT_CHARS] for text in texts])
 
     def _remember(self, namespace: Namespace, texts: Sequence[str]) -> None:
         self._recent.append((namespace, texts))
         self._chars += sum(map(len, texts))
-        while len(self._recent) > RECENT_PROMPTS or self._chars > MOST_RECENT_CHARS:
+        while len(self._recent) > RECENT_PROMPTS or self._chars > MAX_RECENT_CHARS:
             self._chars -= sum(map(len, self._recent.popleft()[1]))
 
     def _show(self, found: Break, logged: LoggedPrompt, namespace: Namespace, texts: Sequence[str]) -> BreakExample:
@@ -318,7 +318,7 @@ class _Stage:
         sizes = [size // options.block_tokens for size in options.curve_tokens]
         self._block_tokens = options.block_tokens
         self._at = sizes.index(options.cache_tokens // options.block_tokens)
-        self._cache = make_cache(sizes)
+        self._cache = PrefixCache(sizes)
         self.computed_tokens = self.changed_prompts = 0
         self.hits_by_size = [0] * len(sizes)
 

@@ -16,7 +16,7 @@ TEXT_FIELDS = ("text", "content", "page_content", "passage", "body")
 NAME_FIELDS = ("id", "_id", "doc_id", "document_id", "name")
 RETRIEVED_FIELDS = ("passages", "documents", "docs", "contexts", "ctxs", "retrieved")
 TEXT_FILES = (".txt", ".md", ".rst", ".html", ".csv", ".json", ".xml", ".log")
-LARGEST_FILE_BYTES = 64 << 20
+MAX_FILE_BYTES = 64 << 20
 SAMPLE_CHARS = 20_000
 LOOK_BYTES = 8192
 """So much of a file is looked at for zero bytes, as git does: text in UTF-8 has none."""
@@ -120,7 +120,7 @@ def _read_folder(folder: Path) -> Iterator[CorpusDocument]:
             if name.startswith(".") or file.suffix.lower() not in TEXT_FILES or not file.is_file():
                 continue
             try:
-                raw = file.read_bytes() if file.stat().st_size <= LARGEST_FILE_BYTES else None
+                raw = file.read_bytes() if file.stat().st_size <= MAX_FILE_BYTES else None
             except OSError as error:
                 raise InputError(f"cannot read {file}: {error.strerror}", hint="check its permissions") from None
             if raw is None:

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from semblend.arrange.keep import FREE, Keep
 from semblend.arrange.marks import MARK, RequestMarks, read_request
+from semblend.arrange.order_limits import FREE, OrderLimits
 from semblend.errors import InputError, TokenError
 from semblend.prompt import TokenArray, as_token_array
 from semblend.text.block_traces import list_block_parts
@@ -71,7 +71,7 @@ class LoggedPrompt:
     parts: tuple[Part, ...] = ()
     answer: str = ""
     is_chat: bool = False
-    keep: Keep = FREE
+    keep: OrderLimits = FREE
     reuse: bool = True
     messages: tuple[Mapping[str, Any], ...] = ()
     tools: tuple[Any, ...] = ()

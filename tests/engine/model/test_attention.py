@@ -104,7 +104,7 @@ def test_groups_of_any_size_are_like_their_twin(heads: int) -> None:
 def test_small_tiles_and_small_decode_batches_change_nothing(
     elements: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("MASK_ELEMENTS", "DECODE_ROWS", "TILE_SCORES"):
+    for name in ("DECODE_ROWS", "TILE_SCORES"):
         monkeypatch.setattr(attention, name, elements)
     for dtype in TOLERANCE:
         pool = world(device=device, dtype=dtype)

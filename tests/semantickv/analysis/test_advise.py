@@ -232,7 +232,7 @@ def test_names_in_the_trace_cannot_write_into_the_page(tmp_path: Path) -> None:
 
 def test_a_long_trace_is_sampled_and_the_page_says_so(monkeypatch: pytest.MonkeyPatch, advice: Advice) -> None:
     monkeypatch.setattr(
-        "semantickv.analysis.advise.MOST_ACCESSES", advice.trace.block_accesses * len(advice.sizes) * 3 // 2
+        "semantickv.analysis.advise.MAX_ACCESSES", advice.trace.block_accesses * len(advice.sizes) * 3 // 2
     )
     sampled = advise(advice.trace, policies=("lru", "s3fifo"))
     assert sampled.rate == pytest.approx(0.5)

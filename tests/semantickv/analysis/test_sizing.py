@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from semantickv.analysis.advice import LEAST_UNITS, Costs, resample
+from semantickv.analysis.advice import MIN_UNITS, Costs, resample
 from semantickv.analysis.advise import Question, advise
 from semantickv.analysis.latency import LatencyModel
 from semantickv.cli import main
@@ -146,7 +146,7 @@ def test_the_interval_holds_the_hit_rate_of_the_whole_trace() -> None:
 
 
 def test_too_few_sessions_are_too_short_and_the_headline_says_so() -> None:
-    made = advise(make_trace(LEAST_UNITS - 1), policies=("lru",))
+    made = advise(make_trace(MIN_UNITS - 1), policies=("lru",))
     assert made.sureness is None
     assert made.is_too_short
     assert advise_output.format_headline(made).startswith("Trace too short")

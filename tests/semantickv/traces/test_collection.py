@@ -22,7 +22,7 @@ from semantickv.traces.collecting_proxy import CollectingProxy
 from semantickv.traces.collection import Collector, has_content
 from semantickv.traces.segmentation import Segmenter
 from semantickv.traces.trace import Trace
-from semantickv.traces.trace_writer import MOST_HELD, TraceWriter
+from semantickv.traces.trace_writer import MAX_HELD, TraceWriter
 from semantickv.workloads.mock_traffic import collect_mock
 from semblend.errors import InputError
 
@@ -123,9 +123,9 @@ def test_lines_are_in_order_of_arrival_whatever_ends_first(tmp_path: Path) -> No
 def test_a_request_that_hangs_does_not_hold_the_others_for_ever(tmp_path: Path) -> None:
     with TraceWriter(tmp_path / "t.jsonl") as writer:
         hanging = writer.take_ticket()
-        for _ in range(MOST_HELD + 1):
+        for _ in range(MAX_HELD + 1):
             writer.put(writer.take_ticket(), {})
-        assert writer.written == MOST_HELD + 1
+        assert writer.written == MAX_HELD + 1
         writer.put(hanging, {})
         assert writer.dropped == 1
 

@@ -214,7 +214,7 @@ def next_token_kl(now: Tensor, before: Tensor) -> float:
 # A larger number never chooses a dearer way, and no way is chosen whose expected divergence is above the number.
 
 
-WAYS = (0, 10, 20, 40)
+RECOMPUTE_LEVELS = (0, 10, 20, 40)
 """Percent of the reused tokens that each way computes again."""
 NUMBERS = (0.003, 0.01, 0.02, 0.05, 0.1, 0.3)
 """Where calibration and benchmarks look at the dial."""
@@ -232,7 +232,7 @@ _ORDERS = tuple(PassageOrder)
 
 
 @dataclass(frozen=True, slots=True)
-class WayChoice:
+class RecomputeLevel:
     """What the gate does next: compute ``percent`` of the reused tokens again (0: nothing more), None: a prefill.
 
     ``expected``: divergence from cold of the chosen way, in nats; for a prefill, that of the best way there was.
@@ -243,20 +243,20 @@ class WayChoice:
     reason: str
 
 
-def choose_way(expected: Mapping[int, float], nats: float) -> WayChoice:
+def choose_level(expected: Mapping[int, float], nats: float) -> RecomputeLevel:
     """The cheapest way that is expected to stay below ``nats``; ``expected`` by percent.
 
-    >>> choose_way({0: .2, 10: .04, 20: .03}, .05).percent
+    >>> choose_level({0: .2, 10: .04, 20: .03}, .05).percent
     10
-    >>> choose_way({0: .2, 10: .04}, .01).reason
+    >>> choose_level({0: .2, 10: .04}, .01).reason
     'at best 0.04 nats are expected, 0.01 are allowed'
     """
     allowed = [percent for percent in sorted(expected) if percent or nats > MOST_UNPROBED]
     for percent in allowed:
         if bound_risk(expected[percent]) <= nats:
-            return WayChoice(percent, expected[percent], f"{expected[percent]:.3g} of {nats:g} nats are expected")
+            return RecomputeLevel(percent, expected[percent], f"{expected[percent]:.3g} of {nats:g} nats are expected")
     best = min((bound_risk(expected[percent]) for percent in allowed), default=bound_risk(math.inf))
-    return WayChoice(None, best, f"at best {best:.3g} nats are expected, {nats:g} are allowed")
+    return RecomputeLevel(None, best, f"at best {best:.3g} nats are expected, {nats:g} are allowed")
 
 
 @dataclass(frozen=True, slots=True)

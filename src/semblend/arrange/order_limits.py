@@ -9,7 +9,7 @@ from semblend.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class OrderLimits:
     """What stays where the caller put it.
 
     ``first`` and ``last``: so many passages at the beginning and at the end keep their places. ``within``: no passage
@@ -31,7 +31,7 @@ class Keep:
             raise InputError(f"keep displaced={self.displaced!r} is no share", hint="from 0 to 1")
 
 
-FREE = Keep()
+FREE = OrderLimits()
 
 
 def measure_displaced(order: Sequence[int], scores: Sequence[float]) -> float:
@@ -46,14 +46,14 @@ def measure_displaced(order: Sequence[int], scores: Sequence[float]) -> float:
     return sum(scores[index] * max(0, place - index) for place, index in enumerate(order)) / most
 
 
-class Room:
+class PlacementCheck:
     """Which passage may take which place of ``count``, if none moves further than ``within`` and some are fixed.
 
     Places are taken from the front. A passage that is left can still reach a place as long as no more than ``within``
     passages from behind it stand in front of it, and the first of those left is always the one with the most.
     """
 
-    def __init__(self, count: int, keep: Keep, within: int | None) -> None:
+    def __init__(self, count: int, keep: OrderLimits, within: int | None) -> None:
         self.count = count
         self.first = min(keep.first, count)
         self.last = min(keep.last, count - self.first)

@@ -66,7 +66,7 @@ HEAVY = {
     "uvicorn": {"engine.server.*", "cli.commands.serve"},
     "huggingface_hub": {"fingerprint.*", "engine.model.*", "models", "text.tokenization"},
     "httpx": set(),
-    "matplotlib": {"demo.plot", "web.plotting"},
+    "matplotlib": {"web.plotting"},
 }
 
 

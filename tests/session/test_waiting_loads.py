@@ -202,7 +202,7 @@ class Scheduler:
         """Take the row of the request that came last; it begins again."""
         one, self.retracted = self.running[-1], self.retracted + 1
         self.release(one)
-        record = self.sessions.sessions.find(one.name)
+        record = self.sessions.find(one.name)
         self.sessions.forget(one.name)
         again = replace(record.request, declined="it was retracted", answered=True)
         self.answers[one.name] = max(1, one.left)
@@ -210,7 +210,7 @@ class Scheduler:
 
     def finish(self, one: Running) -> None:
         """The row of a request that is exact from its first token on goes to the cache."""
-        record = self.sessions.sessions.find(one.name)
+        record = self.sessions.find(one.name)
         tokens = record.request.prompt.token_ids.tolist()
         exact_end = self.sessions.find_exact_end(one.name)
         if one.entry is None and exact_end is None:
@@ -264,7 +264,7 @@ def live(scheduler: Scheduler, seed: int) -> int:
     assert set(names) <= scheduler.ended, f"seed {seed}: {len(scheduler.queue)} requests wait for ever"
     scheduler.flush()
     assert len(scheduler.slots.free) == scheduler.whole, f"seed {seed}"
-    assert not len(scheduler.sessions.sessions), f"seed {seed}"
+    assert not len(scheduler.sessions), f"seed {seed}"
     assert scheduler.sessions.donors.kv.holders == 0, f"seed {seed}"
     return loads
 
@@ -297,9 +297,9 @@ def test_a_load_whose_exact_prefix_has_moved_begins_again():
     world.sessions.load("r", lambda: first)
     assert world.sessions.work("r", busy=True) is None
     world.sessions.load("r", lambda: first)
-    assert world.sessions.sessions.find("r").begun == 1, "it goes on"
+    assert world.sessions.find("r").begun == 1, "it goes on"
     world.sessions.load("r", lambda: second)
-    assert world.sessions.sessions.find("r").begun == 2
+    assert world.sessions.find("r").begun == 2
     assert world.sessions.work("r", busy=False) == len(TARGET) - 1 - head
     world.sessions.forget("r")
     assert len(world.slots.free) == free

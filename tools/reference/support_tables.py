@@ -145,7 +145,7 @@ VLLM: tuple[Feature, ...] = (
         "images in a request, prompt embeddings, pooling, prompt logprobs, streaming input",
         SupportLevel.PER_REQUEST,
         "computed without us",
-        "tests/integration/vllm/test_scheduler_half.py",
+        "tests/integration/vllm/test_scheduler_connector.py",
     ),
 )
 

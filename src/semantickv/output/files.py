@@ -115,9 +115,6 @@ def format_placement_summary(results: Sequence[PlacementResult], setup: Mapping[
     return lines
 
 
-MAX_POINTS = 4000
-
-
 def write_replay(result: Replay, folder: Path, *, pictures: bool = True) -> None:
     """Write replay_results.json, replay_metrics.csv, replay_summary.md and the pictures into ``folder``."""
     write_json(folder / "replay_results.json", result.as_json())
@@ -205,7 +202,6 @@ def _draw_observed(result: Replay, path: Path, note: str) -> None:
     shown = seen[result.trace.ttft_ms[seen] <= edge]
     if len(shown) < len(seen):
         note += f"; {len(seen) - len(shown)} observed above {edge:,.0f} ms are not shown"
-    shown = shown[:: max(1, len(shown) // MAX_POINTS)]
     clouds = {
         name: (result.trace.ttft_ms[shown].tolist(), times[shown].tolist()) for name, times in result.ttft_ms.items()
     }

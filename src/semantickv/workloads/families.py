@@ -5,7 +5,8 @@ the first ones more popular), inside its session, or by nobody. So a family is d
 follows from a few numbers that a reader can check. No text is made: a cache sees ids, lengths and types.
 
 When sessions begin and how long people think is drawn from a seed (`Arrivals`). The loop is open: a session begins at
-its time whether or not others have been served."""
+its time whether or not others have been served.
+"""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class LocalSessions:
         self.semblend, self.settings = semblend, settings
         self._model, self._pool, self._quality, self._watch = model, pool, quality, watch
         self.donors = KeptDonors(semblend, model, settings, engine)
-        self.sessions = Sessions(
+        self._rules = Sessions(
             semblend,
             EngineTraits(
                 engine,
@@ -101,14 +101,21 @@ class LocalSessions:
             outcomes=OutcomeMemory(quality.thresholds.expected_costs, quality.thresholds),
         )
         self._blenders: dict[str, Blender] = {}
+        self._book: dict[str, ReuseSession] = {}
         self._loads: dict[str, Load] = {}
         self._loading: ReuseSession | None = None  # one load waits at most
+
+    def __len__(self) -> int:
+        return len(self._book)
+
+    def find(self, request_id: str) -> ReuseSession | None:
+        return self._book.get(request_id)
 
     # -- a request that waits ----------------------------------------------------------------------------------------
 
     def find_request(self, request_id: str, source: Any) -> SessionRequest | None:
         """What was read of a request before; None for one that is new, also under an id that was used before."""
-        session = self.sessions.find(request_id)
+        session = self.find(request_id)
         if session is None or session.request.source is source:
             return None if session is None else session.request
         self.forget(request_id)
@@ -116,12 +123,12 @@ class LocalSessions:
 
     def find_source(self, request_id: str) -> Any:
         """The engine's request that stands under an id now, or None. Two requests may have one id at once."""
-        session = self.sessions.find(request_id)
+        session = self.find(request_id)
         return None if session is None else session.request.source
 
     def offer(self, request: SessionRequest, exact_tokens: int) -> int:
         """Tokens behind the ``exact_tokens`` of the exact tree that we shall provide; 0 for none."""
-        session = self.sessions.open(request)
+        session = self._open(request)
         if session.state is State.LOADING:
             if exact_tokens == session.exact_tokens and session.epoch == self.donors.epoch:
                 return session.offered_tokens
@@ -129,21 +136,21 @@ class LocalSessions:
         elif not session.is_open:  # refused once; or loaded, and then not admitted; or released untold
             self._take_back(session)
             return 0
-        return self.sessions.offer(session, exact_tokens)
+        return self._rules.offer(session, exact_tokens)
 
     def stand_back(self, request: SessionRequest, exact_tokens: int, why: str) -> None:
         """The engine computes this request behind its ``exact_tokens``. Nothing is offered; it may become a donor."""
-        session = self.sessions.open(request)
+        session = self._open(request)
         self._stop_load(session)
         self._take_back(session)
-        self.sessions.stand_back(session, exact_tokens, why)
+        self._rules.stand_back(session, exact_tokens, why)
 
     def load(self, request_id: str, exact_slots: Callable[[], Tensor]) -> None:
         """Begin the load of a request: take slots for it. One that has begun goes on, if its exact prefix is in place.
 
         The prefix may leave while a load waits, as any other: nobody holds it. Then the load begins again.
         """
-        session = self.sessions.find(request_id)
+        session = self.find(request_id)
         if session is None or session.state not in (State.OFFERED, State.LOADING):
             return
         prefix = exact_slots()[: session.exact_tokens]
@@ -153,12 +160,12 @@ class LocalSessions:
         if self._drop_old_weights():
             session.run_cold(Decline(DeclineReason.STALE, "the weights of the model have changed"))
             return
-        plan = self.sessions.begin_load(session)
+        plan = self._rules.begin_load(session)
         if isinstance(plan, Decline):
             return
         slots = self._pool.take(self._pool.round_up(plan.prompt_tokens - session.exact_tokens))
         if slots is None:
-            self.sessions.run_cold(session, Decline(DeclineReason.CAPACITY, "there are no slots left for it"))
+            self._rules.run_cold(session, Decline(DeclineReason.CAPACITY, "there are no slots left for it"))
             return
         load = self._loads[request_id] = Load(slots, prefix)
         context = torch.cat([prefix, slots])[: plan.prompt_tokens]
@@ -173,7 +180,7 @@ class LocalSessions:
 
         Gives the tokens that are provided now, 0 where the engine has to compute them, None where the load goes on.
         """
-        session, load = self.sessions.find(request_id), self._loads.get(request_id)
+        session, load = self.find(request_id), self._loads.get(request_id)
         started = time.perf_counter()
         while session is not None and load is not None and load.pieces is not None:
             try:
@@ -189,7 +196,7 @@ class LocalSessions:
 
     def keep_private(self, request_id: str) -> None:
         """Nothing of this request is to be published, though some of it is exact."""
-        session = self.sessions.find(request_id)
+        session = self.find(request_id)
         if session is not None:
             session.private = True
 
@@ -197,7 +204,7 @@ class LocalSessions:
 
     def find_tail(self, request_id: str) -> Tensor | None:
         """The slots behind the exact prefix that are loaded; None where there are none."""
-        session, load = self.sessions.find(request_id), self._loads.get(request_id)
+        session, load = self.find(request_id), self._loads.get(request_id)
         if session is None or load is None or session.state is State.LOADING:
             return None
         load.is_handed_over = True
@@ -205,7 +212,7 @@ class LocalSessions:
 
     def find_exact_end(self, request_id: str) -> int | None:
         """Up to where the KV of a request is exact; None where all of it is."""
-        session = self.sessions.find(request_id)
+        session = self.find(request_id)
         return None if session is None else session.exact_end
 
     def note_prompt(self, request_id: str, slots: Tensor | None, answered: Sequence[int] = ()) -> Receipt | None:
@@ -213,36 +220,37 @@ class LocalSessions:
 
         ``answered``: tokens behind the prompt whose KV lies in ``slots`` too. Without ``slots`` there is no donor.
         """
-        session = self.sessions.find(request_id)
+        session = self.find(request_id)
         if session is None or session.has_answered or session.request.answered:
             return None
         self._stop_load(session)
-        self.sessions.answer(session)
-        tokens = self.sessions.count_donor_tokens(session, len(session.prompt) + len(answered))
+        self._rules.answer(session)
+        tokens = self._rules.count_donor_tokens(session, len(session.prompt) + len(answered))
         if slots is not None and tokens:
             self._capture(session, slots[:tokens], answered)
-        return self.sessions.confirm(session)
+        return self._rules.confirm(session)
 
     def forget(self, request_id: str) -> None:
         """The request is gone. Slots that a load still has go back; those in its row are the engine's to free."""
-        session = self.sessions.find(request_id)
+        session = self.find(request_id)
         if session is not None:
             self._stop_load(session)
             self._give_slots_back(session)
-            self.sessions.end(session)
+            self._rules.end(session)
+            del self._book[request_id]
 
     def give_up(self, request_id: str, where: str, error: BaseException) -> None:
         """A hook failed for this request: it is computed cold, and an event says why."""
         message = f"{type(error).__name__}: {error}".splitlines()[0]
         log.warning("SemBlend: %s failed for %s: %s", where, request_id, message, exc_info=error)
-        session = self.sessions.find(request_id)
+        session = self.find(request_id)
         if session is not None and where in WAITS:  # it has no row yet, so whatever slots it has are ours
             try:
                 self._stop_load(session)
             finally:
                 self._give_slots_back(session)
-                self.sessions.run_cold(session, Decline(DeclineReason.ERROR, message))
-        self.sessions.report_failure(where, message, request_id)
+                self._rules.run_cold(session, Decline(DeclineReason.ERROR, message))
+        self._rules.report_failure(where, message, request_id)
 
     def count_waiting_slots(self) -> int:
         """Slots of a load that waits for its next step: `stop_loads` gives them back."""
@@ -259,6 +267,16 @@ class LocalSessions:
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
+    def _open(self, request: SessionRequest) -> ReuseSession:
+        """The session of a request; a new one where its id stood for another request before."""
+        session = self._book.get(request.request_id)
+        if session is not None and request.source is not None and session.request.source is not request.source:
+            self.forget(request.request_id)
+            session = None
+        if session is None:
+            session = self._book[request.request_id] = self._rules.make(request)
+        return session
+
     def _get_blender(self, mode: str) -> Blender:
         """In mode fast only the engine needs the end of the prompt; the gate of mode balanced looks at it."""
         if mode not in self._blenders:
@@ -268,7 +286,7 @@ class LocalSessions:
 
     def _finish_load(self, session: ReuseSession, result: LoadResult) -> None:
         """What is behind the claim is the engine's to compute; without KV to use, all of it is."""
-        self.sessions.finish_load(session, result)
+        self._rules.finish_load(session, result)
         if session.state is not State.FILLED:
             self._give_slots_back(session)
             return
@@ -287,7 +305,7 @@ class LocalSessions:
             pieces.close()
         finally:
             self._give_slots_back(session)
-        self.sessions.stop_load(session)
+        self._rules.stop_load(session)
         return True
 
     def _give_slots_back(self, session: ReuseSession) -> None:
@@ -300,7 +318,7 @@ class LocalSessions:
         load = self._loads.get(session.request_id)
         if load is not None and not load.is_handed_over and session.state is State.FILLED:
             why = "the engine did not admit it with what was loaded"
-            self.sessions.run_cold(session, Decline(DeclineReason.CAPACITY, why))
+            self._rules.run_cold(session, Decline(DeclineReason.CAPACITY, why))
         self._give_slots_back(session)
 
     def _drop_old_weights(self) -> bool:

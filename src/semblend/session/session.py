@@ -216,7 +216,7 @@ class ReuseSession:
         self._enter(State.FILLED)
         self.result, self.approximate_from = result, result.exact_until
 
-    def share(self, plan: ReusePlan, result: LoadResult) -> None:
+    def share_kv(self, plan: ReusePlan, result: LoadResult) -> None:
         """It found the KV that was loaded for an equal prompt."""
         self.plan, self.shares = plan, True
         self.fill(result)

@@ -1,4 +1,4 @@
-"""What every engine decides about a request in the same way, and the book of the requests that are with us.
+"""What every engine decides about a request in the same way.
 
 An adapter calls, for each request:
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from semblend.config import SemBlendConfig
 from semblend.confirm import events
@@ -92,27 +92,9 @@ class Sessions:
         self.config = semblend.config if config is None else config
         self.quality = QualitySettings() if quality is None else quality
         self.outcomes = OutcomeMemory() if outcomes is None else outcomes
-        self._book: dict[str, ReuseSession] = {}
 
-    # -- the book ----------------------------------------------------------------------------------------------------
-
-    def __len__(self) -> int:
-        return len(self._book)
-
-    def __iter__(self) -> Any:
-        return iter(list(self._book.values()))
-
-    def find(self, request_id: str) -> ReuseSession | None:
-        return self._book.get(request_id)
-
-    def open(self, request: SessionRequest) -> ReuseSession:
-        """The session of a request; a new one where its id stood for another request before."""
-        session = self._book.get(request.request_id)
-        if session is None or (request.source is not None and session.request.source is not request.source):
-            if session is not None:
-                self.end(session)
-            session = self._book[request.request_id] = ReuseSession(request, self.choose_mode(request))
-        return session
+    def make(self, request: SessionRequest) -> ReuseSession:
+        return ReuseSession(request, self.choose_mode(request))
 
     def choose_mode(self, request: SessionRequest) -> str:
         """The quality of a request: its own, its tenant's, or the engine's."""
@@ -336,9 +318,7 @@ class Sessions:
 
     def end(self, session: ReuseSession) -> None:
         """The request is gone, and so is its claim."""
-        if self._book.get(session.request_id) is session:
-            del self._book[session.request_id]
-            self.semblend.release(session.request_id)
+        self.semblend.release(session.request_id)
         if session.state is not State.ENDED:
             session.end()
 

@@ -1,7 +1,8 @@
 """Charts as inline SVG: elements, scales and their ticks, frames, figures, and the colours of the style sheet.
 
 Colours are CSS classes, so that one drawing serves light, dark and paper; a picture on its own has the colours of the
-light theme in place of their names. Each figure is drawn twice, for a wide page and for a phone."""
+light theme in place of their names. Each figure is drawn twice, for a wide page and for a phone.
+"""
 
 from __future__ import annotations
 
@@ -107,14 +108,17 @@ def pad_range(values: Sequence[float], *, log: bool = False) -> tuple[float, flo
 
 @dataclass
 class Drawing:
-    """An SVG that is being drawn. Coordinates are pixels of the view box."""
+    """An SVG that is being drawn. Coordinates are pixels of the view box.
+
+    The ``kind`` of a mark is its classes in the style sheet, or declarations such as ``fill:#4c78a8``.
+    """
 
     width: float
     height: float
     parts: list[str] = field(default_factory=list)
 
     def add_line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
-        self.parts.append(f'<line {_write_numbers(x1=x1, y1=y1, x2=x2, y2=y2)} class="{kind}"/>')
+        self.parts.append(f"<line {_write_numbers(x1=x1, y1=y1, x2=x2, y2=y2)} {_write_kind(kind)}/>")
 
     def add_bar(self, x: float, y: float, width: float, height: float, kind: str, hover: str = "") -> None:
         numbers = _write_numbers(x=x, y=y, width=max(width, 0), height=height, rx=2)
@@ -139,7 +143,7 @@ class Drawing:
 
     def add_text(self, x: float, y: float, words: str, kind: str = "label", anchor: Anchor = "start") -> None:
         self.parts.append(
-            f'<text {_write_numbers(x=x, y=y)} class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
+            f'<text {_write_numbers(x=x, y=y)} {_write_kind(kind)} text-anchor="{anchor}">{escape(words)}</text>'
         )
 
     def render(self, label: str, style: str = "") -> str:
@@ -155,7 +159,11 @@ class Drawing:
 
     def _add_shape(self, tag: str, shape: str, kind: str, hover: str) -> None:
         inner = f"<title>{escape(hover)}</title>" if hover else ""
-        self.parts.append(f'<{tag} {shape} class="{kind}">{inner}</{tag}>')
+        self.parts.append(f"<{tag} {shape} {_write_kind(kind)}>{inner}</{tag}>")
+
+
+def _write_kind(kind: str) -> str:
+    return f'style="{kind}"' if ":" in kind else f'class="{kind}"'
 
 
 def _write_numbers(**numbers: float) -> str:
@@ -271,14 +279,19 @@ def begin_plot(
     """Return a drawing with both axes, and the scales of x and y to pixels; ``words`` say what the axes are."""
     drawing, bottom = Drawing(width, height), height - 42
     across, up = Scale(x.low, x.high, left, width - right, x.log), Scale(y.low, y.high, bottom, 14, y.log)
-    for tick in y.list_ticks(up):
-        drawing.add_line(left, up(tick), width - right, up(tick), "grid")
-        drawing.add_text(left - 6, up(tick) + 4, y.show(tick), "tick", "end")
-    for tick in x.list_ticks(across):
-        drawing.add_text(across(tick), bottom + 16, x.show(tick), "tick", "middle")
-    drawing.add_line(left, bottom, width - right, bottom, "rule")
-    drawing.add_text(width - right, bottom + 34, words, "axis", "end")
+    draw_axes(drawing, across, up, x, y, words)
     return drawing, across, up
+
+
+def draw_axes(drawing: Drawing, across: Scale, up: Scale, x: Axis, y: Axis, words: str) -> None:
+    """Draw both axes around the place that the scales say."""
+    for tick in y.list_ticks(up):
+        drawing.add_line(across.start, up(tick), across.end, up(tick), "grid")
+        drawing.add_text(across.start - 6, up(tick) + 4, y.show(tick), "tick", "end")
+    for tick in x.list_ticks(across):
+        drawing.add_text(across(tick), up.start + 16, x.show(tick), "tick", "middle")
+    drawing.add_line(across.start, up.start, across.end, up.start, "rule")
+    drawing.add_text(across.end, up.start + 34, words, "axis", "end")
 
 
 def spread_out(places: Sequence[float], step: float, top: float) -> list[float]:

@@ -103,7 +103,7 @@ def test_a_load_of_ours_waits_until_pages_under_way_have_arrived(world, monkeypa
     name = world.send(world.instruction(4) + document + world.question(), quality="fast")
     for _ in range(5):
         world.step()
-        assert not world.sessions.sessions.find(name).is_loading
+        assert not world.sessions.find(name).is_loading
     monkeypatch.undo()
     while not world.answers[name].done:
         world.step()

@@ -254,7 +254,7 @@ class SchedulerWorld:
         load, work = self.sessions.load, self.sessions.work
 
         def begin(request_id: str, *args: Any) -> None:
-            if not self.sessions.sessions.find(request_id).is_loading:
+            if not self.sessions.find(request_id).is_loading:
                 self.count_steps_of_load = 0
             load(request_id, *args)
 

@@ -76,9 +76,9 @@ def test_an_abort_in_the_middle_of_a_load_gives_its_slots_back(world, free):
         world.step()
         doomed = world.send(world.instruction(3) + document + world.question(), quality="fast")
         world.step()
-        assert world.sessions.sessions.find(doomed).is_loading
+        assert world.sessions.find(doomed).is_loading
         world.abort(doomed)
-        assert world.sessions.sessions.find(doomed) is None
+        assert world.sessions.find(doomed) is None
         while not world.answers[running].done:
             world.step()
     finally:
@@ -95,9 +95,9 @@ def test_an_abort_between_planning_and_allocation_leaves_nothing(world, free):
     (request,) = world.scheduler.waiting_queue
     request.init_next_round_input(world.cache)
     assert request.host_hit_length > 0, "it was planned"
-    assert world.sessions.sessions.find(doomed) is not None
+    assert world.sessions.find(doomed) is not None
     world.abort(doomed)
-    assert world.sessions.sessions.find(doomed) is None
+    assert world.sessions.find(doomed) is None
     assert world.count_free() == held
     world.flush()
     assert world.count_free() == free
@@ -112,7 +112,7 @@ def test_an_aborted_request_that_runs_leaves_no_slot_and_no_claim(world, free):
     world.abort(name)
     world.flush()
     assert world.count_free() == free
-    assert not len(world.sessions.sessions)
+    assert not len(world.sessions)
 
 
 @pytest.mark.parametrize("where", ["offer", "load", "work", "note_prompt", "_get_blender"])
@@ -214,7 +214,7 @@ def test_a_storm_of_aborts_at_any_moment_leaves_no_slot_no_claim_and_right_answe
     assert all(world.answers[name].tokens == alone[number] for name, number in alive.items())
     world.flush()
     assert world.count_free() == free
-    assert not len(world.sessions.sessions)
+    assert not len(world.sessions)
     assert world.sessions.donors.kv.holders == 0
 
 

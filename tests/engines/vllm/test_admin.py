@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from semblend.integration.vllm.scheduler.admin_socket import ask
+from semblend.integration.vllm.scheduler.admin import ask
 from semblend.prompt import name_tenant
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

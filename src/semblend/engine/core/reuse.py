@@ -122,9 +122,9 @@ class Reuse:
                 part.close()
 
     def open(self, request: Request, prompt: Prompt) -> ReuseSession:
-        """The session of a request that has come; it enters the book when it has its blocks."""
+        """The session of a request that has come."""
         asked = SessionRequest(request.request_id, prompt, quality=request.quality, opt_out=request.opt_out)
-        return ReuseSession(asked, self.sessions.choose_mode(asked))
+        return self.sessions.make(asked)
 
     def may_fill(self, session: ReuseSession) -> bool:
         """Whether donors are looked for at all; looks at the settings only."""
@@ -230,9 +230,7 @@ class Reuse:
     def release(self, sequence: Sequence) -> None:
         """A sequence ended; let go of its claim if no receipt did."""
         sequence.blended = None
-        if sequence.receipt is None and sequence.session.begun:
-            self.sessions.semblend.release(sequence.request_id)
-        sequence.session.end()
+        self.sessions.end(sequence.session)
 
     # -- the donors that this engine holds, for its sessions ---------------------------------------------------------
 

@@ -16,15 +16,15 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from semblend.integration.vllm.orders import Loaded
 from semblend.integration.vllm.scheduler.prefix_locks import PrefixLocks
 from semblend.integration.vllm.scheduler.records import Record, Share
 from semblend.plan.reuse_plan import ReusePlan
+from semblend.session.session import NEVER, LoadResult
 
 MOST_SHARES = 4096
 
 
-class Shares:
+class SharedBlocks:
     """What was loaded lately, by prompt. The least recently used is forgotten: then its blocks are found no more."""
 
     def __init__(self, locks: PrefixLocks, block_tokens: int, most: int = MOST_SHARES) -> None:
@@ -42,17 +42,17 @@ class Shares:
         name = self._name(record)
         spans = repr([(s.donor_id, s.generation, s.donor_start, s.target_start, s.length) for s in plan.spans])
         key = hashlib.blake2b(name + spans.encode(), key=self._secret).digest()
-        self._shares[name] = Share(name, key, record.request.request_id, plan)
+        self._shares[name] = Share(name, key, record.request_id, plan)
         self._shares.move_to_end(name)
         if len(self._shares) > self._most:
             self._shares.popitem(last=False)
         return key
 
-    def note_loaded(self, record: Record, loaded: Loaded) -> None:
+    def note_loaded(self, record: Record, result: LoadResult) -> None:
         """Its blocks are filled, and vLLM enters them when it schedules the request."""
         share = self._shares.get(self._name(record))
-        if share is not None and share.owner == record.request.request_id:
-            share.loaded = loaded
+        if share is not None and share.owner == record.request_id:
+            share.result = result
 
     # -- the next ones ---------------------------------------------------------------------------------------------
 
@@ -65,13 +65,14 @@ class Shares:
         if share is None:
             return False
         self._shares.move_to_end(share.prompt)
-        if share.loaded is None:
+        if share.result is None:
             owner = records.get(share.owner)
-            return owner is not None and owner.loading and owner is not record
+            return owner is not None and owner.is_loading and owner is not record
         first = share.plan.spans[0].target_start
         if local_tokens > first // self._block_tokens * self._block_tokens:
             return False  # more of it is exact by now
-        record.local_tokens, record.decision, record.ordered, record.share = local_tokens, share.plan, share.plan, share
+        record.withdraw()
+        record.exact_tokens, record.decision, record.share = local_tokens, share.plan, share
         self._locks.lock(record, first, share.key)
         return True
 
@@ -93,32 +94,31 @@ class Shares:
 
         Their other tokens were computed for the equal prompt. They are no donor's, and count as prefill here too.
         """
-        record.filled, share = True, record.share
-        if share is not None and share.loaded is not None and record.loaded is None:
+        share = record.share
+        if share is not None and share.result is not None:
             reused = sum(span.length for span in share.plan.until(record.found_tokens).spans)
-            record.loaded = Loaded(
-                record.request.request_id,
-                exact_tokens=record.local_tokens,
-                reused_tokens=reused,
-                prefill_tokens=len(record.prompt) - record.local_tokens - reused,
-                risk=share.loaded.risk,
-                escalations=share.loaded.escalations,
-                canary=share.loaded.canary,
+            result = LoadResult(
+                share.plan.spans[0].target_start,
+                reused,
+                risk=share.result.risk,
+                escalations=share.result.escalations,
+                canary=share.result.canary,
             )
+            record.share_kv(share.plan, result)
 
     def leave(self, record: Record) -> None:
         """The request goes its own way, under its own hashes."""
         if record.share is not None:
             self._locks.unlock(record)
-            record.share = record.ordered = record.decision = None
-            record.seen_epoch = -1
+            record.share = record.decision = None
+            record.epoch = NEVER
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def drop_of(self, record: Record) -> None:
         """What this request has filled, or has not found, is shared no more."""
         share = self._shares.get(record.name) if record.name is not None else None
-        if share is not None and (record.share is share or share.owner == record.request.request_id):
+        if share is not None and (record.share is share or share.owner == record.request_id):
             del self._shares[share.prompt]
 
     def drop_donor(self, donor_id: str) -> None:

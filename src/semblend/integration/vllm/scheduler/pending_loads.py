@@ -16,7 +16,7 @@ from semblend.integration.vllm.scheduler.records import Record
 from semblend.span import Span
 
 
-class LoadDesk:
+class PendingLoads:
     """See the module."""
 
     def __init__(self, block_tokens: int) -> None:
@@ -38,7 +38,7 @@ class LoadDesk:
                 record.request.request_id,
                 record.prompt.token_ids[:plan_tokens].astype(np.int32),
                 tuple(record.block_ids),
-                record.local_tokens,
+                record.exact_tokens,
                 record.claim_end,
                 tuple(spans),
                 record.mode,
@@ -47,7 +47,7 @@ class LoadDesk:
 
     def refuse(self, record: Record, block_ids: Iterable[int], claimed_tokens: int) -> None:
         """Order a load that the workers refuse, in place of the one that was to be ordered."""
-        name, exact = record.request.request_id, record.local_tokens
+        name, exact = record.request.request_id, record.exact_tokens
         self._waiting = [load for load in self._waiting if load.request_id != name]
         nothing = np.zeros(0, dtype=np.int32)
         self._waiting.append(Load(name, nothing, tuple(block_ids), exact, exact + claimed_tokens, (), record.mode))

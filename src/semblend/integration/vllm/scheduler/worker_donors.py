@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Set
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from semblend.discover.donor import Eviction
 from semblend.errors import SemBlendError
 from semblend.facade import SemBlend
 from semblend.integration.vllm.orders import Capture, Report
-from semblend.integration.vllm.scheduler.admin_desk import AdminDesk
+from semblend.integration.vllm.scheduler.admin import DonorAdmin
 from semblend.integration.vllm.scheduler.records import Record
-from semblend.integration.vllm.scheduler.reset_watch import ResetWatch
 from semblend.materialize.donors.directory import GENERATION, Publication, SharedDonors
+from semblend.plan.reuse_plan import ReusePlan
 from semblend.prompt import Namespace, Prompt
 
 ReportFailure = Callable[[str, str, str], None]
 Answer = TypeVar("Answer")
 
 
-class DonorBooks:
+class WorkerDonors:
     """A donor can be found from the moment on that every rank has its KV, until the first rank lets it go.
 
-    ``resets`` looks whether vLLM has emptied its prefix cache; ``desk`` holds what an operator asks for. Donors of the
+    ``resets`` looks whether vLLM has emptied its prefix cache; ``admin`` holds what an operator asks for. Donors of the
     donor directory (``shared``) are found under their keys while they are there.
     """
 
@@ -38,7 +38,7 @@ class DonorBooks:
         self._pinned: set[str] = set()
         self._pins: list[tuple[str, int, bool]] = []  # for the workers: donor, generation, on or off
         self.resets: ResetWatch | None = None
-        self.desk: AdminDesk | None = None
+        self.admin: DonorAdmin | None = None
         self._publications: list[Publication] = []
         self.shared: SharedDonors | None = None
         self.publishes_at_once = True
@@ -50,18 +50,20 @@ class DonorBooks:
     def holds(self, donor_id: str) -> bool:
         return donor_id in self._held
 
+    def list_missing(self, plan: ReusePlan) -> list[str]:
+        return [donor_id for donor_id in plan.donor_ids if donor_id not in self._held]
+
     def find_generation(self, donor_id: str) -> int:
         """The workers' generation of a donor; -1, which no worker has, where they do not hold it."""
         return self._held.get(donor_id, -1)
 
-    def order(self, record: Record, block_tokens: int) -> Capture:
-        """Order the capture of what is exact in a request's prompt."""
+    def order(self, record: Record, tokens: int, block_tokens: int) -> Capture:
+        """Order the capture of the first ``tokens`` of a request's prompt."""
         assert record.block_ids is not None, "it was computed in these blocks"
-        tokens, prompt, donor_id = record.exact_end, record.prompt, record.request.request_id
+        prompt, donor_id = record.prompt, record.request_id
         self._generations += 1
         kept = prompt if tokens == len(prompt) else Prompt(prompt.token_ids[:tokens], namespace=prompt.namespace)
         self._on_the_way[donor_id, self._generations] = kept
-        record.captured = True
         blocks = tuple(record.block_ids[: -(-tokens // block_tokens)])
         self._copied_from[donor_id, self._generations] = blocks
         publication = self._publish_at_once(donor_id, self._generations, kept)
@@ -157,8 +159,8 @@ class DonorBooks:
 
     def catch_up(self) -> bool:
         """Do what an operator has asked for since the last call; whether all donors are void by now."""
-        if self.desk is not None:
-            self.desk.work_off()
+        if self.admin is not None:
+            self.admin.work_off()
         return self.resets is not None and self.resets.was_reset()
 
     def act(self, action: str, donor_id: str) -> bool:
@@ -226,3 +228,27 @@ class DonorBooks:
             self._report_failure("directory", f"the donor directory is given up: {error}", "")
             self.shared = None
             return None
+
+
+# -- Notices that vLLM has emptied its prefix cache.
+#
+# vLLM tells a connector so only where the caller asks for that (``reset_connector``). A plain ``reset_prefix_cache`` is
+# what people call after new weights too, so donors must go with it. The pool is looked at instead: a reset gives it a
+# new table of hashes, in every version that we know.
+
+
+class ResetWatch:
+    """Looks at vLLM's block pool; a reset that failed, because blocks were in use, changed nothing and is not seen."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        # The table itself, not its id: the id of a table that is gone may be given to its successor.
+        self._table = self._find_table()
+
+    def was_reset(self) -> bool:
+        """Whether the prefix cache was emptied since the last call."""
+        before, self._table = self._table, self._find_table()
+        return self._table is not before
+
+    def _find_table(self) -> Any:
+        return getattr(self._pool, "cached_block_hash_to_block", None)

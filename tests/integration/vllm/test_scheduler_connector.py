@@ -11,14 +11,15 @@ import pytest
 
 from semblend import Namespace, SemBlend, SemBlendConfig
 from semblend.confirm.sinks import MemorySink
-from semblend.integration.vllm.orders import Loaded, Report
-from semblend.integration.vllm.scheduler.admin_desk import AdminDesk
+from semblend.integration.vllm.orders import Report
+from semblend.integration.vllm.scheduler.admin import DonorAdmin
 from semblend.integration.vllm.scheduler.hash_chain import restore, salt
 from semblend.integration.vllm.scheduler.records import EngineFacts
-from semblend.integration.vllm.scheduler.reset_watch import ResetWatch
-from semblend.integration.vllm.scheduler.scheduler_half import SchedulerHalf
+from semblend.integration.vllm.scheduler.scheduler_connector import SchedulerConnector
+from semblend.integration.vllm.scheduler.worker_donors import ResetWatch
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.plan.reuse_plan import DeclineReason
+from semblend.session.session import LoadResult, State
 
 BLOCK = 16
 DOCUMENT = list(range(1000, 1200))
@@ -63,7 +64,7 @@ class World:
         settings = ConnectorSettings(config=SemBlendConfig(quality="fast", metrics=False, embedder="none", **config))
         semblend = SemBlend(settings.config, sinks=[self.sink])
         facts = EngineFacts("0.32.0", Namespace(model="m"), BLOCK, BLOCK, refusal)
-        self.half = SchedulerHalf(facts, settings, semblend, clock=lambda: 1.0)
+        self.half = SchedulerConnector(facts, settings, semblend, clock=lambda: 1.0)
         self.blocks = 0
         self.requests = {}
 
@@ -106,17 +107,20 @@ class World:
         report = Report()
         for load in orders.loads:
             reused = sum(span.length for span in load.spans)
-            told = {"reused_tokens": reused, "prefill_tokens": load.plan_tokens - reused, **loaded}
+            told = {"reused_tokens": reused, **loaded}
+            is_exact = told.pop("exact", False)
             told.setdefault("failed", "reason" in told)
-            report.loaded[load.request_id] = Loaded(load.request_id, **told)
+            if load.spans and not told["failed"] and not is_exact:
+                told.setdefault("exact_until", load.spans[0].target_start)
+            report.loaded[load.request_id] = LoadResult(**told)
         self.half.reported(report)
 
     def schedule(self, load):
         """A request whose load is over is computed: what is behind the claim, or behind what was exact before."""
         request = self.requests[load.request_id]
         record = self.half._records[load.request_id]
-        computed = load.exact_tokens if record.rejected else load.claim_end
-        if record.rejected and not computed:
+        computed = load.exact_tokens if record.state is State.COLD else load.claim_end
+        if record.state is State.COLD and not computed:
             assert self.half.count_matched(request, 0) == 0, "a refused request is not claimed again"
         self.allocate(request, len(request.prompt_token_ids))
         return self.step(new=[(request, computed, len(request.prompt_token_ids) - computed)])
@@ -202,7 +206,7 @@ def test_reuse_is_counted_from_the_workers_word_only(world):
     world.donor()
     request = target()
     _, orders = world.admit(request)
-    world.served(orders, reused_tokens=150, recomputed_tokens=50, prefill_tokens=17)
+    world.served(orders, reused_tokens=150, recomputed_tokens=50)
     receipt = world.half.finished("target")
     assert (receipt.reused_tokens, receipt.recomputed_tokens, receipt.prefill_tokens) == (150, 50, 27)
     assert world.half.semblend.totals().tokens["reused"] == 150
@@ -222,7 +226,7 @@ def test_a_request_that_ends_before_the_report_gets_its_receipt_when_it_comes(wo
 def test_a_backends_decline_keeps_its_reason(world):
     world.donor()
     _, orders = world.admit(target())
-    world.served(orders, reused_tokens=0, prefill_tokens=226, reason=DeclineReason.STALE, detail="gone")
+    world.served(orders, reused_tokens=0, reason=DeclineReason.STALE, detail="gone")
     receipt = world.half.finished("target")
     assert (receipt.outcome, receipt.reason) == ("backend_declined_reuse", "stale")
 
@@ -591,7 +595,7 @@ def test_a_small_piece_is_not_worth_a_donor(world):
 
 
 BALANCED = {"kv_transfer_params": {"semblend": {"quality": "balanced"}}}
-REFUSED = {"reused_tokens": 0, "recomputed_tokens": 200, "prefill_tokens": 27, "reason": DeclineReason.QUALITY_RISK}
+REFUSED = {"reused_tokens": 0, "recomputed_tokens": 200, "reason": DeclineReason.QUALITY_RISK}
 
 
 def test_the_second_request_of_a_kind_is_not_claimed_where_the_gate_refused_the_first(world):
@@ -644,7 +648,7 @@ def test_a_load_that_failed_says_nothing_about_its_kind(world):
     for name in ("first", "second"):
         claimed, orders = world.admit(target(name, **BALANCED))
         assert claimed
-        world.served(orders, reused_tokens=0, prefill_tokens=227, reason=DeclineReason.STALE)
+        world.served(orders, reused_tokens=0, reason=DeclineReason.STALE)
 
 
 # -- loads that other requests do not wait for -------------------------------------------------------------------------
@@ -673,7 +677,7 @@ def test_a_refused_request_has_its_hashes_back_before_it_is_scheduled_and_is_nev
     before = list(request.block_hashes)
     _, orders = world.admit(request)
     assert request.block_hashes != before
-    world.loaded(orders, reused_tokens=0, prefill_tokens=226, reason=reason)
+    world.loaded(orders, reused_tokens=0, reason=reason)
     assert request.block_hashes == before
     assert world.half.semblend._claims == {}
     orders = world.schedule(orders.loads[0])
@@ -719,7 +723,7 @@ def test_a_donor_that_was_right_is_kept_when_another_of_the_same_load_was_wrong(
 
 
 def test_what_any_rank_has_found_wrong_is_wrong():
-    ranks = [Report(loaded={"r": Loaded("r", failed=True, faulty_donors=faulty)}) for faulty in ((), ("b",), ("a",))]
+    ranks = [Report(loaded={"r": LoadResult(failed=True, faulty_donors=faulty)}) for faulty in ((), ("b",), ("a",))]
     assert ranks[0].merge(ranks[1]).merge(ranks[2]).loaded["r"].faulty_donors == ("a", "b")
 
 
@@ -936,7 +940,7 @@ def test_a_load_that_is_refused_for_new_weights_is_computed_and_its_donor_gone(w
     request = target()
     claimed, orders = world.admit(request)
     assert claimed
-    refused = {"target": Loaded("target", reason=DeclineReason.STALE, failed=True, prefill_tokens=227)}
+    refused = {"target": LoadResult(reason=DeclineReason.STALE, failed=True)}
     world.half.reported(Report(loaded=refused, weights="bb"))
     orders = world.schedule(orders.loads[0])
     world.told(orders)
@@ -948,16 +952,16 @@ def test_a_load_that_is_refused_for_new_weights_is_computed_and_its_donor_gone(w
 def test_an_operators_pin_reaches_store_and_workers_once_and_ends_with_the_donor(world):
     world.donor()
     books = world.half.donors
-    books.desk = AdminDesk(world.half.semblend, books.act, patience_s=0)
+    books.admin = DonorAdmin(world.half.semblend, books.act, patience_s=0)
     for _ in range(2):
-        books.desk.answer({"action": "pin", "everything": True})
+        books.admin.answer({"action": "pin", "everything": True})
     assert world.step().pins == [("donor", 1, True)]
     assert [donor.pinned for donor in world.half.semblend.donors()] == [True]
-    books.desk.answer({"action": "unpin", "donor_id": "donor"})
+    books.admin.answer({"action": "unpin", "donor_id": "donor"})
     assert world.step().pins == [("donor", 1, False)]
     assert [donor.pinned for donor in world.half.semblend.donors()] == [False]
-    books.desk.answer({"action": "pin", "everything": True})
-    books.desk.answer({"action": "forget", "everything": True})
+    books.admin.answer({"action": "pin", "everything": True})
+    books.admin.answer({"action": "forget", "everything": True})
     orders = world.step()
     assert orders.drops == [("donor", 1)]
     assert books._pinned == set()
@@ -965,8 +969,8 @@ def test_an_operators_pin_reaches_store_and_workers_once_and_ends_with_the_donor
 
 def test_an_operators_forgetting_comes_before_the_next_lookup(world):
     world.donor()
-    world.half.donors.desk = AdminDesk(world.half.semblend, world.half.donors.act, patience_s=0)
-    assert world.half.donors.desk.answer({"action": "forget", "everything": True})["queued"]
+    world.half.donors.admin = DonorAdmin(world.half.semblend, world.half.donors.act, patience_s=0)
+    assert world.half.donors.admin.answer({"action": "forget", "everything": True})["queued"]
     assert world.half.count_matched(target(), 0) == 0
 
 
@@ -1022,7 +1026,7 @@ def user(name, **rest):
 @pytest.fixture
 def healing(world):
     """A donor holds the document, and prefixes that many load are computed."""
-    world.half.healer.on = True
+    world.half.promotion.on = True
     for name, tenant in (("donor", None), ("theirs", "tenant")):
         world.served(world.admit(FakeRequest(name, [*range(40), *LONG], salt=tenant))[1])
         world.half.finished(name)
@@ -1074,7 +1078,7 @@ def test_a_request_that_computes_a_shared_prefix_is_counted_once_and_told(healin
 
 
 def test_where_healing_is_off_every_user_is_loaded(healing):
-    healing.half.healer.on = False
+    healing.half.promotion.on = False
     with pytest.raises(AssertionError, match="nobody was computed"):
         load_until_due(healing)
 
@@ -1115,7 +1119,7 @@ def test_a_prefill_that_vllm_has_no_blocks_for_makes_nobody_wait(healing):
 
 
 def test_a_failure_of_the_books_is_told_once_and_everybody_is_loaded(healing, monkeypatch):
-    monkeypatch.setattr(healing.half.healer.books, "judge", lambda *_: 1 / 0)
+    monkeypatch.setattr(healing.half.promotion.books, "judge", lambda *_: 1 / 0)
     with pytest.raises(AssertionError, match="nobody was computed"):
         load_until_due(healing)
     (error,) = healing.errors()
@@ -1269,7 +1273,7 @@ def test_blocks_of_a_load_that_we_refuse_ourselves_spoil_nothing(world):
     request = target(lead=64)
     _, orders = world.admit(request, local=48)
     world.half.note_failed_loads(set(orders.loads[0].block_ids[3:]))
-    world.served(orders, reason=DeclineReason.STALE, reused_tokens=0, prefill_tokens=179)
+    world.served(orders, reason=DeclineReason.STALE, reused_tokens=0)
     assert "target" in [donor.donor_id for donor in world.half.semblend.donors()], "it was computed, and is exact"
 
 

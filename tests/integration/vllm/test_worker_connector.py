@@ -15,9 +15,9 @@ from semblend.integration.version_support import VersionEvidence
 from semblend.integration.vllm.metrics import MetricsTally, merge, replay
 from semblend.integration.vllm.orders import Capture, Load, Orders
 from semblend.integration.vllm.versions import SUPPORTED, support
-from semblend.integration.vllm.worker import worker_half
+from semblend.integration.vllm.worker import worker_connector
 from semblend.integration.vllm.worker.cache_layout import IndexedLayout, StridedLayout, probe_layout
-from semblend.integration.vllm.worker.worker_half import FailureLog, RefusingHalf, WorkerHalf
+from semblend.integration.vllm.worker.worker_connector import FailureLog, RefusingConnector, WorkerConnector
 from semblend.materialize.blend.quality import QualitySettings, Step
 from semblend.materialize.contract import Capabilities, Rows, slots_of_blocks
 from semblend.materialize.donors.directory import Publication
@@ -61,7 +61,7 @@ class Worker:
         # Random weights make values whose mean is zero: where those are empty they are off by 1 at most.
         settings = {"deep_tolerance": 0.75, **settings}
         quality = QualitySettings(mode="fast", first_seam_tokens=4, seam_tokens=4, prefills=False, **settings)
-        self.half = WorkerHalf(self.engine, BLOCK, quality, host_bytes=1 << 24)
+        self.half = WorkerConnector(self.engine, BLOCK, quality, host_bytes=1 << 24)
 
     def donor(self, tokens, name="d"):
         self.engine.cold(tokens, range(20))
@@ -98,7 +98,6 @@ def test_moved_kv_is_exact_where_context_does_not_matter(worker):
     cold = worker.engine.cold(tokens, range(40, 60))
     assert loaded.reason is None
     assert loaded.reused_tokens + loaded.recomputed_tokens == len(DOCUMENT)
-    assert loaded.prefill_tokens == 6
     ours = worker.kv(tokens)
     torch.testing.assert_close(ours[0], cold[0], rtol=1e-4, atol=1e-4)
     assert not torch.allclose(ours[1][0], cold[1][0], atol=1e-4), "above layer 0 it is an approximation"
@@ -120,7 +119,7 @@ def test_a_replaced_donor_is_refused_and_the_prompt_left_to_vllm(worker, generat
     tokens = [7, 8, *DOCUMENT]
     loaded = worker.load(tokens, [Span("d", 3, 2, len(DOCUMENT), generation=generation)])
     assert loaded.reason == "stale"
-    assert (loaded.reused_tokens, loaded.prefill_tokens, loaded.failed) == (0, len(tokens), True)
+    assert (loaded.reused_tokens, loaded.failed) == (0, True)
     assert worker.half.take_invalid_blocks() == set(range(20, 26))
     assert worker.half.take_finished() == {"r"}
 
@@ -270,7 +269,7 @@ def test_a_load_in_pieces_fills_the_same_blocks_as_one_at_once():
         while not worker.half.take_finished():
             worker.half.load(Orders(work_ms=1e-6))
     told, expected = (worker.half.take_report().loaded["r0"] for worker in (in_pieces, at_once))
-    for name in ("reused_tokens", "recomputed_tokens", "prefill_tokens", "canary", "reason"):
+    for name in ("reused_tokens", "recomputed_tokens", "exact_until", "canary", "reason"):
         assert getattr(told, name) == getattr(expected, name), name
     for ours, theirs in zip(in_pieces.kv(load.tokens), at_once.kv(load.tokens), strict=True):
         assert torch.equal(ours[0], theirs[0])
@@ -585,7 +584,7 @@ class Busy(Worker):
     def __init__(self):
         self.engine = Engine.make(slots=64 * BLOCK, vocabulary=1000)
         quality = QualitySettings(mode="fast", first_seam_tokens=4, seam_tokens=4, prefills=False)
-        self.half = WorkerHalf(self.engine, BLOCK, quality, host_bytes=1 << 24, watch_weights=SteadyWeights)
+        self.half = WorkerConnector(self.engine, BLOCK, quality, host_bytes=1 << 24, watch_weights=SteadyWeights)
         self.donor([1, 2, 3, *DOCUMENT])
         self.donor([4, 5, 6, *DOCUMENT], name="pinned")
         self.donor([9, 5, 6, *DOCUMENT], name="forgotten")
@@ -640,7 +639,7 @@ PIECES = {
     "copying KV out": lambda w: (w.half.donor_kv, "capture"),
     "handing to the publisher": lambda w: (w.half._publisher, "submit"),
     "counting": lambda w: (type(w.half.donor_kv), "used_bytes"),
-    "telling a verdict": lambda w: (worker_half, "_report_load"),
+    "telling a verdict": lambda w: (worker_connector, "describe_outcome"),
 }
 
 
@@ -661,7 +660,7 @@ def test_a_piece_that_fails_costs_reuse_and_never_a_step(piece, monkeypatch):
 
     assert "r" in worker.half.take_finished(), "vLLM waits for every load that it has ordered"
     loaded = report.loaded["r"]
-    assert loaded.exact_tokens + loaded.reused_tokens + loaded.recomputed_tokens + loaded.prefill_tokens == len(TARGET)
+    assert loaded.reused_tokens + loaded.recomputed_tokens <= len(TARGET)
     if loaded.failed:
         assert worker.half.take_invalid_blocks() >= set(range(21, 27)), "vLLM computes them"
     assert report.served == ["new"]
@@ -710,7 +709,9 @@ def test_a_file_that_cannot_be_removed_drops_its_donor_all_the_same(tmp_path, mo
     engine.cold([1, 2, 3, *DOCUMENT], range(20))
     one = 2 * engine.layout.layers * 83 * 2 * 8 * 4
     quality = QualitySettings(mode="fast", prefills=False)
-    half = WorkerHalf(engine, BLOCK, quality, host_bytes=int(one * 1.5), disk_path=str(tmp_path), disk_bytes=1 << 24)
+    half = WorkerConnector(
+        engine, BLOCK, quality, host_bytes=int(one * 1.5), disk_path=str(tmp_path), disk_bytes=1 << 24
+    )
     for name in ("a", "b"):
         half.capture(Orders(captures=[Capture(name, 1, 83, tuple(range(6)))], served=[name]))
     assert half.donor_kv.used_bytes["disk"] > 0
@@ -744,8 +745,8 @@ def test_a_failure_that_comes_again_and_again_is_counted_and_logged_once_a_minut
     ]
 
 
-def test_without_a_worker_half_a_load_is_refused_and_a_capture_is_none():
-    half = RefusingHalf(BLOCK)
+def test_without_a_worker_connector_a_load_is_refused_and_a_capture_is_none():
+    half = RefusingConnector(BLOCK)
     span = Span("d", 3, 17, len(DOCUMENT), generation=1)
     load = Load("r", tuple(TARGET), tuple(range(20, 40)), 16, len(TARGET), (span,), "fast")
     orders = Orders(loads=[load], captures=[Capture("new", 1, 83, tuple(range(6)))], served=["new"])
@@ -773,7 +774,7 @@ def test_on_one_of_several_ranks_a_failure_in_a_pass_reaches_the_engine():
     engine = RankOfTwo(**vars(worker.engine))
     engine.capabilities = Capabilities(ranks=2, rank=1)
     quality = QualitySettings(mode="fast", first_seam_tokens=4, seam_tokens=4, prefills=False)
-    half = WorkerHalf(engine, BLOCK, quality, host_bytes=1 << 24)
+    half = WorkerConnector(engine, BLOCK, quality, host_bytes=1 << 24)
     half.capture(Orders(captures=[Capture("d", 1, 83, tuple(range(6)))], served=["d"]))
     engine.broken = True
     span = Span("d", 3, 17, len(DOCUMENT), generation=1)

@@ -1,4 +1,4 @@
-"""The half that lives beside vLLM's worker: it copies donor KV out, and brings it back to other positions.
+"""Our side in vLLM's worker: it copies donor KV out, and brings it back to other positions.
 
     load      donor KV into the request's blocks, then what has to be computed, by the stock model, watched by the gate;
               piece by piece, a part of each step (`load_queue`), before the step's forward pass. A load that is refused
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from semblend.errors import CapacityError, RankError, SemBlendError
-from semblend.integration.vllm.orders import Capture, Load, Loaded, Orders, Report
+from semblend.integration.vllm.orders import Capture, Load, Orders, Report
 from semblend.integration.vllm.worker.load_queue import LoadQueue, Outcome
 from semblend.materialize.blend.blender import STAGED_BYTES, Blender
 from semblend.materialize.blend.passes import MANY_ROWS, Ranks, measure_pass_rows
@@ -41,6 +41,8 @@ from semblend.materialize.kv.splice import splice
 from semblend.materialize.weights_watch import WeightsWatch
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.quality import find_path
+from semblend.session.local import describe_outcome
+from semblend.session.session import LoadResult
 
 log = logging.getLogger("vllm.semblend")
 
@@ -72,7 +74,7 @@ class FailureLog:
         return message
 
 
-class WorkerHalf:
+class WorkerConnector:
     """Loads and captures KV in the cache of ``model``, whose blocks hold ``block_tokens`` tokens; see the module.
 
     The model's layout is asked for at the first use: vLLM's backend is not ready before. ``warm_up_model`` compiles
@@ -264,10 +266,14 @@ class WorkerHalf:
         """Tell the verdict on a load. Whatever fails here, vLLM hears that it is over and computes its blocks."""
         self._finished.add(load.request_id)
         try:
-            told = _report_load(load, outcome) if isinstance(outcome, Blended) else self._refuse(load, outcome)
+            result = describe_outcome(outcome)
         except Exception as error:
-            told = self._refuse(load, Decline(DeclineReason.ERROR, self.failures.note("verdict", error)))
-        self._report.loaded[load.request_id] = told
+            outcome = Decline(DeclineReason.ERROR, self.failures.note("verdict", error))
+            result = LoadResult.refuse(outcome)
+        if not isinstance(outcome, Blended):  # the blocks from the first on that is not exact are vLLM's to compute
+            exact_until = outcome.exact_until if isinstance(outcome, Rejected) else load.exact_tokens
+            self._invalid |= find_invalid_blocks(load, exact_until, self._block_tokens)
+        self._report.loaded[load.request_id] = result
 
     def _keep_donors(self, orders: Orders) -> None:
         """Let go of donors that are forgotten; hold those that an operator has pinned."""
@@ -367,17 +373,6 @@ class WorkerHalf:
         tokens = torch.from_numpy(np.array(load.tokens, dtype=np.int64))
         return Placed(tokens, context), ReusePlan(load.spans, load.plan_tokens, load.exact_tokens)
 
-    def _refuse(self, load: Load, why: Rejected | Decline) -> Loaded:
-        """No donor KV after all: the blocks from the first on that is not exact are invalid, and vLLM computes them."""
-        rejected = why if isinstance(why, Rejected) else None
-        exact_until = rejected.exact_until if rejected else load.exact_tokens
-        if isinstance(why, Rejected):
-            why = Decline(DeclineReason.QUALITY_RISK, "the gate wants the prompt computed in full")
-        elif why.reason is DeclineReason.ERROR:
-            self._report.errors.append(("materialize", why.detail, load.request_id))
-        self._invalid |= find_invalid_blocks(load, exact_until, self._block_tokens)
-        return make_refusal(load, why, rejected)
-
     def _wait_for_device(self) -> None:
         if self._model.device.type == "cuda":
             torch.cuda.current_stream(self._model.device).synchronize()
@@ -441,10 +436,10 @@ class WorkerHalf:
         self._report.errors.append((where, self.failures.note(where, error, request_id), request_id))
 
 
-class RefusingHalf:
-    """In place of a worker half where none could be made: a load is refused and no donor is kept.
+class RefusingConnector:
+    """In place of a `WorkerConnector` where none could be made: a load is refused and no donor is kept.
 
-    Of several ranks either all have a worker half or none, or one would wait for the others in its first load.
+    Of several ranks either all have a `WorkerConnector` or none, or one would wait for the others in its first load.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -460,9 +455,8 @@ class RefusingHalf:
         for load in loads:
             self._finished.add(load.request_id)
             self._invalid |= find_invalid_blocks(load, load.exact_tokens, self._block_tokens)
-            self._report.loaded[load.request_id] = make_refusal(
-                load, Decline(DeclineReason.ERROR, "this engine's worker has no part of SemBlend")
-            )
+            why = Decline(DeclineReason.ERROR, "this engine's worker has no part of SemBlend")
+            self._report.loaded[load.request_id] = LoadResult.refuse(why)
 
     def capture(self, orders: Orders) -> None:
         self._report.not_captured.update((order.donor_id, order.generation) for order in orders.captures)
@@ -491,42 +485,3 @@ class RefusingHalf:
 def find_invalid_blocks(load: Load, exact_until: int, block_tokens: int) -> set[int]:
     """The blocks of a load's claim from the first on that is not exact: vLLM computes them."""
     return set(load.block_ids[exact_until // block_tokens : -(-load.claim_end // block_tokens)])
-
-
-def make_refusal(load: Load, why: Decline, rejected: Rejected | None = None) -> Loaded:
-    """What is told of a load that ends without donor KV; ``rejected``: what the gate had computed by then."""
-    return Loaded(
-        load.request_id,
-        exact_tokens=load.exact_tokens,
-        prefill_tokens=load.plan_tokens - load.exact_tokens,
-        risk=rejected.risk if rejected else None,
-        escalations=rejected.escalations if rejected else 0,
-        canary=rejected.canary if rejected else None,
-        load_ms=rejected.load_ms if rejected else None,
-        compute_ms=rejected.compute_ms if rejected else None,
-        reason=why.reason,
-        detail=why.detail,
-        failed=True,
-        work=1.0 + rejected.work if rejected else 0.0,
-        faulty_donors=why.faulty_donors,
-    )
-
-
-def _report_load(load: Load, blended: Blended) -> Loaded:
-    all_computed = blended.reused_tokens == 0
-    return Loaded(
-        load.request_id,
-        exact_tokens=blended.exact_tokens,
-        reused_tokens=blended.reused_tokens,
-        recomputed_tokens=blended.recomputed_tokens,
-        prefill_tokens=blended.prefill_tokens,
-        risk=blended.risk,
-        escalations=blended.escalations,
-        canary=blended.canary,
-        load_ms=blended.load_ms,
-        compute_ms=blended.compute_ms,
-        reason=DeclineReason.QUALITY_RISK if all_computed else None,
-        detail=f"all {blended.recomputed_tokens} donor tokens were computed after all" if all_computed else "",
-        exact=not blended.approximate,
-        work=blended.work,
-    )

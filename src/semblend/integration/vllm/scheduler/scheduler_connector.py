@@ -1,10 +1,10 @@
-"""The half that lives beside vLLM's scheduler: lookup, claims, where each request is, receipts.
+"""Our side in vLLM's scheduler: lookup, claims, where each request is, receipts.
 
 It decides and keeps books, and touches no KV. vLLM calls it in this order for a request:
 
     matched      how many tokens behind the exact hit shall we provide? It waits for them, without holding up others
     allocated    it has the blocks for what we claimed, and its load begins; again when it is scheduled
-    orders       once a step: what the worker half has to load, capture and drop
+    orders       once a step: what the worker's side has to load, capture and drop
     reported     after the step: what it did. A load that ends well is scheduled next; one that was refused is computed
                  by vLLM, under its own hashes, and never claimed again. A captured prompt becomes a donor, a served one
                  gets its receipt
@@ -20,36 +20,36 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 from typing import Any
 
-from semblend.confirm import events
 from semblend.confirm.receipt import Receipt
-from semblend.errors import SemBlendError
 from semblend.facade import SemBlend
-from semblend.integration.vllm.orders import Capture, Loaded, Orders, Report
-from semblend.integration.vllm.scheduler.donor_books import DonorBooks
+from semblend.integration.vllm.orders import Capture, Orders, Report
 from semblend.integration.vllm.scheduler.healing import Verdict
-from semblend.integration.vllm.scheduler.loads import LoadDesk
+from semblend.integration.vllm.scheduler.pending_loads import PendingLoads
 from semblend.integration.vllm.scheduler.prefix_locks import PrefixLocks
-from semblend.integration.vllm.scheduler.receipts import ENGINE, build_refused_receipt, build_vllm_receipt
+from semblend.integration.vllm.scheduler.promotion import PrefixPromotion
 from semblend.integration.vllm.scheduler.records import (
+    ENGINE,
     EngineFacts,
     Record,
     RecordBook,
     add_computed,
     iterate_scheduled,
     keep_block_tables,
-    learn_from,
     move_prompt,
     name_weights,
 )
-from semblend.integration.vllm.scheduler.requests import make_record, read_options
-from semblend.integration.vllm.scheduler.shares import Shares
-from semblend.integration.vllm.scheduler.worth import Healer, find_claim_end, judge_worth, split_claim
+from semblend.integration.vllm.scheduler.requests import build_refused_receipt, make_record
+from semblend.integration.vllm.scheduler.shared_blocks import SharedBlocks
+from semblend.integration.vllm.scheduler.worker_donors import WorkerDonors
 from semblend.integration.vllm.settings import ConnectorSettings
+from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.gate.gate import OutcomeMemory
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
+from semblend.session.session import NEVER, LoadResult, State
+from semblend.session.sessions import EngineTraits, Sessions
 
 
-class SchedulerHalf:
+class SchedulerConnector:
     """See the module."""
 
     def __init__(
@@ -62,17 +62,26 @@ class SchedulerHalf:
         outcomes: OutcomeMemory | None = None,
     ) -> None:
         self.facts, self.settings, self.semblend = facts, settings, semblend
-        self.outcomes = OutcomeMemory() if outcomes is None else outcomes
         self.locks = PrefixLocks(facts, self.report_failure)
-        self.donors = DonorBooks(semblend, self.report_failure)
-        self.shares = Shares(self.locks, facts.block_tokens)
+        self.donors = WorkerDonors(semblend, self.report_failure)
+        self.shares = SharedBlocks(self.locks, facts.block_tokens)
         seam_tokens = settings.config.seam_tokens
-        self.healer = Healer(settings.heal_prefixes, facts.hash_block_tokens, seam_tokens, self.report_failure)
+        self.sessions = Sessions(
+            semblend,
+            EngineTraits(ENGINE, facts.version, donor_min_new_tokens=settings.donor_min_new_tokens),
+            self.donors,
+            config=settings.config,
+            quality=QualitySettings(seam_tokens=seam_tokens),
+            outcomes=outcomes,
+        )
+        self.promotion = PrefixPromotion(
+            settings.heal_prefixes, facts.hash_block_tokens, seam_tokens, self.report_failure
+        )
         self._clock = clock
         self._records = RecordBook()
         self._given_up: set[str] = set()  # requests that vLLM computes without us, until they end
         self._refused: dict[str, int] = {}  # exact tokens of each request in an engine that we do not serve
-        self._loads = LoadDesk(facts.block_tokens)
+        self._loads = PendingLoads(facts.block_tokens)
         self._freed: list[str] = []
 
     # -- a request -------------------------------------------------------------------------------------------------
@@ -83,32 +92,30 @@ class SchedulerHalf:
             self._refused[request.request_id] = local_tokens
             return 0
         self._catch_up()
-        self.donors.look_around()
         record = self._find_record(request)
         if record is None:
             return 0
         record.brought_from = None
-        if record.rejected:
-            record.admitted = False  # its blocks went back with the load; vLLM computes it
+        if record.state is State.COLD:
+            record.block_ids = None  # they went back with the load; vLLM computes it
             return 0
-        if record.admitted:  # preempted outside of a step: vLLM asks again for a request that had its blocks
+        if record.block_ids is not None:  # preempted outside of a step: vLLM asks again for a request that had blocks
             self._start_over(request.request_id)
         if record.share is not None and self.shares.find_blocks(record, local_tokens):
             return 0
-        if record.claimed and record.local_tokens == local_tokens:
-            return record.claim_end - local_tokens
-        self._unclaim(record)
         if self._may_share(record) and self.shares.join(record, local_tokens, self._records):
             return None
-        if record.seen_epoch != self.donors.epoch or record.local_tokens != local_tokens:
-            record.local_tokens, record.seen_epoch = local_tokens, self.donors.epoch
-            self._decide(record)
-        if isinstance(record.decision, ReusePlan):
-            verdict = self.healer.judge(record, record.decision, self._records)
+        before = record.decision
+        offered = self.sessions.offer(record, local_tokens)
+        if record.decision is not before:
+            record.cost = None
+        if offered and isinstance(record.decision, ReusePlan):
+            verdict = self.promotion.judge(record, record.decision, self._records)
             if verdict is Verdict.WAIT:
                 return None
-            self._claim(record, record.decision, verdict)
-        return record.claim_end - local_tokens if record.claimed else 0
+            if verdict is Verdict.PREFILL:
+                self._leave_to_vllm(record)
+        return record.offered_tokens
 
     def left_to_another(self, request: Any, exact_tokens: int, local_tokens: int = 0) -> None:
         """We claim nothing, and count what another connector brings as exact, for that is what it says it is.
@@ -121,8 +128,8 @@ class SchedulerHalf:
         record = self._find_record(request)
         if record is not None:
             self.shares.leave(record)
-            self._unclaim(record)
-            record.local_tokens, record.decision, record.seen_epoch = exact_tokens, None, self.donors.epoch
+            self.locks.unlock(record)
+            self.sessions.stand_back(record, exact_tokens, None)
             record.brought_from = local_tokens
 
     def allocated(self, request: Any, block_ids: list[int], claimed_tokens: int) -> None:
@@ -130,18 +137,17 @@ class SchedulerHalf:
         record = self._records.get(request.request_id)
         if record is None:
             return
-        record.admitted = True
         record.block_ids = list(block_ids)
-        if claimed_tokens and isinstance(record.decision, ReusePlan):
-            self._begin_load(record, record.decision)
+        if claimed_tokens:
+            self._begin_load(record, claimed_tokens)
         elif record.share is not None:
             self.shares.take(record)
             self.semblend.ledger.planned(request.request_id, record.share.plan)
-        elif record.loading:  # the word about its load was lost: whatever is in its blocks, nobody else finds it
-            record.loading, record.filled = False, True
-        elif not record.filled:
-            self._unclaim(record)
-        record.entered = record.filled
+        elif record.is_loading:  # the word about its load was lost: whatever is in its blocks, nobody else finds it
+            self.sessions.finish_load(record, LoadResult(record.approximate_from))
+        elif record.state is State.OFFERED:
+            record.withdraw()
+        record.entered = record.holds_moved_kv
         self.locks.keep_private([record])
 
     def refuse_claim(self, request: Any, block_ids: list[int], claimed_tokens: int) -> None:
@@ -157,22 +163,30 @@ class SchedulerHalf:
         return record is not None and record.salted is not None
 
     def hit_sources(self, request_id: str, claimed_tokens: int) -> tuple[int, int]:
-        """How many claimed tokens a donor holds, and how many we shall compute; they add up to the claim."""
-        return split_claim(self._records.get(request_id), claimed_tokens)
+        """How many claimed tokens a donor holds, and how many we shall compute; they add up to the claim.
+
+        This is the plan, because vLLM asks before the load runs. What really happened is in the receipt.
+        """
+        record = self._records.get(request_id)
+        if record is None or not isinstance(record.decision, ReusePlan):
+            return 0, claimed_tokens
+        reused = min(claimed_tokens, record.decision.until(record.claim_end).reused_tokens)
+        return reused, claimed_tokens - reused
 
     def finished(self, request_id: str) -> Receipt | None:
         """The request ended; its receipt, where its prompt was complete and the worker has spoken."""
         self._given_up.discard(request_id)
-        self.healer.forget(request_id)
+        self.promotion.forget(request_id)
         record = self._records.get(request_id)
         if record is None:
             return None
-        record.finished = True
         self._release_blocks(record)
-        if record.loading:
+        if record.is_loading:
             self._loads.cancel(request_id)
             self.shares.drop_of(record)
-        if record.receipt is not None or not record.served:
+        is_receipt_due = record.has_answered and record.receipt is None
+        record.end()
+        if not is_receipt_due:
             self._forget(request_id)
         return record.receipt
 
@@ -182,13 +196,13 @@ class SchedulerHalf:
         if exact_tokens is None or not request.num_output_tokens or not request.prompt_token_ids:
             return None
         receipt = build_refused_receipt(request, exact_tokens, self.facts, self.settings)
-        self._record(receipt)
+        self.sessions.record(receipt)
         return receipt
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def build_orders(self, output: Any) -> Orders:
-        """What the worker half does in this step."""
+        """What the worker's side does in this step."""
         self._catch_up()
         for request_id in output.preempted_req_ids or ():
             self._start_over(request_id)
@@ -197,22 +211,20 @@ class SchedulerHalf:
         computed_now: set[int] | None = set()
         asks = self._loads.has_any  # else nobody wants to know what is computed now: a running request costs nothing
         keep_block_tables(output.scheduled_cached_reqs, self._records)
-        for request_id, computed in iterate_scheduled(output) if asks or self._records.any_unserved else ():
+        for request_id, computed in iterate_scheduled(output) if asks or self._records.any_unanswered else ():
             record = self._records.get(request_id)
-            if not asks and (record is None or record.served):
+            if not asks and (record is None or record.has_answered):
                 continue
             end = computed + output.num_scheduled_tokens[request_id]
             start = computed if record is None else record.begin_step(computed)
             computed_now = add_computed(computed_now, record, start, end, self.facts.block_tokens)
-            if record is not None and not record.served and end >= len(record.prompt):
-                record.served = True
+            if record is not None and not record.has_answered and end >= len(record.prompt):
                 served.append(request_id)
-                if self._is_worth_keeping(record):
-                    captures.append(self.donors.order(record, self.facts.block_tokens))
+                tokens = self.sessions.answer(record)
+                if tokens and record.block_ids is not None:
+                    captures.append(self.donors.order(record, tokens, self.facts.block_tokens))
+                    record.keep(tokens)
         self.locks.keep_private(self._records.open.values())
-        for record in self._records.open.values():
-            if record.claimed and not record.admitted:
-                self._unclaim(record)  # while it waits for blocks its donors may go
         self._records.settle()
         orders = self.build_orders_to_load(busy=bool(output.num_scheduled_tokens), computed_now=computed_now)
         orders.captures, orders.served = captures, served
@@ -247,26 +259,28 @@ class SchedulerHalf:
             first = record.find_block_in(block_ids, self.facts.block_tokens)
             if first is None:
                 continue
-            record.spoiled = record.declined = "another connector could not load KV that it is computed on"
-            record.local_tokens = min(record.local_tokens, first * self.facts.block_tokens)
+            record.spoiled = "another connector could not load KV that it is computed on"
+            record.decline(record.spoiled)
+            record.exact_tokens = min(record.exact_tokens, first * self.facts.block_tokens)
             self.shares.drop_of(record)
-            if record.filled and record.share is None and not record.entered and record.loaded is not None:
-                record.filled = False
-                self._note_loaded(record, record.loaded)
+            if record.state is State.FILLED and record.share is None and not record.entered:
+                self.sessions.run_cold(record, Decline(DeclineReason.ERROR, record.spoiled))
+                self.locks.unlock(record)
 
     def reported(self, report: Report) -> None:
-        """The worker half has done a step."""
+        """The worker's side has done a step."""
         self._catch_up()
         if report.weights:
             self._adopt_weights(report.weights)
         for where, message, request_id in report.errors:
             self.report_failure(where, message, request_id)
         if report.pass_rows:
-            self.facts = replace(self.facts, pass_rows=report.pass_rows)
+            self.sessions.quality = replace(self.sessions.quality, pass_rows=report.pass_rows)
         self.donors.note_report(report)
-        for request_id, loaded in report.loaded.items():
-            if request_id in self._records:
-                self._note_loaded(self._records[request_id], loaded)
+        for request_id, result in report.loaded.items():
+            record = self._records.get(request_id)
+            if record is not None and record.is_loading:
+                self._note_loaded(record, result)
         for request_id in report.served:
             self._confirm(request_id)
         for tier, used in report.donor_bytes.items():
@@ -275,25 +289,24 @@ class SchedulerHalf:
     def reset(self) -> bool:
         """Drop every donor, and what was made from them."""
         self.shares.clear()
-        self.healer.books.clear()
+        self.promotion.books.clear()
         self.donors.forget_all()
         return True
 
     def report_failure(self, where: str, message: str, request_id: str = "") -> None:
         """Something of ours failed; the request is computed cold or was already."""
-        if self.semblend.events:
-            self.semblend.events.emit(events.error(where, message, request_id or None, engine=ENGINE))
+        self.sessions.report_failure(where, message, request_id)
 
     def give_up(self, request_id: str) -> None:
         """A hook failed for this request: its claim and its record go, and it is not claimed again."""
         self._given_up.add(request_id)
-        self.healer.forget(request_id)
+        self.promotion.forget(request_id)
         record = self._records.remove(request_id)
         if record is not None:
             self._release_blocks(record)
             self.shares.drop_of(record)
-            if not record.filled:
-                self._unclaim(record)  # it will be computed cold, under its own hashes; filled blocks must stay salted
+            if not record.holds_moved_kv:  # computed cold, under its own hashes; filled blocks must stay salted
+                self.locks.unlock(record)
         self.semblend.release(request_id)
 
     def let_go(self, request_id: str) -> None:
@@ -312,9 +325,10 @@ class SchedulerHalf:
         self.donors.follow(self.facts.namespace)
         self.donors.name_anew(lambda prompt: move_prompt(prompt, self.facts))
         for record in self._records.values():
-            record.prompt = move_prompt(record.prompt, self.facts)
+            record.request = replace(record.request, prompt=move_prompt(record.prompt, self.facts))
             if knew:
-                record.declined, record.seen_epoch = record.declined or "the weights have changed since it began", -1
+                record.decline(record.request.declined or "the weights have changed since it began")
+                record.epoch = NEVER
         if knew:
             self.reset()
 
@@ -328,144 +342,87 @@ class SchedulerHalf:
             record = self._records.add(request.request_id, make_record(request, self.facts, self.settings))
         return record
 
-    def _explain_no_reuse(self, record: Record) -> str | None:
-        if record.restarted:
-            return "the request was preempted and goes on with the tokens it has said"
-        return record.declined
-
-    def _decide(self, record: Record) -> None:
-        record.cost = None
-        if why := self._explain_no_reuse(record):
-            record.decision = Decline(DeclineReason.UNSUPPORTED_MODE, why)
-            return
-        started = time.perf_counter()
-        decision = self.semblend.lookup(
-            record.prompt,
-            request_id=record.request.request_id,
-            exact_tokens=record.local_tokens,
-            opt_out=self._opts_out(record),
-        )
-        if isinstance(decision, ReusePlan):
-            decision = judge_worth(record, decision, self.facts.pass_rows, self.settings, self.outcomes)
-        record.decision = decision
-        record.lookup_ms = (time.perf_counter() - started) * 1e3
-
     def _may_share(self, record: Record) -> bool:
-        if not self._shares_blocks or self._explain_no_reuse(record):
+        if not self._shares_blocks or not record.is_open or self.sessions.explain_no_reuse(record):
             return False
-        off = self.semblend.decline_beforehand(record.prompt, record.request.request_id, self._opts_out(record))
+        off = self.semblend.decline_beforehand(record.prompt, record.request_id, self.sessions.opts_out(record))
         return off is None
 
     @property
     def _shares_blocks(self) -> bool:
         return self.settings.share_equal_prompts and self.locks.can_share
 
-    def _opts_out(self, record: Record) -> bool:
-        return read_options(record.request).opt_out or record.mode == "exact"
+    def _leave_to_vllm(self, record: Record) -> None:
+        """vLLM computes its prefix, once for all requests that share it."""
+        epoch = record.epoch
+        record.withdraw()
+        record.epoch = epoch
+        record.decision = Decline(DeclineReason.SHARED_PREFIX, "loads of this prefix have cost as much as it does")
 
-    # -- claims ----------------------------------------------------------------------------------------------------
+    # -- loads ----------------------------------------------------------------------------------------------------
 
-    def _claim(self, record: Record, plan: ReusePlan, verdict: Verdict) -> None:
-        """Pin the donors until their KV is in place."""
-        request_id = record.request.request_id
-        if verdict is Verdict.PREFILL:
-            record.decision = Decline(DeclineReason.SHARED_PREFIX, "loads of this prefix have cost as much as it does")
-            return
-        claimed = self.semblend.claim(plan, request_id)
-        if isinstance(claimed, Decline):
-            record.decision = claimed
-            return
-        missing = [one for one in plan.donor_ids if not self.donors.holds(one)]
-        if missing:
-            self.semblend.release(request_id)
-            record.decision = Decline(DeclineReason.STALE, f"no worker holds the KV of {missing[0]}")
-            return
-        record.claim_end = find_claim_end(record, plan)
-
-    def _begin_load(self, record: Record, plan: ReusePlan) -> None:
+    def _begin_load(self, record: Record, claimed_tokens: int) -> None:
         """It has its blocks: lock the exact prefix cache before anything is written into them."""
-        plan_tokens = len(record.prompt) if record.is_gated else record.claim_end
-        record.ordered = plan.until(plan_tokens)
-        key = self.shares.begin(record, record.ordered) if self._shares_blocks else None
+        assert record.block_ids is not None, "vLLM has just told them"
+        plan = self.sessions.begin_load(record)
+        if isinstance(plan, Decline):  # vLLM waits for a load: it gets one that is refused
+            self._loads.refuse(record, record.block_ids, claimed_tokens)
+            return
+        key = self.shares.begin(record, plan) if self._shares_blocks else None
         self.locks.lock(record, plan.spans[0].target_start, key)
-        spans = (replace(one, generation=self.donors.find_generation(one.donor_id)) for one in record.ordered.spans)
-        self._loads.add(record, plan_tokens, spans)
-        record.loading = True
-        self.healer.note_load(record)
-        self.donors.note_used(record.ordered.donor_ids)
+        spans = (replace(one, generation=self.donors.find_generation(one.donor_id)) for one in plan.spans)
+        self._loads.add(record, plan.prompt_tokens, spans)
+        self.promotion.note_load(record)
+        self.donors.note_used(plan.donor_ids)
 
-    def _note_loaded(self, record: Record, loaded: Loaded) -> None:
+    def _note_loaded(self, record: Record, result: LoadResult) -> None:
         """Its load is over, and vLLM has not computed anything on it."""
         if record.spoiled is not None:
-            loaded = replace(loaded, failed=True, reason=DeclineReason.ERROR, detail=record.spoiled)
-        record.loaded, record.loading = loaded, False
-        if not loaded.failed and not loaded.exact:
-            record.filled = True
-            self.shares.note_loaded(record, loaded)
+            result = replace(result, failed=True, reason=DeclineReason.ERROR, detail=record.spoiled)
+        plan = record.plan
+        self.sessions.finish_load(record, result)
+        if record.approximate_from is not None:
+            self.shares.note_loaded(record, result)
             return
         self.shares.drop_of(record)
-        self._unclaim(record)  # what is in its blocks is exact, or will be: vLLM may find it
-        record.rejected = loaded.failed
-        if loaded.reason is DeclineReason.VALIDATION_FAILED and record.ordered is not None:
-            for donor_id in loaded.faulty_donors or record.ordered.donor_ids:  # its KV is not what its tokens ask for
+        self.locks.unlock(record)  # what is in its blocks is exact, or will be: vLLM may find it
+        if result.reason is DeclineReason.VALIDATION_FAILED and plan is not None:
+            for donor_id in result.faulty_donors or plan.donor_ids:
                 self.shares.drop_donor(donor_id)
-                self.semblend.forget(donor_id, reason="engine")
-
-    def _unclaim(self, record: Record) -> None:
-        self.locks.unlock(record)
-        if record.claimed:
-            record.claim_end = 0
-            self.semblend.release(record.request.request_id)
 
     # -- its life --------------------------------------------------------------------------------------------------
 
     def _release_blocks(self, record: Record) -> None:
         """vLLM gives its blocks to others, while a worker may still copy from them."""
-        if record.captured:
-            record.captured = False
-            self._freed.append(record.request.request_id)
+        if record.state is State.KEPT:
+            self._freed.append(record.request_id)
 
     def _start_over(self, request_id: str) -> None:
         """Preempted: its blocks are gone, it will be computed from its exact prefix on, under its own hashes."""
         record = self._records.get(request_id)
         if record is None:
             return
-        self._unclaim(record)
         self._release_blocks(record)
+        self.locks.unlock(record)
         self._records.open[request_id] = record
-        record.start_over()
-
-    def _is_worth_keeping(self, record: Record) -> bool:
-        """Only if enough of what is exact in it is new."""
-        if self._explain_no_reuse(record) or not self.settings.config.enabled or record.block_ids is None:
-            return False
-        if read_options(record.request).opt_out:
-            return False
-        return record.exact_end - record.local_tokens >= self.settings.donor_min_new_tokens
+        self.sessions.restart(record)
+        record.lose_blocks()
 
     def _confirm(self, request_id: str) -> None:
         """The prompt's last step is done, so the first token is out: the receipt, once."""
         record = self._records.get(request_id)
         if record is None or record.receipt is not None:
             return
-        arrival = getattr(record.request, "arrival_time", None)
-        ttft_ms = None if arrival is None else max(0.0, (self._clock() - arrival) * 1e3)
-        record.receipt = build_vllm_receipt(record, record.ordered or record.decision, self.facts.version, ttft_ms)
-        learn_from(record, self.outcomes)
-        if record.receipt.reason is DeclineReason.SHARED_PREFIX:  # no lookup's decline, and the worker never saw it
-            self.semblend.metrics.declined(record.receipt.reason)
-        self._record(record.receipt)
-        if record.finished:
+        arrival = getattr(record.source, "arrival_time", None)
+        receipt = self.sessions.confirm(
+            record, ttft_ms=None if arrival is None else max(0.0, (self._clock() - arrival) * 1e3)
+        )
+        if receipt is not None and receipt.reason is DeclineReason.SHARED_PREFIX:
+            self.semblend.metrics.declined(receipt.reason)  # no lookup's decline, and the worker never saw it
+        if record.state is State.ENDED:
             self._forget(request_id)
-
-    def _record(self, receipt: Receipt) -> None:
-        try:
-            self.semblend.confirm(receipt)
-        except SemBlendError as error:  # such as a request id that was used before: the answer goes on
-            self.semblend.release(receipt.request_id)
-            self.report_failure("confirm", str(error), receipt.request_id)
 
     def _forget(self, request_id: str) -> None:
         record = self._records.remove(request_id)
-        if record is not None and record.receipt is None:
-            self.semblend.release(request_id)
+        if record is not None:
+            self.sessions.end(record)

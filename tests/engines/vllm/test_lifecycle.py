@@ -60,7 +60,12 @@ class VllmLives(Engine):
             self.under_way.discard(name)
 
     def preempt(self, rng: random.Random) -> None:
-        """vLLM takes the blocks of all that run; its prefix cache goes with it, our donors stay."""
+        """vLLM takes the blocks of all that run; its prefix cache goes with it, our donors stay.
+
+        While a load is under way it refuses to, and ends.
+        """
+        if any(record.is_loading for record in self.world.half._records.values()):
+            return
         self.world.scheduler.reset_prefix_cache(reset_running_requests=True)
         self.world.half.donors.resets.was_reset()
 

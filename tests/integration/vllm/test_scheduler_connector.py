@@ -552,6 +552,21 @@ def test_a_request_that_decodes_is_closed_and_its_block_table_goes_on(world):
     assert record.block_ids[held:] == [900]
 
 
+def test_a_request_that_is_admitted_again_before_its_preemption_is_told_stays_locked(world):
+    world.donor()
+    request = target()
+    claimed = world.half.count_matched(request, 0)
+    world.allocate(request, claimed, claimed)
+    world.loaded(world.step())
+    assert world.half.count_matched(request, 0) == claimed, "a reset took its blocks before it had said anything"
+    world.allocate(request, claimed, claimed)
+    orders = world.step(preempted=["target"])
+    record = world.half._records["target"]
+    assert [load.request_id for load in orders.loads] == ["target"]
+    assert record.is_loading
+    assert record.salted is not None, "what is written into its blocks is not exact"
+
+
 def test_a_closed_request_that_is_preempted_is_opened_again(world):
     request = FakeRequest("decodes", [*range(40), *DOCUMENT])
     _, orders = world.admit(request)

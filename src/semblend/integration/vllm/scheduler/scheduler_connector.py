@@ -83,6 +83,7 @@ class SchedulerConnector:
         self._refused: dict[str, int] = {}  # exact tokens of each request in an engine that we do not serve
         self._loads = PendingLoads(facts.block_tokens)
         self._freed: list[str] = []
+        self._admitted: set[str] = set()  # since the last step's orders
 
     # -- a request -------------------------------------------------------------------------------------------------
 
@@ -138,6 +139,7 @@ class SchedulerConnector:
         if record is None:
             return
         record.block_ids = list(block_ids)
+        self._admitted.add(request.request_id)
         if claimed_tokens:
             self._begin_load(record, claimed_tokens)
         elif record.share is not None:
@@ -204,8 +206,10 @@ class SchedulerConnector:
     def build_orders(self, output: Any) -> Orders:
         """What the worker's side does in this step."""
         self._catch_up()
-        for request_id in output.preempted_req_ids or ():
+        # A reset preempts all that run, and some are admitted again before vLLM names them here.
+        for request_id in set(output.preempted_req_ids or ()) - self._admitted:
             self._start_over(request_id)
+        self._admitted.clear()
         captures: list[Capture] = []
         served: list[str] = []
         computed_now: set[int] | None = set()
@@ -402,6 +406,8 @@ class SchedulerConnector:
         record = self._records.get(request_id)
         if record is None:
             return
+        if record.is_loading:
+            self._loads.cancel(request_id)
         self._release_blocks(record)
         self.locks.unlock(record)
         self._records.open[request_id] = record

@@ -558,7 +558,10 @@ def test_a_request_that_is_admitted_again_before_its_preemption_is_told_stays_lo
     claimed = world.half.count_matched(request, 0)
     world.allocate(request, claimed, claimed)
     world.loaded(world.step())
-    assert world.half.count_matched(request, 0) == claimed, "a reset took its blocks before it had said anything"
+    assert world.half.count_matched(request, 0) is None, (
+        "a reset took its blocks: are those that it filled still there?"
+    )
+    assert world.half.count_matched(request, 0) == claimed
     world.allocate(request, claimed, claimed)
     orders = world.step(preempted=["target"])
     record = world.half._records["target"]

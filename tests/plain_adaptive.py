@@ -9,7 +9,7 @@ from math import sqrt
 
 import numpy as np
 
-from semblend.eviction.plan import (
+from semblend.eviction.adaptive import (
     BLOCK_KINDS,
     ENDS,
     FIRST_LESSON,

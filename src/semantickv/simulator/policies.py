@@ -22,8 +22,7 @@ import numpy.typing as npt
 from semantickv.simulator.forest import Forest
 from semantickv.simulator.plain import Block, Cache, PlainPolicy
 from semblend.errors import InputError
-from semblend.eviction.adaptive import Adaptive
-from semblend.eviction.plan import AdaptivePlan, limit_history
+from semblend.eviction.adaptive import Adaptive, AdaptivePlan, limit_history
 
 
 class Lru(PlainPolicy):

@@ -53,7 +53,8 @@ def _draw(axes: Any, patches: Any, mark: ElementTree.Element, style: Style) -> N
     if tag == "text":
         axes.text(
             at["x"], at["y"], mark.text, color=fill, fontsize=float(style.get("font-size", "12px")[:-2]) * _POINT,
-            fontweight="bold" if int(style.get("font-weight", 400)) >= 600 else "normal", ha=_ANCHORS[mark.attrib["text-anchor"]], va="baseline",
+            fontweight="bold" if int(style.get("font-weight", 400)) >= 600 else "normal",
+            ha=_ANCHORS[mark.attrib["text-anchor"]], va="baseline",
             zorder=line["zorder"], parse_math=False,
         )  # fmt: skip
     elif tag == "line" or (tag == "path" and not mark.attrib["d"].endswith("Z")):

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from semblend.config import EVICTION_POLICIES
 from semblend.errors import ConfigError
-from semblend.eviction.adaptive import Adaptive, AdaptivePlan, compile_kernels, limit_history
+from semblend.eviction.adaptive import Adaptive, AdaptivePlan, compile_adaptive, limit_history
 
 T = TypeVar("T")
 
@@ -160,7 +160,7 @@ def make_policy(name: str, capacity: int, *, chained: bool = True, items: int | 
         raise ConfigError(f"eviction={name!r} is no policy", hint="one of " + ", ".join(EVICTION_POLICIES))
     items = capacity if items is None else items
     if name == "adaptive":
-        compile_kernels()
+        compile_adaptive()
         return Adaptive(capacity, chained=chained, plan=AdaptivePlan.build(capacity, history=limit_history(items)))
     if name == "lru2":
         return Lru2(items)

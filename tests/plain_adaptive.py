@@ -9,7 +9,7 @@ from math import sqrt
 
 import numpy as np
 
-from semblend.eviction.adaptive import (
+from semblend.eviction.plan import (
     BLOCK_KINDS,
     ENDS,
     FIRST_LESSON,

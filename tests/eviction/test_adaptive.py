@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_adaptive import PlainAdaptive, find_best_rates
 
-from semblend.eviction.adaptive import Adaptive, AdaptivePlan, limit_history
+from semblend.eviction.adaptive import Adaptive
+from semblend.eviction.plan import AdaptivePlan, limit_history
 
 
 @st.composite

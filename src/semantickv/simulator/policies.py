@@ -3,7 +3,7 @@
 Here they are in plain Python, short enough to read; the table at the end names their compiled twins in
 `semantickv.simulator.kernels`. `Belady` needs what comes next: for blocks of one size it is the best possible number of
 block hits among policies that must cache what a request brings, `BeladyBypass` among all. Both hold in prefix mode too:
-a parent is needed no later than its children.
+a parent is needed no later than its children. For capacity in tokens see `semantickv.analysis.mrc`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import numpy.typing as npt
 from semantickv.simulator.forest import Forest
 from semantickv.simulator.plain import Block, Cache, PlainPolicy
 from semblend.errors import InputError
-from semblend.eviction.adaptive import Adaptive, AdaptivePlan, limit_history
+from semblend.eviction.adaptive import Adaptive
+from semblend.eviction.plan import AdaptivePlan, limit_history
 
 
 class Lru(PlainPolicy):

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from semblend.eviction.adaptive import (
+from semblend.eviction.plan import (
     BLOCK_KINDS,
     ENDS,
     FIRST_LESSON,

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from semblend.config import EVICTION_POLICIES
 from semblend.errors import ConfigError
-from semblend.eviction.adaptive import Adaptive, AdaptivePlan, compile_adaptive, limit_history
+from semblend.eviction.plan import AdaptivePlan, limit_history
 
 T = TypeVar("T")
 
@@ -160,6 +160,8 @@ def make_policy(name: str, capacity: int, *, chained: bool = True, items: int | 
         raise ConfigError(f"eviction={name!r} is no policy", hint="one of " + ", ".join(EVICTION_POLICIES))
     items = capacity if items is None else items
     if name == "adaptive":
+        from semblend.eviction.adaptive import Adaptive, compile_adaptive
+
         compile_adaptive()
         return Adaptive(capacity, chained=chained, plan=AdaptivePlan.build(capacity, history=limit_history(items)))
     if name == "lru2":

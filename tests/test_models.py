@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import zipfile
-from argparse import ArgumentParser
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 
 from semblend import models
 from semblend.cli.commands import models as command
+from semblend.cli.main import build_parser
 from semblend.errors import InputError, MissingDependencyError, SemBlendError
 from semblend.models import MODELS, KnownModel, Part, is_pulled, pull, resolve
 
@@ -213,9 +213,7 @@ def test_paths_folders_and_names_are_resolved(tiny: KnownModel, tmp_path: Path) 
 
 
 def run(*words: str) -> int:
-    parser = ArgumentParser()
-    command.add_arguments(parser)
-    return command.run(parser.parse_args(words))
+    return command.run(build_parser().parse_args(["models", *words]))
 
 
 def test_the_command_lists_pulls_and_finds(

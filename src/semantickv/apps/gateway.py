@@ -1,10 +1,10 @@
-"""What the proxy and the router share: one ASGI application that takes, places, forwards and records a request.
+"""The proxy and the router as one ASGI application: it places, forwards and records requests.
 
 ::
 
-    ClientConnection ─▶ Intake ─▶ CallOpener ─▶ Forwarding ─▶ engine      the server of `semantickv router` and `proxy`
-    any ASGI server ─▶ __call__ ─▶ the same, and AsgiSide sends the answer
+    ProxyApp ─▶ CallOpener ─▶ RoutedCall ─▶ engine
     and in the end one ExchangeRecord ─▶ metrics, the caller's record, the trace
+    beside the requests: health checks, replicas that hang, KV events, the link to other routers, the replica file
 """
 
 from __future__ import annotations
@@ -13,22 +13,19 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from semantickv.apps.answers import answer_error, send_error
-from semantickv.apps.edge_call import PROMPT_PATHS, CallOpener, EdgeCall
-from semantickv.apps.forwarding import Forwarding, Lane
 from semantickv.apps.own_paths import OwnPaths
-from semantickv.edge.asgi_side import AsgiSide
-from semantickv.edge.exchange import CLIENT_LEFT, ClientSide, EngineTimeouts
-from semantickv.edge.faults import Fault, FaultKind
+from semantickv.apps.proxy import CLIENT_LEFT_STATUS, ProxyApp, ProxyCall
+from semantickv.apps.routed_call import PROMPT_PATHS, CallOpener, RoutedCall
 from semantickv.edge.headers import find_header
-from semantickv.edge.intake import Intake, IntakeLimits
+from semantickv.edge.upstream_call import Fault, FaultKind
 from semantickv.engine_state.feed import EngineFeeds, ServedPrompt
 from semantickv.routing.fingerprint import load_cutter
-from semantickv.routing.health import watch_health
+from semantickv.routing.health import HealthWatch
+from semantickv.routing.replica import Health, Replica
 from semantickv.routing.router import RouteDecision, Router, RouteRequest
 from semantickv.settings import EdgeSettings
 from semantickv.telemetry.fleet_book import FleetBook
@@ -42,73 +39,56 @@ from semblend.wire.errors import ApiError
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from semantickv.shared_state.exchange import StateExchange
+    from semantickv.apps.build import ReplicaSource
     from semantickv.shared_state.redis_link import RedisLink
+    from semantickv.shared_state.router_sync import RouterSync
 
-CLIENT_LEFT_STATUS = 499
 SETTLE_S = 0.002
 MOST_UNSETTLED = 64
 LARGE_BODY_BYTES = 1 << 20
 """A body of this size is not kept after its request has ended."""
+LOOK_S = 0.25
+"""How often the requests on replicas that are out, or hang, are looked for."""
+GONE = Fault(FaultKind.GIVEN_UP, "the replica was taken out")
 log = logging.getLogger("semantickv")
-POST_PATHS = (*PROMPT_PATHS, "/v1/embeddings")
+POST_PATHS = (*PROMPT_PATHS, "/v1/embeddings", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize")
 
 
-@dataclass(slots=True)
-class Gateway:
+class Gateway(ProxyApp):
     """The application. ``shows_routes`` adds the headers that say where a request went and why."""
 
-    settings: EdgeSettings
-    router: Router
-    trace_log: TraceLog | None = None
-    shows_routes: bool = False
-    feeds: EngineFeeds | None = None
-    link: RedisLink[StateExchange] | None = None
-    intake: Intake = field(init=False)
-    metrics: EdgeMetrics = field(init=False)
-    own_paths: OwnPaths = field(init=False)
-    opener: CallOpener = field(init=False)
-    records: RecordStore = field(default_factory=RecordStore)
-    fleet: FleetBook = field(default_factory=FleetBook)
-    _lane: Lane = field(init=False)
-    _running: set[Forwarding] = field(default_factory=set)
-    _unsettled: deque[tuple[EdgeCall, float]] = field(default_factory=deque)
-    """Requests that have ended, and when; not written down yet."""
-    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
-    _started: float = field(default_factory=time.perf_counter)
-
-    def __post_init__(self) -> None:
-        self.intake = Intake(IntakeLimits(requests=self.settings.max_requests))
+    def __init__(
+        self,
+        settings: EdgeSettings,
+        router: Router,
+        trace_log: TraceLog | None = None,
+        *,
+        shows_routes: bool = False,
+        feeds: EngineFeeds | None = None,
+        link: RedisLink[RouterSync] | None = None,
+        source: ReplicaSource | None = None,
+    ) -> None:
+        super().__init__(max_requests=settings.max_requests, timeout_s=settings.timeout_s)
+        self.settings = settings
+        self.router = router
+        self.trace_log = trace_log
+        self.shows_routes = shows_routes
+        self.feeds = feeds
+        self.link = link
+        self.source = source
         self.metrics = EdgeMetrics(self)
-        self.opener = CallOpener(self.settings, self.router)
-        self.own_paths = OwnPaths(
-            self.settings,
-            self.router,
-            self.metrics,
-            self.records,
-            self._list_traces,
-            self.feeds,
-            self.link,
-            self.fleet if self.shows_routes else None,
-        )
-        timeouts = EngineTimeouts(self.settings.timeout_s, self.settings.timeout_s)
-        self._lane = Lane(
-            self.router, self.opener, timeouts, self.shows_routes,
-            self._note_sent, self._note_refused, self._note_arranged, self._note_end,
-        )  # fmt: skip
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._live(receive, send)
-        elif scope["type"] == "http":
-            if self.is_forwarded(scope["method"], scope["path"]):
-                await self._forward(scope, receive, send)
-            else:
-                self.settle()
-                await self.own_paths.answer(scope, send)
+        self.records = RecordStore()
+        self.fleet = FleetBook()
+        self.opener = CallOpener(self)
+        self.health = HealthWatch(router, settings)
+        self.own_paths = OwnPaths(self)
+        self._unsettled: deque[tuple[RoutedCall, float]] = deque()
+        """Requests that have ended, and when; not written down yet."""
+        self._leaving: list[Replica] = []
+        self._started = time.perf_counter()
 
     def warm_up(self) -> None:
-        """Load what takes seconds and what the first request must not wait for: numba and its kernels."""
+        """Load numba and its kernels: seconds that no request must wait for."""
         if self.router.needs_pieces:
             load_cutter()
 
@@ -137,106 +117,59 @@ class Gateway:
             "semantickv_redis_up": {} if self.link is None else {(): float(self.link.is_connected)},
         }
 
-    def _list_traces(self) -> list[str]:
+    def list_traces(self) -> list[str]:
         return [] if self.trace_log is None else list(self.trace_log.latest)
 
     # -- a request that is forwarded -------------------------------------------------------------------------------
 
-    @staticmethod
-    def is_forwarded(method: str, path: str) -> bool:
-        """Whether a request goes to an engine; the rest is answered here."""
+    def is_forwarded(self, method: str, path: str) -> bool:
         if method == "POST":
             return path in POST_PATHS
         name = path.removeprefix("/v1/models/")
         return method == "GET" and (path == "/v1/models" or (name != path and ".." not in name.split("/")))
 
-    def forward(self, scope: Mapping[str, Any], body: bytes, began: float, client: ClientSide) -> Forwarding | None:
-        """Send a request on whose body was read and which has a place in the intake; None if it was refused.
+    def open_call(self, scope: Scope, body: bytes, began: float) -> RoutedCall | ApiError:
+        return self.opener.open(scope, body, began)
 
-        What is left is done as bytes come, by calls from connection to connection. The place is given back in the end.
-        """
-        forwarding: Forwarding | None = None
-        try:
-            call = self.opener.open(scope, body, began)
-            if isinstance(call, ApiError):
-                self.refuse(scope, call, client)
-                self.intake.leave(body)
-                return None
-            if self.trace_log is not None and call.path in PROMPT_PATHS:
-                call.ticket = self.trace_log.take_ticket()
-            call.span = start_span(scope["method"], _name_path(call.path), scope["headers"])
-            if call.span is not None:
-                call.outgoing = replace(call.outgoing, headers=call.span.replace_context(call.outgoing.headers))
-            forwarding = Forwarding(self._lane, call, client)
-            self._running.add(forwarding)
-            forwarding.begin()
-        except BaseException:
-            if forwarding is None:
-                self.intake.leave(body)
-            else:
-                forwarding.stop()
-            raise
-        return forwarding
+    async def answer_here(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.settle()
+        await self.own_paths.answer(scope, receive, send)
 
-    def refuse(self, scope: Mapping[str, Any], error: ApiError, client: ClientSide) -> None:
-        """Answer a request that is not forwarded with an error, and count it."""
-        self.metrics.count_refusal(_name_path(scope["path"]), error.status)
-        answer_error(client, error)
+    def note_start(self, call: ProxyCall, scope: Scope) -> None:
+        assert isinstance(call, RoutedCall)
+        if self.trace_log is not None and call.path in PROMPT_PATHS:
+            call.ticket = self.trace_log.take_ticket()
+        call.span = start_span(scope["method"], _name_path(call.path), scope["headers"])
+        if call.span is not None:
+            call.outgoing = replace(call.outgoing, headers=call.span.replace_context(call.outgoing.headers))
 
-    def note_left(self, scope: Mapping[str, Any]) -> None:
-        """Count a client that left before its request was whole."""
-        self.metrics.count_refusal(_name_path(scope["path"]), CLIENT_LEFT_STATUS)
+    def note_unforwarded(self, path: str, status: int) -> None:
+        self.metrics.count_refusal(_name_path(path), status)
 
-    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Take a request from an ASGI server, and send its answer there."""
-        began = time.perf_counter()
-        refused = self.intake.enter()
-        if refused is not None:
-            self.metrics.count_refusal(_name_path(scope["path"]), refused.status)
-            await send_error(send, refused)
-            return
-        body: bytes | ApiError | Fault = CLIENT_LEFT
-        try:
-            body = await self.intake.read_body(scope["headers"], receive)
-        finally:
-            if not isinstance(body, bytes):
-                self.intake.leave(b"")
-        if isinstance(body, ApiError):
-            self.metrics.count_refusal(_name_path(scope["path"]), body.status)
-            await send_error(send, body)
-        elif isinstance(body, Fault):
-            self.note_left(scope)
-        else:
-            side = AsgiSide(send)
-            await side.run(receive, self.forward(scope, body, began, side))
-
-    def _note_sent(self, decision: RouteDecision, route: RouteRequest) -> list[int]:
+    def note_sent(self, decision: RouteDecision, route: RouteRequest) -> list[int]:
         """Remember a prompt that was sent, and tell the other routers. The engine has it already: nobody waits."""
         new = self.router.remember(decision, route)
         if self.link is not None:
-            self.link.exchange.note_placed(decision, route)
+            self.link.sync.note_placed(decision, route)
         return new
 
-    def _note_refused(self, decision: RouteDecision, new: Sequence[int]) -> None:
+    def note_refused(self, decision: RouteDecision, new: Sequence[int]) -> None:
         """Forget what a prompt brought that its engine refused, here and in the other routers."""
         self.router.forget(decision, new)
         if self.link is not None and new:
-            self.link.exchange.note_refused(decision, new)
+            self.link.sync.note_refused(decision, new)
 
-    def _note_arranged(self, decision: RouteDecision, sent: Sequence[Arrangement]) -> None:
+    def note_arranged(self, decision: RouteDecision, sent: Sequence[Arrangement]) -> None:
         """Remember in which orders a replica got passages, and tell the other routers."""
         if decision.replica.arranger is None:
             return
         for one in sent:
             decision.replica.arranger.record(one)
         if self.link is not None:
-            self.link.exchange.note_arranged(decision, [one.to_sent() for one in sent])
+            self.link.sync.note_arranged(decision, [one.to_sent() for one in sent])
 
-    def _note_end(self, forwarding: Forwarding) -> None:
-        """Give a request's place back. What became of it is written down soon."""
-        self._running.discard(forwarding)
-        call = forwarding.call
-        self.intake.leave(call.body)
+    def note_end(self, call: RoutedCall) -> None:
+        """A request has ended. What became of it is written down soon."""
         self._unsettled.append((call, time.perf_counter()))
         is_large = len(call.body) > LARGE_BODY_BYTES
         if is_large or call.span is not None or len(self._unsettled) >= MOST_UNSETTLED:
@@ -257,7 +190,7 @@ class Gateway:
             except Exception:  # the client has its answer: what fails here costs a record
                 log.exception("a request could not be written down")
 
-    def _close_call(self, call: EdgeCall, ended: float) -> None:
+    def _close_call(self, call: RoutedCall, ended: float) -> None:
         """Write down what became of a request that ended at ``ended``."""
         reader = call.reader
         receipt = EngineReceipt() if reader is None or call.fault is not None else reader.read_receipt()
@@ -295,7 +228,7 @@ class Gateway:
             is_whole = fault is None and call.status < 400
             self.trace_log.submit(call.ticket, self._describe(call, record, ended, first_token) if is_whole else None)
 
-    def _learn(self, call: EdgeCall, decision: RouteDecision, receipt: EngineReceipt) -> None:
+    def _learn(self, call: RoutedCall, decision: RouteDecision, receipt: EngineReceipt) -> None:
         """Compare what the router expected with what the engine says, by its events or by its receipt."""
         replica, pieces = decision.replica, call.route.pieces
         if self.feeds is not None and replica.id in self.feeds.feeds:
@@ -307,7 +240,7 @@ class Gateway:
         elif receipt.reused_tokens is not None and receipt.rejected is None:
             replica.memory.learn(decision.overlap.prefix_tokens, receipt.reused_tokens)
 
-    def _describe(self, call: EdgeCall, record: ExchangeRecord, ended: float, first_token: float | None) -> TraceJob:
+    def _describe(self, call: RoutedCall, record: ExchangeRecord, ended: float, first_token: float | None) -> TraceJob:
         """What the trace says of a request that was answered."""
         receipt = record.receipt
         usage: dict[str, Any] = {"prompt_tokens": receipt.prompt_tokens, "completion_tokens": receipt.output_tokens}
@@ -325,30 +258,73 @@ class Gateway:
             metadata={name: value for name, value in metadata.items() if value is not None},
         )
 
-    # -- life ------------------------------------------------------------------------------------------------------
+    # -- beside the requests -----------------------------------------------------------------------------------------
 
-    async def _live(self, receive: Receive, send: Send) -> None:
-        """Start the health checks, and end them, the connections and the traces when the server ends."""
-        await receive()
-        self.warm_up()
-        self._tasks.append(asyncio.ensure_future(watch_health(self.router.replicas, self.settings.health_s)))
+    def list_jobs(self) -> Sequence[Coroutine[Any, Any, None]]:
+        jobs: list[Coroutine[Any, Any, None]] = [self.health.run(), self._look_after_replicas()]
         if self.feeds is not None:
-            self._tasks.append(asyncio.ensure_future(self.feeds.run()))
+            jobs.append(self.feeds.run())
         if self.link is not None:
-            self._tasks.append(asyncio.ensure_future(self.link.run()))
-        await send({"type": "lifespan.startup.complete"})
-        await receive()
-        for forwarding in list(self._running):
-            forwarding.stop()
+            jobs.append(self.link.run())
+        if self.source is not None and self.source.has_file:
+            jobs.append(self.source.follow_file(self))
+        return jobs
+
+    async def _look_after_replicas(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.look_after_replicas(time.perf_counter())
+            await self._close_left()
+
+    def look_after_replicas(self, now: float) -> None:
+        """Take out replicas that hang, and let go of the requests on replicas that are out.
+
+        A request whose client has had nothing goes elsewhere. One in mid-answer is cut if its replica is down and has
+        sent nothing since the health checks began to fail.
+        """
+        if len(self.router.replicas) == 1:
+            return  # there is nowhere else to go
+        calls = [(one, one.call) for one in self.running if isinstance(one.call, RoutedCall) and one.call.decision]
+        waiting: dict[Replica, list[RoutedCall]] = {}
+        for _, call in calls:
+            assert call.decision is not None
+            if call.first_byte is None:
+                waiting.setdefault(call.decision.replica, []).append(call)
+        for replica, held in waiting.items():
+            oldest = min(held, key=lambda one: one.sent_at)
+            silent_s = now - max(oldest.sent_at, replica.first_byte_at)
+            is_judged = replica.hung_at > oldest.sent_at
+            if not is_judged and self.router.is_hung(silent_s, oldest.tokens_ahead, oldest.is_stream):
+                log.warning("%s has begun no answer for %.0f s: it is taken out", replica.id, silent_s)
+                replica.note_hung(now)
+        patience_s = self.settings.health_failures * (self.settings.health_s + self.settings.health_timeout_s)
+        for forwarding, call in calls:
+            assert call.decision is not None
+            replica = call.decision.replica
+            is_down = replica.health is Health.DOWN
+            if call.first_byte is None and (is_down or replica.hung_at > call.sent_at):
+                forwarding.interrupt(GONE)
+            elif is_down and now - call.last_byte > patience_s:
+                forwarding.interrupt(Fault(FaultKind.STALLED, "the replica is down", is_mid_answer=True))
+
+    def note_replicas(self, gone: Replica | None = None) -> None:
+        """Replicas were added or removed. The connections of one that left are closed once nothing runs there."""
+        if self.link is not None:
+            self.link.sync.note_replicas()
+        if gone is not None:
+            self._leaving.append(gone)
+
+    async def _close_left(self) -> None:
+        for replica in [one for one in self._leaving if not one.running]:
+            self._leaving.remove(replica)
+            await replica.pool.close()
+
+    async def close(self) -> None:
         self.settle()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for replica in self.router.replicas:
-            replica.pool.close()
+        for replica in (*self.router.replicas, *self._leaving):
+            await replica.pool.close()
         if self.trace_log is not None:
             await asyncio.to_thread(self.trace_log.close)
-        await send({"type": "lifespan.shutdown.complete"})
 
 
 def _name_path(path: str) -> str:

@@ -2,84 +2,123 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from semantickv.apps.answers import NOT_FOUND, NOT_OPERATOR, send_bytes, send_error, send_json
 from semantickv.apps.callers import identify_caller, is_operator
+from semantickv.apps.proxy import NOT_FOUND, NOT_OPERATOR, send_bytes, send_error, send_json
 from semantickv.engine_state.feed import EngineFeeds
-from semantickv.routing.replica import Health
+from semantickv.routing.replica import Health, Replica
 from semantickv.routing.router import Router
-from semantickv.settings import EdgeSettings
 from semantickv.telemetry.fleet_book import FleetBook
-from semantickv.telemetry.metrics import EdgeMetrics
-from semantickv.telemetry.record import RecordStore
+from semblend.errors import ConfigError
 from semblend.web.site import HEADERS, build_fleet
 from semblend.wire.caller_headers import find_repeated
+from semblend.wire.errors import ApiError
 
 if TYPE_CHECKING:
-    from starlette.types import Scope, Send
+    from starlette.types import Receive, Scope, Send
 
-    from semantickv.shared_state.exchange import StateExchange
-    from semantickv.shared_state.redis_link import RedisLink
+    from semantickv.apps.gateway import Gateway
 
 OPERATOR_PATHS = ("/metrics", "/v1/replicas", "/v1/fleet", "/v1/traces/latest")
+REPLICAS = "/v1/replicas"
+FRESH_S = 1.0
+"""A health check this old answers for /health; an older one is repeated first."""
 PAGE_FILES = build_fleet()
 PAGE_HEADERS = tuple((name.lower().encode(), value.encode()) for name, value in HEADERS.items())
 
 
 @dataclass(frozen=True, slots=True)
 class OwnPaths:
-    """Answers what is asked of this server itself. ``list_traces`` gives the latest trace lines."""
+    """Answers what is asked of this server itself."""
 
-    settings: EdgeSettings
-    router: Router
-    metrics: EdgeMetrics
-    records: RecordStore
-    list_traces: Callable[[], Sequence[str]]
-    feeds: EngineFeeds | None = None
-    link: RedisLink[StateExchange] | None = None
-    fleet: FleetBook | None = None
+    gateway: Gateway
 
-    async def answer(self, scope: Scope, send: Send) -> None:
+    @property
+    def fleet(self) -> FleetBook | None:
+        return self.gateway.fleet if self.gateway.shows_routes else None
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request that is not forwarded."""
-        path, headers = scope["path"], scope["headers"]
-        if scope["method"] != "GET":
+        gateway = self.gateway
+        method, path, headers = scope["method"], scope["path"], scope["headers"]
+        changes = self.fleet is not None and (
+            (method == "POST" and path == REPLICAS) or (method == "DELETE" and path.startswith(REPLICAS + "/"))
+        )
+        if method != "GET" and not changes:
             await send_error(send, NOT_FOUND)
         elif repeated := find_repeated(headers):
             await send_error(send, repeated)
         elif path == "/health":
-            found = describe_health(self.router)
+            await gateway.health.look(FRESH_S)
+            found = describe_health(gateway.router)
             await send_json(send, found, 200 if found["replicas_up"] else 503)
         elif path.startswith("/v1/requests/"):
-            caller = identify_caller(headers, self.settings.hash_key)
-            record = self.records.find(caller.namespace, path.removeprefix("/v1/requests/"))
+            caller = identify_caller(headers, gateway.settings.hash_key)
+            record = gateway.records.find(caller.namespace, path.removeprefix("/v1/requests/"))
             await (send_error(send, NOT_FOUND) if record is None else send_json(send, record.to_dict()))
         elif path in PAGE_FILES and self.fleet is not None:
             body, kind = PAGE_FILES[path]
             await send_bytes(send, 200, body, kind.encode(), PAGE_HEADERS)
-        elif path not in OPERATOR_PATHS or (path == "/v1/fleet" and self.fleet is None):
+        elif not changes and (path not in OPERATOR_PATHS or (path == "/v1/fleet" and self.fleet is None)):
             await send_error(send, NOT_FOUND)
-        elif not is_operator(headers, (scope.get("client") or ("", 0))[0], self.settings.admin_key):
+        elif not is_operator(headers, (scope.get("client") or ("", 0))[0], gateway.settings.admin_key):
             await send_error(send, NOT_OPERATOR)
+        elif changes:
+            await self._change_replicas(scope, receive, send)
         else:
             await self._answer_operator(path, send)
 
     def _describe(self) -> dict[str, Any]:
-        shared = None if self.link is None else self.link.describe()
-        return describe_replicas(self.router, self.feeds) | {"shared_state": shared}
+        link = self.gateway.link
+        found = describe_replicas(self.gateway.router, self.gateway.feeds)
+        return found | {"shared_state": None if link is None else link.describe()}
 
     async def _answer_operator(self, path: str, send: Send) -> None:
         if path == "/metrics":
-            await send_bytes(send, 200, self.metrics.write(), b"text/plain; version=0.0.4; charset=utf-8")
-        elif path == "/v1/replicas":
+            await send_bytes(send, 200, self.gateway.metrics.write(), b"text/plain; version=0.0.4; charset=utf-8")
+        elif path == REPLICAS:
             await send_json(send, self._describe())
         elif path == "/v1/fleet" and self.fleet is not None:
-            await send_json(send, describe_fleet(self._describe(), self.fleet, self.router))
+            await send_json(send, describe_fleet(self._describe(), self.fleet, self.gateway.router))
         else:
-            lines = ",".join(self.list_traces())
+            lines = ",".join(self.gateway.list_traces())
             await send_bytes(send, 200, f'{{"requests": [{lines}]}}'.encode(), b"application/json")
+
+    async def _change_replicas(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Add a replica (POST with its url) or remove one (DELETE by its id)."""
+        gateway = self.gateway
+        assert gateway.source is not None
+        try:
+            if scope["method"] == "DELETE":
+                name = scope["path"].removeprefix(REPLICAS + "/")
+                gone = gateway.source.remove(gateway, name)
+                await send_json(send, {"removed": gone.id, "running": gone.running})
+                return
+            body = await gateway.intake.read_body(scope["headers"], receive)
+            if isinstance(body, bytes):
+                gateway.intake.held_bytes -= len(body)
+                added = gateway.source.add(gateway, *_read_replica(body))
+                await send_json(send, describe_replica(added), 201)
+            elif isinstance(body, ApiError):
+                await send_error(send, body)
+        except ConfigError as error:
+            await send_error(send, ApiError(400, error.message, hint=error.hint))
+        except KeyError:
+            await send_error(send, ApiError(404, "no such replica", hint="GET /v1/replicas lists their ids"))
+
+
+def _read_replica(body: bytes) -> tuple[str, str]:
+    try:
+        fields = json.loads(body)
+        url, events = fields["url"], fields.get("kv_events", "")
+        if isinstance(url, str) and isinstance(events, str):
+            return url, events
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise ConfigError("the body names no replica", hint='send {"url": "http://127.0.0.1:8103"}')
 
 
 def describe_health(router: Router) -> dict[str, Any]:
@@ -117,22 +156,27 @@ def describe_replicas(router: Router, feeds: EngineFeeds | None = None) -> dict[
         "engine_reuse": router.reuse.value,
         "sessions": router.sessions,
         "prompts": None if feeds is None else feeds.describe(),
-        "replicas": [
-            {
-                "id": one.id,
-                "url": one.pool.address.url,
-                "up": one.is_up,
-                "health": one.health.value,
-                "breaker": one.breaker.state.value,
-                "running": one.running,
-                "running_elsewhere": one.running_elsewhere,
-                "waiting_tokens": one.waiting_tokens,
-                "served": one.served,
-                "faults": dict(one.faults),
-                "tracked_tokens": one.memory.tokens,
-                "kv_events": heard.get(one.id),
-                "connections": {"open": one.pool.open, "idle": one.pool.idle},
-            }
-            for one in router.replicas
-        ],
+        "replicas": [describe_replica(one) | {"kv_events": heard.get(one.id)} for one in router.replicas],
+    }
+
+
+def describe_replica(one: Replica) -> dict[str, Any]:
+    """Describe one replica, for the operator."""
+    return {
+        "id": one.id,
+        "url": one.pool.address.url,
+        "up": one.is_up,
+        "health": one.health.value,
+        "breaker": one.breaker.state.value,
+        "hung": one.is_hung,
+        "slowness": round(one.slowness, 2),
+        "running": one.running,
+        "running_elsewhere": one.running_elsewhere,
+        "waiting_tokens": one.waiting_tokens,
+        "served": one.served,
+        "faults": dict(one.faults),
+        "faults_of_requests": one.requests_own_faults,
+        "tracked_tokens": one.memory.tokens,
+        "kv_events": None,
+        "connections": {"open": one.pool.open, "idle": one.pool.idle},
     }

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 
-from semblend.cli.commands import serve
+from semblend.cli.main import build_parser
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.server.config import ServeConfig
 from semblend.errors import ConfigError
 
 
 def test_the_flags_the_server_and_the_engine_have_the_same_defaults():
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    flags, server, engine = parser.parse_args([]), ServeConfig(), EngineConfig()
+    flags, server, engine = build_parser().parse_args(["serve"]), ServeConfig(), EngineConfig()
     for name in ("max_running", "max_waiting", "step_tokens"):
         assert getattr(flags, name) == getattr(server, name) == getattr(engine, name)
     for name in ("pool_tokens", "donor_device_bytes", "donor_disk_bytes", "donor_dir", "device", "dtype"):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 from pathlib import Path
 
 import pytest
 
 from semblend.cli.commands import serve
+from semblend.cli.main import build_parser
 from semblend.config import read_key_variables
 from semblend.engine.server.config import ServeConfig
-from semblend.engine.server.edge.keys import read_keys_file, read_pairs
+from semblend.engine.server.keys import read_keys_file, read_pairs
 from semblend.engine.server.tenants import Tenants
 from semblend.errors import ConfigError
 from semblend.wire.errors import ApiError
@@ -98,9 +98,7 @@ def test_a_key_that_is_given_twice_is_refused(tmp_path):
 
 
 def config(*words: str) -> ServeConfig:
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    return serve._make_config(parser.parse_args(words))
+    return serve._make_config(build_parser().parse_args(["serve", *words]))
 
 
 def test_file_variables_and_flags_add_up(tmp_path, monkeypatch, capsys):
